@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from tandem.frontend.metrics.families import Family
+from tandem.frontend.metrics.reports import Report
 from tandem.protocol.logs import LogLevel
 
 BEAT_SECONDS = 0.25
@@ -55,7 +55,7 @@ class Metrics(Struct, frozen=True, tag="metrics"):
     They are sent every second, and for each scrape that the frontend answers.
     """
 
-    families: tuple[Family, ...]
+    report: Report
     scrape: int = 0
     """Number of the scrape that waits for the `Totals`; 0 for none."""
     model_name: str = ""

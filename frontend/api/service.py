@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from tandem.frontend.access.api_keys import ApiKeys
@@ -25,6 +24,7 @@ from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
+from tandem.frontend.metrics.instruments import InstrumentRegistry
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IGNORED_KEY, IgnoredFields
 from tandem.frontend.request.served_names import ServedNames
@@ -196,7 +196,7 @@ def build_service(config: FrontendConfig) -> Service:
     Raises TokenizerError if the model directory has no usable tokenizer, ChatTemplateError for a chat template that
     cannot be used, StoreError for a store that cannot be opened.
     """
-    metrics = FrontendMetrics(CollectorRegistry())
+    metrics = FrontendMetrics(InstrumentRegistry())
     tokenizer = load_tokenizer(config.model_dir, no_special_tokens_in_text=config.no_special_tokens_in_text)
     watch = EngineWatch(config.beat_timeout, config.step_timeout)
     # A template of the frontend's own choice may be any.

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.metrics.families import snapshot
 from tandem.frontend.metrics.metric_totals import MetricTotals
+from tandem.frontend.metrics.reports import Report
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats, Histogram, Metric
 
@@ -58,7 +59,7 @@ class EngineTotals(Collector):
         return self._totals.collect()
 
     def _update(self, heartbeat: Heartbeat) -> None:
-        self._totals.update(heartbeat.engine_epoch, snapshot(HeartbeatCollector(heartbeat)))
+        self._totals.update(heartbeat.engine_epoch, Report(others=snapshot(HeartbeatCollector(heartbeat))))
 
 
 class LifeCollector(Collector):

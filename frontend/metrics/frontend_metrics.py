@@ -3,11 +3,11 @@
 Those of the engine are served by its supervisor.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
+from tandem.frontend.metrics.instruments import Counter, Counters, Gauge, Histogram, InstrumentRegistry
 from tandem.frontend.metrics.key_metrics import KeyMetrics
 from tandem.frontend.metrics.load_metrics import LoadMetrics
-from tandem.frontend.metrics.loop_instruments import LoopCounter, LoopHistogram
 from tandem.frontend.metrics.request_metrics import FIRST_TOKEN_SECONDS, TOKEN_SECONDS, RequestMetrics
 from tandem.frontend.metrics.trace_metrics import TraceMetrics
 from tandem.protocol.errors import ErrorCode
@@ -27,12 +27,12 @@ class ConnectionMetrics:
     """Prometheus instruments of the connections of one server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.open = Gauge("tandem_frontend_num_connections", "Open connections of clients.", registry=registry)
-        self.closed = Counter(
+        self.open = Gauge("tandem_frontend_num_connections", "Open connections of clients.", registry)
+        self.closed = Counters(
             "tandem_frontend_connections_closed",
             "Connections that the server closed, or refused a request of, for a limit of the transport.",
             ["reason"],
-            registry=registry,
+            registry,
         )
 
 
@@ -43,16 +43,14 @@ class LinkMetrics:
         self.connected = Gauge(
             "tandem_frontend_engine_connected",
             "1 while a link to the engine is open and its handshake done.",
-            registry=registry,
+            registry,
         )
-        self.connects = Counter(
-            "tandem_frontend_engine_connects", "Completed handshakes with an engine.", registry=registry
-        )
-        self.losses = Counter("tandem_frontend_engine_losses", "Links to an engine that were lost.", registry=registry)
+        self.connects = Counter("tandem_frontend_engine_connects", "Completed handshakes with an engine.", registry)
+        self.losses = Counter("tandem_frontend_engine_losses", "Links to an engine that were lost.", registry)
         self.resubmitted = Counter(
             "tandem_frontend_resubmitted_requests",
             "Times that a request was submitted again after the loss of its engine.",
-            registry=registry,
+            registry,
         )
 
 
@@ -63,8 +61,8 @@ class GrammarMetrics:
         self.seconds = Histogram(
             "tandem_grammar_check_seconds",
             "Time in which a grammar was checked, with the time that it waits; one that is known takes next to none.",
-            buckets=_CHECK_SECONDS,
-            registry=registry,
+            registry,
+            _CHECK_SECONDS,
         )
 
 
@@ -75,14 +73,14 @@ class TemplateMetrics:
         self.seconds = Histogram(
             "tandem_template_render_seconds",
             "Time from a conversation to its prompt, with the time that it waits for those before it.",
-            buckets=_CHECK_SECONDS,
-            registry=registry,
+            registry,
+            _CHECK_SECONDS,
         )
-        self.restarts = Counter(
+        self.restarts = Counters(
             "tandem_template_process_restarts",
             "Ends of the process that renders chat templates: killed because a conversation took too long, or ended.",
             ["reason"],
-            registry=registry,
+            registry,
         )
 
 
@@ -92,47 +90,43 @@ class FrontendMetrics:
     They have a registry of their own, so that several apps fit into one process.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: InstrumentRegistry) -> None:
         self.registry = registry
         self.connections = ConnectionMetrics(registry)
         self.keys = KeyMetrics(registry)
         self.load = LoadMetrics(registry)
         self.ends = RequestMetrics(registry)
-        self.requests = Counter(
-            "tandem_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
-        )
-        self.ignored_fields = Counter(
+        self.requests = Counters("tandem_http_requests", "HTTP requests answered.", ["route", "status"], registry)
+        self.ignored_fields = Counters(
             "tandem_ignored_fields",
             "Requests with a field that has no effect; fields that no table knows are counted as other.",
             ["field"],
-            registry=registry,
+            registry,
         )
-        self.running = Gauge(
-            "tandem_frontend_num_requests_running", "Sequences open in this frontend.", registry=registry
-        )
-        self.generation_tokens = LoopCounter(
+        self.running = Gauge("tandem_frontend_num_requests_running", "Sequences open in this frontend.", registry)
+        self.generation_tokens = Counter(
             "tandem_frontend_generation_tokens", "Tokens delivered by this frontend.", registry
         )
-        self.aborts = Counter(
-            "tandem_frontend_aborts", "Sequences aborted before the engine ended them.", ["reason"], registry=registry
+        self.aborts = Counters(
+            "tandem_frontend_aborts", "Sequences aborted before the engine ended them.", ["reason"], registry
         )
-        self.first_token = LoopHistogram(
+        self.first_token = Histogram(
             "tandem_time_to_first_token_seconds",
             "Time from the arrival of an HTTP request to the first token of a choice.",
             registry,
             FIRST_TOKEN_SECONDS,
         )
-        self.inter_token = LoopHistogram(
+        self.inter_token = Histogram(
             "tandem_inter_token_latency_seconds",
             "Time between two deliveries of tokens of one sequence, however many tokens they have.",
             registry,
             TOKEN_SECONDS,
         )
-        self.store_failures = Counter(
+        self.store_failures = Counters(
             "tandem_store_failures",
             "Calls of the store of responses that failed.",
             ["operation"],
-            registry=registry,
+            registry,
         )
         # A rate sees the first failure only if there was a zero before it.
         for operation in STORE_OPERATIONS:
@@ -141,11 +135,11 @@ class FrontendMetrics:
         self.traces = TraceMetrics(registry)
         self.templates = TemplateMetrics(registry)
         self.grammars = GrammarMetrics(registry)
-        self.broken_streams = Counter(
+        self.broken_streams = Counters(
             "tandem_frontend_broken_streams",
             "Streams that ended with an error after their status 200.",
             ["code"],
-            registry=registry,
+            registry,
         )
         for code in BREAKING_CODES:
             self.broken_streams.labels(code)

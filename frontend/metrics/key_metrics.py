@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+
+from tandem.frontend.metrics.instruments import Counters
 
 
 class KeyUsage:
@@ -32,15 +34,15 @@ class KeyMetrics(Collector):
         self._open: set[KeyUsage] = set()
         """Streams that have not ended."""
         registry.register(self)  # before the counters, which are collected after it
-        self.requests = Counter("tandem_key_requests", "Generating requests of an API key.", ["key"], registry=registry)
-        self.prompt_tokens = Counter(
+        self.requests = Counters("tandem_key_requests", "Generating requests of an API key.", ["key"], registry)
+        self.prompt_tokens = Counters(
             "tandem_key_prompt_tokens",
             "Prompt tokens of an API key's requests that got a token.",
             ["key"],
-            registry=registry,
+            registry,
         )
-        self.generation_tokens = Counter(
-            "tandem_key_generation_tokens", "Tokens delivered to an API key.", ["key"], registry=registry
+        self.generation_tokens = Counters(
+            "tandem_key_generation_tokens", "Tokens delivered to an API key.", ["key"], registry
         )
 
     def begin(self, usage: KeyUsage, is_streamed: bool) -> None:

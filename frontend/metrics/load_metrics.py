@@ -1,8 +1,8 @@
 """Instruments of what a frontend holds at the moment."""
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
-from tandem.frontend.metrics.loop_instruments import LoopHistogram
+from tandem.frontend.metrics.instruments import Gauge, Histogram
 
 _LAG_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -17,21 +17,19 @@ class LoadMetrics:
         self.arriving = Gauge(
             "tandem_frontend_num_requests_arriving",
             "Requests that are read, parsed, rendered or tokenized.",
-            registry=registry,
+            registry,
         )
-        self.responses = Gauge("tandem_frontend_num_responses", "Generations being answered.", registry=registry)
+        self.responses = Gauge("tandem_frontend_num_responses", "Generations being answered.", registry)
         self.held = Gauge(
-            "tandem_frontend_num_requests_held", "Requests that wait for an engine to come back.", registry=registry
+            "tandem_frontend_num_requests_held", "Requests that wait for an engine to come back.", registry
         )
         self.queued_tokens = Gauge(
             "tandem_frontend_queued_prompt_tokens",
             "Prompt tokens that were submitted and have no output yet.",
-            registry=registry,
+            registry,
         )
-        self.body_bytes = Gauge(
-            "tandem_frontend_body_bytes", "Bytes of large request bodies that are held.", registry=registry
-        )
-        self.loop_lag = LoopHistogram(
+        self.body_bytes = Gauge("tandem_frontend_body_bytes", "Bytes of large request bodies that are held.", registry)
+        self.loop_lag = Histogram(
             "tandem_event_loop_lag_seconds",
             "Delay with which the event loop ran a timer, sampled 20 times a second.",
             registry,

@@ -7,6 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.frontend.metrics.families import Family, added, metrics_of
+from tandem.frontend.metrics.reports import Report, families_of
 
 _FRACTION = 2.0**20
 """Counters and histograms are added up in multiples of 1 / _FRACTION, about a microsecond."""
@@ -25,24 +26,34 @@ class MetricTotals(Collector):
     def __init__(self) -> None:
         self.model_name = ""
         """Name of the model that a process told last; "" before."""
-        self._running: dict[Hashable, tuple[Family, ...]] = {}
+        self._running: dict[Hashable, Report] = {}
+        """Newest report of each process, with its layout."""
         self._ended: tuple[Family, ...] = ()
 
-    def update(self, process: Hashable, families: tuple[Family, ...]) -> None:
+    def update(self, process: Hashable, report: Report) -> None:
         """Replace what is known of a process by its newest values."""
-        self._running[process] = tuple([family if family.kind == "gauge" else _rounded(family) for family in families])
+        if report.layout is None and (last := self._running.get(process)) is not None:
+            report = structs.replace(report, layout=last.layout)
+        self._running[process] = report
 
     def end(self, process: Hashable) -> None:
         """Keep the counters and histograms of a process that has ended.
 
         Its gauges are forgotten.
         """
-        lasting = (family for family in self._running.pop(process, ()) if family.kind != "gauge")
+        report = self._running.pop(process, Report())
+        lasting = [family for family in _families(report) if family.kind != "gauge"]
         self._ended = tuple(added([*self._ended, *lasting]))
 
     def collect(self) -> Iterable[Metric]:
-        running = (family for families in self._running.values() for family in families)
+        running = (family for report in self._running.values() for family in _families(report))
         yield from metrics_of(added([*self._ended, *running]))
+
+
+def _families(report: Report) -> list[Family]:
+    """Return the metrics of a report, with values that can be added up."""
+    families = [*families_of(report.layout or (), report.values), *report.others]
+    return [family if family.kind == "gauge" else _rounded(family) for family in families]
 
 
 def _rounded(family: Family) -> Family:

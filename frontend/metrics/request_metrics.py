@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
-from tandem.frontend.metrics.loop_instruments import LoopHistogram
+from tandem.frontend.metrics.instruments import Counter, Counters, Histogram, Histograms
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -85,55 +85,55 @@ class RequestMetrics:
     """Prometheus instruments of what became of requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.duration = Histogram(
+        self.duration = Histograms(
             "tandem_http_request_duration_seconds",
             "Time from an HTTP request's headers to the end of its response.",
             ["route"],
-            buckets=_ROUTE_SECONDS,
-            registry=registry,
+            registry,
+            _ROUTE_SECONDS,
         )
-        self.refused = Counter(
+        self.refused = Counters(
             "tandem_refused_requests",
             "Requests refused for want of room or rights; `engine_overloaded` are those that the engine refused, "
             "`unavailable` those without a ready engine.",
             ["reason"],
-            registry=registry,
+            registry,
         )
-        self.stages = Histogram(
+        self.stages = Histograms(
             "tandem_request_stage_seconds",
             "Time that a request's body was parsed, its chat rendered, its prompts tokenized or its grammar checked, "
             "waits included.",
             ["stage"],
-            buckets=_STAGE_SECONDS,
-            registry=registry,
+            registry,
+            _STAGE_SECONDS,
         )
         for reason in _REASONS:
             self.refused.labels(reason)
         for stage in _STAGES:
             self.stages.labels(stage)
-        self.latency = LoopHistogram(
+        self.latency = Histogram(
             "tandem_e2e_request_latency_seconds",
             "Time from the arrival of an HTTP request to its last byte.",
             registry,
             REQUEST_SECONDS,
         )
-        self.time_per_token = LoopHistogram(
+        self.time_per_token = Histogram(
             "tandem_request_time_per_output_token_seconds",
             "Mean time of a token after the first of a request that was answered in full, by its longest choice.",
             registry,
             TOKEN_SECONDS,
         )
-        self.params_n = LoopHistogram(
+        self.params_n = Histogram(
             "tandem_request_params_n", "`n` of a request that was answered in full.", registry, (1, 2, 5, 10, 20)
         )
-        self.longest = LoopHistogram(
+        self.longest = Histogram(
             "tandem_request_max_num_generation_tokens",
             "Tokens of the longest choice of a request that was answered in full.",
             registry,
             _TOKENS,
         )
         self.prompt_tokens = Counter(
-            "tandem_frontend_prompt_tokens", "Prompt tokens of completed HTTP requests.", registry=registry
+            "tandem_frontend_prompt_tokens", "Prompt tokens of completed HTTP requests.", registry
         )
 
     def end(self, route: str, duration: float, stages: Iterable[tuple[str, float]], reason: str | None) -> None:

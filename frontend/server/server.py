@@ -18,8 +18,8 @@ from tandem.frontend.api.service import Service, build_service
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.listening import allowed_connections, inherited_socket, raise_file_limit
-from tandem.frontend.metrics.families import Family, snapshot
 from tandem.frontend.metrics.processes import GarbageCollector
+from tandem.frontend.metrics.reports import Report
 from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
 from tandem.frontend.server.listeners import Handshake, Listeners, server_context
@@ -138,8 +138,8 @@ class DrainingServer(uvicorn.Server):
         told = (engine.status, engine.reason)
         return Beat(status, slots, self._service.client.num_open, len(self.connections), engine=told)
 
-    def metrics(self) -> tuple[Family, ...]:
-        return snapshot(self._service.metrics.registry)
+    def metrics(self) -> Report:
+        return self._service.metrics.registry.report()
 
     @property
     def model_name(self) -> str:

@@ -25,7 +25,7 @@ from tandem.frontend.control_channel import (
     Totals,
     frontend_end,
 )
-from tandem.frontend.metrics.families import Family
+from tandem.frontend.metrics.reports import Report
 from tandem.protocol.logs import LogLevel
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Supervisee(Protocol):
         """Return the state of the process, without the lag of its event loop."""
         ...
 
-    def metrics(self) -> tuple[Family, ...]:
-        """Return the values of the process's metrics."""
+    def metrics(self) -> Report:
+        """Return the values of the process's metrics, each of which has to be sent."""
         ...
 
     @property

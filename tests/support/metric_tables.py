@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
-
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.engine.metrics import HeartbeatCollector, LifeCollector
 from tandem.frontend.metrics.families import Collected, Family, snapshot
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
+from tandem.frontend.metrics.instruments import Instrument, InstrumentRegistry
 from tandem.frontend.metrics.processes import GarbageCollector, ProcessesCollector
 from tandem.frontend.metrics.vllm_names import VLLM_NAMES
 from tandem.frontend.supervisor.exposition import BuildCollector
@@ -71,10 +69,10 @@ def _rows(sources: list[Collected]) -> Iterator[Row]:
 
 def _instruments() -> Iterator[Row]:
     """Yield the instruments of a frontend; those with labels have no series before they count."""
-    registry = CollectorRegistry()
+    registry = InstrumentRegistry()
     FrontendMetrics(registry)
     for collector in list(registry._collector_to_names):
-        labels = collector._labelnames if isinstance(collector, MetricWrapperBase) else ()
+        labels = collector.label_names if isinstance(collector, Instrument) else ()
         for family in snapshot(collector):
             yield Row(family, tuple(labels))
 

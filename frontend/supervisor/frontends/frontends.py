@@ -133,7 +133,7 @@ class Frontends:
 
     def _add_up(self, process: FrontendProcess, report: Metrics) -> None:
         """Record the metrics of a process, and answer the scrape that it may have got."""
-        self.metrics.update(process, report.families)
+        self.metrics.update(process, report.report)
         self.metrics.model_name = report.model_name or self.metrics.model_name
         if report.scrape:
             process.child.send(Totals(report.scrape, self.exposition.text()))

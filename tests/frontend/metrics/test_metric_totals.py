@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.frontend.metrics.families import Family, snapshot
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
+from tandem.frontend.metrics.instruments import InstrumentRegistry
 from tandem.frontend.metrics.metric_totals import MetricTotals
+from tandem.frontend.metrics.reports import Report, families_of
 
 ACTIONS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from(["request", "error", "token", "open", "restart"])), max_size=60
 )
+
+
+def sent(metrics: FrontendMetrics) -> Report:
+    """Return what a supervisor gets of a frontend's report."""
+    return msgspec.json.decode(msgspec.json.encode(metrics.registry.report()), type=Report)
 
 
 def act(metrics: FrontendMetrics, action: str, number: int) -> None:
@@ -39,20 +45,20 @@ def values(registry: CollectorRegistry) -> Iterator[tuple[str, str, float]]:
 
 @given(ACTIONS)
 def test_sums_are_those_of_one_process_whichever_processes_end(actions: list[tuple[int, str]]) -> None:
-    alone = FrontendMetrics(CollectorRegistry())
+    alone = FrontendMetrics(InstrumentRegistry())
     totals = MetricTotals()
-    processes = {slot: FrontendMetrics(CollectorRegistry()) for slot in range(3)}
+    processes = {slot: FrontendMetrics(InstrumentRegistry()) for slot in range(3)}
     keys = {slot: slot for slot in range(3)}
     for number, (slot, action) in enumerate(actions):
         if action == "restart":
-            totals.update(keys[slot], snapshot(processes[slot].registry))
-            alone.running.dec(processes[slot].running._value.get())
+            totals.update(keys[slot], sent(processes[slot]))
+            alone.running.dec(processes[slot].running.value)
             totals.end(keys[slot])
-            processes[slot], keys[slot] = FrontendMetrics(CollectorRegistry()), 100 + number
+            processes[slot], keys[slot] = FrontendMetrics(InstrumentRegistry()), 100 + number
         act(processes[slot], action, number)
         act(alone, action, number)
     for slot, process in processes.items():
-        totals.update(keys[slot], snapshot(process.registry))
+        totals.update(keys[slot], sent(process))
     merged = CollectorRegistry()
     merged.register(totals)
     assert sorted(values(merged)) == sorted(values(alone.registry))
@@ -64,10 +70,10 @@ def test_no_counter_falls_when_a_process_ends_and_another_begins() -> None:
     merged.register(totals)
     seen = [0.0]
     for life in range(4):
-        metrics = FrontendMetrics(CollectorRegistry())
+        metrics = FrontendMetrics(InstrumentRegistry())
         for _ in range(3):
             metrics.generation_tokens.value += life + 1
-            totals.update(life, snapshot(metrics.registry))
+            totals.update(life, sent(metrics))
             seen.append(merged.get_sample_value("tandem_frontend_generation_tokens_total") or 0.0)
         totals.end(life)
         seen.append(merged.get_sample_value("tandem_frontend_generation_tokens_total") or 0.0)
@@ -81,9 +87,9 @@ def test_no_sum_falls_by_its_last_bit_in_whatever_order_processes_end(seconds: l
     merged = CollectorRegistry()
     merged.register(totals)
     for process, value in enumerate(seconds):
-        metrics = FrontendMetrics(CollectorRegistry())
+        metrics = FrontendMetrics(InstrumentRegistry())
         metrics.inter_token.observe(value)
-        totals.update(process, snapshot(metrics.registry))
+        totals.update(process, sent(metrics))
     name = "tandem_inter_token_latency_seconds_sum"
     before = merged.get_sample_value(name)
     assert before is not None and abs(before - sum(seconds)) < 1e-5
@@ -98,9 +104,49 @@ def test_a_process_that_was_never_heard_of_may_end() -> None:
     assert list(totals.collect()) == []
 
 
-def test_a_snapshot_survives_the_wire_and_has_no_times_of_creation() -> None:
-    metrics = FrontendMetrics(CollectorRegistry())
+def test_a_report_has_its_layout_only_if_that_is_new() -> None:
+    metrics = FrontendMetrics(InstrumentRegistry())
+    first = sent(metrics)
+    metrics.inter_token.observe(0.5)
+    metrics.running.inc()
+    second = sent(metrics)
     metrics.aborts.labels("disconnect").inc()
-    taken = snapshot(metrics.registry)
-    assert msgspec.json.decode(msgspec.json.encode(taken), type=tuple[Family, ...]) == taken
-    assert not [sample for family in taken for sample in family.samples if "created" in sample.name]
+    third = sent(metrics)
+    assert first.layout is not None and second.layout is None and third.layout is not None
+    assert len(first.values) == len(second.values) == len(third.values) - 1
+    assert [family.name for family in families_of(third.layout, third.values)] == [
+        instrument.name for instrument in first.layout
+    ]
+
+
+def test_the_series_of_a_report_are_those_of_the_registry() -> None:
+    metrics = FrontendMetrics(InstrumentRegistry())
+    for number, action in enumerate(("request", "error", "token", "open") * 3):
+        act(metrics, action, number)
+    metrics.ends.end("/v1/completions", 0.25, [("parse", 0.125), ("tokenize", 0.0)], "bodies")
+    metrics.link.connected.set(1)
+    metrics.connections.open.set_function(lambda: 7)
+    totals = MetricTotals()
+    totals.update("process", sent(metrics))
+    merged = CollectorRegistry()
+    merged.register(totals)
+    assert list(values(merged)) == list(values(metrics.registry))
+    assert merged.get_sample_value("tandem_frontend_num_connections") == 7.0
+    labels = {"route": "/v1/completions", "le": "0.5"}
+    assert merged.get_sample_value("tandem_http_request_duration_seconds_bucket", labels) == 1.0
+
+
+def test_a_process_that_ended_before_its_successor_was_heard_of_keeps_its_counters() -> None:
+    totals = MetricTotals()
+    metrics = FrontendMetrics(InstrumentRegistry())
+    totals.update(1, sent(metrics))
+    metrics.requests.labels("/v1/completions", "200").inc(5)
+    totals.update(1, sent(metrics))
+    metrics.requests.labels("/v1/completions", "200").inc(5)
+    totals.update(1, sent(metrics))
+    totals.end(1)
+    merged = CollectorRegistry()
+    merged.register(totals)
+    labels = {"route": "/v1/completions", "status": "200"}
+    assert merged.get_sample_value("tandem_http_requests_total", labels) == 10.0
+    assert merged.get_sample_value("tandem_frontend_num_requests_running") is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.control_channel import (
@@ -23,6 +24,7 @@ from tandem.frontend.control_channel import (
     supervisor_end,
 )
 from tandem.frontend.listening import listen
+from tandem.frontend.metrics.metric_totals import MetricTotals
 from tandem.frontend.server.server import build_server
 from tandem.protocol.events import Phase
 from tests.fakes.engine import FakeEngine
@@ -172,9 +174,12 @@ def test_beats_count_connections_and_sequences_and_tell_the_lag(supervisor: Supe
 
 def reported(supervisor: Supervisor, name: str) -> float:
     """Return the newest value of a metric without labels that the frontend has reported."""
-    reports = [message for message in supervisor.messages if isinstance(message, Metrics)]
-    samples = [sample for family in reports[-1].families for sample in family.samples] if reports else []
-    return next((sample.value for sample in samples if sample.name == name), 0.0)
+    totals, registry = MetricTotals(), CollectorRegistry()
+    registry.register(totals)
+    for message in list(supervisor.messages):
+        if isinstance(message, Metrics):
+            totals.update("frontend", message.report)
+    return registry.get_sample_value(name) or 0.0
 
 
 def test_metrics_are_reported_and_a_scrape_gets_the_sums_of_the_supervisor(

@@ -70,7 +70,7 @@ def test_failures_of_the_store_are_counted_and_logged_once_a_minute(
         "stored responses: save failed (1 since the last line): the disk is full",
         "stored responses: get failed (6 since the last line): the disk is broken",
     ]
-    counted = {name: metrics.store_failures.labels(name)._value.get() for name in ("save", "get", "delete")}
+    counted = {name: metrics.store_failures.labels(name).value for name in ("save", "get", "delete")}
     assert counted == {"save": 3.0, "get": 3.0, "delete": 1.0}
 
 
@@ -94,7 +94,7 @@ def test_response_does_not_wait_for_a_store_that_hangs(
         await worker.close()
 
     asyncio.run(run())
-    assert metrics.store_failures.labels("save")._value.get() == 1.0
+    assert metrics.store_failures.labels("save").value == 1.0
 
 
 def test_private_directory_is_removed_at_the_end_and_a_given_one_is_kept(

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tandem.frontend.control_channel import Accept, Drain, Metrics, Totals
 from tandem.frontend.metrics.families import Family, Sample
+from tandem.frontend.metrics.reports import Report
 from tandem.frontend.supervisor.frontends.frontend_process import EXTRA_STOP_SECONDS, START_SECONDS
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import MAX_LAG, TICK_SECONDS, OnTimeClock
@@ -118,7 +119,8 @@ def test_siblings_accept_for_a_silent_frontend_long_before_it_is_killed() -> Non
 
 def report(tokens: float, running: float, scrape: int = 0) -> Metrics:
     counter = Family("tokens", "Tokens.", "counter", (Sample("tokens_total", (), tokens),))
-    return Metrics((counter, Family("running", "Running.", "gauge", (Sample("running", (), running),))), scrape)
+    gauge = Family("running", "Running.", "gauge", (Sample("running", (), running),))
+    return Metrics(Report(others=(counter, gauge)), scrape)
 
 
 def test_a_scrape_is_answered_with_the_sums_of_all_processes_and_ended_ones_stay_in_them() -> None:
