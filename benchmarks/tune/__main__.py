@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import version as torch_version
 
-from benchmarks.tune.attention import DecodeTimer
+from benchmarks.tune.attention import KV_DTYPES, DecodeTimer
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled
 from benchmarks.tune.compiling import compile_all, identity, jobs_of
 from benchmarks.tune.products import ProductTimer
@@ -43,6 +43,7 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", default=["1b", "8b"], help="1b, 8b, 4b, a shape's name or a folder")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS)
     parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="bits of a weight")
+    parser.add_argument("--kv-bits", type=int, nargs="+", default=[16], choices=(16, 8), help="bits of keys and values")
     parser.add_argument("--only", choices=("products", "decode"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, help="the table; by default the packaged one of this GPU")
@@ -59,8 +60,9 @@ def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
     bare = GpuTraits(gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_memory, NO_TABLE)
     tasks: dict[Key, Task] = {}
     if options.only != "products":
-        for key in (key for model in models for key in decode_keys(model, DECODE_BATCHES)):
-            today, rule = (choose_plan(key.head_dim, key.pairs, *[torch.bfloat16] * 2, gpu=one) for one in (gpu, bare))
+        for key in (key for model in models for key in decode_keys(model, DECODE_BATCHES, options.kv_bits)):
+            given = key.head_dim, key.pairs, torch.bfloat16, KV_DTYPES[key.kv_bits]
+            today, rule = (choose_plan(*given, one) for one in (gpu, bare))
             tasks[key] = Task(key, decode_candidates(key, today, rule), rule)
     if options.only != "decode":
         for product in (key for model in models for key in product_keys(model, options.rows, options.bits)):
@@ -98,7 +100,7 @@ def line_of(choice: Choice) -> str:
     if isinstance(key, ProductKey):
         name = f"{key.operation} {key.bits} bits {key.outputs}x{key.inputs} rows {key.rows}"
     else:
-        name = f"decode head_dim {key.head_dim} pairs {key.pairs}"
+        name = f"decode head_dim {key.head_dim} KV {key.kv_bits} bits pairs {key.pairs}"
     against = "not timed" if rule is None else f"{rule:8.2f}"
     gain = 1 - choice.us / choice.today_us
     return (

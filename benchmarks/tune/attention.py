@@ -25,14 +25,17 @@ LONGEST = 8192
 KV_HEADS, GROUP, PAGE = 8, 4, 16
 LAYERS, REPLAYS = 16, 9
 """The number of layers is the same for all keys, because the code of the kernel depends on it."""
+KV_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn}
+"""Dtypes of keys and values, by the bits of an element."""
 Given = tuple[Any, ...]
 
 
 def layers(key: DecodeKey, context: int, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Given]:
     """Return the arguments of `paged_decode` for each layer.
 
-    The pages of rows are scattered.
+    The pages of rows are scattered. dtype: of queries, and of keys and values of 16 bits.
     """
+    kv_dtype = dtype if key.kv_bits == 16 else KV_DTYPES[key.kv_bits]
     batch = max(1, key.pairs // KV_HEADS)
     kv_heads = min(KV_HEADS, key.pairs)
     pages = ceil_div(context, PAGE)
@@ -41,10 +44,13 @@ def layers(key: DecodeKey, context: int, device: str, dtype: torch.dtype = torch
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device=device)
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
     layout = KVLayout(
-        group=KVGroup(tuple(range(LAYERS))), page_size=PAGE, kv_heads=kv_heads, head_dim=key.head_dim, dtype=dtype
+        group=KVGroup(tuple(range(LAYERS))), page_size=PAGE, kv_heads=kv_heads, head_dim=key.head_dim, dtype=kv_dtype
     )
     storage = KVStorage.allocate(layout, batch * pages + 1, device)
-    storage.pool.normal_()
+    if key.kv_bits == 16:
+        storage.pool.normal_()
+    else:
+        storage.pool.view(torch.uint8).random_(0, 64)
     shared = (rows, positions, storage.page_table(table.to(device)), key.head_dim**-0.5)
     query = torch.randn(batch, kv_heads * GROUP, key.head_dim, device=device, dtype=dtype)
     return [(query, keys, values, *shared) for keys, values in zip(storage.keys, storage.values, strict=True)]

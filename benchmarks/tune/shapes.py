@@ -41,11 +41,11 @@ def product_keys(model: ModelConfig, rows: Iterable[int], bits: Iterable[int]) -
     return found
 
 
-def decode_keys(model: ModelConfig, batches: Iterable[int]) -> list[DecodeKey]:
+def decode_keys(model: ModelConfig, batches: Iterable[int], kv_bits: Iterable[int] = (16,)) -> list[DecodeKey]:
     """List the decode attention of a model for numbers of rows."""
     width = 1 << (model.head_dim - 1).bit_length()
-    pairs = (1 << (batch * model.kv_heads).bit_length() - 1 for batch in batches)
-    return [DecodeKey(width, 16, count) for count in pairs]
+    pairs = [1 << (batch * model.kv_heads).bit_length() - 1 for batch in batches]
+    return [DecodeKey(width, bits, count) for bits in kv_bits for count in pairs]
 
 
 def read_models(names: Iterable[str]) -> list[ModelConfig]:

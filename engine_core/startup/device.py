@@ -62,12 +62,18 @@ def _version(capability: tuple[int, int]) -> str:
 def open_parts(kind: str) -> "DeviceParts":
     """Open the device of a resolved kind, "cpu" or "cuda".
 
-    Raises ConfigError if the compiler of the kernels is not installed or the GPU is too old for them.
+    Raises ConfigError if the compiler of the kernels is not installed, the GPU is too old for them or its tile table is
+    malformed.
     """
     if kind == "cpu":
         return CpuParts(open_device(kind))
     check_installed()
-    gpu = read_gpu_traits()
+    try:
+        gpu = read_gpu_traits()
+    except ValueError as error:
+        raise ConfigError(
+            f"--device cuda: {error}; restore the file, or delete it and measure again with python -m benchmarks.tune"
+        ) from None
     check_gpu(gpu)
     logger.info(
         "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s, "

@@ -46,6 +46,7 @@ def test_the_products_of_a_model_are_those_of_its_step() -> None:
     ]
     assert {key.operation for key in product_keys(model, [1], [8])} == {"normed", "normed_gated", "product"}
     assert [key.pairs for key in decode_keys(model, [1, 64, 256])] == [8, 512, 2048]
+    assert decode_keys(model, [64], [16, 8]) == [DecodeKey(64, 16, 512), DecodeKey(64, 8, 512)]
 
 
 def test_models_are_named_shortly_by_shape_or_by_folder(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_line_names_key_times_and_plan() -> None:
     (task,) = (one for one in list_tasks(read_arguments(["--model", "1b", "--only", "decode"]), H200)
                if one.key == DecodeKey(64, 16, 512))  # fmt: skip
     line = line_of(Choice(task, task.plans[1], 9.0, 10.0, None))
-    assert "decode head_dim 64 pairs 512" in line
+    assert "decode head_dim 64 KV 16 bits pairs 512" in line
     assert "10.0%" in line
     assert repr(task.plans[1]) in line
 

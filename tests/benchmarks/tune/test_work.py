@@ -38,9 +38,10 @@ def test_a_chosen_plan_computes_what_the_rule_does(operation: Operation, bits: i
         torch.testing.assert_close(last, first, rtol=1e-4, atol=1e-4)
 
 
-def test_decode_by_any_plan_attends_alike() -> None:
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_decode_by_any_plan_attends_alike(kv_bits: int) -> None:
     torch.manual_seed(0)
-    key, bare = DecodeKey(32, 16, 4), replace(H200, capability=(8, 0), tiles=NO_TABLE)
+    key, bare = DecodeKey(32, kv_bits, 4), replace(H200, capability=(8, 0), tiles=NO_TABLE)
     (given, *_) = layers(key, 40, DEVICE, torch.float32)
     today = choose_plan(32, 4, torch.bfloat16, torch.bfloat16, bare)
     plans = decode_candidates(key, today, today)

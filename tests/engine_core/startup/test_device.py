@@ -60,6 +60,18 @@ def test_traits_are_those_that_cuda_reports(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.read_gpu_traits() == H200
 
 
+def test_a_malformed_tile_table_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> GpuTraits:
+        raise ValueError("the tile table /a/nvidia-h200.json is malformed: rows 17 must be one of 1 - at $.products[3]")
+
+    monkeypatch.setattr(startup, "check_installed", lambda: None)
+    monkeypatch.setattr(startup, "read_gpu_traits", read)
+    with pytest.raises(
+        ConfigError, match=r"nvidia-h200\.json is malformed: .*\$\.products\[3\]; restore the file, or delete it"
+    ):
+        startup.open_parts("cuda")
+
+
 def test_only_one_function_asks_cuda_for_the_kind_of_device() -> None:
     asking = {
         module
