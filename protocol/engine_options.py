@@ -16,7 +16,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
-KVDtype = Literal["auto", "fp8"]
+KVDtype = Literal["auto", "fp8", "fp8_e4m3"]
 Quantize = Literal["off", "fp8"]
 PageSize = int | Literal["max"]
 PrefillChunk = int | Literal["off"]
@@ -216,8 +216,8 @@ class EngineOptions(Struct, frozen=True):
     kv_dtype: Annotated[
         KVDtype,
         EngineFlag(
-            "data type of keys and values; auto is the model's, fp8 (e4m3) halves a 16-bit pool at some loss of "
-            "accuracy",
+            "data type of keys and values; auto is the model's, fp8 (or fp8_e4m3) halves a 16-bit pool at some loss of "
+            "accuracy, with the checkpoint's scales or calibrated ones",
             is_everyday=True,
         ),
     ] = "auto"

@@ -1,12 +1,16 @@
-"""Measure the loss of each format of quantized weights on the default model.
+"""Measure what quantized weights, and 8-bit keys and values, lose on the default model.
 
-    python -m benchmarks.default_model.quantization [--save NAME]
+    python -m benchmarks.default_model.quantization [--only weights|kv] [--save NAME]
 
 The weights are rounded to the nearest number of a format, without the calibration of GPTQ's and AWQ's own tools, and
 read as a checkpoint of that format; groups have 32 inputs. The text is what the judge of the default model asks, in
 wordings that training never used, with the answers it expects. All numbers are of the answers' tokens, computed in
 float32 on a CPU: the perplexity, the share of tokens whose most probable one is that of the 16-bit weights, and the
 mean and largest difference of a logit over the standard deviation of the logits.
+
+Keys and values are stored with a scale of 1, that is without one, and with the scales that the engine calibrates when it
+starts; of the default model itself, and of the same model with keys that are 4,096 times as large and queries that are
+as much smaller, which are beyond the range of 8-bit floats.
 """
 
 import argparse
@@ -25,13 +29,18 @@ from torch.nn import functional
 from benchmarks.default_model.corpus import load as load_corpus
 from benchmarks.default_model.judge import draw_named, draw_tasks
 from benchmarks.measuring.results import save
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.engine_core.startup.kv_calibration import settle_kv_scales
 from tests.support.paged_model import PagedRun, load
 from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
 ONLINE = "--quantize fp8"
+KEY_FACTOR = 4096.0
+"""What the keys of a model are multiplied by, so that they need scales."""
 
 
 class Text(Struct, frozen=True):
@@ -69,11 +78,11 @@ def texts() -> list[Text]:
     return found
 
 
-def answer_logits(model: Model, found: list[Text]) -> Tensor:
+def answer_logits(model: Model, found: list[Text], kv_dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the logits that predict the answers' tokens, [tokens, vocab]."""
     parts = []
     for text in found:
-        run = PagedRun(model, [torch.tensor(text.ids)], 16, seed=0)
+        run = PagedRun(model, [torch.tensor(text.ids)], 16, seed=0, dtype=kv_dtype)
         parts.append(run.step([(0, 0, len(text.ids))])[text.asked - 1 : -1])
     return torch.cat(parts)
 
@@ -109,9 +118,46 @@ def measure(name: str, scratch: Path, found: list[Text], exact: Tensor, targets:
     return accuracy(answer_logits(load(directory, scheme=scheme), found), exact, targets)
 
 
+def enlarge_keys(directory: Path) -> Path:
+    """Multiply the keys of a model by KEY_FACTOR, and divide its queries by as much."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.weight"):
+            tensor.mul_(KEY_FACTOR)
+        elif name.endswith("q_proj.weight"):
+            tensor.div_(KEY_FACTOR)
+    save_file(tensors, path)
+    return directory
+
+
+def measure_kv(scratch: Path, found: list[Text], exact: Tensor, targets: Tensor) -> dict[str, Accuracy]:
+    """Measure 8-bit keys and values, without scales and with calibrated ones."""
+    figures = {}
+    for size, directory in (
+        ("", plain_folder(scratch / "plain")),
+        (f", keys x {KEY_FACTOR:.0f}", enlarge_keys(plain_folder(scratch / "large"))),
+    ):
+        model = load(directory)
+        config, dtype = model.config, torch.float8_e4m3fn
+        group = KVGroup(tuple(range(config.layers)))
+        layout = KVLayout(group=group, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+        for scales in ("scales of 1", "calibrated scales"):
+            if scales == "scales of 1":
+                model.kv_scales.values.fill_(1.0)
+            else:
+                model.kv_scales.values.zero_()
+                settle_kv_scales(model, layout, torch.float32, config.max_positions)
+            name = f"FP8 KV, {scales}{size}"
+            figures[name] = accuracy(answer_logits(model, found, dtype), exact, targets)
+            print(f"{name:40} {figures[name]}", flush=True)
+    return figures
+
+
 def main() -> None:
     """Measure every format."""
-    parser = argparse.ArgumentParser(description="what each format of quantized weights loses")
+    parser = argparse.ArgumentParser(description="what quantized weights, keys and values lose")
+    parser.add_argument("--only", choices=("weights", "kv"), help="measure one of both")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     found = texts()
@@ -120,7 +166,9 @@ def main() -> None:
     figures = {"16 bits": accuracy(exact, exact, targets)}
     print(f"{'16 bits':24} {figures['16 bits']}")
     with tempfile.TemporaryDirectory() as scratch:
-        for name in (ONLINE, *LAYOUTS):
+        if arguments.only != "weights":
+            figures |= measure_kv(Path(scratch), found, exact, targets)
+        for name in () if arguments.only == "kv" else (ONLINE, *LAYOUTS):
             figures[name] = measure(name, Path(scratch), found, exact, targets)
             print(f"{name:24} {figures[name]}", flush=True)
     if arguments.save:

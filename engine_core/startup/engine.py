@@ -235,7 +235,7 @@ def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
 
 
 def _kv_layout(group: KVGroup, config: StepConfig, model: ModelConfig) -> KVLayout:
-    dtype = torch.float8_e4m3fn if config.options.kv_dtype == "fp8" else getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype) if config.options.kv_dtype == "auto" else torch.float8_e4m3fn
     return KVLayout(
         group=group, page_size=config.page_size, kv_heads=model.kv_heads, head_dim=model.head_dim, dtype=dtype
     )

@@ -35,13 +35,15 @@ PAGE_SIZE = 16
 def settle_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> None:
     """Check the scales that a checkpoint gave, and calibrate those that it lacks.
 
-    Does nothing for a pool of the model's own dtype. layout: of the pool; dtype: of the model; max_len: most positions
-    of a sequence. Raises ConfigError for scales that are negative or not finite.
+    For a pool of the model's own dtype they are not used. layout: of the pool; dtype: of the model; max_len: most
+    positions of a sequence. Raises ConfigError for scales that are negative or not finite.
     """
-    if not layout.has_scales:
-        return
     scales = model.kv_scales.values
     given = scales.cpu()
+    if not layout.has_scales:
+        if given.any():
+            logger.info("the checkpoint has scales for 8-bit keys and values; --kv-dtype fp8 uses them")
+        return
     for layer, pair in enumerate(given.tolist()):
         for name, scale in zip(("keys", "values"), pair, strict=True):
             if not 0 <= scale < float("inf"):

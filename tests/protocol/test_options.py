@@ -44,7 +44,7 @@ OPTIONS = st.builds(
     kv_tokens=MAYBE,
     kv_memory=MAYBE,
     gpu_memory=st.none() | st.floats(0, 1),
-    kv_dtype=st.sampled_from(["auto", "fp8"]),
+    kv_dtype=st.sampled_from(["auto", "fp8", "fp8_e4m3"]),
     max_waiting=INTS,
     threads=MAYBE,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
+from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
@@ -59,7 +60,8 @@ class PagedRun:
         )
         self.storage = KVStorage.allocate(layout, sum(need) + 1, "cpu")
         self.page_table = self.storage.page_table(self.pages)
-        self.storage.pool.normal_(0, 100, generator=generator)
+        stale = torch.empty(self.storage.pool.shape).normal_(0, 100, generator=generator)
+        self.storage.pool.copy_(to_pool(stale, dtype))
 
     def step(self, work: Sequence[Work]) -> Tensor:
         """Run one step and return the logits of all its positions, [T, vocab]."""

@@ -60,6 +60,7 @@ FOREIGN_FLAGS = {
     "--speculative-config": _SPECULATIVE, "--speculative-model": _SPECULATIVE, "--model-draft": _SPECULATIVE,
     "--block-size": ForeignFlag("--page-size"),
     "--enable-prefix-caching": _CACHE, "--no-enable-prefix-caching": _CACHE, "--disable-radix-cache": _CACHE,
+    "--calculate-kv-scales": ForeignFlag("--kv-dtype fp8", "which calibrates the scales that a checkpoint lacks"),
     "--kv-cache-dtype": ForeignFlag("--kv-dtype"), "--cache-type-k": ForeignFlag("--kv-dtype"),
     "--max-total-tokens": ForeignFlag("--kv-tokens"),
     "--kv-cache-memory-bytes": ForeignFlag("--kv-memory"),

@@ -89,7 +89,7 @@ def test_a_region_that_is_rounded_up_is_logged(
 
 def test_the_pool_takes_the_requested_memory(folder: Path) -> None:
     token_bytes = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 4
-    for kv_dtype, width in (("auto", 1), ("fp8", 4)):
+    for kv_dtype, width in (("auto", 1), ("fp8", 4), ("fp8_e4m3", 4)):
         engine, _, status = build(folder, kv_memory=100 * 16 * token_bytes, kv_dtype=kv_dtype)
         assert status.stats.pages_total == 100 * width - 1
         assert isinstance(engine.runtime, TorchRuntime)
