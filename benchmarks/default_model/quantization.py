@@ -1,4 +1,6 @@
-"""Measure what quantized weights, and 8-bit keys and values, lose on the default model.
+"""Measure what the default model loses by quantization.
+
+That is of its weights in each format, and of keys and values in 8 bits.
 
     python -m benchmarks.default_model.quantization [--only weights|kv] [--save NAME]
 
@@ -8,9 +10,9 @@ wordings that training never used, with the answers it expects. All numbers are 
 float32 on a CPU: the perplexity, the share of tokens whose most probable one is that of the 16-bit weights, and the
 mean and largest difference of a logit over the standard deviation of the logits.
 
-Keys and values are stored with a scale of 1, that is without one, and with the scales that the engine calibrates when it
-starts; of the default model itself, and of the same model with keys that are 4,096 times as large and queries that are
-as much smaller, which are beyond the range of 8-bit floats.
+Keys and values are stored with a scale of 1, that is without one, and with the scales that the engine calibrates when
+it starts; of the default model itself, and of the same model with keys that are 4,096 times as large and queries that
+are as much smaller, which are beyond the range of 8-bit floats.
 """
 
 import argparse
