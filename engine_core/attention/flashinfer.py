@@ -76,7 +76,8 @@ class FlashInferStep:
         pool = self.page_table.view_pages(keys), self.page_table.view_pages(values)
         self.wrappers[layer].run(query[: self.tokens], pool, out=out[: self.tokens])
         if scales is not None:
-            # The library's kernel for 16-bit queries takes no scale, and its `run` would multiply just so.
+            # The library's kernel for 16-bit queries takes no scale, and its `run` would multiply just so. A graph's
+            # padding is multiplied too, again and again; whatever that becomes, only padding reads it.
             out[: self.tokens].mul_(scales[1])
 
 

@@ -114,12 +114,16 @@ def kind_of(head_dim: int) -> LayerAttention:
     return LayerAttention(0.1, window=4096, softcap=50.0) if head_dim == 256 else LayerAttention(0.1)
 
 
+def scales_for(kv_dtype: torch.dtype) -> Tensor | None:
+    return torch.ones(2) if kv_dtype == FP8 else None
+
+
 def decode(gpu: GpuTraits, head_dim: int, group: int, pairs: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
     """Decode of as many rows as there are pairs, on one KV head."""
     table = PageTable(torch.zeros(pairs, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(pairs, dtype=torch.int32), half(64, 1, head_dim, dtype=kv_dtype)
     query, layer = half(pairs, group, head_dim), kind_of(head_dim)
-    return lambda: DecodeStep(index, index, table, splits, gpu).run(query, pool, pool, layer)
+    return lambda: DecodeStep(index, index, table, splits, gpu).run(query, pool, pool, layer, scales_for(kv_dtype))
 
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
@@ -127,7 +131,7 @@ def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, sp
     table = PageTable(torch.zeros(1, 8, dtype=torch.int32), 16, 64)
     query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), kind_of(head_dim)
     ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), table, gpu, splits)
-    return lambda: ragged.run_into(query, query, pool, pool, layer, beside_decode=True)
+    return lambda: ragged.run_into(query, query, pool, pool, layer, scales_for(kv_dtype), beside_decode=True)
 
 
 def products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
@@ -233,6 +237,12 @@ def sampling(gpu: GpuTraits, tile: int, group: int, capacity: int) -> Iterator[L
     yield lambda: scorer.run(case.logits, out, 4, torch.zeros(2, 9, dtype=torch.int32))
 
 
+def rotation(head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines, sines and slots of two tokens."""
+    angles = torch.zeros(2, 1, head_dim)
+    return angles, angles, torch.zeros(2, dtype=torch.int64)
+
+
 def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     kernels, x, weight = triton_kernels(gpu.pdl), half(2, 256), half(256)
     yield lambda: kernels.rms_norm(x, weight, 1e-5)
@@ -295,6 +305,8 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
                 yield decode(gpu, head_dim, group, pairs, torch.bfloat16)
         yield prompts(gpu, head_dim, 4, torch.bfloat16)
         if gpu.capability >= FP8_CAPABILITY:
+            call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)
+            yield lambda call=call: triton_kernels(gpu.pdl).rope_and_kv_write(*call, None, None, 1e-6, torch.ones(2))
             yield decode(gpu, head_dim, 4, 256, FP8)
             yield prompts(gpu, head_dim, 4, FP8)
     yield from sampling(gpu, TILE, GROUP, CAPACITY)
