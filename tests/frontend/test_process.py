@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Coroutine
 from typing import Any
@@ -105,11 +106,12 @@ def test_a_kill_to_restart_is_ignored_once_the_process_is_being_stopped() -> Non
         await child.stdout.readline()
         pid = child.pid
         assert pid is not None
-        stopping = asyncio.create_task(child.stop(0.3))
+        stopping = asyncio.create_task(child.stop(30))
         await asyncio.sleep(0)
         child.kill_to_restart()
         await asyncio.sleep(0.05)
         assert psutil.pid_exists(pid) and child.pid == pid
+        os.kill(pid, signal.SIGKILL)
         await stopping
 
     run(body())
