@@ -109,7 +109,7 @@ def models_router(service: Service) -> APIRouter:
     async def get_model(model: str, request: Request) -> dict[str, Any]:
         """Describe the served model, given one of its names."""
         served = service.ready().model
-        service.names.check(model, served.name)
+        service.names.resolve(model, served.name)
         return _card(served, model, service.sampling_defaults, speaks_anthropic(request.scope))
 
     return router

@@ -144,7 +144,9 @@ class Service:
         request.scope[IGNORED_KEY] = ignored
         return ignored
 
-    async def count_tokens(self, model: str, conversation: Conversation, ignored: IgnoredFields, client: str) -> int:
+    async def count_tokens(
+        self, model: str | None, conversation: Conversation, ignored: IgnoredFields, client: str
+    ) -> int:
         """Count the tokens of a conversation's prompt.
 
         `client` is the name of the API key.

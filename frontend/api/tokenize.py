@@ -140,9 +140,7 @@ def tokenize_router(service: Service) -> APIRouter:
         """Encode a text or a rendered conversation as token ids."""
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse_tokenize, ignored=ignored)) as parsed:
-            model = service.ready().model
-            if parsed.model is not None:
-                service.admission.named(parsed.model, model)
+            model = service.admission.named(parsed.model, service.ready().model)
             source = parsed.source
             text = (
                 source
@@ -160,9 +158,7 @@ def tokenize_router(service: Service) -> APIRouter:
         """Decode token ids, including special tokens unless they are to be skipped."""
         parse = partial(parse_detokenize, ignored=service.ignored_fields(request))
         async with service.pending.receive(request, parse) as parsed:
-            model = service.ready().model
-            if parsed.model is not None:
-                service.admission.named(parsed.model, model)
+            model = service.admission.named(parsed.model, service.ready().model)
             check_ids(parsed.tokens, model.vocab_size, "tokens")
             text = await service.tokenizer.decode_many(parsed.tokens, parsed.skip_special_tokens)
         return _json_response(Detokenized(text))

@@ -250,14 +250,22 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
-    from tandem.frontend.supervisor.launch import check_engine_installed, checked_engine_options, http_keys, supervise
+    from tandem.frontend.supervisor.launch import (
+        check_engine_installed,
+        check_template,
+        checked_engine_options,
+        http_keys,
+        supervise,
+    )
     from tandem.frontend.supervisor.model import LaunchError, find_model
 
     try:
         check_engine_installed()
         options = checked_engine_options(arguments)
         if with_frontends:
-            http_keys(arguments)  # what cannot work is refused before a model is downloaded
+            # What cannot work is refused before a model is downloaded.
+            http_keys(arguments)
+            check_template(arguments.chat_template)
         # Here an interrupt ends the download at once; within the loop it would wait for it.
         with raised_sigterm():
             model = find_model(arguments.model, hub_options(arguments))
@@ -276,11 +284,13 @@ def run_frontend(arguments: argparse.Namespace) -> int:
 
     try:
         config = frontend_config(arguments)
+        if not config.listener_fds:
+            from tandem.frontend.supervisor.launch import check_template, supervise_frontends
+
+            check_template(arguments.chat_template)
         with raised_sigterm():
             model = find_model(arguments.model_dir, hub_options(arguments), with_weights=False)
         if not config.listener_fds:
-            from tandem.frontend.supervisor.launch import supervise_frontends
-
             config.transport.warn(config.endpoint)
             return asyncio.run(supervise_frontends(arguments, model))
     except (ValueError, LaunchError) as error:

@@ -97,13 +97,12 @@ class Admission:
         self._sampling_defaults = sampling_defaults
         self._names = names
 
-    def named(self, name: str, model: ModelFacts) -> ModelFacts:
+    def named(self, name: str | None, model: ModelFacts) -> ModelFacts:
         """Return the facts of the model under the name that a request gave it.
 
-        Raises ApiError 404 for a name that the model does not have.
+        A request may leave the name out. Raises ApiError 404 for a name that the model does not have.
         """
-        self._names.check(name, model.name)
-        return structs.replace(model, name=name)
+        return structs.replace(model, name=self._names.resolve(name, model.name))
 
     async def admit(
         self,

@@ -361,9 +361,7 @@ class Generation:
     def _measure(self, stream: TokenStream, before: int, after: int, now: float) -> None:
         """Count the new tokens of a sequence, and the time since its last ones."""
         last, self._open[stream.request_id] = self._open[stream.request_id], now
-        self._record.last_token_at = now
-        if not before and self._record.first_token_at is None:
-            self._record.first_token_at = now
+        self._record.tokens_arrived(now)
         if self._measured and before < (counted := self._measured[stream.choice]):
             self._metrics.generation_tokens.value += max(after - counted, 0)
             return

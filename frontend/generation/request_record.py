@@ -45,6 +45,9 @@ class RequestRecord(Struct):
     submitted_at: float | None = None
     """Time at which its sequences were first sent to an engine."""
     first_token_at: float | None = None
+    """Time at which this frontend had the first token of any of its sequences, from whichever engine."""
+    decoding_since: float | None = None
+    """Time of the first token from the engine that it was last sent to."""
     last_token_at: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
     """Reason for the end of each sequence that ended without an error, in the order of their ends."""
@@ -80,7 +83,8 @@ class RequestRecord(Struct):
     def time_to_first_token(self) -> float | None:
         """Seconds from its arrival to its first token.
 
-        None if it has no token.
+        The token may be one of an engine that was lost. The histogram of the metrics has this time of each choice, and
+        this is the smallest of them; None without any token.
         """
         return None if self.first_token_at is None else self.first_token_at - self.arrived
 
@@ -91,19 +95,33 @@ class RequestRecord(Struct):
 
     @property
     def decoding(self) -> float:
-        """Seconds from its first token to its last; 0 without any."""
-        first, last = self.first_token_at, self.last_token_at
+        """Seconds from the first token to the last; 0 without any.
+
+        Both are of the engine that answered.
+        """
+        first, last = self.decoding_since, self.last_token_at
         return 0.0 if first is None or last is None else last - first
 
     def begin_attempt(self, now: float, engine: Ready | None) -> None:
-        """Begin anew at an engine; what a lost one generated does not count."""
+        """Begin anew at an engine.
+
+        What a lost one generated counts only for the time to the first token.
+        """
         if self.is_traced:
             self.attempts.append(Attempt(now, 0 if engine is None else engine.engine_epoch))
         self.num_attempts += 1
         if self.submitted_at is None:
             self.submitted_at = now
-        self.first_token_at = self.last_token_at = None
+        self.decoding_since = self.last_token_at = None
         self.finish_reasons.clear()
+
+    def tokens_arrived(self, now: float) -> None:
+        """Record the time of tokens of any of its sequences."""
+        if self.decoding_since is None:
+            self.decoding_since = now
+            if self.first_token_at is None:
+                self.first_token_at = now
+        self.last_token_at = now
 
     def end_attempt(self, now: float, streams: Sequence[TokenStream]) -> None:
         """Record what a trace tells of an attempt that has ended. Idempotent."""

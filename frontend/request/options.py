@@ -133,7 +133,7 @@ _REPETITION = next(field for field in _SAMPLING if field.name == "repetition_pen
 _SEED = Field("seed", Integer(-1, MAX_SEED), "Seed of sampling; the same seed gives the same answer, -1 a random one.")
 
 OPTION_FIELDS = (
-    Field("model", String(), "A name of the served model.", required=True),
+    Field("model", String(), "A name of the served model, which is also meant where there is none."),
     Field("n", Integer(1, MAX_N, 1), "Number of choices for each prompt."),
     Field("stream", Boolean(), "Send the output as server-sent events while it is generated."),
     Field("stream_format", OneOf(("events",)), "Send one event a token, in a format of this server."),
@@ -192,7 +192,8 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     Admission checks the rest, which depends on the model: vocabulary and lengths.
     """
 
-    model: str
+    model: str | None
+    """Name of the model; None for the served one."""
     n: int = 1
     stream: bool
     include_usage: bool

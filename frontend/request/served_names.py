@@ -26,12 +26,19 @@ class ServedNames(Struct, frozen=True):
         """
         return tuple(name for name in self.names if name != ANY_NAME) or (own,)
 
-    def check(self, name: str, own: str) -> None:
-        """Raise ApiError 404 for a name that the model does not have."""
+    def resolve(self, name: str | None, own: str) -> str:
+        """Return the name under which a request is answered.
+
+        Without a name, or with an empty one, it is the first of those that are told. Raises ApiError 404 for a name
+        that the model does not have.
+        """
         listed = self.listed(own)
+        if not name:
+            return listed[0]
         if name not in listed and not self.accepts_any:
             known = ", ".join([repr(known) for known in listed])
             shown = repr(name[:MAX_SHOWN_CHARS])
             raise ApiError(
                 404, f"the model {shown} does not exist; this server has {known}", "model", "model_not_found"
             )
+        return name

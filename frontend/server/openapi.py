@@ -82,6 +82,6 @@ def _about(known: Sequence[str], body: Schema) -> Schema:
         properties = shape.get("properties", {})
         if "model" in properties:
             # Replaced, not changed: descriptions share their parts.
-            names = [*known] if "model" in shape["required"] else [*known, None]
+            names = [*known] if "model" in shape.get("required", ()) else [*known, None]
             properties["model"] = {**properties["model"], "enum": names}
     return body

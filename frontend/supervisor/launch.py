@@ -39,7 +39,7 @@ from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
 from tandem.frontend.supervisor.usable_cores import default_frontends, usable_cores
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
-from tandem.protocol.model_folder import max_positions
+from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
 from tandem.protocol.sockets import Transport, check_port
 from tandem.protocol.transport_options import transport, transport_argv
 
@@ -156,6 +156,18 @@ def http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
         return given
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def check_template(file: Path | None) -> None:
+    """Raise LaunchError for a `--chat-template` that cannot be read.
+
+    Whether it compiles is known once a frontend has loaded it.
+    """
+    if file is not None:
+        try:
+            read_template(file)
+        except TemplateFileError as error:
+            raise LaunchError(f"{error}; correct --chat-template") from None
 
 
 def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:

@@ -1,7 +1,6 @@
 """The route `POST /v1/chat/completions`."""
 
 from functools import partial
-from time import monotonic
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -12,6 +11,7 @@ from tandem.frontend.api.chat_completions.response import ChatFormatter
 from tandem.frontend.api.formatter import EventFormatter
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates
+from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.api.service import Service
 from tandem.frontend.generation.generation import Generation
 
@@ -26,7 +26,6 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=generates(_BODY))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
-        arrived = monotonic()
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
             admitted, shape = await service.chat.admit(
@@ -37,6 +36,7 @@ def chat_router(service: Service) -> APIRouter:
                 ignored,
                 key_name(request.scope),
             )
+        arrived = request_record(request.scope).arrived
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = EventFormatter(admitted.model) if parsed.options.stream_events else ChatFormatter(admitted, shape)
         return GenerationResponse(generation, formatter, service)

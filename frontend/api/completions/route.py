@@ -1,7 +1,6 @@
 """The route `POST /v1/completions`."""
 
 from functools import partial
-from time import monotonic
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -12,6 +11,7 @@ from tandem.frontend.api.completions.response import CompletionFormatter
 from tandem.frontend.api.formatter import EventFormatter
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates
+from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.api.service import Service
 from tandem.frontend.generation.generation import Generation
 
@@ -25,7 +25,6 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=generates(_BODY))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        arrived = monotonic()
         ignored = service.ignored_fields(request)
         parse = partial(parse_completion, ignored=ignored)
         async with service.pending.receive(request, parse) as parsed:
@@ -40,6 +39,7 @@ def completions_router(service: Service) -> APIRouter:
                 client=key_name(request.scope),
                 with_text=with_text,
             )
+        arrived = request_record(request.scope).arrived
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         events = parsed.options.stream_events
         formatter = EventFormatter(admitted.model) if events else CompletionFormatter(admitted, parsed.echo)

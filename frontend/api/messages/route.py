@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from tandem.frontend.api.messages.request import (
 )
 from tandem.frontend.api.messages.response import MessagesFormatter
 from tandem.frontend.api.openapi import generates_anthropic, json_response, takes_anthropic
-from tandem.frontend.api.request_scope import request_id
+from tandem.frontend.api.request_scope import request_id, request_record
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, PromptTooLongError
 from tandem.frontend.generation.generation import Generation
@@ -37,7 +36,6 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages", openapi_extra=generates_anthropic(_BODY))
     async def messages(request: Request) -> Response:
         """Continue a conversation; Anthropic's interface."""
-        arrived = monotonic()
         ignored = service.ignored_fields(request)
         async with service.pending.receive(request, partial(parse_message_request, ignored=ignored)) as parsed:
             with _own_names():
@@ -50,6 +48,7 @@ def messages_router(service: Service) -> APIRouter:
                     ignored,
                     key_name(request.scope),
                 )
+        arrived = request_record(request.scope).arrived
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         formatter = MessagesFormatter(admitted, shape, parsed.hide_thinking, request_id(request.scope))
         return GenerationResponse(generation, formatter, service)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +12,7 @@ from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates, json_response, takes
 from tandem.frontend.api.owner import owner_of
+from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.api.responses.context import Context, ContextLoader
 from tandem.frontend.api.responses.input_items import stored_item
 from tandem.frontend.api.responses.request import BODY, SAMPLED, ResponsesRequest, parse_responses
@@ -45,7 +45,6 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", openapi_extra=generates(_BODY))
     async def responses(request: Request) -> Response:
         """Continue a conversation; OpenAI's newer interface, with stored responses."""
-        arrived = monotonic()
         ignored = service.ignored_fields(request, {"response_format.json_schema": "text.format"})
         owner = owner_of(request.scope)
         async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
@@ -59,6 +58,7 @@ def responses_router(service: Service) -> APIRouter:
                     ignored,
                     key_name(request.scope),
                 )
+        arrived = request_record(request.scope).arrived
         generation = Generation(service.client, service.tokenizer, service.metrics, admitted, arrived)
         settings = parsed.settings | {name: getattr(admitted.sampling, name) for name in SAMPLED}
         formatter = ResponsesFormatter(

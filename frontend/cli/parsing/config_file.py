@@ -25,23 +25,28 @@ def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequen
     """Return the words of a command line that mean the same as a file.
 
     flags: the flags of the command, by their spelling. given: the words of the command line, whose flags are left out.
-    Raises ValueError for a file that cannot be read, and for unknown names and values of a wrong type, a line each.
+    Raises ValueError for a file that cannot be read, and for all unknown names and values of a wrong type, a line each.
+    Each tells the line of the file.
     """
     words: list[str] = []
     wrong: list[str] = []
     seen: dict[str, str] = {}
-    for name, value in _load(path).items():
+    text = _read(path)
+    values = _parse(path, text)
+    lines = _lines_of_names(text)
+    for name, value in values.items():
+        place = f"{path}:{lines[name]}"
         flag = "--" + name.replace("_", "-")
         action = flags.get(flag)
         if action is None or action.dest in NOT_IN_FILES:
-            wrong.append(f"{path}: {_unknown(name, flag, flags, explain)}")
+            wrong.append(f"{place}: {_unknown(name, flag, flags, explain)}")
             continue
         if action.dest in seen:
-            wrong.append(f"{path}: {seen[action.dest]} and {name} are the same flag; leave one out")
+            wrong.append(f"{place}: {seen[action.dest]} and {name} are the same flag; leave one out")
             continue
         seen[action.dest] = name
         try:
-            new = _words(f"{path}: {name}", flag, action, value)
+            new = _words(f"{place}: {name}", flag, action, value)
         except ValueError as error:
             wrong.append(str(error))
             continue
@@ -52,13 +57,41 @@ def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequen
     return words
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> str:
     try:
-        return tomllib.loads(path.read_text())
+        return path.read_text()
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of TOML, or of UTF-8
+    except ValueError as error:  # of UTF-8
         raise ValueError(f"--config {path} is not TOML: {error}") from None
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--config {path} is not TOML: {error}") from None
+
+
+def _lines_of_names(text: str) -> dict[str, int]:
+    """Return the line of each top-level name of a TOML file, counted from 1.
+
+    `tomllib` does not tell it. A statement ends with the first line at which it is TOML by itself.
+    """
+    found: dict[str, int] = {}
+    statement, begin, in_table = "", 1, False
+    for number, line in enumerate(text.split("\n"), 1):
+        statement += line + "\n"
+        try:
+            names = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            continue
+        is_header = statement.lstrip().startswith("[")
+        in_table = in_table or is_header
+        for name in names if is_header or not in_table else ():
+            found.setdefault(name, begin)
+        statement, begin = "", number + 1
+    return found
 
 
 def _unknown(name: str, flag: str, flags: Mapping[str, argparse.Action], explain: Explain) -> str:

@@ -55,7 +55,7 @@ def test_every_name_is_listed_and_described(named: RunningServer) -> None:
     assert (in_anthropics_shape["first_id"], in_anthropics_shape["last_id"]) == ("one", "two")
     document = get(named.url + "/openapi.json").json()
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"]["model"]["enum"] == ["one", "two"]
+    assert body["properties"]["model"]["enum"] == ["one", "two", None]
 
 
 def test_every_route_takes_the_names_of_the_model(named: RunningServer) -> None:
@@ -64,6 +64,18 @@ def test_every_route_takes_the_names_of_the_model(named: RunningServer) -> None:
             response = post(named.url + path, json={**body, "model": name})
             assert response.status_code == status, response.text
             assert response.json().get("model", name) == name
+
+
+def test_a_request_without_a_model_is_answered_by_the_served_one(named: RunningServer) -> None:
+    for path, body in BODIES.items():
+        for given in ({}, {"model": None}, {"model": ""}):
+            response = post(named.url + path, json={**body, **given})
+            if path.startswith("/v1/messages") and given.get("model") is None:
+                assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+                assert "model" in response.json()["error"]["message"]
+            else:
+                assert response.status_code == 200, response.text
+                assert response.json().get("model", "one") == "one"
 
 
 def test_a_star_stands_for_any_name(open_to_any: RunningServer) -> None:

@@ -220,7 +220,7 @@ def test_invalid_chat_template_prints_one_line(tmp_path: Path, capfd: pytest.Cap
     write_tokenizer(tmp_path)
     (tmp_path / "broken.jinja").write_text("{% if %}")
     argv = ["frontend", "--model-dir", str(tmp_path), "--endpoint", "ipc:///x", "--port", "0", "--chat-template"]
-    for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read: No such file or directory\n")):
+    for name, reason in (("broken.jinja", "line 1"), ("missing.jinja", "cannot be read: No such file or directory; ")):
         assert main([*argv, str(tmp_path / name)]) == 2
         error = capfd.readouterr().err
         assert reason in error

@@ -9,9 +9,9 @@ from tandem.frontend.request.served_names import ServedNames
 @pytest.mark.parametrize(
     ("names", "listed", "known", "unknown"),
     [
-        ((), ("own",), ["own"], ["other", "*", ""]),
+        ((), ("own",), ["own"], ["other", "*"]),
         (("a", "b"), ("a", "b"), ["a", "b"], ["own", "c", "A"]),
-        (("a", "*"), ("a",), ["a", "own", "claude-opus-4-8", ""], []),
+        (("a", "*"), ("a",), ["a", "own", "claude-opus-4-8"], []),
         (("*",), ("own",), ["own", "anything"], []),
     ],
 )
@@ -21,14 +21,16 @@ def test_names_are_listed_and_checked(
     served = ServedNames(names)
     assert served.listed("own") == listed
     for name in known:
-        served.check(name, "own")
+        assert served.resolve(name, "own") == name
+    for absent in (None, ""):
+        assert served.resolve(absent, "own") == listed[0]
     for name in unknown:
         with pytest.raises(ApiError, match="does not exist; this server has") as caught:
-            served.check(name, "own")
+            served.resolve(name, "own")
         assert (caught.value.status, caught.value.param, caught.value.code) == (404, "model", "model_not_found")
 
 
 def test_an_unknown_name_is_repeated_only_in_part() -> None:
     with pytest.raises(ApiError) as caught:
-        ServedNames().check("x" * 100_000, "own")
+        ServedNames().resolve("x" * 100_000, "own")
     assert len(caught.value.message) < 300

@@ -79,7 +79,7 @@ def test_every_schema_is_a_valid_json_schema(server: RunningServer) -> None:
 
 def test_document_names_the_served_model(server: RunningServer) -> None:
     document = described(server)
-    assert body_schema(document, "/v1/completions")["properties"]["model"]["enum"] == ["fake-model"]
+    assert body_schema(document, "/v1/messages")["properties"]["model"]["enum"] == ["fake-model"]
     assert body_schema(document, "/detokenize")["properties"]["model"]["enum"] == ["fake-model", None]
     assert "enum" not in body_schema(document, "/v1/completions")["properties"]["prompt"]["anyOf"][0]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.cli.main import build_parser, main
-from tandem.frontend.supervisor import launch
+from tandem.frontend.supervisor import launch, model
 from tandem.frontend.supervisor.launch import check_length, check_unused, listen_ops
 from tandem.frontend.supervisor.model import LaunchError
 
@@ -47,6 +47,18 @@ def test_tcp_endpoint_needs_its_port_and_the_next(host: str) -> None:
         for endpoint in (f"tcp://{host}:{port}", f"tcp://{host}:{port - 1}"):
             with pytest.raises(LaunchError, match=f"needs the ports .* {port} is in use"):
                 check_unused(endpoint)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["frontend", "--endpoint", "ipc:///nowhere/engine"]])
+def test_unreadable_chat_template_is_refused_before_a_model_is_sought(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "find_model", lambda *_, **__: pytest.fail("no model is sought"))
+    missing = tmp_path / "none.jinja"
+    assert main([*command, "--model", "a/model-of-the-hub", "--chat-template", str(missing)]) == 2
+    assert capsys.readouterr().err == (
+        f"tandem: the chat template {missing} cannot be read: No such file or directory; correct --chat-template\n"
+    )
 
 
 @pytest.mark.parametrize("command", [["serve"], ["engine", "--endpoint", "ipc:///nowhere/engine"]])

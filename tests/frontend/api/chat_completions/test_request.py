@@ -69,7 +69,7 @@ def test_chat_rejects_unsupported_values_with_400_by_name(name: str, value: Any)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model", 1), ("model", None), ("messages", None), ("messages", []), ("messages", "hi"), ("messages", {}),
+        ("model", 1), ("messages", None), ("messages", []), ("messages", "hi"), ("messages", {}),
         ("logprobs", 1), ("top_logprobs", True), ("max_completion_tokens", "9"), ("tools", {}), ("tool_choice", 1),
         ("parallel_tool_calls", 1), ("add_generation_prompt", "x"), ("continue_final_message", 1), ("stream", 1),
         ("chat_template_kwargs", []), ("reasoning_effort", 1), ("response_format", "json"), ("regex", 1),

@@ -77,7 +77,7 @@ def test_completion_rejects_unsupported_values_with_400_by_name(name: str, value
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model", 1), ("model", None), ("prompt", 1), ("prompt", None), ("prompt", {}), ("prompt", [1, "a"]),
+        ("model", 1), ("prompt", 1), ("prompt", None), ("prompt", {}), ("prompt", [1, "a"]),
         ("prompt", ["a", 1]), ("prompt", [[1], "a"]), ("prompt", [[1, "a"]]), ("prompt", [True]), ("prompt", [1.5]),
         ("prompt", [None]), ("max_tokens", "16"), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", "hot"),
         ("temperature", True), ("top_p", []), ("stream", 1), ("stream", "true"), ("echo", "x"), ("n", "2"),
@@ -94,10 +94,9 @@ def test_completion_rejects_wrong_types_with_400_by_name(name: str, value: Any) 
 
 
 def test_completion_without_a_required_field_is_rejected() -> None:
-    for body, name in ((b'{"prompt": "p"}', "model"), (b'{"model": "m"}', "prompt")):
-        with pytest.raises(ApiError, match=f"'{name}' is required") as caught:
-            parse_completion(body, IgnoredFields())
-        assert caught.value.status == 400
+    with pytest.raises(ApiError, match="'prompt' is required") as caught:
+        parse_completion(b'{"model": "m"}', IgnoredFields())
+    assert caught.value.status == 400
 
 
 def test_error_message_contains_the_bounds() -> None:

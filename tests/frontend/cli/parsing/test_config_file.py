@@ -80,8 +80,9 @@ def test_required_flags_may_be_in_the_file(command: str, file: Path) -> None:
         ("uds-mode = '999'", "uds-mode: '999' must be permissions in octal"),
         ("[http]\nport = 1", "unknown name http"),
         ("[port]\nx = 1", "port must be an integer, not a table"),
-        ("max-len = 1\nmax_len = 2", "max-len and max_len are the same flag; leave one out"),
+        ("max-len = 1\nmax_len = 2", ":2: max-len and max_len are the same flag; leave one out"),
         ("max-len = ", "is not TOML: "),
+        ("port = 1\nmax-len = x\nhost = 1", "(at line 2, "),
     ],
 )
 def test_what_a_file_cannot_say_is_refused_by_name(
@@ -93,6 +94,35 @@ def test_what_a_file_cannot_say_is_refused_by_name(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert reason in error and str(file) in error
+
+
+def test_every_mistake_is_told_at_once_with_its_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(
+        """# portt = 1
+api-key = '''
+max-lenn = 1
+'''
+"max-lenn" = 1
+host = [  # portt
+  "::1",
+]
+
+port = "80"
+[kv.memory]
+max-len = 1
+port = 2
+[[kv-memories]]
+"""
+    )
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--config", str(file)])
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(f"{file}:")[2] for line in told[:-1]] == [
+        "5: unknown name max-lenn; did you mean max-len?",
+        "10: port must be an integer, not '80'",
+        "11: unknown name kv",
+        "14: unknown name kv-memories; did you mean kv-memory?",
+    ]
 
 
 def test_missing_file_and_missing_name_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
