@@ -20,7 +20,7 @@ class KeyAccount:
     more than the limit when a request is taken; outputs of those that were taken come on top as they are generated.
     """
 
-    __slots__ = ("_seconds", "max_concurrent", "open", "tokens_per_minute", "used")
+    __slots__ = ("_ends", "_seconds", "max_concurrent", "open", "tokens_per_minute", "used")
 
     def __init__(self) -> None:
         self.max_concurrent = self.tokens_per_minute = 0
@@ -30,6 +30,8 @@ class KeyAccount:
         """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
         self._seconds: dict[int, int] = {}
         """Tokens by second, the oldest first."""
+        self._ends: dict[int, int] = {}
+        """Sequences that have ended by second, the oldest first."""
 
     @property
     def left(self) -> int:
@@ -62,6 +64,7 @@ class KeyAccount:
                 self.open[seq] = taken_in, seq.generated
                 continue
             del self.open[seq]
+            self._ends[second] = self._ends.get(second, 0) + 1
             if seq.wire.reported_cached < 0 and taken_in in self._seconds:
                 self._spend(taken_in, -charge(seq))
         if spent:
@@ -70,11 +73,25 @@ class KeyAccount:
             if past + _KEPT_SECONDS > now:
                 break
             self.used -= self._seconds.pop(past)
+        for past in list(self._ends):
+            if past + _KEPT_SECONDS > now:
+                break
+            del self._ends[past]
 
     @property
     def is_idle(self) -> bool:
         """True if nothing is known that a new account would not know."""
-        return not self.open and not self._seconds
+        return not (self.open or self._seconds or self._ends)
+
+    def seconds_until_ended(self, count: int, now: float) -> int:
+        """Estimate the whole seconds until this many sequences of the key have ended, at most a minute.
+
+        They end as fast as those of the last minute did; the estimate is 0 if none did.
+        """
+        if not self._ends:
+            return 0
+        rate = sum(self._ends.values()) / max(now - next(iter(self._ends)), 1.0)
+        return min(max(math.ceil(count / rate), 1), _KEPT_SECONDS - 1)
 
     def seconds_until(self, tokens: int, now: float) -> int:
         """Return the whole seconds until this many tokens are left of the minute's."""
@@ -128,10 +145,12 @@ class KeyLimits:
             self.news = account.usage(claim.name, now)
         num_open = len(account.open)
         if account.max_concurrent and num_open + size > account.max_concurrent:
+            seconds = account.seconds_until_ended(num_open + size - account.max_concurrent, self._clock())
             return (
                 f"the API key {claim.name!r} has {num_open} sequences in progress and this request asks for {size} "
-                f"more; its limit is {account.max_concurrent} (max_concurrent); try again later"
-            ), 0
+                f"more; its limit is {account.max_concurrent} (max_concurrent); try again "
+                + (f"in about {seconds} s" if seconds else "later")
+            ), seconds
         limit, wanted = account.tokens_per_minute, claim.prompt_tokens
         if limit and is_first and account.left < min(wanted, limit):
             seconds = account.seconds_until(wanted, self._clock())

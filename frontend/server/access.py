@@ -113,7 +113,7 @@ class Access:
 
     def _answered(self, scope: Scope, status: int, own_id: bytes) -> None:
         self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
-        if status >= 400:
+        if status >= 400 and not (status == 429 and self._access.is_written):  # its line has the reason
             # A health check reports its 503 in the response; it is not logged as a failure.
             is_fault = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"

@@ -233,3 +233,43 @@ def test_idle_keys_are_forgotten() -> None:
     for _ in range(130):
         traffic.pass_time(0.5)
     assert traffic.limits.accounts == {}
+
+
+def test_wait_for_a_place_follows_from_how_fast_the_key_ends_sequences() -> None:
+    clock = FakeClock()
+    limits, key = KeyLimits(clock), claim(concurrent=4)
+    running: list[Sequence] = []
+
+    def begin(number: int) -> None:
+        submit = Submit(number, b"", SamplingParams(4), key=key)
+        running.append(Sequence(number, b"a", submit, array("i", [5]), frozenset()))
+        limits.begin(key, running[-1])
+
+    def refusal(size: int) -> tuple[str, int]:
+        found = limits.refusal(claim(concurrent=4, count=size), True)
+        assert found is not None
+        return found
+
+    for number in range(4):
+        begin(number)
+    message, seconds = refusal(1)
+    assert seconds == 0 and message.endswith("its limit is 4 (max_concurrent); try again later")
+    for number in range(4, 14):  # one ends every 3 s
+        clock.advance(3)
+        running.pop(0).outcome = Finished(0, FinishReason.LENGTH)
+        limits.advance(clock())
+        begin(number)
+    message, seconds = refusal(2)
+    assert 5 <= seconds <= 6 and message.endswith(f"; try again in about {seconds} s")
+    assert refusal(1)[1] == 3
+    clock.advance(100)
+    limits.advance(clock())
+    assert refusal(1)[1] == 0
+    for seq in running:
+        seq.outcome = Finished(seq.request_id, FinishReason.LENGTH)
+    clock.advance(1)
+    limits.advance(clock())
+    assert limits.accounts  # its ends are remembered
+    clock.advance(100)
+    limits.advance(clock())
+    assert not limits.accounts

@@ -7,12 +7,15 @@ from msgspec import Struct
 from starlette.types import Scope
 
 from tandem.frontend.access.api_key import key_name
-from tandem.frontend.api.request_scope import request_record
+from tandem.frontend.api.request_scope import ERROR_KEY, request_record
+from tandem.frontend.metrics.request_metrics import refusal_reason
 from tandem.frontend.server.paths import OTHER, is_health_check, route_label
 from tandem.protocol.logs import ACCESS_LOGGER, field_text, json_line, line_handler
 
 _PATH_CHARACTERS = 200
 """Length to which a path is cut that is not one of a route."""
+_DETAIL_CHARACTERS = 300
+"""Length to which the message of an error is cut."""
 _SCRAPE = "/metrics"
 
 
@@ -45,6 +48,10 @@ class AccessLine(Struct, omit_defaults=True):
     """complete, error, or disconnect if the client left before the end of the answer."""
     error: str = ""
     """Code of the error."""
+    reason: str = ""
+    """Limit that the request exceeded, as in `tandem_refused_requests_total`, if it was refused with 429."""
+    detail: str = ""
+    """Message of the 429."""
 
 
 class AccessLog:
@@ -57,6 +64,11 @@ class AccessLog:
     def __init__(self, is_enabled: bool = True) -> None:
         self._is_enabled = is_enabled
         self._logger = logging.getLogger(ACCESS_LOGGER)
+
+    @property
+    def is_written(self) -> bool:
+        """True if requests have lines, at the log's present level."""
+        return self._is_enabled and self._logger.isEnabledFor(logging.INFO)
 
     def write(self, scope: Scope) -> None:
         """Write the line of a request that has ended."""
@@ -106,6 +118,9 @@ def access_line(scope: Scope) -> AccessLine:
         end=record.end,
         error=record.error,
     )
+    if record.status == 429:
+        line.reason = refusal_reason(429, record.error, record.refusal) or ""
+        line.detail = scope.get(ERROR_KEY, "")[:_DETAIL_CHARACTERS]
     if record.num_choices:
         line.model = record.model
         line.prompt_tokens, line.cached_tokens = record.prompt_tokens, record.cached_tokens
@@ -133,4 +148,5 @@ def access_text(line: AccessLine) -> str:
             f" finish_reason={line.finish_reason}" if line.finish_reason else "",
         ]
     error = f" error={field_text(line.error)}" if line.error else ""
-    return "".join(parts) + f" duration={line.duration or 0.0:.4f} end={line.end}{error}"
+    why = f" reason={line.reason} detail={field_text(line.detail)}" if line.reason else ""
+    return "".join(parts) + f" duration={line.duration or 0.0:.4f} end={line.end}{error}{why}"

@@ -1,6 +1,7 @@
 """Lines of the log about what operators do, and about keys that are refused."""
 
 import logging
+from urllib.parse import parse_qsl
 
 from starlette.types import Scope
 
@@ -12,7 +13,7 @@ from tandem.protocol.logs import AUDIT_LOGGER, field_text
 
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
-_QUERY_CHARACTERS = 200
+_TARGET_CHARACTERS = 200
 _MAX_ADDRESSES = 256
 """Addresses with lines of their own among those whose keys are refused; all others share one."""
 
@@ -45,9 +46,10 @@ class AuditLog:
     @staticmethod
     def _describe(scope: Scope) -> str:
         record = request_record(scope)
-        target, query = scope["path"], scope.get("query_string", b"")
-        if query and record.status not in (401, 403):  # a key may have been given in the wrong place
-            target += "?" + query.decode("latin-1")
+        # Without the values of the query, which may be a key that was given in the wrong place.
+        query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        names = "&".join(dict.fromkeys(name for name, value in query if value))
+        target = scope["path"] + (f"?{names}" if names and record.status not in (401, 403) else "")
         fields = {
             "key": key_name(scope) or "-",
             "client": client_text(scope) or "-",
@@ -55,4 +57,4 @@ class AuditLog:
             "status": record.status or "-",
         }
         told = " ".join(f"{name}={field_text(value)}" for name, value in fields.items())
-        return f"{scope['method']} {field_text(target[:_QUERY_CHARACTERS])} {told}"
+        return f"{scope['method']} {field_text(target[:_TARGET_CHARACTERS])} {told}"

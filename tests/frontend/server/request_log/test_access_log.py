@@ -74,6 +74,33 @@ def test_a_refusal_is_told_by_its_code(server: RunningServer, lines: list[str]) 
     assert line["path"] == '"/no/such\\x1b[31m path"'
 
 
+def test_a_429_has_one_line_with_the_limit(
+    engine: FakeEngine, server: RunningServer, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.refusal = ErrorCode.OVERLOADED
+    assert post(server.url + "/v1/completions", json=BODY).status_code == 429
+    line = only(lines)
+    assert (line["request"], line["error"]) == ("POST /v1/completions 429", "overloaded")
+    assert (line["reason"], line["detail"]) == ("engine_overloaded", '"refused by the fake engine"')
+    assert len([message for message in caplog.messages if "429" in message]) == 1
+
+
+def test_429s_are_told_without_the_access_log(
+    engine: FakeEngine, config: FrontendConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.start()
+    engine.refusal = ErrorCode.OVERLOADED
+    running = RunningServer(structs.replace(config, access_log=False)).start().ready()
+    try:
+        for _ in range(5):
+            assert post(running.url + "/v1/completions", json=BODY).status_code == 429
+    finally:
+        running.stop()
+    (line,) = [message for message in caplog.messages if "429" in message]
+    assert line.startswith("429 for POST '/v1/completions', request id req_")
+    assert line.endswith(": 'refused by the fake engine'")
+
+
 def test_a_stream_that_breaks_has_the_code_of_its_error(
     engine: FakeEngine, server: RunningServer, lines: list[str]
 ) -> None:

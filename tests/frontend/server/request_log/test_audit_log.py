@@ -64,5 +64,17 @@ def test_calls_of_operators_are_told(server: RunningServer, caplog: pytest.LogCa
     until(lambda: len(told(caplog)) >= 3, "three lines")
     first, second, third = told(caplog)
     assert first.startswith("POST /admin/scheduler key=- client=127.0.0.1:") and "request_id=op-1 status=200" in first
-    assert second.startswith('POST "/admin/pause?mode=keep" key=-')
+    assert second.startswith('POST "/admin/pause?mode" key=-')
     assert third.startswith("POST /admin/resume key=-")
+
+
+def test_values_of_a_query_are_never_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for path in ("/admin/scheduler", "/v1/models", "/no/such/path"):
+        get(server.url + path + "?api_key=SECRET&SECRET&note=%53ECRET&api_key=SECRET")
+    until(lambda: told(caplog), "the line of the operator")
+    (line,) = told(caplog)
+    assert line.startswith('GET "/admin/scheduler?api_key&note" key=-')
+    written = [record.getMessage() for record in caplog.records if record.name.startswith("tandem")]
+    until(lambda: any("GET other 404" in message for message in caplog.messages), "the line of the last request")
+    assert written and not any("SECRET" in message for message in written)
