@@ -71,8 +71,8 @@ class Generation:
         self._attempts = Attempts()
         self._is_held = False
         """True while the request waits for an engine."""
-        self._lost_at = arrived
-        """Time of the last loss of an engine."""
+        self._lost_at = self._resubmitted_at = arrived
+        """Time of the last loss, earlier by all waits for engines before it, and of the last submission after one."""
         self._is_collected = False
         """True if the request is answered at its end only."""
         self._is_sent = False
@@ -249,7 +249,7 @@ class Generation:
         except ApiError:
             self._drop_sequences()
             raise
-        self._is_held = False
+        self._is_held, self._resubmitted_at = False, self._clock()
 
     def give_up(self, error: ApiError) -> None:
         """End a request that waits for the engine with this error."""
@@ -298,7 +298,7 @@ class Generation:
             return False
         had_run = any(stream.had_run for stream in self._streams)
         if failure.code in ENGINE_LOSSES:
-            self._lost_at = self._clock()
+            self._lost_at += self._clock() - self._resubmitted_at
             if not self._attempts.lose(had_run):
                 return False
         elif failure.code is not ErrorCode.OVERLOADED or had_run or not self._attempts.num_losses:

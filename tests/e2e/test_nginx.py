@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.fakes.http_server import Answer, scripted_server
-from tests.support.nginx import NGINX, Nginx
+from tests.support.nginx import HAS_IPV6, NGINX, Nginx
 from tests.support.serving import GUARD_SECONDS, Serving, free_port, until
 
 NAME = {"host": "llm.example.org"}
@@ -156,6 +156,15 @@ def test_other_names_are_refused_and_plain_http_is_redirected(nginx: Nginx) -> N
     assert (reply.status_code, reply.headers["location"]) == (308, "https://llm.example.org/v1/models?a=1")
     with client_of(nginx) as client:
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
+
+
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
+def test_clients_may_come_by_ipv6(nginx: Nginx) -> None:
+    with httpx.Client(base_url=f"https://[::1]:{nginx.tls_port}", verify=nginx.trust, timeout=GUARD_SECONDS) as client:
+        assert client.get("/v1/models", headers=NAME).status_code == 200
+        assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
+    reply = httpx.get(f"http://[::1]:{nginx.port}/v1/models", headers=NAME)
+    assert (reply.status_code, reply.headers["location"]) == (308, "https://llm.example.org/v1/models")
 
 
 def test_clients_may_speak_http2(nginx: Nginx) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 
 def write_certificate(folder: Path) -> tuple[Path, Path]:
-    """Write a self-signed certificate of 127.0.0.1, and its key; return both paths."""
+    """Write a self-signed certificate of the loopback, and its key; return both paths."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", str(key), "-out", str(cert), "-subj", "/CN=local", "-addext", "subjectAltName=IP:127.0.0.1"],
+         "-keyout", str(key), "-out", str(cert), "-subj", "/CN=local", "-addext", "subjectAltName=IP:127.0.0.1,IP:::1"],
         check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     return cert, key

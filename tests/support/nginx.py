@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import Sequence
@@ -15,6 +16,17 @@ from tests.support.serving import GUARD_SECONDS, free_port, until
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+HAS_IPV6 = _has_ipv6()
+"""True if the machine has an IPv6 loopback; without one, nginx could not listen there."""
 MAIN = """
 pid nginx.pid;
 daemon off;
@@ -53,12 +65,16 @@ class Nginx:
         changes = [
             ("listen 80", f"listen 127.0.0.1:{self.port}"),
             ("listen 443", f"listen 127.0.0.1:{self.tls_port}"),
+            ("listen [::]:80", f"listen [::1]:{self.port}"),
+            ("listen [::]:443", f"listen [::1]:{self.tls_port}"),
             ("/etc/nginx/tandem", str(folder)),
         ]
         for name in (*files, "locations.conf"):
             text = (ROOT / "deploy" / "nginx" / name).read_text()
             for old, new in changes:
                 text = text.replace(old, new)
+            if not HAS_IPV6:
+                text = re.sub(r"^ *listen \[::1\].*\n", "", text, flags=re.MULTILINE)
             for line in re.findall(r"^ *server \S+:8000 .*$", text, re.MULTILINE):
                 lines = [re.sub(r"\S+:8000", f"127.0.0.1:{port}", line) for port in upstreams]
                 text = text.replace(line, "\n".join(lines))
