@@ -84,9 +84,10 @@ class KeyAccount:
         return not (self.open or self._seconds or self._ends)
 
     def seconds_until_ended(self, count: int, now: float) -> int:
-        """Estimate the whole seconds until this many sequences of the key have ended, at most a minute.
+        """Estimate the whole seconds until this many sequences have ended.
 
-        They end as fast as those of the last minute did; the estimate is 0 if none did.
+        They are the key's, and end as fast as those of the last minute did. The estimate is at most a minute, and 0 if
+        none has ended in the last one.
         """
         if not self._ends:
             return 0
