@@ -82,6 +82,7 @@ def test_a_429_has_one_line_with_the_limit(
     line = only(lines)
     assert (line["request"], line["error"]) == ("POST /v1/completions 429", "overloaded")
     assert (line["reason"], line["detail"]) == ("engine_overloaded", '"refused by the fake engine"')
+    until(lambda: any("429" in message for message in caplog.messages), "the line in the log")
     assert len([message for message in caplog.messages if "429" in message]) == 1
 
 

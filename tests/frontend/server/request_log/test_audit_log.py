@@ -75,6 +75,6 @@ def test_values_of_a_query_are_never_told(server: RunningServer, caplog: pytest.
     until(lambda: told(caplog), "the line of the operator")
     (line,) = told(caplog)
     assert line.startswith('GET "/admin/scheduler?api_key&note" key=-')
-    written = [record.getMessage() for record in caplog.records if record.name.startswith("tandem")]
     until(lambda: any("GET other 404" in message for message in caplog.messages), "the line of the last request")
+    written = [record.getMessage() for record in caplog.records if record.name.startswith("tandem")]
     assert written and not any("SECRET" in message for message in written)
