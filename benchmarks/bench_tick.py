@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import zmq
 from llguidance import LLExecutor, LLMatcher
 
 from benchmarks.measuring.results import save
-from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
@@ -116,7 +115,7 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engin
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
-    compiler = GrammarCompiler(grammars.compile, ThreadPoolExecutor(1), mailbox.wake, stats, time.monotonic)
+    compiler = GrammarCompiler(grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
     return Engine.assemble(

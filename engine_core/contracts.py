@@ -101,10 +101,11 @@ class Compiler(Protocol):
     All methods are called on the loop's thread.
     """
 
-    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "") -> None:
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "", seconds: float = 0.0) -> None:
         """Request the constraint of one sequence.
 
-        ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none.
+        ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none; seconds:
+        CPU time that the frontend measured for the grammar.
         """
 
     def cancel(self, seq_id: int) -> None:

@@ -216,7 +216,8 @@ class Control:
         if submit.constraint is not None:
             self.stats.requests_constrained += 1
             key = submit.key.name if submit.key is not None else ""
-            self.compiler.start(seq.id, submit.constraint, submit.sampling.ignore_eos, key)
+            ignores_ends = submit.sampling.ignore_eos
+            self.compiler.start(seq.id, submit.constraint, ignores_ends, key, submit.constraint_seconds)
         return None
 
     def _check_key(self, claim: KeyClaim, is_first: bool) -> None:

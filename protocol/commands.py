@@ -95,6 +95,9 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     """True to have the engine tell the times of the sequence, for a trace."""
     key: KeyClaim | None = None
     """API key of the request; None on a server without keys."""
+    constraint_seconds: float = 0.0
+    """CPU time that the frontend measured for `constraint`, in seconds; 0 if it measured none. Slow grammars get
+    threads of their own."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

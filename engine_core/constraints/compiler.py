@@ -2,13 +2,15 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 
 from msgspec import Struct
 
-from tandem.engine_core.constraints.compile_turns import CompileTurns
+from tandem.engine_core.constraints.compile_lane import NICENESS, CompileLane
+from tandem.engine_core.constraints.cpu_times import CpuTimes
 from tandem.engine_core.constraints.grammars import CompiledGrammar
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
@@ -21,8 +23,11 @@ logger = logging.getLogger(__name__)
 COMPILE_TIMEOUT_SECONDS = 10.0
 """Longest wait of a request for its grammar, in seconds, including the time for grammars before it. Most compile in
 milliseconds."""
-COMPILE_THREADS = 2
-"""Number of grammars compiled at once."""
+CPU_SECONDS = 6.0
+"""CPU time from which on a grammar is itself to blame for the wait. Frontends let pass what takes half as much."""
+QUICK_SECONDS, MIDDLE_SECONDS = 0.03, 0.3
+"""CPU time that a frontend measured for a grammar, up to which it goes to the first lane, and to the second. The engine
+takes about as long as a frontend."""
 CACHED_GRAMMARS = 64
 """Compiled grammars that are kept."""
 
@@ -30,10 +35,13 @@ CACHED_GRAMMARS = 64
 class Job(Struct):
     """A grammar that is being compiled or waiting for a thread."""
 
+    lane: CompileLane
     waiting: set[int]
     """Ids of the sequences that wait for it."""
-    future: Future[None] | None = None
+    future: Future[object] | None = None
     """Its compilation; None until it has a thread."""
+    began: float = 0.0
+    """Time at which it got a thread, in seconds of the clock."""
 
 
 class Waiter(Struct, frozen=True):
@@ -54,10 +62,23 @@ class Compiled(Struct, frozen=True):
     """Time that the compilation took, in seconds."""
 
 
+def compile_lanes() -> tuple[CompileLane, ...]:
+    """Build the lanes of a compiler, for quick grammars first.
+
+    A grammar that is slower than its frontend said delays the others of its lane only until it is set aside.
+    """
+    return (
+        CompileLane("quick grammars", 2, QUICK_SECONDS, spare_threads=2, overrun_seconds=0.25),
+        CompileLane("slow grammars", 1, MIDDLE_SECONDS, spare_threads=1, overrun_seconds=1.0, niceness=NICENESS),
+        CompileLane("very slow grammars", 1, niceness=NICENESS),
+    )
+
+
 class GrammarCompiler:
     """Implement `contracts.Compiler` with a cache.
 
-    The cache is keyed by the grammar's text and drops the least recently used.
+    The cache is keyed by the grammar's text and drops the least recently used. Grammars go to lanes by the time that
+    frontends measured, so that slow ones delay one another and no others.
 
     Everything but `_compiled` and what `_compile` calls belongs to the loop's thread. A thread cannot be stopped, so a
     compilation past its deadline fails its requests but goes on; its result is cached for the next request.
@@ -66,46 +87,49 @@ class GrammarCompiler:
     def __init__(
         self,
         compile_grammar: Callable[[str], CompiledGrammar],
-        threads: ThreadPoolExecutor,
+        lanes: Sequence[CompileLane],
         wake: Callable[[], None],
         stats: EngineStats,
         clock: Callable[[], float],
         limit_seconds: float = COMPILE_TIMEOUT_SECONDS,
         cached: int = CACHED_GRAMMARS,
-        num_threads: int = COMPILE_THREADS,
+        cpu_times: CpuTimes | None = None,
     ) -> None:
         """Keep the parts of a compiler.
 
-        compile_grammar: may raise RequestError; wake: called on a compile thread with each result; num_threads: number
-        of `threads`.
+        compile_grammar: may raise RequestError; lanes: in the order of their `max_seconds`, of which the last is
+        infinite; wake: called on a compile thread with each result.
         """
         self.compile_grammar = compile_grammar
-        self.threads = threads
+        self.lanes = lanes
         self.wake = wake
         self.stats = stats
         self.clock = clock
         self.limit_seconds = limit_seconds
         self.cached = cached
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._turns = CompileTurns(num_threads)
+        self._cpu_times = cpu_times or CpuTimes()
         self._jobs: dict[str, Job] = {}
         self._waiters: dict[int, Waiter] = {}
         """Open requests by sequence id, the earliest deadline first."""
         self._ready: list[tuple[int, Constraint | RequestError]] = []
         self._compiled: SimpleQueue[Compiled] = SimpleQueue()
 
-    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "") -> None:
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "", seconds: float = 0.0) -> None:
         self._take_compiled()
         compiled_grammar = self._grammars.get(grammar)
         if compiled_grammar is not None:
             self._grammars.move_to_end(grammar)
             self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends)))
             return
-        job = self._jobs.setdefault(grammar, Job(set()))
+        job = self._jobs.get(grammar)
+        if job is None:
+            lane = next((lane for lane in self.lanes if seconds <= lane.max_seconds), self.lanes[-1])
+            job = self._jobs[grammar] = Job(lane, set())
         job.waiting.add(seq_id)
         self._waiters[seq_id] = Waiter(grammar, ignore_ends, self.clock() + self.limit_seconds)
         if job.future is None:
-            self._turns.add(key, grammar)
+            job.lane.add(key, grammar)
             self._begin()
 
     def cancel(self, seq_id: int) -> None:
@@ -118,10 +142,10 @@ class GrammarCompiler:
         if job.waiting:
             return
         if job.future is None:
-            self._turns.remove(waiter.grammar)
+            job.lane.remove(waiter.grammar)
             del self._jobs[waiter.grammar]
         elif job.future.cancel():
-            self._turns.end(waiter.grammar)
+            job.lane.end(waiter.grammar)
             del self._jobs[waiter.grammar]
 
     def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
@@ -131,28 +155,35 @@ class GrammarCompiler:
         return ready
 
     def close(self) -> None:
-        self._turns.close()
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for lane in self.lanes:
+            lane.close()
 
     def _take_compiled(self) -> None:
         while not self._compiled.empty():
             self._on_compiled(self._compiled.get())
+        now = self.clock()
+        for grammar, job in self._jobs.items():
+            if job.future is not None and now - job.began > job.lane.overrun_seconds:
+                job.lane.set_aside(grammar)
         self._begin()
 
     def _begin(self) -> None:
         """Give free threads to the grammars whose turn it is."""
-        while (grammar := self._turns.take()) is not None:
-            self._jobs[grammar].future = self.threads.submit(self._compile, grammar)
+        for lane in self.lanes:
+            while (grammar := lane.take()) is not None:
+                self._jobs[grammar].began = self.clock()
+                self._jobs[grammar].future = lane.submit(partial(self._compile, grammar))
 
     def _on_compiled(self, compiled: Compiled) -> None:
-        self._turns.end(compiled.grammar)
+        job = self._jobs.pop(compiled.grammar)
+        job.lane.end(compiled.grammar)
         self.stats.compile_time.observe(compiled.seconds)
         result = compiled.result
         if isinstance(result, CompiledGrammar):
             self._grammars[compiled.grammar] = result
             if len(self._grammars) > self.cached:
                 self._grammars.popitem(last=False)
-        for seq_id in self._jobs.pop(compiled.grammar).waiting:
+        for seq_id in job.waiting:
             waiter = self._waiters.pop(seq_id)
             answer = result.constraint(waiter.ignore_ends) if isinstance(result, CompiledGrammar) else result
             self._ready.append((seq_id, answer))
@@ -163,11 +194,20 @@ class GrammarCompiler:
             seq_id, waiter = next(iter(self._waiters.items()))
             if waiter.deadline > now:
                 return
+            error = self._overdue(waiter.grammar)
             self.cancel(seq_id)
-            message = f"the grammar was not compiled within {self.limit_seconds:g} s; simplify it, or retry later"
-            self._ready.append((seq_id, RequestError(ErrorCode.INVALID_GRAMMAR, message)))
+            self._ready.append((seq_id, error))
+
+    def _overdue(self, grammar: str) -> RequestError:
+        """Return the error of a request whose time is over: the grammar's fault, or that of the load."""
+        if self._cpu_times.seconds(grammar) >= CPU_SECONDS:
+            message = f"the grammar takes more than {CPU_SECONDS:g} s of CPU time to compile; make it smaller"
+            return RequestError(ErrorCode.INVALID_GRAMMAR, message)
+        message = f"the grammar was not compiled within {self.limit_seconds:g} s beside others; try again later"
+        return RequestError(ErrorCode.OVERLOADED, message)
 
     def _compile(self, grammar: str) -> None:
+        self._cpu_times.begin(grammar)
         start = self.clock()
         result: CompiledGrammar | RequestError
         try:
@@ -177,5 +217,6 @@ class GrammarCompiler:
         except BaseException as error:  # a panic of llguidance is not an Exception
             logger.error("a grammar of %d characters failed", len(grammar), extra=without_message(error))
             result = RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {error}")
+        self._cpu_times.end(grammar)
         self._compiled.put(Compiled(grammar, result, self.clock() - start))
         self.wake()

@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from msgspec import Struct, structs
 
 from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
-from tandem.engine_core.constraints.compiler import COMPILE_THREADS, GrammarCompiler
+from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
@@ -163,10 +162,10 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
     """
     end_ids = source.model.eos_ids
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
-    threads = ThreadPoolExecutor(COMPILE_THREADS, "grammars")
-    threads.submit(grammars.prepare)
+    lanes = compile_lanes()
+    lanes[0].submit(grammars.prepare)
     return Constraints(
-        GrammarCompiler(grammars.compile, threads, mailbox.wake, stats, time.monotonic),
+        GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic),
         MaskBuilder(_executor(), end_ids, stats, time.monotonic),
     )
 

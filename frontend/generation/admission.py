@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 from tandem.frontend.errors import ApiError, PromptTooLongError, malformed, overloaded, unsupported
 from tandem.frontend.generation.stage import Stage
 from tandem.frontend.generation.tokenizer import Tokenizer
-from tandem.frontend.grammar.builder import GrammarBuilder
+from tandem.frontend.grammar.builder import Constraint, GrammarBuilder
 from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.grammar.tool_calls import CallSyntax
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -55,8 +55,8 @@ class Admitted(Struct, frozen=True):
     model: ModelFacts
     prompts: list[AdmittedPrompt]
     sampling: SamplingParams
-    constraint: str | None = None
-    """Grammar of every choice, as llguidance text; None for free text."""
+    constraint: Constraint | None = None
+    """Grammar of every choice; None for free text."""
     stages: tuple[Stage, ...] = ()
     """Stages of the admission, with that of rendering the prompt."""
 

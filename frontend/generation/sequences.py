@@ -47,7 +47,7 @@ def submit_command(
         request_id=request_id,
         prompt_ids=prompt.packed,
         sampling=sampling,
-        constraint=constraint,
+        constraint=None if constraint is None else constraint.text,
         logprobs=logprobs,
         prompt_logprobs=options.prompt_logprobs,
         priority=effective_priority(options.priority, record.key),
@@ -58,6 +58,7 @@ def submit_command(
         lost_engines=lost_engines,
         is_traced=record.is_traced,
         key=record.claim,
+        constraint_seconds=0.0 if constraint is None else constraint.seconds,
     )
 
 

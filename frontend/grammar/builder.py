@@ -5,6 +5,8 @@ The check comes before the engine compiles the grammar.
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from tandem.frontend.grammar.checker import GrammarChecker
 from tandem.frontend.grammar.grammar import Grammar, ThinkingMode, output_grammar
 from tandem.frontend.grammar.tool_calls import CallSyntax, tool_grammar
@@ -12,6 +14,15 @@ from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
+
+
+class Constraint(Struct, frozen=True):
+    """Grammar of a request that has been checked."""
+
+    text: str
+    """llguidance text."""
+    seconds: float
+    """CPU time that the check took."""
 
 
 class GrammarBuilder:
@@ -33,8 +44,8 @@ class GrammarBuilder:
         thinking: ThinkingMode = ThinkingMode.NONE,
         ignored: IgnoredFields | None = None,
         client: str = "",
-    ) -> str | None:
-        """Build the grammar text for the engine, or return None for unconstrained output.
+    ) -> Constraint | None:
+        """Build the grammar for the engine, or return None for unconstrained output.
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
         Keywords of schemas that cannot be enforced are recorded in `ignored`. `client` is the name of the API key.
@@ -47,10 +58,10 @@ class GrammarBuilder:
         grammar = await self._workers.run(self._grammar, options, use, syntax, ignored or IgnoredFields())
         if grammar is None:
             return None
-        await self._checker.check(grammar, client)
+        seconds = await self._checker.check(grammar, client)
         if thinking is ThinkingMode.NONE:
-            return grammar.text
-        return grammar.after_thinking(thinking is ThinkingMode.OPEN, self._special_tokens)
+            return Constraint(grammar.text, seconds)
+        return Constraint(grammar.after_thinking(thinking is ThinkingMode.OPEN, self._special_tokens), seconds)
 
     def _is_constrained(self, options: GenerationOptions, use: ToolUse | None) -> bool:
         sources = (options.response_format, options.regex, options.grammar)

@@ -18,7 +18,14 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar.grammar import Grammar, regex_position
 from tandem.frontend.grammar.json_schema import OPTIONS, locate_failure, with_options
 from tandem.frontend.grammar.lane import Lane
-from tandem.frontend.grammar.process import OUT_OF_MEMORY, OUT_OF_STACK, GrammarProcess, SlowGrammarError, too_slow
+from tandem.frontend.grammar.process import (
+    OUT_OF_MEMORY,
+    OUT_OF_STACK,
+    Checked,
+    GrammarProcess,
+    SlowGrammarError,
+    too_slow,
+)
 from tandem.frontend.metrics.frontend_metrics import GrammarMetrics
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
@@ -56,9 +63,9 @@ class GrammarChecker:
         self, vocab_size: int, special_tokens: Mapping[str, int], metrics: GrammarMetrics | None = None
     ) -> None:
         hello = msgspec.json.encode([vocab_size, {str(token_id): text for text, token_id in special_tokens.items()}])
-        self._errors: OrderedDict[bytes, str | None] = OrderedDict()
-        """Compiler errors by hash of the grammar, None for valid grammars; most recently used last."""
-        self._compiling: dict[bytes, asyncio.Task[str | None]] = {}
+        self._checked: OrderedDict[bytes, Checked] = OrderedDict()
+        """Results by hash of the grammar, most recently used last."""
+        self._compiling: dict[bytes, asyncio.Task[Checked]] = {}
         self._processes = [GrammarProcess(hello) for _ in range(NUM_FAST + 2)]
         fast, middle, slow = self._processes[:NUM_FAST], self._processes[NUM_FAST:-1], self._processes[-1:]
         self._lanes = (
@@ -68,8 +75,8 @@ class GrammarChecker:
         )
         self._metrics = metrics
 
-    async def check(self, grammar: Grammar, client: str = "") -> None:
-        """Check that a grammar of a client compiles.
+    async def check(self, grammar: Grammar, client: str = "") -> float:
+        """Check that a grammar of a client compiles; return the CPU time that it took in seconds.
 
         Raises ApiError 400, with the place of the error, if it does not, and 429 while too many other grammars are
         being compiled.
@@ -79,9 +86,10 @@ class GrammarChecker:
             raise _invalid(grammar, f": {len(text)} characters, at most {MAX_GRAMMAR_CHARS}; make it smaller")
         began = monotonic()
         try:
-            error = await self._compile_error(text, client)
-            if error is not None:
-                raise _invalid(grammar, await self._explain(grammar, error, client))
+            checked = await self._compiled_once(text, client)
+            if checked.error is not None:
+                raise _invalid(grammar, await self._explain(grammar, checked.error, client))
+            return checked.seconds
         finally:
             if self._metrics is not None:
                 self._metrics.seconds.observe(monotonic() - began)
@@ -94,30 +102,30 @@ class GrammarChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(lane.close() for lane in self._lanes))
 
-    async def _compile_error(self, text: str, client: str) -> str | None:
+    async def _compiled_once(self, text: str, client: str) -> Checked:
         key = hashlib.sha256(text.encode()).digest()
-        if key in self._errors:
-            self._errors.move_to_end(key)
-            return self._errors[key]
+        if key in self._checked:
+            self._checked.move_to_end(key)
+            return self._checked[key]
         # Concurrent requests with the same slow grammar share one process.
         if key not in self._compiling:
             self._compiling[key] = asyncio.create_task(self._compile(key, text, client))
             self._compiling[key].add_done_callback(lambda task: self._compiled(key, task))
         return await asyncio.shield(self._compiling[key])
 
-    async def _compile(self, key: bytes, text: str, client: str) -> str | None:
-        error: str | None = _TOO_SLOW
+    async def _compile(self, key: bytes, text: str, client: str) -> Checked:
+        checked = Checked(_TOO_SLOW)
         for lane in self._lanes:
             with contextlib.suppress(SlowGrammarError):
-                error = await lane.compile(client, text)
+                checked = await lane.compile(client, text)
                 break
         # Grammars that exceed a limit are cached as well: compiling them again would cost as much.
-        self._errors[key] = error
-        if len(self._errors) > MAX_CACHED:
-            self._errors.popitem(last=False)
-        return error
+        self._checked[key] = checked
+        if len(self._checked) > MAX_CACHED:
+            self._checked.popitem(last=False)
+        return checked
 
-    def _compiled(self, key: bytes, task: asyncio.Task[str | None]) -> None:
+    def _compiled(self, key: bytes, task: asyncio.Task[Checked]) -> None:
         del self._compiling[key]
         if not task.cancelled():
             task.exception()  # Mark the exception as retrieved, in case every waiting request was cancelled.
@@ -143,7 +151,7 @@ class GrammarChecker:
             if checks_left < 0:
                 return False
             grammar = Grammar({"json_schema": with_options(part, OPTIONS)}, "", "")
-            return await self._compile_error(grammar.text, client) == error
+            return (await self._compiled_once(grammar.text, client)).error == error
 
         return await locate_failure(schema, fails_alike)
 

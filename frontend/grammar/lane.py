@@ -9,13 +9,14 @@ from typing import Protocol
 
 from tandem.frontend.errors import overloaded
 from tandem.frontend.grammar.fair_queue import FairQueue
+from tandem.frontend.grammar.process import Checked
 
 
 class Compiler(Protocol):
     """Process that compiles one grammar at a time."""
 
-    async def ask(self, grammar: str, cpu_seconds: float) -> str | None:
-        """Compile a grammar; return the error, or None if it compiles."""
+    async def ask(self, grammar: str, cpu_seconds: float) -> Checked:
+        """Compile a grammar."""
 
     async def close(self) -> None:
         """End the process."""
@@ -35,8 +36,8 @@ class Lane:
         self._wait_seconds = wait_seconds
         self._queue: FairQueue[asyncio.Future[Compiler]] = FairQueue()
 
-    async def compile(self, client: str, grammar: str) -> str | None:
-        """Compile a grammar of a client; return the error, or None if it compiles.
+    async def compile(self, client: str, grammar: str) -> Checked:
+        """Compile a grammar of a client.
 
         Raises whatever a process raises, and ApiError 429 if all are busy during the lane's time.
         """

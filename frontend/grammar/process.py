@@ -8,6 +8,7 @@ import contextlib
 import sys
 
 import msgspec
+from msgspec import Struct
 
 from tandem.frontend.errors import overloaded
 from tandem.frontend.process import ManagedProcess, bare_environment, describe_exit
@@ -21,6 +22,15 @@ OUT_OF_STACK = f"it takes more than 2 MiB of stack {_REMEDY}"
 _REASONS = {"signal SIGSEGV": OUT_OF_STACK, "signal SIGBUS": OUT_OF_STACK}
 """Limits by the exit status of a process that exceeds them; at the limit on memory it may end in any other way."""
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.grammar.worker")
+
+
+class Checked(Struct, frozen=True):
+    """Result of a compilation."""
+
+    error: str | None
+    """Error of the compiler; None if the grammar compiles."""
+    seconds: float = 0.0
+    """CPU time that it took; 0 if it ended its process."""
 
 
 class SlowGrammarError(Exception):
@@ -48,8 +58,8 @@ class GrammarProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def ask(self, grammar: str, cpu_seconds: float) -> str | None:
-        """Compile a grammar; return the error, or None if it compiles.
+    async def ask(self, grammar: str, cpu_seconds: float) -> Checked:
+        """Compile a grammar.
 
         One that ends the process, or the child that compiles for it, has exceeded a limit, which the error names.
         Raises SlowGrammarError for one that takes more than `cpu_seconds` of CPU time, ApiError 429 after
@@ -77,9 +87,9 @@ class GrammarProcess:
             if not answer:
                 self._end()
         if answer:
-            ending, error = msgspec.json.decode(answer, type=tuple[int | None, str | None])
+            ending, error, seconds = msgspec.json.decode(answer, type=tuple[int | None, str | None, float])
             if ending is None:
-                return error
+                return Checked(error, seconds)
             status = describe_exit(ending)
         else:
             status = process.exit_status
@@ -87,7 +97,7 @@ class GrammarProcess:
             raise SlowGrammarError
         if status in ("signal SIGKILL", "signal SIGTERM"):
             raise overloaded(f"the process that compiled the grammar ended with {status}; try again later")
-        return _REASONS.get(status, OUT_OF_MEMORY)
+        return Checked(_REASONS.get(status, OUT_OF_MEMORY))
 
     async def close(self) -> None:
         """Kill the process and wait until every killed one has ended."""

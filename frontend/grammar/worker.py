@@ -5,7 +5,7 @@ It is started as `python -m tandem.frontend.grammar.worker`.
 It runs as a separate process because a hostile grammar can take unbounded time and memory or overflow the compiler's
 stack, none of which can be stopped within a process. Each line on stdin is a JSON array: first
 `[vocab_size, {id: text}]` with the special tokens, then one `[grammar, cpu_seconds]` each. Each grammar is answered
-by a line `[ending, error]`, of which at least one is null.
+by a line `[ending, error, cpu_seconds]`: at least one of the first two is null, and the last is what it took.
 
 A child of the program compiles. A grammar that exceeds a limit on memory, stack or CPU time ends that child, the latter
 with SIGPROF; the answer then is how it ended, and the program, which has all that a child needs, forks the next. That
@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -83,14 +84,16 @@ def _compile_each(tokenizer: llguidance.LLTokenizer) -> None:
         grammar, cpu_seconds = msgspec.json.decode(line, type=tuple[str, float])
         # The signal ends the process, whatever holds the interpreter.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        began = time.process_time()
         error = check(tokenizer, grammar)
+        seconds = time.process_time() - began
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _answer(None, error)
+        _answer(None, error, seconds)
     os._exit(0)
 
 
-def _answer(ending: int | None, error: str | None) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode([ending, error]) + b"\n")
+def _answer(ending: int | None, error: str | None, seconds: float) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode([ending, error, seconds]) + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -119,7 +122,7 @@ def serve(tokenizer: llguidance.LLTokenizer) -> None:
         ending = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ending == 0:
             return
-        _answer(ending, None)
+        _answer(ending, None, 0.0)
 
 
 def main() -> None:

@@ -52,6 +52,15 @@ def wants(**fields: Any) -> Submit:
     return structs.replace(submit(), **fields)
 
 
+def test_compiler_learns_how_slow_the_frontend_found_a_grammar() -> None:
+    control = greeted()
+    for number, seconds in enumerate((0.0, 0.25)):
+        command = structs.replace(submit(request_id=number + 1), constraint="runs 2", constraint_seconds=seconds)
+        assert control.apply(b"a", command) is None
+    assert isinstance(control.compiler, FakeCompiler)
+    assert control.compiler.seconds == [0.0, 0.25]
+
+
 class TestHello:
     def test_hello_is_answered_with_the_models_facts(self) -> None:
         assert new().apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "x")) == Ready(PROTOCOL_VERSION, EPOCH, FACTS, LIMITS)

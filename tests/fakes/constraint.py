@@ -90,11 +90,14 @@ class FakeCompiler:
         self.delay = delay
         self.jobs: dict[int, tuple[str, int]] = {}
         """Grammar of each waiting sequence, and the number of polls until it is ready."""
+        self.seconds: list[float] = []
+        """CPU time that frontends measured for each grammar."""
         self.closed = False
 
-    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "") -> None:
+    def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "", seconds: float = 0.0) -> None:
         assert not self.closed and seq_id not in self.jobs
         self.jobs[seq_id] = (grammar, self.delay())
+        self.seconds.append(seconds)
 
     def cancel(self, seq_id: int) -> None:
         self.jobs.pop(seq_id, None)

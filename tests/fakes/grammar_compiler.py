@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tandem.frontend.grammar.process import SlowGrammarError
+from tandem.frontend.grammar.process import Checked, SlowGrammarError
 
 
 class FakeCompiler:
@@ -11,10 +11,10 @@ class FakeCompiler:
     def __init__(self, done: list[tuple[float, str]]) -> None:
         self.done = done
 
-    async def ask(self, grammar: str, cpu_seconds: float) -> str | None:
+    async def ask(self, grammar: str, cpu_seconds: float) -> Checked:
         await asyncio.sleep(min(float(grammar.split()[0]), cpu_seconds))
         self.done.append((asyncio.get_running_loop().time(), grammar))
-        return None
+        return Checked(None)
 
     async def close(self) -> None:
         pass
@@ -23,7 +23,7 @@ class FakeCompiler:
 class ImpatientCompiler:
     """Process for which every grammar takes too long."""
 
-    async def ask(self, grammar: str, cpu_seconds: float) -> str | None:
+    async def ask(self, grammar: str, cpu_seconds: float) -> Checked:
         raise SlowGrammarError
 
     async def close(self) -> None:

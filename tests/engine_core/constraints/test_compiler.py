@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.compile_lane import CompileLane
+from tandem.engine_core.constraints.compiler import CPU_SECONDS, GrammarCompiler, compile_lanes
+from tandem.engine_core.constraints.cpu_times import CpuTimes
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.stats import new_stats
@@ -18,19 +19,30 @@ from tests.fakes.clock import FakeClock
 WAIT = 30.0
 
 
+class FakeCpuTimes(CpuTimes):
+    """CPU times that a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[str, float] = {}
+
+    def seconds(self, grammar: str) -> float:
+        return self.taken.get(grammar, 0.0)
+
+
 class Workshop:
     """A compiler whose grammars are texts; one that begins with "slow" waits for the gate."""
 
-    def __init__(self, compiled_grammar: CompiledGrammar, threads: int = 2, **sizes: Any) -> None:
+    def __init__(self, compiled_grammar: CompiledGrammar, *lanes: CompileLane, **sizes: Any) -> None:
         self.compiled_grammar = compiled_grammar
         self.compiled: list[str] = []
         self.gate = threading.Event()
         self.news = threading.Semaphore(0)
         self.clock = FakeClock()
-        self.pool = ThreadPoolExecutor(threads)
+        self.cpu_times = FakeCpuTimes()
         self.compiler = GrammarCompiler(
-            self.compile, self.pool, self.news.release, new_stats(), self.clock, limit_seconds=10.0,
-            num_threads=threads, **sizes,
+            self.compile, lanes or (CompileLane("all", 2),), self.news.release, new_stats(), self.clock,
+            limit_seconds=10.0, cpu_times=self.cpu_times, **sizes,
         )  # fmt: skip
 
     def compile(self, grammar: str) -> CompiledGrammar:
@@ -43,12 +55,19 @@ class Workshop:
             raise KeyboardInterrupt("a panic")
         return self.compiled_grammar
 
-    def start(self, seq_id: int, grammar: str, key: str = "") -> None:
-        self.compiler.start(seq_id, grammar, ignore_ends=seq_id % 2 == 1, key=key)
+    def start(self, seq_id: int, grammar: str, key: str = "", seconds: float = 0.0) -> None:
+        self.compiler.start(seq_id, grammar, seq_id % 2 == 1, key, seconds)
 
     def after_news(self) -> dict[int, Any]:
         assert self.news.acquire(timeout=WAIT), "the loop was never woken"
         return dict(self.compiler.take_finished())
+
+    def until_ready(self, number: int) -> list[int]:
+        """Return the ids of this many sequences in the order of their results."""
+        ready: list[int] = []
+        while len(ready) < number:
+            ready += self.after_news()
+        return ready
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +80,7 @@ def shop(compiled_grammar: CompiledGrammar) -> Iterator[Workshop]:
     shop = Workshop(compiled_grammar)
     yield shop
     shop.gate.set()
-    shop.pool.shutdown()
+    shop.compiler.close()
 
 
 def test_grammar_is_ready_after_the_loop_was_woken(shop: Workshop) -> None:
@@ -118,6 +137,42 @@ def test_failed_grammar_is_compiled_again_for_the_next_request(shop: Workshop, g
     assert shop.compiled == [grammar, grammar]
 
 
+def test_slow_grammars_wait_for_one_another_and_quick_ones_for_none_of_them(compiled_grammar: CompiledGrammar) -> None:
+    shop = Workshop(compiled_grammar, *compile_lanes())
+    for seq_id in range(16):
+        shop.start(seq_id, f"slow {seq_id}", seconds=3.0)
+    for seq_id in range(20, 24):
+        shop.start(seq_id, f"middle {seq_id}", seconds=0.2)
+        assert list(shop.after_news()) == [seq_id]
+        shop.start(seq_id + 10, f"quick {seq_id}", seconds=0.002)
+        assert list(shop.after_news()) == [seq_id + 10]
+    assert [grammar for grammar in shop.compiled if grammar.startswith("slow")] == ["slow 0"]
+    shop.gate.set()
+    assert shop.until_ready(16) == list(range(16))
+    shop.compiler.close()
+
+
+def test_a_grammar_that_was_said_to_be_quick_and_is_not_gives_way_to_others(compiled_grammar: CompiledGrammar) -> None:
+    shop = Workshop(compiled_grammar, CompileLane("lane", 1, spare_threads=2, overrun_seconds=0.25))
+    for number in range(2):
+        shop.start(number, f"slow {number}")
+        shop.start(10 + number, f"quick {number}")
+        shop.clock.advance(0.25)
+        assert shop.compiler.take_finished() == []
+        shop.clock.advance(0.25)
+        assert shop.compiler.take_finished() == []
+        assert list(shop.after_news()) == [10 + number]
+    shop.start(2, "slow 2")
+    shop.start(12, "quick 2")
+    shop.clock.advance(1)
+    assert shop.compiler.take_finished() == [], "no spare thread is left"
+    shop.gate.set()
+    assert set(shop.until_ready(4)) == {0, 1, 2, 12}
+    shop.start(3, "another")
+    assert shop.until_ready(1) == [3]
+    shop.compiler.close()
+
+
 def test_overdue_request_fails_and_the_next_finds_the_result(shop: Workshop) -> None:
     shop.start(1, "slow")
     shop.clock.advance(6)
@@ -126,12 +181,25 @@ def test_overdue_request_fails_and_the_next_finds_the_result(shop: Workshop) -> 
     ((seq_id, error),) = shop.compiler.take_finished()
     assert seq_id == 1
     assert isinstance(error, RequestError)
-    assert error.code is ErrorCode.INVALID_GRAMMAR
+    assert error.code is ErrorCode.OVERLOADED, "it has waited, and used no CPU time"
     assert "not compiled within 10 s" in error.message
     shop.gate.set()
     assert list(shop.after_news()) == [2]
     shop.start(3, "slow")
     assert [seq_id for seq_id, _ in shop.compiler.take_finished()] == [3]
+
+
+def test_only_a_grammar_that_used_its_own_time_is_invalid(compiled_grammar: CompiledGrammar) -> None:
+    shop = Workshop(compiled_grammar, CompileLane("one", 1))
+    shop.start(1, "slow and guilty")
+    shop.start(2, "behind it")
+    shop.cpu_times.taken["slow and guilty"] = CPU_SECONDS
+    shop.clock.advance(10)
+    errors = dict(shop.compiler.take_finished())
+    assert [errors[seq_id].code for seq_id in (1, 2)] == [ErrorCode.INVALID_GRAMMAR, ErrorCode.OVERLOADED]
+    assert "6 s of CPU time" in errors[1].message
+    shop.gate.set()
+    shop.compiler.close()
 
 
 def test_cancelled_sequence_gets_no_result(shop: Workshop) -> None:
@@ -154,7 +222,7 @@ def test_sequence_cancelled_when_ready_gets_no_result(shop: Workshop) -> None:
 
 
 def test_compilation_that_no_sequence_wants_is_not_started(compiled_grammar: CompiledGrammar) -> None:
-    shop = Workshop(compiled_grammar, threads=1)
+    shop = Workshop(compiled_grammar, CompileLane("one", 1))
     shop.start(1, "slow")
     shop.start(2, "never")
     shop.compiler.cancel(2)
@@ -195,7 +263,7 @@ def test_cache_drops_the_least_recently_used_grammar(compiled_grammar: CompiledG
 
 
 def test_close_drops_compilations_not_yet_started(compiled_grammar: CompiledGrammar) -> None:
-    shop = Workshop(compiled_grammar, threads=1)
+    shop = Workshop(compiled_grammar, CompileLane("one", 1))
     shop.start(1, "slow")
     shop.start(2, "never")
     shop.compiler.close()

@@ -54,10 +54,17 @@ def test_every_choice_gets_the_grammar_of_its_request(server: RunningServer, eng
     assert verdict(first.constraint, "bb") == "whole"
 
 
+def test_engine_learns_the_cpu_time_that_the_check_took_once(server: RunningServer, engine: FakeEngine) -> None:
+    words = "|".join(f"{number:x}z.*" for number in range(4000))
+    assert [complete(server, regex=words).status_code for _ in range(2)] == [200, 200]
+    first, second = engine.submits
+    assert first.constraint_seconds == second.constraint_seconds > 0
+
+
 def test_free_text_has_no_grammar_and_starts_no_process(server: RunningServer, engine: FakeEngine) -> None:
     assert complete(server).status_code == 200
     assert complete(server, response_format={"type": "text"}).status_code == 200
-    assert [submit.constraint for submit in engine.submits] == [None, None]
+    assert [(submit.constraint, submit.constraint_seconds) for submit in engine.submits] == [(None, 0.0)] * 2
     assert all(process.pid is None for process in server.server._service.grammars._processes)
 
 

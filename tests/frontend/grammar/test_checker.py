@@ -142,7 +142,7 @@ def test_least_recently_used_results_are_evicted(monkeypatch: pytest.MonkeyPatch
     async def body(checker: GrammarChecker) -> None:
         for letter in "abc":
             await checker.check(named(letter))
-        assert len(checker._errors) == 2
+        assert len(checker._checked) == 2
 
     with_checker(body)
 

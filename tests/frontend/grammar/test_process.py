@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem.frontend.errors import ApiError
@@ -40,9 +42,9 @@ def stop(process: GrammarProcess) -> int:
 def test_process_starts_on_first_use_and_checks_many_grammars() -> None:
     async def body(process: GrammarProcess) -> None:
         assert process.pid is None
-        assert await process.ask(FINE, 3.0) is None
+        assert (await process.ask(FINE, 3.0)).error is None
         first = process.pid
-        assert "unknown name" in (await process.ask(WRONG, 3.0) or "")
+        assert "unknown name" in ((await process.ask(WRONG, 3.0)).error or "")
         assert process.pid == first is not None
 
     with_process(body)
@@ -54,7 +56,26 @@ def test_killed_process_is_replaced() -> None:
         assert process._process is not None
         process._process.kill()
         await process._process.wait()
-        assert await process.ask(FINE, 3.0) is None
+        assert (await process.ask(FINE, 3.0)).error is None
+
+    with_process(body)
+
+
+@pytest.mark.parametrize("victim", ["program", "child"])
+def test_check_whose_process_is_killed_is_429_and_the_next_one_passes(victim: str) -> None:
+    async def body(process: GrammarProcess) -> None:
+        await process.ask(FINE, 3.0)
+        program = stop(process)
+        (child,) = psutil.Process(program).children()
+        asked = asyncio.create_task(process.ask(FINE, 3.0))
+        await asyncio.sleep(0)
+        os.kill(program if victim == "program" else child.pid, signal.SIGKILL)
+        os.killpg(program, signal.SIGCONT)
+        with pytest.raises(ApiError, match="ended with signal SIGKILL") as caught:
+            await asked
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        assert (await process.ask(FINE, 3.0)).error is None
+        assert (process.pid == program) == (victim == "child")
 
     with_process(body)
 
@@ -68,7 +89,7 @@ def test_hanging_process_is_429_and_replaced(monkeypatch: pytest.MonkeyPatch) ->
             await process.ask(FINE, 3.0)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
         monkeypatch.undo()
-        assert await process.ask(FINE, 3.0) is None
+        assert (await process.ask(FINE, 3.0)).error is None
         assert process.pid != stopped
 
     with_process(body)
@@ -82,7 +103,7 @@ def test_answer_of_a_cancelled_check_reaches_no_other_check() -> None:
         await asyncio.sleep(0.05)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-        assert await process.ask(FINE, 3.0) is None
+        assert (await process.ask(FINE, 3.0)).error is None
 
     with_process(body)
 
