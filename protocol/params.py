@@ -15,6 +15,12 @@ MAX_LEXER_STATES, LEXER_STEP_FUEL = 50_000, 100_000
 two times as high) a grammar of 10 kB grows by 180 MB during generation, and one mask takes a third of a second."""
 
 
+MAX_PARSER_ITEMS = 5000
+"""Parser items for one mask. Objects of 500 optional properties take 2,000. An ambiguous grammar of 100 bytes takes as
+many as it may, at a cost that grows with their square: 0.1 s for one mask, and 10 s with llguidance's own limit, which
+is ten times as high."""
+
+
 class SamplingField(Struct, frozen=True):
     """Sampling parameter that is a number, with its bounds.
 

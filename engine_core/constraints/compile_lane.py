@@ -1,4 +1,4 @@
-"""Threads that compile grammars of one kind, and the order in which grammars get one."""
+"""Lanes: threads that compile grammars of about the same cost."""
 
 import os
 import threading
@@ -82,7 +82,10 @@ class CompileLane:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Lower the priority of the calling thread, which on Linux is its own and not the process's."""
+    """Lower the priority of the calling thread.
+
+    On Linux it belongs to the thread, not to the process.
+    """
     if niceness:
         lowest = min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, MAX_NICENESS)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lowest)

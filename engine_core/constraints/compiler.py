@@ -199,7 +199,10 @@ class GrammarCompiler:
             self._ready.append((seq_id, error))
 
     def _overdue(self, grammar: str) -> RequestError:
-        """Return the error of a request whose time is over: the grammar's fault, or that of the load."""
+        """Return the error of a request whose time is over.
+
+        It blames the grammar or the load.
+        """
         if self._cpu_times.seconds(grammar) >= CPU_SECONDS:
             message = f"the grammar takes more than {CPU_SECONDS:g} s of CPU time to compile; make it smaller"
             return RequestError(ErrorCode.INVALID_GRAMMAR, message)

@@ -23,6 +23,9 @@ class CpuTimes:
         del self._running[grammar]
 
     def seconds(self, grammar: str) -> float:
-        """Return the CPU time that a grammar has taken so far; 0 if it is not being compiled."""
+        """Return the CPU time in seconds that a grammar has taken so far.
+
+        Return 0 if it is not being compiled.
+        """
         running = self._running.get(grammar)
         return 0.0 if running is None else time.clock_gettime(running[0]) - running[1]

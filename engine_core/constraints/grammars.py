@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES
+from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
 
 
 class GrammarConstraint:
@@ -121,6 +121,7 @@ class Grammars:
             max_grammar_size=MAX_GRAMMAR_SYMBOLS,
             max_lexer_states=MAX_LEXER_STATES,
             step_lexer_fuel=LEXER_STEP_FUEL,
+            step_max_items=MAX_PARSER_ITEMS,
         )
         tokenizer = self.prepare()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

@@ -76,7 +76,7 @@ class GrammarChecker:
         self._metrics = metrics
 
     async def check(self, grammar: Grammar, client: str = "") -> float:
-        """Check that a grammar of a client compiles; return the CPU time that it took in seconds.
+        """Check that a grammar of a client compiles, and return its CPU seconds.
 
         Raises ApiError 400, with the place of the error, if it does not, and 429 while too many other grammars are
         being compiled.

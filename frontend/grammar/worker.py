@@ -25,7 +25,7 @@ from typing import NoReturn
 import llguidance
 import msgspec
 
-from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES
+from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
 
 MEMORY_BYTES = 2 * 2**30
 STACK_BYTES = 2 * 2**20
@@ -66,7 +66,10 @@ class ByteTokenizer:
 def check(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
     """Compile a grammar; return the error, or None if it is valid."""
     limits = llguidance.LLParserLimits(
-        max_grammar_size=MAX_GRAMMAR_SYMBOLS, max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=LEXER_STEP_FUEL
+        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_lexer_fuel=LEXER_STEP_FUEL,
+        step_max_items=MAX_PARSER_ITEMS,
     )
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():

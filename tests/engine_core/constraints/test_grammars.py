@@ -1,5 +1,6 @@
 """Grammars that compile and those that do not, and the state of a constraint."""
 
+import json
 import shutil
 from pathlib import Path
 from random import Random
@@ -11,7 +12,7 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.params import MAX_GRAMMAR_SYMBOLS
+from tandem.protocol.params import MAX_GRAMMAR_SYMBOLS, MAX_PARSER_ITEMS
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 
 REGEX, SCHEMA = LLMatcher.grammar_from_regex, LLMatcher.grammar_from_json_schema
@@ -108,6 +109,29 @@ def test_lexer_that_would_grow_without_bound_is_rejected(grammars: Grammars) -> 
     with pytest.raises(RequestError, match="does not compile") as caught:
         grammars.compile(LLMatcher.grammar_from_lark(f"start: ({starts})*\n" + "\n".join(terms)))
     assert caught.value.code is ErrorCode.INVALID_GRAMMAR
+
+
+def test_ambiguous_grammar_ends_at_the_limit_on_parser_items(grammars: Grammars) -> None:
+    """With llguidance's own limit each of its masks takes up to seconds, on the loop's thread."""
+    ways = " | ".join("s " * number for number in range(2, 5))
+    text = LLMatcher.grammar_from_lark(f"start: s\ns: {ways} | /[a-z]/ | /[a-z]+/ | /./")
+    constraint = grammars.compile(text).constraint(ignore_ends=False)
+    for token in ids(grammars, "Neither is what it seems; 7 of 9 (or 10) agree, and none of them knows why. " * 4):
+        constraint.matcher.compute_bitmask()
+        if constraint.problem:
+            break
+        assert constraint.accept(token)
+    assert f"Too many items (limit {MAX_PARSER_ITEMS}" in constraint.problem
+    assert not constraint.accept(ENDS[0])
+
+
+def test_large_but_plain_schemas_stay_below_the_limit_on_parser_items(grammars: Grammars) -> None:
+    names = {f"name{number}": {"type": ["string", "integer", "null"]} for number in range(400)}
+    constraint = grammars.compile(SCHEMA({"type": "object", "properties": names})).constraint(ignore_ends=False)
+    for token in ids(grammars, json.dumps(dict.fromkeys(list(names)[::9], "x, y"))):
+        constraint.matcher.compute_bitmask()
+        assert constraint.accept(token), constraint.problem
+    assert not constraint.problem
 
 
 def test_missing_tokenizer_is_reported(tmp_path: Path) -> None:
