@@ -55,11 +55,14 @@ def awq(fields: Fields) -> Scheme:
     return NibbleScheme("awq", _group(fields.number("group_size", fields.get("q_group_size"))), False)
 
 
-def compressed_tensors(fields: Fields) -> Scheme:
+def compressed_tensors(fields: Fields) -> Scheme | None:
     """Read `quant_method: compressed-tensors`.
 
-    It is FP8, INT8 or four bits, the same for all linear maps.
+    It is FP8, INT8 or four bits, the same for all linear maps; or None for a checkpoint of 16-bit weights with scales
+    of keys and values alone.
     """
+    if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
+        return None
     groups = fields.table("config_groups")
     names = list(fields.get("config_groups"))
     if len(names) != 1:

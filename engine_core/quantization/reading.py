@@ -8,7 +8,7 @@ from tandem.engine_core.quantization.fields import Fields, check_unquantized
 from tandem.engine_core.quantization.formats import awq, compressed_tensors, fp8, gptq
 from tandem.engine_core.quantization.scheme import Scheme
 
-READERS: Mapping[str, Callable[[Fields], Scheme]] = {
+READERS: Mapping[str, Callable[[Fields], Scheme | None]] = {
     "fp8": fp8,
     "gptq": gptq,
     "awq": awq,
@@ -35,5 +35,7 @@ def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme |
             "serve another quantization of the model, or the unquantized checkpoint"
         )
     scheme = reader(fields)
+    if scheme is None:
+        return None
     check_unquantized(fields.names("modules_to_not_convert", "ignored_layers", "ignore"), layers)
     return scheme

@@ -11,9 +11,17 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.kv_scales import KEY_NAMES, VALUE_NAMES
 from tandem.engine_core.loader.weights import fill_with_noise
 from tandem.engine_core.models.decoder import Decoder
+from tandem.engine_core.models.registry import read_config
 from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support.paged_model import load
+from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint, set_quantization
 
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    "ignore": [],
+}
 LAYERS, HEADS = BASE["num_hidden_layers"], BASE["num_key_value_heads"]
 
 
@@ -88,6 +96,24 @@ def test_scales_of_queries_and_of_attention_weights_are_not_read(folder: Path) -
     names = ("q_scale", "q_proj.output_scale", "attn.prob_scale", "prob_output_scale")
     add(folder, {place(0, name): torch.ones(1) for name in names})
     assert scales_of(folder) == [[0, 0]] * LAYERS
+
+
+@pytest.mark.parametrize("groups", [{}, None])
+def test_16_bit_weights_with_scales_of_keys_and_values_alone_are_loaded(groups: object, folder: Path) -> None:
+    """As llm-compressor writes them when a recipe has nothing but a `kv_cache_scheme`."""
+    set_quantization(folder, COMPRESSED | {"config_groups": groups})
+    add(folder, {place(layer, name): torch.tensor([0.5]) for layer in range(LAYERS) for name in ("k_scale", "v_scale")})
+    assert read_config(folder).quantization is None
+    assert scales_of(folder) == [[0.5, 0.5]] * LAYERS
+
+
+@pytest.mark.parametrize("layout", ["fp8_channel", "fp8_compressed_static"])
+def test_scales_of_keys_and_values_are_read_beside_quantized_weights(layout: str, tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    quantize_checkpoint(tmp_path, LAYOUTS[layout])
+    set_quantization(tmp_path, LAYOUTS[layout].config | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"]})
+    add(tmp_path, {place(0, "k_proj.output_scale"): torch.tensor([0.5]), place(0, "v_scale"): torch.tensor([2.0])})
+    assert scales_of(tmp_path)[0] == [0.5, 2.0]
 
 
 def test_noise_leaves_scales_unknown(folder: Path) -> None:
