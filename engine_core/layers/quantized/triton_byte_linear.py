@@ -78,7 +78,8 @@ class TritonByteLinear(ByteLinear):
         """Return the format of rounded inputs, None if they always keep their dtype."""
         outputs, inputs = self.values.shape
         divided = inputs % SCALE_COLUMNS == 0
-        if self.scheme.activations is Activations.UNQUANTIZED or not (divided or outputs % 16 == inputs % 16 == 0):
+        for_library = self.scheme.kind == "fp8" and outputs % 16 == inputs % 16 == 0
+        if self.scheme.activations is Activations.UNQUANTIZED or not (divided or for_library):
             return None
         if self.scheme.block is not None:
             return ByteFormat(self.values.dtype, SCALE_COLUMNS) if divided else None
@@ -128,7 +129,7 @@ class TritonByteLinear(ByteLinear):
         plan = choose_byte_gemm(x.count, outputs, inputs, self.gpu)
         space = None if plan is None else self.workspace.take(*plan.workspace(x.count, outputs))
         if plan is None or space is None:
-            return super().apply_quantized(x)
+            return super().apply(x.numbers().to(x.dtype))
         whole = self.wide_scales is not None
         return byte_gemm(x, self.values, self.scales, self.bias, plan, *space, whole, self.gpu.pdl)
 

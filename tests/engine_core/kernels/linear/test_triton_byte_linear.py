@@ -26,12 +26,12 @@ FP8, INT8 = ByteScheme("fp8", Activations.TOKEN), ByteScheme("int8", Activations
 BLOCKS = ByteScheme("fp8", Activations.TOKEN, block=(128, 128))
 
 
-def linear(scheme: ByteScheme, gpu: GpuTraits, outputs: int, device: str) -> TritonByteLinear:
+def linear(scheme: ByteScheme, gpu: GpuTraits, outputs: int, device: str, inputs: int = 256) -> TritonByteLinear:
     context = triton_build_context(torch.device(device), torch.float16, gpu, scheme)
-    found = context.linear_method.build(outputs, 256, True, context)
+    found = context.linear_method.build(outputs, inputs, True, context)
     assert isinstance(found, TritonByteLinear)
     generator = torch.Generator().manual_seed(outputs)
-    found.values.copy_((torch.randn(outputs, 256, generator=generator) * 50).clamp(-127, 127).to(found.values.dtype))
+    found.values.copy_((torch.randn(outputs, inputs, generator=generator) * 50).clamp(-127, 127).to(found.values.dtype))
     found.scales.copy_(torch.rand(found.scales.shape, generator=generator) / 1000)
     assert found.bias is not None
     found.bias.fill_(0.5)
@@ -139,6 +139,17 @@ def test_bfloat16_rows_of_float8_weights_take_the_library(many: int, device: str
         found.find_wide_scales()
         assert (found.wide_scales is not None) == (scheme is STATIC)
         torch.testing.assert_close(found.apply(x), expected_of_rounded(found, x), atol=0.1, rtol=0.02)
+
+
+def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(many: int, device: str) -> None:
+    x = torch.randn(many, 144, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
+    rounded = linear(FP8, L4, 32, device, 144)
+    torch.testing.assert_close(rounded.apply(x), expected_of_rounded(rounded, x), atol=4e-3, rtol=2e-3)
+    for scheme in (INT8, BLOCKS):
+        found = linear(scheme, L4, 32, device, 144)
+        assert found.input_format(many) is None
+        plain = ByteLinear(found.values, found.scales, found.scheme, found.bias, torch_kernels())
+        torch.testing.assert_close(found.apply(x), plain.apply(x), atol=4e-3, rtol=2e-3)
 
 
 def test_few_rows_and_gpus_without_float8_keep_their_inputs(device: str) -> None:
