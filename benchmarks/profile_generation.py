@@ -86,7 +86,7 @@ class Workload:
 def profiled(trace: Path) -> Iterator[None]:
     """Write a Chrome trace of what runs inside."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities) as found:
+    with profile(activities=activities, acc_events=True) as found:
         yield
     found.export_chrome_trace(str(trace))
 
