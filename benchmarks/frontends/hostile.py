@@ -4,6 +4,8 @@ Each kind has a process of its own.
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,6 +47,26 @@ def _live(address: tuple[str, int], pipe: Connection) -> None:
         found.append(seconds if status == 200 else float("inf"))
         time.sleep(PROBE_SECONDS)
     pipe.send(found)
+
+
+@contextmanager
+def live_probe(address: tuple[str, int]) -> Iterator[Callable[[], list[float]]]:
+    """Ask for /health/live from a process of its own.
+
+    Yields what ends it and returns the seconds to each answer.
+    """
+    process, pipe = spawn(_live, address)
+
+    def found() -> list[float]:
+        pipe.send(None)
+        seconds: list[float] = pipe.recv()
+        return seconds
+
+    try:
+        yield found
+    finally:
+        process.terminate()
+        process.join()
 
 
 class HostileClients:

@@ -1,17 +1,20 @@
-"""Clients with hostile schemas beside one with cheap ones, under a real server without API keys."""
+"""Clients with hostile schemas beside one with ordinary ones, under a real server without API keys."""
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes.scripted_engine import Script
+from tests.support.hostile_schemas import constrained, hostile_schema, ordinary_schema
 from tests.support.scripted_serving import ScriptedServing
-from tests.support.stream_client import Stream, completion
+from tests.support.serving import Serving
+from tests.support.stream_client import Stream, StreamClient, completion
 
-CLIENTS, CHEAP = 16, 100
+CLIENTS, CHEAP, ORDINARY = 16, 100, 40
 GUARD_SECONDS = 10.0
 """Ten times what 99 of 100 cheap grammars may take on an idle machine."""
 LONGEST_SECONDS = 300.0
@@ -42,7 +45,7 @@ def test_cheap_new_grammars_do_not_wait_for_those_of_hostile_clients(tmp_path: P
             while not stream.outcome:
                 assert time.monotonic() < began + LONGEST_SECONDS, stream.message
                 client.poll(0.02)
-                attacks += come_back(client.open, attacks)
+                attacks += come_back(client.open, attacks, hostile)
             seconds.append(stream.ended - stream.opened)
             assert stream.status == 400 and "unknown name" in stream.message
         answered = [attack for attack in attacks if attack.outcome]
@@ -51,6 +54,33 @@ def test_cheap_new_grammars_do_not_wait_for_those_of_hostile_clients(tmp_path: P
         assert sorted(seconds)[CHEAP * 99 // 100 - 1] < GUARD_SECONDS, sorted(seconds)[-5:]
 
 
-def come_back(open_stream: Any, attacks: list[Stream]) -> list[Stream]:
+@pytest.mark.slow
+def test_ordinary_new_schemas_do_not_wait_for_hostile_ones_that_the_engine_compiles(tmp_path: Path) -> None:
+    with (
+        Serving(tmp_path / "log", "--device", "cpu") as serving,
+        StreamClient(serving.address, has_letters=False) as client,
+    ):
+        attacks = come_back(client.open, [], hostile_constraint)
+        seconds = []
+        for number in range(ORDINARY):
+            (stream,) = client.open(constrained(ordinary_schema(number)))
+            while not stream.outcome:
+                assert time.monotonic() < stream.opened + LONGEST_SECONDS, stream.message
+                client.poll(0.02)
+                attacks += come_back(client.open, attacks, hostile_constraint)
+            seconds.append(stream.ended - stream.opened)
+            assert stream.status == 200, stream.message
+        client.until(lambda: any(a.status == 200 for a in attacks), "a hostile schema to pass", LONGEST_SECONDS)
+        answered = [attack for attack in attacks if attack.outcome]
+        assert {attack.status for attack in answered} <= {200, 400, 429}
+        assert all("CPU time" in attack.message for attack in answered if attack.status == 400)
+        assert sorted(seconds)[ORDINARY * 99 // 100 - 1] < GUARD_SECONDS, sorted(seconds)[-5:]
+
+
+def hostile_constraint(number: int) -> bytes:
+    return constrained(hostile_schema(number))
+
+
+def come_back(open_stream: Any, attacks: list[Stream], body: Callable[[int], bytes]) -> list[Stream]:
     missing = CLIENTS - sum(not attack.outcome for attack in attacks)
-    return [open_stream(hostile(len(attacks) + index))[0] for index in range(missing)]
+    return [open_stream(body(len(attacks) + index))[0] for index in range(missing)]
