@@ -13,6 +13,7 @@ import zmq
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.engine_core.wire.authenticator import Authenticator
+from tandem.engine_core.wire.io_threads import await_idle_threads
 from tandem.engine_core.wire.leases import Leases
 from tandem.engine_core.wire.outbox import Outbox
 from tandem.engine_core.wire.wakeup import LoopWaker
@@ -27,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
-SETTLE_SECONDS = 0.02
-"""Time in which libzmq's thread sends what it was given, with much to spare; it does not tell when it has."""
+SETTLE_SECONDS = 1.0
+"""Longest wait for libzmq's thread to send what it was given."""
 CLOSED_SECONDS = 10.0
 """Time for which output for a frontend that is gone is dropped: by then the last of its requests has ended."""
 
@@ -189,7 +190,7 @@ class ZmqMailbox:
         return gone
 
     def settle(self) -> None:
-        time.sleep(SETTLE_SECONDS)
+        await_idle_threads(SETTLE_SECONDS)
 
     def _end(self, client: bytes, reason: str) -> None:
         """Count a frontend as gone, and tell it so if it reads."""
