@@ -103,7 +103,7 @@ def library_layer(setup: Setup, backend: str) -> Layer:
         # The queries were multiplied by the scale of keys already.
         ones = torch.ones(setup.kv_heads, device="cuda")
         own_scales = (query_scale.repeat(setup.heads), ones, setup.scales[1].repeat(setup.kv_heads))
-    workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
+    workspace = torch.zeros(2**30, dtype=torch.uint8, device="cuda")
     wrapper = BatchPrefillWithPagedKVCacheWrapper(
         workspace, "NHD", True, ints(0, 0).cuda(), ints(0, 0).cuda(), setup.table.pages[0].clone(), ints(0).cuda(),
         backend=backend,

@@ -30,6 +30,8 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Values of head_dim that FlashInfer's kernels are compiled for."""
 FLASHINFER_PAGE_ELEMENTS = 2**32
 """Smallest number of elements from one page to the next that FlashInfer's 32-bit stride cannot hold."""
+HOPPER = 9
+"""Major compute capability of the GPUs whose 16-bit prompts FlashInfer serves with fa3."""
 FEW_TOKENS = 256
 """Most tokens of prompts for which graphs use Triton.
 
@@ -48,7 +50,7 @@ def eager_planners(
     kinds = model.attention_kinds
     sorts: set[str] = set()
     load = _kernel_loader(device, model, dtype, layout, sorts)
-    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, load)
+    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, load, hopper=gpu.capability[0] == HOPPER)
     if obstacle:
         logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)
         return lambda: _ragged(device, gpu, model, config)
@@ -68,11 +70,12 @@ def find_obstacle(
     layout: KVLayout,
     kinds: Sequence[LayerAttention],
     load: Callable[[LayerAttention], object] | None,
+    hopper: bool = False,
 ) -> str:
     """Return why FlashInfer cannot serve the prompts of a model; empty if it can.
 
     kinds: the distinct ones among the model's layers; load: loads FlashInfer's kernel for a kind, which may compile it
-    first, or raises RuntimeError or OSError; None: the library is not installed.
+    first, or raises RuntimeError or OSError; None: the library is not installed; hopper: the GPU's generation.
     """
     if load is None:
         return "flashinfer is not installed"
@@ -80,6 +83,11 @@ def find_obstacle(
         return f"head_dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
     if dtype.itemsize != 2:
         return f"queries in {dtype} are not of a 16-bit dtype"
+    if layout.has_scales and hopper:
+        return (
+            f"over keys in {_name(layout.dtype)} Triton is faster than its fa2 on Hopper, and its fa3 would have to "
+            "round queries and attention weights to 8 bits too"
+        )
     if layout.page_elements >= FLASHINFER_PAGE_ELEMENTS:
         return f"pages of {layout.page_elements} elements exceed its 32-bit stride; lower --page-size"
     for kind in kinds:

@@ -13,6 +13,7 @@ def test_logits_stay_close_and_choices_stay_the_same() -> None:
     pool, reference = runtime_of(narrow).kv.pool, runtime_of(wide).kv.pool
     assert pool.dtype == torch.float8_e4m3fn
     assert pool.nbytes * 4 == reference.nbytes
+    assert (runtime_of(narrow).model.kv_scales.values > 0).all(), "calibrated before the pool is used"
     for sort in exact:
         loss = Loss(exact[sort], found[sort])
         assert 0 < loss.mean < 0.05 * loss.deviation, f"{sort}: {loss}"

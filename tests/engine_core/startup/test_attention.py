@@ -94,6 +94,14 @@ def test_flashinfer_serves_8_bit_keys_with_16_bit_queries(caplog: pytest.LogCapt
     assert "keys in float8_e4m3fn is not prebuilt" in missing
 
 
+def test_triton_serves_8_bit_keys_where_it_is_faster() -> None:
+    library = Library(PLAIN)
+    obstacle = find_obstacle(128, BF16, layout(torch.float8_e4m3fn), [PLAIN], library.load, hopper=True)
+    assert "over keys in float8_e4m3fn Triton is faster than its fa2" in obstacle
+    assert library.asked == []
+    assert find_obstacle(128, BF16, layout(), [PLAIN], library.load, hopper=True) == ""
+
+
 def test_the_log_names_the_kernel_of_prompts_and_why() -> None:
     assert describe_kernel({"fa3"}, BF16, layout()) == "fa3 with queries in bfloat16, keys and values in bfloat16"
     narrow = describe_kernel({"fa2"}, BF16, layout(torch.float8_e4m3fn))
