@@ -163,12 +163,12 @@ def byte_gemm(
     if blocks:
         assert plan.block_k == SCALE_COLUMNS and scales.shape == (triton.cdiv(outputs, SCALE_ROWS), inputs // 128)
         assert x.scales.shape == (x.values.shape[0], inputs // 128) and x.scales.stride(0) == 1
-    floats, tiles = plan.workspace(x.count, outputs)
-    assert partials.numel() >= floats and counters.numel() >= (tiles if floats else 0), "workspace too small"
+    floats, needed = plan.workspace(x.count, outputs)
+    assert partials.numel() >= floats and counters.numel() >= needed, "workspace too small"
     y = torch.empty(x.count, outputs, device=weight.device, dtype=x.dtype)
     if x.count == 0:
         return y
-    byte_gemm_kernel[(tiles, plan.split)](
+    byte_gemm_kernel[(plan.tiles(x.count, outputs), plan.split)](
         x.values,
         x.scales,
         weight,

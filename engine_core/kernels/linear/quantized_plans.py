@@ -20,18 +20,20 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPl
 from tandem.engine_core.kernels.tiles.table import Operation, ProductKey
 
 MAX_ROWS = 64
-"""Most rows for which the weights are decoded inside the product; beyond, tensor cores have enough to do with bytes."""
+"""Most rows for which the weights are decoded inside the product."""
 SCALE_ROWS, SCALE_COLUMNS = 16, 128
 """Shape of a block with a scale of its own: low, so that blocks end where parts of a fused projection do."""
 _BLOCK_K = 128
 _INPUT_BYTES = 2
 MAX_STAGES = 6
 """Pipeline stages where the shared memory holds them."""
-LIBRARY_BLOCK_ROWS = 192
-"""Fewest rows for which the library multiplies blocks; it was slow below."""
+FEW_ROWS = 32
+"""Most rows for which inputs keep their precision: at 64, bytes with bytes took half the time on an H200."""
+LONG_INPUTS = 8192
+"""Inputs from which two programs share a narrow tile where one wave of tiles is full."""
 LIBRARY_BLOCK_INPUTS = 512
 """Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
-_STAGES = 5
+_BLOCK_M = 128
 
 Scaling = Literal["tensor", "output", "block"]
 """What shares a scale of the weights."""
@@ -53,13 +55,16 @@ class ByteGemmPlan:
     group_m: int = 8
     """Number of blocks of rows that follow one another over the same weights."""
 
-    def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
-        """Return the number of floats that the product needs, and of its tiles.
+    def tiles(self, rows: int, outputs: int) -> int:
+        """Return the number of tiles of a product."""
+        return ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
 
-        Each tile has a counter.
-        """
-        tiles = ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
-        return (0 if self.split == 1 else tiles * self.split * self.block_m * self.block_n), tiles
+    def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
+        """Return the number of floats and of counters that a product needs."""
+        if self.split == 1:
+            return 0, 0
+        tiles = self.tiles(rows, outputs)
+        return tiles * self.split * self.block_m * self.block_n, tiles
 
 
 def rounds_inputs(rows: int, kind: Literal["fp8", "int8"], gpu: GpuTraits) -> bool:
@@ -68,35 +73,50 @@ def rounds_inputs(rows: int, kind: Literal["fp8", "int8"], gpu: GpuTraits) -> bo
     It does so only if its checkpoint expects that. Else weights are decoded inside the product, or before it where the
     GPU does not multiply float8.
     """
-    return rows > MAX_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
+    return rows > FEW_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
 
 
-def library_multiplies(rows: int, inputs: int, kind: Literal["fp8", "int8"], scaling: Scaling, gpu: GpuTraits) -> bool:
-    """Return whether a library multiplies bytes with bytes, rather than `byte_gemm`."""
+def library_multiplies(
+    rows: int, outputs: int, inputs: int, kind: Literal["fp8", "int8"], scaling: Scaling, gpu: GpuTraits
+) -> bool:
+    """Return whether a library multiplies bytes with bytes, rather than `byte_gemm`.
+
+    Measured on one H200 with the shapes of Llama-3.1-8B.
+    """
     if kind == "int8":
         # The library's sums are integers, which two more kernels would scale.
         return False
-    if scaling != "block":
-        return True
-    # Only on Hopper does it know blocks.
-    return gpu.capability[0] == 9 and rows >= LIBRARY_BLOCK_ROWS and inputs % LIBRARY_BLOCK_INPUTS == 0
+    if scaling == "block" and (gpu.capability[0] != 9 or inputs % LIBRARY_BLOCK_INPUTS):
+        # Only on Hopper does it know blocks.
+        return False
+    # Up to here one wave of narrow tiles was faster than what the library took.
+    return scaling == "tensor" or rows > 128 or inputs % _BLOCK_K != 0 or not _one_wave(rows, outputs, gpu)
 
 
 def choose_byte_gemm(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemmPlan | None:
     """Choose the plan of `byte_gemm`, None for inputs that it does not divide."""
     if inputs % _BLOCK_K:
         return None
-    block_m, block_n = 128, 64 if rows <= 128 else 128
-    tiles = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
-    stages = min(_STAGES, gpu.max_stages((block_m + block_n) * _BLOCK_K, warpgroup=True))
-    split = split_inputs(tiles, inputs, gpu.multiprocessors)
-    return ByteGemmPlan(block_m, block_n, split, stages, 4 if block_n == 64 else 8)
+    narrow = _one_wave(rows, outputs, gpu)
+    block_n, stages = (64, 5 if rows <= 128 else 4) if narrow else (128, 3)
+    stages = min(stages, gpu.max_stages((_BLOCK_M + block_n) * _BLOCK_K, warpgroup=True))
+    plan = ByteGemmPlan(_BLOCK_M, block_n, 1, stages, 4 if narrow else 8)
+    split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
+    if narrow and split == 1 and inputs >= LONG_INPUTS:
+        # Two programs fit a multiprocessor side by side.
+        split = 2
+    return replace(plan, split=split)
+
+
+def _one_wave(rows: int, outputs: int, gpu: GpuTraits) -> bool:
+    """Return whether all tiles of 64 outputs find a multiprocessor at once."""
+    return ceil_div(rows, _BLOCK_M) * ceil_div(outputs, 64) <= gpu.multiprocessors
 
 
 def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
     """Return the floats and counters that suffice for every plan.
 
-    Tiles are divided only while all parts find a multiprocessor.
+    Tiles are divided only while all, or twice as many narrow ones, find a multiprocessor.
     """
     return gpu.multiprocessors * 128 * 128, gpu.multiprocessors
 

@@ -1,6 +1,6 @@
 """Linear weights of one byte on a CUDA device.
 
-Up to 64 rows they are decoded inside Triton products, which leave the inputs as they are. Above, the inputs are rounded
+Up to 32 rows they are decoded inside Triton products, which leave the inputs as they are. Above, the inputs are rounded
 as their checkpoint expects, where possible by the norm or gate that computes them, and the tensor cores multiply bytes.
 """
 
@@ -139,10 +139,10 @@ class TritonByteLinear(ByteLinear):
         if x.dtype != torch.bfloat16 or outputs % 16 or inputs % 16:
             return None
         if scheme.block is not None:
-            known = library_multiplies(x.count, inputs, scheme.kind, "block", self.gpu)
+            known = library_multiplies(x.count, outputs, inputs, scheme.kind, "block", self.gpu)
             return self.wide_scales if known else None
         scaling: Scaling = "output" if self.wide_scales is None else "tensor"
-        if not library_multiplies(x.count, inputs, scheme.kind, scaling, self.gpu):
+        if not library_multiplies(x.count, outputs, inputs, scheme.kind, scaling, self.gpu):
             return None
         return self.scales if self.wide_scales is None else self.wide_scales
 

@@ -5,7 +5,7 @@ import pytest
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import bucket
 from tandem.engine_core.kernels.linear.quantized_plans import (
-    LIBRARY_BLOCK_ROWS,
+    FEW_ROWS,
     MAX_ROWS,
     SCALE_COLUMNS,
     SCALE_ROWS,
@@ -63,21 +63,28 @@ def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -
             assert plan.split * plan.block_k <= inputs
             own = plan.workspace(rows, outputs)
             assert own[0] <= floats
-            assert plan.split == 1 or own[1] <= counters
+            assert own[1] <= counters
             assert (plan.stages - 1) * (plan.block_m + plan.block_n) * plan.block_k <= gpu.shared_memory
     assert choose_byte_gemm(65, 4096, 4096 + 64, gpu) is None
 
 
 def test_inputs_are_rounded_for_many_rows_where_the_gpu_multiplies_bytes() -> None:
-    assert [rounds_inputs(rows, "fp8", L4) for rows in (1, MAX_ROWS, MAX_ROWS + 1)] == [False, False, True]
+    assert [rounds_inputs(rows, "fp8", L4) for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == [False, False, True]
     assert not rounds_inputs(1000, "fp8", A100)
     assert rounds_inputs(1000, "int8", A100)
 
 
 def test_the_library_multiplies_blocks_on_hopper_alone_and_never_integers() -> None:
-    blocks = [gpu.name for gpu in GPUS if library_multiplies(4096, 4096, "fp8", "block", gpu)]
+    blocks = [gpu.name for gpu in GPUS if library_multiplies(4096, 4096, 4096, "fp8", "block", gpu)]
     assert blocks == [H200.name]
-    assert not library_multiplies(LIBRARY_BLOCK_ROWS - 1, 4096, "fp8", "block", H200)
-    assert not library_multiplies(4096, 4096 + 128, "fp8", "block", H200)
-    assert all(library_multiplies(65, 4096, "fp8", scaling, L4) for scaling in ("tensor", "output"))
-    assert not library_multiplies(65, 4096, "int8", "output", H200)
+    assert not library_multiplies(4096, 4096, 4096 + 128, "fp8", "block", H200)
+    assert all(library_multiplies(300, 4096, 4096, "fp8", scaling, L4) for scaling in ("tensor", "output"))
+    assert not library_multiplies(300, 4096, 4096, "int8", "output", H200)
+
+
+def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> None:
+    for scaling in ("output", "block"):
+        assert not library_multiplies(128, 6144, 4096, "fp8", scaling, H200)
+        assert library_multiplies(128, 28672, 4096, "fp8", scaling, H200)
+        assert library_multiplies(129, 4096, 4096, "fp8", scaling, H200)
+    assert library_multiplies(128, 6144, 4096, "fp8", "tensor", H200)

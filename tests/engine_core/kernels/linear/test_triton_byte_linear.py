@@ -1,6 +1,7 @@
 """Weights of one byte on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,15 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear import quantized_plans
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
+from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS
 from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.quantized import triton_byte_linear
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
+from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme
 from tests.fakes.gpus import A100, H200, L4
@@ -79,7 +82,7 @@ MANY = [(FP8, L4), (INT8, A100), (BLOCKS, L4), (STATIC, L4)]
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> int:
     """A number of rows that counts as many here, so that the interpreter has little to do."""
-    monkeypatch.setattr(quantized_plans, "MAX_ROWS", 4)
+    monkeypatch.setattr(quantized_plans, "FEW_ROWS", 4)
     return 5
 
 
@@ -128,17 +131,27 @@ def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(
     torch.testing.assert_close(stream, expected_stream)
 
 
-def test_bfloat16_rows_of_float8_weights_take_the_library(many: int, device: str) -> None:
+@pytest.mark.parametrize("scheme", [FP8, STATIC], ids=lambda scheme: scheme.activations.value)
+def test_wide_float8_weights_take_the_library(
+    scheme: ByteScheme, many: int, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    calls: list[int] = []
+
+    def counted(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        return library_product(*given)
+
+    monkeypatch.setattr(triton_byte_linear, "library_product", counted)
     x = torch.randn(many, 256, generator=torch.Generator().manual_seed(4)).to(device, torch.bfloat16)
-    for scheme in (FP8, STATIC):
-        found = linear(scheme, L4, 144, device)
-        found.bias = None
-        if found.input_scale is not None:
-            found.input_scale.fill_(0.01)
-            found.scales.fill_(0.001)
-        found.find_wide_scales()
-        assert (found.wide_scales is not None) == (scheme is STATIC)
-        torch.testing.assert_close(found.apply(x), expected_of_rounded(found, x), atol=0.1, rtol=0.02)
+    found = linear(scheme, L4, 64 * L4.multiprocessors + 16, device)
+    found.bias = None
+    if found.input_scale is not None:
+        found.input_scale.fill_(0.01)
+        found.scales.fill_(0.001)
+    found.find_wide_scales()
+    assert (found.wide_scales is not None) == (scheme is STATIC)
+    torch.testing.assert_close(found.apply(x), expected_of_rounded(found, x), atol=0.1, rtol=0.02)
+    assert calls == [1]
 
 
 def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(many: int, device: str) -> None:
@@ -153,8 +166,8 @@ def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(many: int, devi
 
 
 def test_few_rows_and_gpus_without_float8_keep_their_inputs(device: str) -> None:
-    assert linear(FP8, L4, 32, device).input_format(64) is None
-    assert linear(FP8, L4, 32, device).input_format(65) is not None
+    assert linear(FP8, L4, 32, device).input_format(FEW_ROWS) is None
+    assert linear(FP8, L4, 32, device).input_format(FEW_ROWS + 1) is not None
     assert linear(BLOCKS, A100, 32, device).input_format(65) is None
     assert linear(INT8, A100, 32, device).input_format(65) is not None
     assert linear(ByteScheme("fp8", Activations.UNQUANTIZED), L4, 32, device).input_format(65) is None
