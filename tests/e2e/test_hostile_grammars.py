@@ -77,6 +77,23 @@ def test_ordinary_new_schemas_do_not_wait_for_hostile_ones_that_the_engine_compi
         assert sorted(seconds)[ORDINARY * 99 // 100 - 1] < GUARD_SECONDS, sorted(seconds)[-5:]
 
 
+@pytest.mark.slow
+def test_engine_killed_while_it_compiles_costs_no_request(tmp_path: Path) -> None:
+    """Their grammars were checked and they had no output: the next engine gets them again."""
+    with (
+        Serving(tmp_path / "log", "--device", "cpu") as serving,
+        StreamClient(serving.address, has_letters=False) as client,
+    ):
+        waiting = [client.open(hostile_constraint(4 * number + 1))[0] for number in range(2)]
+        client.until(lambda: serving.engine_metric("tandem_num_requests_waiting"), "a grammar in the engine", 120.0)
+        engine = serving.engine
+        engine.kill()
+        client.until_ended(waiting, LONGEST_SECONDS)
+        # On a loaded machine they are not compiled in time.
+        assert all(stream.outcome == "done" and stream.status in (200, 429) for stream in waiting), waiting[0].message
+        assert serving.engine.pid != engine.pid
+
+
 def hostile_constraint(number: int) -> bytes:
     return constrained(hostile_schema(number))
 
