@@ -47,6 +47,18 @@ def kernel_cap(softcap: float | None) -> float | None:
 
 
 @triton.jit
+def query_over(q, keys_ptr):
+    """Convert a tile of queries to the dtype of the products with keys, and of those with values.
+
+    That is their own, but float16 for bfloat16 over 8-bit floats, which GPUs convert to float16 in one instruction and
+    from there to bfloat16 in another. The scale of keys keeps such queries far inside of float16's range: their
+    products with stored keys are the scores.
+    """
+    dtype: tl.constexpr = keys_ptr.dtype.element_ty
+    return q.to(tl.float16) if dtype.is_fp8() and q.dtype == tl.bfloat16 else q
+
+
+@triton.jit
 def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """Add one block of keys and values to the running softmax of a query tile.
 

@@ -17,7 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
+from tandem.engine_core.kernels.attention.online_softmax import (
+    attend,
+    kernel_cap,
+    kernel_scale,
+    max_stages,
+    query_over,
+)
 from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
@@ -211,7 +217,7 @@ def _paged_decode_kernel(
     wait_for_previous(PDL)
     q_offs = b.to(tl.int64) * query_stride + (head * GROUP + g[:, None]) * D + d[None, :]
     in_group = in_head(g < GROUP, d, D, WIDE)
-    q = tl.load(query_ptr + q_offs, mask=in_group, other=0.0)
+    q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)

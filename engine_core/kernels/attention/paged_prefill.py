@@ -18,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.online_softmax import attend, kernel_cap, kernel_scale, max_stages
+from tandem.engine_core.kernels.attention.online_softmax import (
+    attend,
+    kernel_cap,
+    kernel_scale,
+    max_stages,
+    query_over,
+)
 from tandem.engine_core.kernels.attention.paged_decode import MAX_SPLITS, split_scratch
 from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
@@ -174,6 +180,7 @@ def _paged_prefill_kernel(
         q = tl.load(query_ptr + q_offs[:, None] + d[None, :], cache_modifier=".cg")
     else:
         q = tl.load(query_ptr + q_offs[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0, cache_modifier=".cg")
+    q = query_over(q, keys_ptr)
     best = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)

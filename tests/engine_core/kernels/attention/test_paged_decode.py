@@ -163,6 +163,18 @@ def test_a_pool_of_8_bit_floats_is_read_exactly(pair: tuple[float, float] | None
     torch.testing.assert_close(found, expected, atol=2e-5 * value_scale, rtol=2e-5)
 
 
+def test_bfloat16_queries_over_8_bit_floats_are_multiplied_in_float16(device: str) -> None:
+    """Scores of a usual size, from large stored keys and small queries."""
+    given = inputs([1, 16, 70], 4, 2, 32, 8, device)
+    keys = to_pool(given.keys.nan_to_num() * 60, torch.float8_e4m3fn)
+    values = to_pool(given.values.nan_to_num(), torch.float8_e4m3fn)
+    stored = given._replace(query=(given.query / 60).bfloat16(), keys=keys, values=values)
+    found = paged_decode(*stored, 0.2, 3, tile=SMALL)
+    assert found.dtype == torch.bfloat16
+    meant = stored._replace(query=stored.query.float(), keys=keys.float(), values=values.float())
+    torch.testing.assert_close(found.float(), reference.paged_decode(*meant, 0.2), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("length", [1, 40, 64])
 def test_a_row_of_one_page_equals_the_oracle(length: int, device: str) -> None:
     assert_equals_the_oracle(inputs([length, 3], 2, 1, 32, 64, device), 2)
