@@ -48,7 +48,7 @@ def kernel_cap(softcap: float | None) -> float | None:
 
 @triton.jit
 def query_over(q, keys_ptr):
-    """Convert a tile of queries to the dtype of the products with keys, and of those with values.
+    """Convert a tile of queries to the dtype of the products.
 
     That is their own, but float16 for bfloat16 over 8-bit floats, which GPUs convert to float16 in one instruction and
     from there to bfloat16 in another. The scale of keys keeps such queries far inside of float16's range: their
