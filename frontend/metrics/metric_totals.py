@@ -17,7 +17,7 @@ class MetricTotals(Collector):
     """Collector of the sums over processes.
 
     The counters and histograms of a process that has ended stay in the sums, so that no counter falls. A gauge is the
-    sum over the processes that run.
+    sum over the processes that run, and 0 without any, so that no series is gone while a service drains.
 
     What is added up is rounded first, so that sums are exact whatever the order of the processes is: one that is lower
     by the last bit would be taken for a counter that began anew.
@@ -39,10 +39,10 @@ class MetricTotals(Collector):
     def end(self, process: Hashable) -> None:
         """Keep the counters and histograms of a process that has ended.
 
-        Its gauges are forgotten.
+        Its gauges become 0.
         """
         report = self._running.pop(process, Report())
-        lasting = [family for family in _families(report) if family.kind != "gauge"]
+        lasting = [_zeroed(family) if family.kind == "gauge" else family for family in _families(report)]
         self._ended = tuple(added([*self._ended, *lasting]))
 
     def collect(self) -> Iterable[Metric]:
@@ -54,6 +54,10 @@ def _families(report: Report) -> list[Family]:
     """Return the metrics of a report, with values that can be added up."""
     families = [*families_of(report.layout or (), report.values), *report.others]
     return [family if family.kind == "gauge" else _rounded(family) for family in families]
+
+
+def _zeroed(family: Family) -> Family:
+    return structs.replace(family, samples=tuple(structs.replace(sample, value=0.0) for sample in family.samples))
 
 
 def _rounded(family: Family) -> Family:

@@ -136,7 +136,7 @@ def test_the_series_of_a_report_are_those_of_the_registry() -> None:
     assert merged.get_sample_value("tandem_http_request_duration_seconds_bucket", labels) == 1.0
 
 
-def test_a_process_that_ended_before_its_successor_was_heard_of_keeps_its_counters() -> None:
+def test_a_process_that_ended_before_its_successor_was_heard_of_keeps_its_counters_and_no_gauge_but_0() -> None:
     totals = MetricTotals()
     metrics = FrontendMetrics(InstrumentRegistry())
     totals.update(1, sent(metrics))
@@ -149,4 +149,4 @@ def test_a_process_that_ended_before_its_successor_was_heard_of_keeps_its_counte
     merged.register(totals)
     labels = {"route": "/v1/completions", "status": "200"}
     assert merged.get_sample_value("tandem_http_requests_total", labels) == 10.0
-    assert merged.get_sample_value("tandem_frontend_num_requests_running") is None
+    assert merged.get_sample_value("tandem_frontend_num_requests_running") == 0.0
