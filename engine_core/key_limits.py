@@ -30,8 +30,8 @@ class KeyAccount:
         """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
         self._seconds: dict[int, int] = {}
         """Tokens by second, the oldest first."""
-        self._ends: dict[int, int] = {}
-        """Sequences that have ended by second, the oldest first."""
+        self._ends: dict[int, tuple[int, int]] = {}
+        """By second, the oldest first: sequences that ended, and the second in which the first of them was taken."""
 
     @property
     def left(self) -> int:
@@ -64,7 +64,8 @@ class KeyAccount:
                 self.open[seq] = taken_in, seq.generated
                 continue
             del self.open[seq]
-            self._ends[second] = self._ends.get(second, 0) + 1
+            ended, first_taken = self._ends.get(second, (0, taken_in))
+            self._ends[second] = ended + 1, min(first_taken, taken_in)
             if seq.wire.reported_cached < 0 and taken_in in self._seconds:
                 self._spend(taken_in, -charge(seq))
         if spent:
@@ -86,13 +87,14 @@ class KeyAccount:
     def seconds_until_ended(self, count: int, now: float) -> int:
         """Estimate the whole seconds until this many sequences have ended.
 
-        They are the key's, and end as fast as those of the last minute did. The estimate is at most a minute, and 0 if
-        none has ended in the last one.
+        They are the key's, and end as fast as those of the last minute did, counted from the time at which the first of
+        these was taken. The estimate is at most a minute, and 0 if none has ended in the last one.
         """
         if not self._ends:
             return 0
-        rate = sum(self._ends.values()) / max(now - next(iter(self._ends)), 1.0)
-        return min(max(math.ceil(count / rate), 1), _KEPT_SECONDS - 1)
+        ended = sum(number for number, _ in self._ends.values())
+        begin = max(min(taken for _, taken in self._ends.values()), now - _KEPT_SECONDS)
+        return min(max(math.ceil(count * (now - begin) / ended), 1), _KEPT_SECONDS - 1)
 
     def seconds_until(self, tokens: int, now: float) -> int:
         """Return the whole seconds until this many tokens are left of the minute's."""

@@ -16,9 +16,9 @@ two times as high) a grammar of 10 kB grows by 180 MB during generation, and one
 
 
 MAX_PARSER_ITEMS = 5000
-"""Parser items for one mask. Objects of 500 optional properties take 2,000. An ambiguous grammar of 100 bytes takes as
-many as it may, at a cost that grows with their square: 0.1 s for one mask, and 10 s with llguidance's own limit, which
-is ten times as high."""
+"""Parser items for one mask. An object takes 8 for each optional property, 10 if that is a number, so that about 500 of
+them are the most. An ambiguous grammar of 100 bytes takes as many as it may, at a cost that grows with their square:
+0.1 s for one mask, and 10 s with llguidance's own limit, which is ten times as high."""
 
 
 class SamplingField(Struct, frozen=True):

@@ -235,6 +235,26 @@ def test_idle_keys_are_forgotten() -> None:
     assert traffic.limits.accounts == {}
 
 
+def test_wait_for_a_place_counts_the_time_that_the_ended_sequences_took() -> None:
+    traffic, key = Traffic(0), claim(concurrent=2)
+
+    def fill(number: int) -> None:
+        for choice in range(2):
+            submit = Submit(number + choice, b"", SamplingParams(4), key=key)
+            seq = Sequence(number + choice, b"a", submit, array("i", [5]), frozenset())
+            traffic.limits.begin(key, seq)
+            traffic.open.append(seq)
+
+    fill(1)
+    traffic.pass_time(20)
+    for seq in traffic.open:
+        seq.outcome = Finished(seq.request_id, FinishReason.LENGTH)
+    traffic.pass_time(1)
+    fill(3)
+    refusal = traffic.limits.refusal(key, True)
+    assert refusal is not None and refusal[1] == 11, "two ended in 21 s, however short ago that was"
+
+
 def test_wait_for_a_place_follows_from_how_fast_the_key_ends_sequences() -> None:
     clock = FakeClock()
     limits, key = KeyLimits(clock), claim(concurrent=4)
