@@ -6,13 +6,17 @@ from urllib.parse import parse_qsl
 from starlette.types import Scope
 
 from tandem.frontend.access.api_key import key_name
+from tandem.frontend.api.admin.pause import NEW_REQUESTS
 from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.request_log.access_log import client_text
+from tandem.protocol.commands import PAUSE_MODES
 from tandem.protocol.logs import AUDIT_LOGGER, field_text
 
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
+_WORDS = {"mode": PAUSE_MODES, "new_requests": NEW_REQUESTS}
+"""Parameters of operators' calls, with the values that they may have."""
 _TARGET_CHARACTERS = 200
 _MAX_ADDRESSES = 256
 """Addresses with lines of their own among those whose keys are refused; all others share one."""
@@ -46,10 +50,10 @@ class AuditLog:
     @staticmethod
     def _describe(scope: Scope) -> str:
         record = request_record(scope)
-        # Without the values of the query, which may be a key that was given in the wrong place.
-        query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-        names = "&".join(dict.fromkeys(name for name, value in query if value))
-        target = scope["path"] + (f"?{names}" if names and record.status not in (401, 403) else "")
+        # Of the query only known words: anything else may be a key that was given in the wrong place, even its names.
+        query = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
+        words = "&".join([f"{name}={value}" for name, value in query if value in _WORDS.get(name, ())])
+        target = scope["path"] + (f"?{words}" if words else "")
         fields = {
             "key": key_name(scope) or "-",
             "client": client_text(scope) or "-",

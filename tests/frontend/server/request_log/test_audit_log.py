@@ -58,23 +58,23 @@ def test_a_key_without_the_right_is_named_though_its_address_guesses_keys(
 def test_calls_of_operators_are_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, AUDIT_LOGGER)
     post(server.url + "/admin/scheduler", json={"policy": "decode_first"}, headers={"x-request-id": "op-1"})
-    post(server.url + "/admin/pause?mode=keep")
+    post(server.url + "/admin/pause?mode=keep&new_requests=refuse")
     post(server.url + "/admin/resume")
     get(server.url + "/v1/models")
     until(lambda: len(told(caplog)) >= 3, "three lines")
     first, second, third = told(caplog)
     assert first.startswith("POST /admin/scheduler key=- client=127.0.0.1:") and "request_id=op-1 status=200" in first
-    assert second.startswith('POST "/admin/pause?mode" key=-')
+    assert second.startswith('POST "/admin/pause?mode=keep&new_requests=refuse" key=-')
     assert third.startswith("POST /admin/resume key=-")
 
 
-def test_values_of_a_query_are_never_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_query_only_known_words_are_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for path in ("/admin/scheduler", "/v1/models", "/no/such/path"):
-        get(server.url + path + "?api_key=SECRET&SECRET&note=%53ECRET&api_key=SECRET")
+        get(server.url + path + "?api_key=SECRET&SECRET&note=%53ECRET&SECRET==&mode=SECRET&mode=abort")
     until(lambda: told(caplog), "the line of the operator")
     (line,) = told(caplog)
-    assert line.startswith('GET "/admin/scheduler?api_key&note" key=-')
+    assert line.startswith('GET "/admin/scheduler?mode=abort" key=-')
     until(lambda: any("GET other 404" in message for message in caplog.messages), "the line of the last request")
     written = [record.getMessage() for record in caplog.records if record.name.startswith("tandem")]
     assert written and not any("SECRET" in message for message in written)
