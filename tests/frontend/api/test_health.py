@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.api import request_body
-from tandem.frontend.api.completions import route as completions
+from tandem.frontend.api import request_body, request_scope
 from tandem.frontend.api.request_body import read_body
 from tandem.protocol.events import Phase
 from tandem.protocol.version import PROTOCOL_VERSION, distribution_version
@@ -51,7 +50,7 @@ def test_latency_metrics_start_before_the_body_is_read(server: RunningServer, mo
         earlier[0] = 0.0
         return await read_body(*arguments)
 
-    monkeypatch.setattr(completions, "monotonic", lambda: time.monotonic() - earlier[0])
+    monkeypatch.setattr(request_scope, "monotonic", lambda: time.monotonic() - earlier[0])
     monkeypatch.setattr(request_body, "read_body", read)
     assert post(server.url + "/v1/completions", json={"model": "fake-model", "prompt": "one"}).status_code == 200
     text = get(server.url + "/metrics").text
