@@ -29,31 +29,29 @@ def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequen
     Each tells the line of the file.
     """
     words: list[str] = []
-    wrong: list[str] = []
+    wrong: list[tuple[str, str]] = []
     seen: dict[str, str] = {}
     text = _read(path)
-    values = _parse(path, text)
-    lines = _lines_of_names(text)
-    for name, value in values.items():
-        place = f"{path}:{lines[name]}"
+    for name, value in _parse(path, text).items():
         flag = "--" + name.replace("_", "-")
         action = flags.get(flag)
         if action is None or action.dest in NOT_IN_FILES:
-            wrong.append(f"{place}: {_unknown(name, flag, flags, explain)}")
+            wrong.append((name, _unknown(name, flag, flags, explain)))
             continue
         if action.dest in seen:
-            wrong.append(f"{place}: {seen[action.dest]} and {name} are the same flag; leave one out")
+            wrong.append((name, f"{seen[action.dest]} and {name} are the same flag; leave one out"))
             continue
         seen[action.dest] = name
         try:
-            new = _words(f"{place}: {name}", flag, action, value)
+            new = _words(name, flag, action, value)
         except ValueError as error:
-            wrong.append(str(error))
+            wrong.append((name, str(error)))
             continue
         if not any(word.partition("=")[0] in action.option_strings for word in given):
             words += new
     if wrong:
-        raise ValueError("\n".join(wrong))
+        lines = _lines_of_names(text)
+        raise ValueError("\n".join([f"{path}:{lines[name]}: {what}" for name, what in wrong]))
     return words
 
 
@@ -103,41 +101,41 @@ def _unknown(name: str, flag: str, flags: Mapping[str, argparse.Action], explain
     return f"unknown name {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _words(place: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
+def _words(name: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
     """Return the words of one flag.
 
     Raises ValueError for a value that it cannot have.
     """
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"{place} must be true or false, not {_shown(value)}")
+            raise ValueError(f"{name} must be true or false, not {_shown(value)}")
         return [flag] if value else []
     is_list = action.nargs == "+" or isinstance(action, argparse._AppendAction)
     if isinstance(value, list) and not is_list:
-        raise ValueError(f"{place} must be one value, not a list")
+        raise ValueError(f"{name} must be one value, not a list")
     values = value if isinstance(value, list) else [value]
-    return [f"{flag}={_text(place, action, one)}" for one in values]
+    return [f"{flag}={_text(name, action, one)}" for one in values]
 
 
-def _text(place: str, action: argparse.Action, value: Any) -> str:
+def _text(name: str, action: argparse.Action, value: Any) -> str:
     kind = action.type
     if isinstance(value, bool) and action.choices is not None and set(action.choices) == {"on", "off"}:
         return "on" if value else "off"
     if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ValueError(f"{place} must be an integer, not {_shown(value)}")
+        raise ValueError(f"{name} must be an integer, not {_shown(value)}")
     if kind is float and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise ValueError(f"{place} must be a number, not {_shown(value)}")
+        raise ValueError(f"{name} must be a number, not {_shown(value)}")
     if kind in (None, str, Path) and not isinstance(value, str):
-        raise ValueError(f"{place} must be a string, not {_shown(value)}")
+        raise ValueError(f"{name} must be a string, not {_shown(value)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{place} must be a string or a number, not {_shown(value)}")
+        raise ValueError(f"{name} must be a string or a number, not {_shown(value)}")
     if action.choices is not None and value not in action.choices:
-        raise ValueError(f"{place} must be one of {', '.join(map(str, action.choices))}, not {_shown(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, action.choices))}, not {_shown(value)}")
     if callable(kind):
         try:
             kind(str(value))
         except (argparse.ArgumentTypeError, ValueError) as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
     return str(value)
 
 

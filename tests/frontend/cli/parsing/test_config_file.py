@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.cli.main import build_parser
+from tandem.frontend.cli.parsing import config_file
 
 FILE = """
 model = "folder"
@@ -40,6 +41,13 @@ def test_file_gives_flags_of_every_kind(file: Path) -> None:
     from_file = vars(build_parser().parse_args(["serve", "--config", str(file)]))
     from_flags = vars(build_parser().parse_args(["serve", *flags]))
     assert from_file | {"config": None} == from_flags
+
+
+def test_lines_are_looked_for_only_if_there_is_a_mistake(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a time that grows with the square of a list's length."""
+    monkeypatch.setattr(config_file, "_lines_of_names", lambda _: pytest.fail("there is no mistake"))
+    file.write_text("served-model-name = [\n" + "".join(f'  "{number}",\n' for number in range(5000)) + "]\n")
+    assert len(build_parser().parse_args(["serve", "--config", str(file)]).served_model_name) == 5000
 
 
 def test_flags_of_the_command_line_win_over_the_file(file: Path) -> None:
