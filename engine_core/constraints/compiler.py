@@ -49,6 +49,8 @@ class Waiter(Struct, frozen=True):
 
     grammar: str
     ignore_ends: bool
+    key: str
+    """Name of the API key, "" for none."""
     deadline: float
     """Time at which the request fails, in seconds of the clock."""
 
@@ -120,14 +122,14 @@ class GrammarCompiler:
         compiled_grammar = self._grammars.get(grammar)
         if compiled_grammar is not None:
             self._grammars.move_to_end(grammar)
-            self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends)))
+            self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends, key)))
             return
         job = self._jobs.get(grammar)
         if job is None:
             lane = next((lane for lane in self.lanes if seconds <= lane.max_seconds), self.lanes[-1])
             job = self._jobs[grammar] = Job(lane, set())
         job.waiting.add(seq_id)
-        self._waiters[seq_id] = Waiter(grammar, ignore_ends, self.clock() + self.limit_seconds)
+        self._waiters[seq_id] = Waiter(grammar, ignore_ends, key, self.clock() + self.limit_seconds)
         if job.future is None:
             job.lane.add(key, grammar)
             self._begin()
@@ -185,8 +187,10 @@ class GrammarCompiler:
                 self._grammars.popitem(last=False)
         for seq_id in job.waiting:
             waiter = self._waiters.pop(seq_id)
-            answer = result.constraint(waiter.ignore_ends) if isinstance(result, CompiledGrammar) else result
-            self._ready.append((seq_id, answer))
+            if isinstance(result, CompiledGrammar):
+                self._ready.append((seq_id, result.constraint(waiter.ignore_ends, waiter.key)))
+            else:
+                self._ready.append((seq_id, result))
 
     def _fail_overdue(self) -> None:
         now = self.clock()

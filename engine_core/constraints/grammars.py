@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from tandem.engine_core.constraints.mask_budget import MaskCost
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
@@ -16,20 +17,28 @@ from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEX
 class GrammarConstraint:
     """Implement `contracts.Constraint` over one llguidance matcher."""
 
-    __slots__ = ("_ends", "compiled_grammar", "ignore_ends", "matcher")
+    __slots__ = ("_ends", "compiled_grammar", "cost", "ignore_ends", "matcher", "overdrawn")
 
     def __init__(
-        self, matcher: LLMatcher, compiled_grammar: "CompiledGrammar", ends: frozenset[int], ignore_ends: bool
+        self,
+        matcher: LLMatcher,
+        compiled_grammar: "CompiledGrammar",
+        ends: frozenset[int],
+        ignore_ends: bool,
+        key: str = "",
     ) -> None:
         """Wrap one matcher.
 
         matcher: used by this constraint only, a copy of the compiled grammar's; ends: ids that llguidance allows where
-        the grammar may end.
+        the grammar may end; key: name of the API key that pays for the masks.
         """
         self.matcher = matcher
         self.compiled_grammar = compiled_grammar
         self.ignore_ends = ignore_ends
         self._ends = ends
+        self.cost = MaskCost(key)
+        self.overdrawn = ""
+        """Problem of a constraint whose masks took too long; empty before."""
 
     @property
     def is_complete(self) -> bool:
@@ -37,7 +46,7 @@ class GrammarConstraint:
 
     @property
     def problem(self) -> str:
-        return reason(self.matcher)
+        return self.overdrawn or reason(self.matcher)
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
@@ -47,6 +56,8 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> bool:
         """Implement `Constraint.accept`; a token outside the vocabulary is rejected."""
+        if self.overdrawn:
+            return False
         # A matcher that has failed still consumes end ids.
         return self.matcher.consume_token(token) and not (self.is_end(token) and self.problem)
 
@@ -61,12 +72,12 @@ class CompiledGrammar:
         self._matcher = matcher
         self._ends = ends
 
-    def constraint(self, ignore_ends: bool) -> GrammarConstraint:
+    def constraint(self, ignore_ends: bool, key: str = "") -> GrammarConstraint:
         """Return a constraint for one sequence.
 
-        ignore_ends: allow end ids only where nothing else is allowed.
+        ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none.
         """
-        return GrammarConstraint(self._matcher.deep_copy(), self, self._ends, ignore_ends)
+        return GrammarConstraint(self._matcher.deep_copy(), self, self._ends, ignore_ends, key)
 
 
 def reason(matcher: LLMatcher) -> str:

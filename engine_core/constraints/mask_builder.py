@@ -4,6 +4,7 @@ Copies of one compiled grammar share a lock, so threads only contend there: 64 m
 thread and 1.1 ms on eight, 256 masks of as many grammars 3.6 ms and 1.2 ms.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -12,54 +13,118 @@ from llguidance import LLExecutor
 from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
+from tandem.engine_core.constraints.mask_budget import MaskBudget
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.stats import EngineStats
 
 Ints = NDArray[np.int32]
+Pairs = Sequence[tuple[GrammarConstraint, int]]
+"""Constraints, each with the index of its mask."""
 
 PARALLEL_GRAMMARS = 8
 """Smallest number of different grammars in a step for which other threads are used."""
+
+SLOW_SECONDS = 0.01
+"""Time of masks computed on several threads, whose own times are unknown, from which some are measured in later steps.
+Those of 256 ordinary grammars take a few milliseconds."""
+MEASURED_MASKS, MEASURED_AT_ONCE = 16, 8
+"""Number of masks of a constraint that are measured after a slow step, and of constraints in one step."""
+EVERYTHING = np.int32(-1)
+"""Word of a mask that allows all its tokens."""
 
 
 class MaskBuilder:
     """Implement `runtime.masks.MaskFiller` for `GrammarConstraint`s only."""
 
     def __init__(
-        self, executor: LLExecutor | None, end_ids: Sequence[int], stats: EngineStats, clock: Callable[[], float]
+        self,
+        executor: LLExecutor | None,
+        end_ids: Sequence[int],
+        stats: EngineStats,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Keep the threads, and the end ids as words and bits of a mask.
 
         executor: threads besides the loop's, or None; end_ids: ids that end a sequence; clock: seconds, for the time
-        that masks take.
+        that masks take; cpu_clock: CPU time in seconds of the calling thread.
         """
         self.executor = executor
         self._end_words = np.array(end_ids, dtype=np.int64) // 32
         self._end_bits = np.int32(1) << (np.array(end_ids, dtype=np.int32) % 32)
         self.stats = stats
         self.clock = clock
+        self.cpu_clock = cpu_clock
+        self._budget = MaskBudget(clock)
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
 
-        A matcher that has failed allows the end ids only, and `accept` rejects them.
+        A matcher that has failed allows the end ids only, and one whose masks took too long everything; `accept`
+        rejects what either allows.
         """
         start = self.clock()
-        pairs = cast("Sequence[tuple[GrammarConstraint, int]]", masks)
+        pairs = cast("Pairs", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
-        address, size = out.ctypes.data, out.strides[0]
         grammars = {id(constraint.compiled_grammar) for constraint, _ in pairs}
         if self.executor is None or len(grammars) < PARALLEL_GRAMMARS:
-            for constraint, index in pairs:
-                assert 0 <= index < len(out), f"mask {index} of {len(out)}"
-                constraint.matcher.unsafe_compute_mask_ptr(address + index * size, size)
+            self._compute_measured(pairs, out)
         else:
-            wanted = [(constraint.matcher, index) for constraint, index in pairs]
-            self.executor.unsafe_compute_mask_ptr(wanted, address, size, len(out))
+            self._compute_parallel(self.executor, pairs, out)
         endless = [index for constraint, index in pairs if constraint.ignore_ends]
         if endless:
             self._drop_ends(endless, out)
         self.stats.mask_rows += len(pairs)
         self.stats.mask_seconds += self.clock() - start
+
+    def _compute_measured(self, pairs: Pairs, out: Ints) -> None:
+        """Compute masks on the calling thread, and charge their CPU time.
+
+        Constraints that have spent their budget get a mask at no cost.
+        """
+        address, size = out.ctypes.data, out.strides[0]
+        before = self.cpu_clock()
+        for constraint, index in pairs:
+            assert 0 <= index < len(out), f"mask {index} of {len(out)}"
+            if self._is_overdrawn(constraint, index, out):
+                continue
+            constraint.matcher.unsafe_compute_mask_ptr(address + index * size, size)
+            after = self.cpu_clock()
+            constraint.overdrawn = self._budget.charge(constraint.cost, after - before)
+            before = after
+
+    def _is_overdrawn(self, constraint: GrammarConstraint, index: int, out: Ints) -> bool:
+        """Return whether a constraint has spent its budget.
+
+        Such a constraint gets a mask that costs nothing.
+        """
+        constraint.overdrawn = constraint.overdrawn or self._budget.problem(constraint.cost)
+        if constraint.overdrawn:
+            out[index] = EVERYTHING
+        return bool(constraint.overdrawn)
+
+    def _compute_parallel(self, executor: LLExecutor, pairs: Pairs, out: Ints) -> None:
+        """Compute masks on all threads, but a few on the calling one.
+
+        These are of constraints that slow steps had: first those that took longest, then those that were measured
+        least.
+        """
+        suspects = [pair for pair in pairs if pair[0].cost.unmeasured or pair[0].cost.debt]
+        suspects.sort(key=lambda pair: (pair[0].cost.debt, pair[0].cost.unmeasured), reverse=True)
+        alone = suspects[:MEASURED_AT_ONCE]
+        for constraint, _ in alone:
+            constraint.cost.unmeasured = max(0, constraint.cost.unmeasured - 1)
+        self._compute_measured(alone, out)
+        measured = {index for _, index in alone}
+        together = [pair for pair in pairs if pair[1] not in measured and not self._is_overdrawn(*pair, out)]
+        if not together:
+            return
+        start = self.clock()
+        wanted = [(constraint.matcher, index) for constraint, index in together]
+        executor.unsafe_compute_mask_ptr(wanted, out.ctypes.data, out.strides[0], len(out))
+        if self.clock() - start >= SLOW_SECONDS:
+            for constraint, _ in together:
+                constraint.cost.unmeasured = constraint.cost.unmeasured or MEASURED_MASKS
 
     def _drop_ends(self, indices: list[int], out: Ints) -> None:
         """Clear the end ids in these masks, unless nothing would remain.

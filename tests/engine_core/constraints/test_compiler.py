@@ -107,6 +107,16 @@ def test_one_compilation_serves_waiting_and_later_sequences(shop: Workshop) -> N
     assert shop.compiled == ["slow"]
 
 
+def test_key_of_each_request_pays_for_its_masks(shop: Workshop) -> None:
+    for seq_id, key in enumerate(("alice", "bob", "")):
+        shop.start(seq_id, "slow", key)
+    shop.gate.set()
+    assert [each.cost.key for _, each in sorted(shop.after_news().items())] == ["alice", "bob", ""]
+    shop.start(3, "slow", "carol")
+    ((_, ready),) = shop.compiler.take_finished()
+    assert isinstance(ready, GrammarConstraint) and ready.cost.key == "carol", "of a grammar that is cached"
+
+
 def test_slow_grammar_delays_no_other(shop: Workshop) -> None:
     shop.start(1, "slow")
     shop.start(2, "quick")

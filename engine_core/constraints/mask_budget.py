@@ -1,0 +1,72 @@
+"""Limits on the CPU time of masks, for a request and for an API key.
+
+A step waits for the masks of all its rows, so that one expensive grammar delays every stream. At a vocabulary of 128k
+tokens a mask of an ordinary grammar takes 0.01 to 1 ms, seldom 5 ms while its tables are cold, and one of an ambiguous
+grammar up to 0.1 s. Only what exceeds FREE_SECONDS counts. It is CPU time of the thread that computes, so that a loaded
+or a stopped machine ends no request.
+"""
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+FREE_SECONDS = 0.003
+"""CPU time of a mask that counts for nothing; a cheaper mask pays off some of what the request's earlier ones took."""
+REQUEST_SECONDS = 0.5
+"""CPU time beyond it that the masks of a request may take."""
+KEY_SECONDS, KEY_RATE = 0.5, 0.05
+"""CPU time beyond it that the masks of an API key may take at once, and for each second afterwards."""
+CLEAR_SECONDS = 0.02
+"""CPU time beyond it that the masks of a request may take while its key has none left."""
+ADVICE = "write the grammar so that each text can be parsed in one way only, or make it smaller"
+
+
+class MaskCost(Struct):
+    """CPU time of the masks of one request."""
+
+    key: str = ""
+    """Name of the API key, "" for none."""
+    debt: float = 0.0
+    """Part beyond FREE_SECONDS a mask, in seconds; never negative."""
+    unmeasured: int = 0
+    """Number of masks to measure because the request was part of a slow step."""
+
+
+class MaskBudget:
+    """Budgets of all requests and keys. Used by one thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Keep the clock, in seconds, by which keys get back what they spent."""
+        self.clock = clock
+        self._debts: dict[str, tuple[float, float]] = {}
+        """CPU time that the masks of a key took beyond FREE_SECONDS, and when that was counted."""
+
+    def charge(self, cost: MaskCost, seconds: float) -> str:
+        """Count one mask, and return the `problem` of its request."""
+        over = seconds - FREE_SECONDS
+        cost.debt = max(0.0, cost.debt + over)
+        if over > 0:
+            now = self.clock()
+            self._debts = {key: (left, now) for key in self._debts if (left := self._left(key, now)) > 0}
+            self._debts[cost.key] = (self._left(cost.key, now) + over, now)
+        return self.problem(cost)
+
+    def problem(self, cost: MaskCost) -> str:
+        """Return why a request must end, in words for the client.
+
+        Empty if its masks may go on.
+        """
+        if cost.debt <= CLEAR_SECONDS:
+            return ""
+        took = f"its masks took {cost.debt:.2f} s of CPU time beyond {FREE_SECONDS * 1e3:g} ms each"
+        if cost.debt > REQUEST_SECONDS:
+            return f"{took}, and the limit is {REQUEST_SECONDS:g} s; {ADVICE}"
+        if self._left(cost.key, self.clock()) > KEY_SECONDS:
+            whose = "of this API key" if cost.key else "without an API key"
+            return f"{took}, and those of all requests {whose} more than {KEY_SECONDS:g} s together; {ADVICE}"
+        return ""
+
+    def _left(self, key: str, now: float) -> float:
+        """Return what a key has not got back yet."""
+        debt, counted = self._debts.get(key, (0.0, now))
+        return max(0.0, debt - KEY_RATE * (now - counted))
