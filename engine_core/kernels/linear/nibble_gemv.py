@@ -21,18 +21,84 @@ PER_WORD = 8
 
 
 @triton.jit
-def group_sums(words, x8, scale_ptr, zero_ptr, rows, offs_w, mask_w, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Return what each word adds to its row's product, [ROWS, WORDS] float32.
+def eighths(vector, WORDS: tl.constexpr):
+    """Return the elements that each place of a word multiplies.
 
-    words: [ROWS, WORDS] int32; x8: [WORDS, 8] float32; rows: [ROWS]; offs_w: [WORDS].
+    That is elements 0, 8, 16, ..., then 1, 9, 17, ... and so on to 7, 15, 23, ... of a vector, each [WORDS].
     """
-    shifts = tl.arange(0, 8) * 4
-    levels = (words[:, :, None] >> shifts[None, None, :]) & 15
-    sums = tl.sum(levels.to(tl.float32) * x8[None, :, :], 2)
-    offs = rows[:, None] * GROUPS + (offs_w * 8 // GROUP)[None, :]
-    scales = tl.load(scale_ptr + offs, mask=mask_w[None, :], other=0.0)
-    zeros = tl.load(zero_ptr + offs, mask=mask_w[None, :], other=0).to(tl.float32)
-    return scales * (sums - zeros * tl.sum(x8, 1)[None, :])
+    even, odd = tl.split(tl.reshape(vector, [WORDS, 2, 2, 2]))
+    of_0_4, of_2_6 = tl.split(even)
+    of_1_5, of_3_7 = tl.split(odd)
+    x0, x4 = tl.split(of_0_4)
+    x1, x5 = tl.split(of_1_5)
+    x2, x6 = tl.split(of_2_6)
+    x3, x7 = tl.split(of_3_7)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def level_at(words, AT: tl.constexpr):
+    """Return the level from bit AT on, times 2^(AT - 149).
+
+    It is in float32, and AT at most 20. Such small floats count in units of 2^-149, so the bits are the number and no
+    conversion is needed.
+    """
+    return (words & (15 << AT)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_values(ptr, rows, step, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Load the scale or zero point of each word of a step.
+
+    rows: [ROWS]. Returns [ROWS, BLOCK_W]. The compiler gives a small load, of one number for each group, the layout of
+    what it is for; a load of one for each word would keep its own, and the sums would pass through shared memory.
+    """
+    # The largest power of two that divides a group's words.
+    SHARE: tl.constexpr = min((GROUP // 8) & -(GROUP // 8), BLOCK_W)
+    COUNT: tl.constexpr = BLOCK_W // SHARE
+    ROWS: tl.constexpr = rows.shape[0]
+    first = (step * COUNT + tl.arange(0, COUNT)) * (SHARE * 8)
+    values = tl.load(ptr + rows[:, None] * (K // GROUP) + (first // GROUP)[None, :], mask=(first < K)[None, :], other=0)
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [ROWS, COUNT, SHARE]), [ROWS, BLOCK_W])
+
+
+@triton.jit
+def load_step(
+    word_ptr, scale_ptr, zero_ptr, rows, step, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr
+):  # fmt: skip
+    """Load words, scales and zero points of a step.
+
+    All are [ROWS, BLOCK_W].
+    """
+    offs_w = step * BLOCK_W + tl.arange(0, BLOCK_W)
+    # The hint keeps the compiler from loading four words to a thread: with one, the eight elements of x that a thread
+    # loads are those that its word multiplies. Else x would pass through shared memory.
+    places = word_ptr + rows.to(tl.int64)[:, None] * (K // 8) + offs_w[None, :]
+    words = tl.load(tl.multiple_of(places, [4, 4]), mask=(offs_w < K // 8)[None, :], other=0)
+    scales = group_values(scale_ptr, rows, step, K, GROUP, BLOCK_W)
+    return words, scales, group_values(zero_ptr, rows, step, K, GROUP, BLOCK_W)
+
+
+@triton.jit
+def group_sums(loaded, x8):
+    """Return what each word adds to its row's product, times 2^-85.
+
+    It is [ROWS, WORDS] in float32. loaded: `load_step`; x8: `eighths` of x in float32, each below 2^63. All elements of
+    a word stay in its thread.
+    """
+    words, scales, zeros = loaded
+    x0, x1, x2, x3, x4, x5, x6, x7 = x8
+    high = words >> 8
+    sums = level_at(words, 0) * (x0 * 2.0**64)[None, :]
+    sums += level_at(words, 4) * (x1 * 2.0**60)[None, :]
+    sums += level_at(words, 8) * (x2 * 2.0**56)[None, :]
+    sums += level_at(words, 12) * (x3 * 2.0**52)[None, :]
+    sums += level_at(words, 16) * (x4 * 2.0**48)[None, :]
+    sums += level_at(words, 20) * (x5 * 2.0**44)[None, :]
+    sums += level_at(high, 16) * (x6 * 2.0**48)[None, :]
+    sums += level_at(high, 20) * (x7 * 2.0**44)[None, :]
+    total = (((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))) * 2.0**-85
+    return scales * (sums - zeros.to(tl.float32) * total[None, :])
 
 
 @triton.jit
@@ -65,19 +131,17 @@ def nibble_gemv_kernel(
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    WORDS: tl.constexpr = K // 8
     BLOCK_W: tl.constexpr = BLOCK_K // 8
-    GROUPS: tl.constexpr = K // GROUP
     GATED: tl.constexpr = ACTIVATION > 0
     offs_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask_n = offs_n < N
     # Rows past the end repeat the last one and are not stored.
     rows = tl.minimum(offs_n, N - 1)
-    offs_w = tl.arange(0, BLOCK_W)
     offs_k = tl.arange(0, BLOCK_K)
     mask_k = offs_k < K
-    word_rows = word_ptr + rows.to(tl.int64)[:, None] * WORDS
-    words = tl.load(word_rows + offs_w[None, :], mask=(offs_w < WORDS)[None, :], other=0)
+    loaded = load_step(word_ptr, scale_ptr, zero_ptr, rows, 0, K, GROUP, BLOCK_W)
+    if GATED:
+        upper = load_step(word_ptr, scale_ptr, zero_ptr, rows + N, 0, K, GROUP, BLOCK_W)
     if MODE > 0:
         norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
         x_weight = norm_weight
@@ -87,23 +151,23 @@ def nibble_gemv_kernel(
     parts = tl.zeros([ROWS, BLOCK_W], tl.float32)
     ups = tl.zeros([ROWS, BLOCK_W], tl.float32)
     for step in tl.static_range(STEPS):
-        now = offs_w + step * BLOCK_W
-        within = now < WORDS
         if MODE > 0:
             vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
         else:
             columns = offs_k + step * BLOCK_K
             vector = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
-        x8 = tl.reshape(vector, [BLOCK_W, 8])
-        parts += group_sums(words, x8, scale_ptr, zero_ptr, rows, now, within, GROUPS, GROUP)
+        x8 = eighths(vector, BLOCK_W)
+        parts += group_sums(loaded, x8)
         if GATED:
-            upper = tl.load(word_rows + N.to(tl.int64) * WORDS + now[None, :], mask=within[None, :], other=0)
-            ups += group_sums(upper, x8, scale_ptr, zero_ptr, rows + N, now, within, GROUPS, GROUP)
+            ups += group_sums(upper, x8)
         if step + 1 < STEPS:
-            words = tl.load(word_rows + now[None, :] + BLOCK_W, mask=(now + BLOCK_W < WORDS)[None, :], other=0)
-    result = with_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            loaded = load_step(word_ptr, scale_ptr, zero_ptr, rows, step + 1, K, GROUP, BLOCK_W)
+            if GATED:
+                upper = load_step(word_ptr, scale_ptr, zero_ptr, rows + N, step + 1, K, GROUP, BLOCK_W)
+    result = with_bias(tl.sum(parts, 1) * 2.0**85, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
     if GATED:
-        result = gated(result, with_bias(tl.sum(ups, 1), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype), ACTIVATION)
+        up = with_bias(tl.sum(ups, 1) * 2.0**85, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+        result = gated(result, up, ACTIVATION)
     tl.store(y_ptr + offs_n, result, mask=mask_n)
 
 

@@ -63,6 +63,13 @@ def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, arc
     check(one_tile_each, architecture)
 
 
+def test_words_of_four_bits_are_unpacked_within_their_threads(one_tile_each: Lines) -> None:
+    """Through shared memory one row of four bits took twice the time of 16 bits."""
+    used = [line["shared_memory"] for line in one_tile_each if line["kernel"] == "nibble_gemv_kernel"]
+    assert used
+    assert max(used) <= 1024
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])

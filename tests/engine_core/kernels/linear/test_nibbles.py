@@ -18,7 +18,7 @@ from tandem.engine_core.kernels.reference.layer import (
     rms_norm,
 )
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
-from tandem.engine_core.quantization.nibbles import unpack
+from tandem.engine_core.quantization.nibbles import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -55,6 +55,18 @@ def test_gemv_equals_the_library(outputs: int, inputs: int, group: int, plan: Ge
     y, stream = nibble_gemv(x, *stored, bias, plan)
     close(y, functional.linear(x, numbers, bias))
     assert stream is x
+
+
+@pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**40])
+def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str) -> None:
+    levels = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 64).contiguous()
+    scales, zeros = torch.full((16, 2), 0.5), torch.full((16, 2), 7, dtype=torch.uint8)
+    for place in range(8):
+        x = torch.zeros(1, 64)
+        x[0, 32 + place] = size
+        stored = [tensor.to(device) for tensor in (pack(levels), scales, zeros)]
+        y, _ = nibble_gemv(x.to(device), *stored, None, GemvPlan(4, 64))
+        assert torch.equal(y.cpu()[0], (torch.arange(16.0) - 7) * 0.5 * size)
 
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU, Activation.GELU_TANH])
