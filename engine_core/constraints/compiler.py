@@ -1,6 +1,7 @@
 """Compilation of grammars on background threads, with a cache of the results."""
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -210,8 +211,9 @@ class GrammarCompiler:
         if self._cpu_times.seconds(grammar) >= CPU_SECONDS:
             message = f"the grammar takes more than {CPU_SECONDS:g} s of CPU time to compile; make it smaller"
             return RequestError(ErrorCode.INVALID_GRAMMAR, message)
-        message = f"the grammar was not compiled within {self.limit_seconds:g} s beside others; try again later"
-        return RequestError(ErrorCode.OVERLOADED, message)
+        wait = math.ceil(self.limit_seconds)
+        message = f"the grammar was not compiled within {wait} s beside others; try again in {wait} s"
+        return RequestError(ErrorCode.OVERLOADED, message, wait)
 
     def _compile(self, grammar: str) -> None:
         self._cpu_times.begin(grammar)

@@ -109,7 +109,7 @@ class Scheduler:
         if seq is None:
             return
         if isinstance(result, RequestError):
-            self.end(seq, Failure(seq.request_id, result.code, result.message))
+            self.end(seq, Failure(seq.request_id, result.code, result.message, result.retry_after))
             return
         del self.compiling[seq_id]
         seq.constraint, seq.compiling = result, False

@@ -29,6 +29,15 @@ class Attempts:
         self.num_running_losses += had_run
         return self.num_losses <= MAX_RESUBMISSIONS and self.num_running_losses <= MAX_RUNNING_LOSSES
 
+    def waits_for_room(self, failure: Failure, had_run: bool) -> bool:
+        """Return True if a request that was refused waits until an engine has room.
+
+        A new engine has none at once for all prompts that the last one had computed. A refusal that says when to try
+        again is the answer of the request: the engine gives it after a wait of its own, for a grammar.
+        """
+        is_full = failure.code is ErrorCode.OVERLOADED and not failure.retry_after
+        return is_full and self.num_losses > 0 and not had_run
+
     def error(self, failure: Failure, retry_after: int) -> ApiError:
         """Return the error of a request that ends with this failure."""
         if failure.code in ENGINE_LOSSES and self.num_losses > 1:

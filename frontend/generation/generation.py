@@ -301,8 +301,8 @@ class Generation:
             self._lost_at += self._clock() - self._resubmitted_at
             if not self._attempts.lose(had_run):
                 return False
-        elif failure.code is not ErrorCode.OVERLOADED or had_run or not self._attempts.num_losses:
-            return False  # A new engine has no room at once for all prompts that the last one had computed.
+        elif not self._attempts.waits_for_room(failure, had_run):
+            return False
         measured = self._measured or [0] * len(self._choices)
         self._measured = [max(count, choice.num_tokens) for count, choice in zip(measured, self._choices, strict=True)]
         self._drop_sequences()

@@ -71,9 +71,9 @@ class FakeLink:
         """Send tokens of a request."""
         self.streams.deliver(step_output(0, [request_id], tokens, [len(tokens)]))
 
-    def fail(self, request_ids: list[int], code: ErrorCode) -> None:
+    def fail(self, request_ids: list[int], code: ErrorCode, retry_after: int = 0) -> None:
         """Send the failure of requests."""
-        failures = [Failure(number, code, f"the engine says {code.value}") for number in request_ids]
+        failures = [Failure(number, code, f"the engine says {code.value}", retry_after) for number in request_ids]
         self.streams.deliver(StepOutput(0, b"", b"", b"", [], failures))
 
 

@@ -192,7 +192,7 @@ def test_overdue_request_fails_and_the_next_finds_the_result(shop: Workshop) -> 
     assert seq_id == 1
     assert isinstance(error, RequestError)
     assert error.code is ErrorCode.OVERLOADED, "it has waited, and used no CPU time"
-    assert "not compiled within 10 s" in error.message
+    assert "not compiled within 10 s" in error.message and error.retry_after == 10
     shop.gate.set()
     assert list(shop.after_news()) == [2]
     shop.start(3, "slow")

@@ -75,8 +75,8 @@ class TestCompiling:
         scheduler = new()
         scheduler.add(sequence(1, "later"))
         scheduler.add(sequence(2))
-        scheduler.set_constraint(1, RequestError(ErrorCode.INVALID_GRAMMAR, "no"))
-        assert [seq.outcome for seq in scheduler.take_updates().ended] == [Failure(1, ErrorCode.INVALID_GRAMMAR, "no")]
+        scheduler.set_constraint(1, RequestError(ErrorCode.OVERLOADED, "no", retry_after=10))
+        assert [seq.outcome for seq in scheduler.take_updates().ended] == [Failure(1, ErrorCode.OVERLOADED, "no", 10)]
         assert scheduler.num_open == 1
         assert not scheduler.compiling
 

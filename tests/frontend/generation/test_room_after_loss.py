@@ -56,3 +56,17 @@ def test_a_request_refused_for_load_is_not_repeated_without_a_loss_or_once_it_ha
         assert asked.error is not None and asked.error.status == 429
 
     run(scenario)
+
+
+def test_a_refusal_that_says_when_to_try_again_is_the_answer_also_after_a_loss() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine()
+        asked = await world.ask()
+        await world.lose()
+        link = await world.engine()
+        link.fail([one.request_id for one in world.open()], ErrorCode.OVERLOADED, retry_after=10)
+        await world.settle()
+        assert asked.error is not None and (asked.error.status, asked.error.retry_after) == (429, 10)
+        assert world.client.num_held == 0
+
+    run(scenario)
