@@ -20,14 +20,25 @@ from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 
 @triton.jit
+def level(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
+    """Return the levels in one place of words, less zero points."""
+    return (((words >> (4 * PLACE)) & 15) - zeros[:, None]).to(dtype)
+
+
+@triton.jit
 def unpacked(words, zeros, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, dtype: tl.constexpr):
     """Return levels less zero points, [BLOCK_N, BLOCK_K].
 
-    They are whole numbers, which every dtype holds. words: [BLOCK_N, BLOCK_K / 8] int32; zeros: [BLOCK_N] int32.
+    They are whole numbers, which every dtype holds. words: [BLOCK_N, BLOCK_K / 8] int32; zeros: [BLOCK_N] int32. The
+    eight levels of a word stay in its thread, which stores them together where the product reads them.
     """
-    shifts = tl.arange(0, 8) * 4
-    levels = ((words[:, :, None] >> shifts[None, None, :]) & 15) - zeros[:, None, None]
-    return tl.reshape(levels.to(dtype), [BLOCK_N, BLOCK_K])
+    l0, l4 = level(words, zeros, 0, dtype), level(words, zeros, 4, dtype)
+    l1, l5 = level(words, zeros, 1, dtype), level(words, zeros, 5, dtype)
+    l2, l6 = level(words, zeros, 2, dtype), level(words, zeros, 6, dtype)
+    l3, l7 = level(words, zeros, 3, dtype), level(words, zeros, 7, dtype)
+    even = tl.join(tl.join(l0, l4), tl.join(l2, l6))
+    odd = tl.join(tl.join(l1, l5), tl.join(l3, l7))
+    return tl.reshape(tl.join(even, odd), [BLOCK_N, BLOCK_K])
 
 
 @triton.jit(do_not_specialize=["M"])
