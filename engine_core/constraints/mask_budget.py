@@ -15,9 +15,11 @@ FREE_SECONDS = 0.003
 REQUEST_SECONDS = 0.5
 """CPU time beyond it that the masks of a request may take."""
 KEY_SECONDS, KEY_RATE = 0.5, 0.05
-"""CPU time beyond it that the masks of an API key may take at once, and for each second afterwards."""
-CLEAR_SECONDS = 0.02
-"""CPU time beyond it that the masks of a request may take while its key has none left."""
+"""CPU time that the masks of an API key may take at once, and for each second afterwards, beyond CLEAR_SECONDS of each
+request."""
+CLEAR_SECONDS = 0.03
+"""CPU time beyond it that the masks of a request may take while its key has none left. It does not count for the key:
+ordinary grammars take up to 0.008 s while their tables are cold, and even many of them at once must go on."""
 ADVICE = "write the grammar so that each text can be parsed in one way only, or make it smaller"
 
 
@@ -39,16 +41,17 @@ class MaskBudget:
         """Keep the clock, in seconds, by which keys get back what they spent."""
         self.clock = clock
         self._debts: dict[str, tuple[float, float]] = {}
-        """CPU time that the masks of a key took beyond FREE_SECONDS, and when that was counted."""
+        """What the masks of a key took of KEY_SECONDS, and when that was counted."""
 
     def charge(self, cost: MaskCost, seconds: float) -> str:
         """Count one mask, and return the `problem` of its request."""
         over = seconds - FREE_SECONDS
         cost.debt = max(0.0, cost.debt + over)
-        if over > 0:
+        counted = min(over, cost.debt - CLEAR_SECONDS)
+        if counted > 0:
             now = self.clock()
             self._debts = {key: (left, now) for key in self._debts if (left := self._left(key, now)) > 0}
-            self._debts[cost.key] = (self._left(cost.key, now) + over, now)
+            self._debts[cost.key] = (self._left(cost.key, now) + counted, now)
         return self.problem(cost)
 
     def problem(self, cost: MaskCost) -> str:
@@ -63,7 +66,9 @@ class MaskBudget:
             return f"{took}, and the limit is {REQUEST_SECONDS:g} s; {ADVICE}"
         if self._left(cost.key, self.clock()) > KEY_SECONDS:
             whose = "of this API key" if cost.key else "without an API key"
-            return f"{took}, and those of all requests {whose} more than {KEY_SECONDS:g} s together; {ADVICE}"
+            return (
+                f"{took}, and the costly ones of all requests {whose} have taken {KEY_SECONDS:g} s together; {ADVICE}"
+            )
         return ""
 
     def _left(self, key: str, now: float) -> float:

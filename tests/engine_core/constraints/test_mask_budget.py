@@ -17,9 +17,9 @@ from tests.fakes.clock import FakeClock
 
 
 def spent(budget: MaskBudget, key: str) -> None:
-    """Spend a key's budget with requests that stay below what ends them."""
-    for _ in range(int(KEY_SECONDS / CLEAR_SECONDS) * 2):
-        assert not budget.charge(MaskCost(key), FREE_SECONDS + CLEAR_SECONDS * 0.9)
+    """Spend what a key's requests may take together."""
+    for _ in range(2):
+        budget.charge(MaskCost(key), FREE_SECONDS + CLEAR_SECONDS + KEY_SECONDS * 0.6)
 
 
 def test_masks_at_the_free_cost_never_end_a_request() -> None:
@@ -52,8 +52,14 @@ def test_key_that_has_spent_its_budget_ends_its_costly_requests_only() -> None:
     spent(budget, "a")
     assert not budget.charge(cheap, FREE_SECONDS + CLEAR_SECONDS * 0.9)
     problem = budget.charge(costly, FREE_SECONDS + CLEAR_SECONDS * 1.1)
-    assert f"and those of all requests of this API key more than {KEY_SECONDS:g} s together" in problem
+    assert f"and the costly ones of all requests of this API key have taken {KEY_SECONDS:g} s together" in problem
     assert not budget.charge(MaskCost("b"), FREE_SECONDS + CLEAR_SECONDS * 1.1), "another key"
+
+
+def test_cold_masks_of_many_requests_take_nothing_from_their_key() -> None:
+    budget, costly = MaskBudget(FakeClock()), MaskCost("a")
+    assert not any(budget.charge(MaskCost("a"), FREE_SECONDS + CLEAR_SECONDS * 0.9) for _ in range(1000))
+    assert not budget.charge(costly, FREE_SECONDS + CLEAR_SECONDS + KEY_SECONDS * 0.9)
 
 
 def test_requests_without_a_key_share_a_budget_and_read_so() -> None:
