@@ -39,6 +39,9 @@ def widened(stored, dtype: tl.constexpr):
         bits = stored.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+    if stored.dtype.is_fp8() and dtype == tl.bfloat16:
+        # From float16 straight to bfloat16 there is only a slow instruction, for one number at a time.
+        return stored.to(tl.float32).to(dtype)
     return stored.to(dtype)
 
 
