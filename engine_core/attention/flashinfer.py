@@ -137,6 +137,8 @@ class FlashInferPlanner:
         batch: most rows of a step; max_pages: most entries of their page tables. Kernels read the plan where the next
         call of `plan` will write it.
         """
+        # The arrays of a plan lie one after the other in host memory.
+        assert batch < self._stride, f"a graph of {batch} rows does not fit a planner of {self._stride - 1}"
         device = self.device_index.device
 
         def zeros(count: int) -> Tensor:

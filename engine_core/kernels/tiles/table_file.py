@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 FEWEST_INPUTS_OF_A_DOT = 16
+WORD_OF_NIBBLES = 8
 
 
 class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
@@ -211,6 +212,8 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
     if key.bits == 8 and 16 % (plan.rows * plan.tiles):
         return f"{plan.rows} rows in {plan.tiles} tiles do not divide the 16 rows of a block of scales"
+    if key.bits == 4 and plan.block_k < WORD_OF_NIBBLES:
+        return f"block_k {plan.block_k} must hold a word of {WORD_OF_NIBBLES} weights of 4 bits"
     if key.bits == 4 and plan.tiles > 1:
         return "weights of 4 bits take one tile"
     return ""

@@ -87,3 +87,8 @@ def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer:
     out = torch.full_like(query, 7)
     step.run_into(out, query, pool, pool, LAYER, torch.tensor([3.0, 0.5]), beside_decode=False)
     assert (out[:3] == 0.5).all() and (out[3:] == 7).all()
+
+
+def test_a_graph_of_more_rows_than_its_planner_is_refused(flashinfer: ModuleType) -> None:
+    with pytest.raises(AssertionError, match="a graph of 9 rows does not fit a planner of 8"):
+        planner_of(flashinfer, 8).for_graph(9, 64)

@@ -117,6 +117,7 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
         (entry(plan=gemv()), "a gemv plan serves one row, not 16"),
         (entry(rows=1), "one row takes a gemv plan"),
         (entry(rows=1, plan=gemv(rows=3)), "rows 3, block_k 1024 and warps 4 must be powers of two"),
+        (entry(rows=1, bits=4, plan=gemv(block_k=4)), "block_k 4 must hold a word of 8 weights of 4 bits"),
         (entry(rows=1, operation="gated", plan=gemv()), "block_k 1024 must hold all 2048 inputs"),
         (entry(rows=1, plan=gemv(tiles=2)), "block_k 1024 must hold all 2048 inputs"),
         (entry(rows=1, bits=8, plan=gemv(16, 2048, 2)), "16 rows in 2 tiles do not divide the 16 rows"),
