@@ -15,10 +15,10 @@ MAX_LEXER_STATES, LEXER_STEP_FUEL = 50_000, 100_000
 two times as high) a grammar of 10 kB grows by 180 MB during generation, and one mask takes a third of a second."""
 
 
-MAX_PARSER_ITEMS = 5000
-"""Parser items for one mask. An object takes 8 for each optional property, 10 if that is a number, so that about 500 of
-them are the most. An ambiguous grammar of 100 bytes takes as many as it may, at a cost that grows with their square:
-0.1 s for one mask, and 10 s with llguidance's own limit, which is ten times as high."""
+MAX_PARSER_ITEMS = 6500
+"""Parser items for one mask. An object takes 12 for each optional property; llguidance itself refuses more than 500 of
+them. An ambiguous grammar of 100 bytes takes as many as it may, at a cost that grows with their square: 0.2 s for one
+mask, and 10 s with llguidance's own limit, which is eight times as high."""
 
 
 class SamplingField(Struct, frozen=True):

@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.frontend.grammar.json_schema import OPTIONS, with_options
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_GRAMMAR_SYMBOLS, MAX_PARSER_ITEMS
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
@@ -126,9 +127,10 @@ def test_ambiguous_grammar_ends_at_the_limit_on_parser_items(grammars: Grammars)
 
 
 def test_large_but_plain_schemas_stay_below_the_limit_on_parser_items(grammars: Grammars) -> None:
-    names = {f"name{number}": {"type": ["string", "integer", "null"]} for number in range(400)}
-    constraint = grammars.compile(SCHEMA({"type": "object", "properties": names})).constraint(ignore_ends=False)
-    for token in ids(grammars, json.dumps(dict.fromkeys(list(names)[::9], "x, y"))):
+    names = {f"name{number}": {"type": ["string", "integer", "null"]} for number in range(490)}
+    schema = {"type": "object", "properties": names, "additionalProperties": False}
+    constraint = grammars.compile(SCHEMA(with_options(schema, OPTIONS))).constraint(ignore_ends=False)
+    for token in ids(grammars, json.dumps(dict.fromkeys(list(names)[::9], "x, y"), indent=2)):
         constraint.matcher.compute_bitmask()
         assert constraint.accept(token), constraint.problem
     assert not constraint.problem
