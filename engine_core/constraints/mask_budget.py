@@ -19,7 +19,7 @@ KEY_SECONDS, KEY_RATE = 0.5, 0.05
 request."""
 CLEAR_SECONDS = 0.03
 """CPU time beyond it that the masks of a request may take while its key has none left. It does not count for the key:
-ordinary grammars take up to 0.008 s while their tables are cold, and even many of them at once must go on."""
+ordinary grammars take up to 0.014 s while their tables are cold, and even many of them at once must go on."""
 ADVICE = "write the grammar so that each text can be parsed in one way only, or make it smaller"
 
 
