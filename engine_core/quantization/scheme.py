@@ -33,6 +33,9 @@ class ByteScheme:
     from_floats: bool = False
     """True if the checkpoint is not quantized, and its weights are as they are loaded."""
 
+    def __str__(self) -> str:
+        return self.kind if self.block is None else f"{self.kind} in blocks of {self.block[0]}x{self.block[1]}"
+
     @property
     def has_input_scale(self) -> bool:
         """True if a scale for the inputs of each projection is read.
@@ -60,6 +63,9 @@ class NibbleScheme:
     """True if the tensor `g_idx` tells the group of each input (act-order); else groups follow one another."""
     zero_offset: int = 0
     """What is added to a stored zero point: 1 in GPTQ's first format, which stores one less."""
+
+    def __str__(self) -> str:
+        return f"4 bits ({self.packing})"
 
 
 Scheme = ByteScheme | NibbleScheme

@@ -122,7 +122,7 @@ def build_engine(
         logger.info(text, config.page_size, config.max_len)
     logger.info(
         "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
-        config.model_name, config.device, config.dtype, config.max_rows, config.kv_tokens, config.page_size,
+        config.model_name, config.device, _formats(config, source), config.max_rows, config.kv_tokens, config.page_size,
         config.max_step_tokens, "two steps in flight" if config.depth == 2 else "one step in flight",
     )  # fmt: skip
     return engine
@@ -137,11 +137,24 @@ def _wait_for_memory(resolved: ResolvedEngine, parts: DeviceParts, status: Statu
     return wait_for_memory(parts.device, demand, status)
 
 
+def _formats(config: EngineConfig, source: ModelSource) -> str:
+    """Name the dtype, and the formats of weights and of the KV cache where they are others."""
+    names = [config.dtype]
+    if source.model.quantization is not None:
+        names.append(f"weights in {source.model.quantization}")
+        if config.device == "cpu":
+            logger.warning("quantized weights are slow on a CPU, which makes numbers of them for each product")
+    if source.layout.dtype != source.dtype:
+        names.append(f"keys and values in {str(source.layout.dtype).removeprefix('torch.')}")
+    return ", ".join(names)
+
+
 def _log_settings(config: EngineConfig, source: ModelSource) -> None:
     """Log all settings of this engine on one line of JSON."""
     settings = {name: value for name, value in structs.asdict(config).items() if name != "options"} | {
         "kv_tokens": config.kv_tokens,
         "kv_dtype": str(source.layout.dtype).removeprefix("torch."),
+        "quantization": None if source.model.quantization is None else str(source.model.quantization),
     }
     if config.device == "cpu":
         settings["threads"] = torch.get_num_threads()

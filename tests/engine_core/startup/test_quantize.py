@@ -1,5 +1,6 @@
 """`--quantize fp8`, and the memory of quantized weights."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,19 @@ from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 QUESTIONS = ("What does textwrap.dedent do?", "What is collections.Counter?")
 
 
-def test_the_default_model_in_fp8_says_the_same() -> None:
+def test_the_default_model_in_fp8_says_the_same_and_the_log_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tandem")
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(question).ids for question in QUESTIONS]
     params = [SamplingParams(30, temperature=0.0)] * len(prompts)
     said = {}
     for quantize in ("off", "fp8"):
         options = EngineOptions(device="cpu", quantize=quantize, max_rows=2, max_len=128, kv_tokens=512)
+        caplog.clear()
         said[quantize] = DrivenEngine.build(options).generate(prompts, params)
+        is_named = "tandem-default on cpu in float32, weights in fp8: 2 rows" in caplog.text
+        is_told_to_be_slow = "quantized weights are slow on a CPU" in caplog.text
+        assert (is_named, is_told_to_be_slow) == (quantize == "fp8",) * 2
     assert said["fp8"] == said["off"]
     assert all(len(ids) > 5 for ids in said["off"])
 
