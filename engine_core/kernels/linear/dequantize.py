@@ -36,18 +36,36 @@ def _dequantize_bytes_kernel(
 
 @triton.jit
 def _dequantize_nibbles_kernel(
-    out_ptr, words_ptr, scales_ptr, zeros_ptr, inputs, groups, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out_ptr, words_ptr, scales_ptr, zeros_ptr, inputs, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < inputs
-    words = tl.load(words_ptr + row * (inputs // 8) + offs // 8, mask=mask, other=0)
-    levels = (words >> ((offs % 8) * 4)) & 15
-    group = row * groups + offs // (inputs // groups)
-    zeros = tl.load(zeros_ptr + group, mask=mask, other=0).to(tl.int32)
-    numbers = (levels - zeros).to(tl.float32) * tl.load(scales_ptr + group, mask=mask, other=0.0)
+    first = tl.program_id(1) * BLOCK
+    offs_w = first // 8 + tl.arange(0, BLOCK // 8)
+    mask_w = offs_w < inputs // 8
+    words = tl.load(words_ptr + row * (inputs // 8) + offs_w, mask=mask_w, other=0)
+    group = row * (inputs // GROUP) + offs_w * 8 // GROUP
+    zeros = tl.load(zeros_ptr + group, mask=mask_w, other=0).to(tl.int32)
+    scales = tl.load(scales_ptr + group, mask=mask_w, other=0.0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    # A thread unpacks whole words, which it loads once.
+    even = tl.join(
+        tl.join(number(words, zeros, scales, 0, dtype), number(words, zeros, scales, 4, dtype)),
+        tl.join(number(words, zeros, scales, 2, dtype), number(words, zeros, scales, 6, dtype)),
+    )
+    odd = tl.join(
+        tl.join(number(words, zeros, scales, 1, dtype), number(words, zeros, scales, 5, dtype)),
+        tl.join(number(words, zeros, scales, 3, dtype), number(words, zeros, scales, 7, dtype)),
+    )
+    numbers = tl.reshape(tl.join(even, odd), [BLOCK])
+    offs = first + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
-    tl.store(out_ptr + row * inputs + offs, numbers.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * inputs + offs, numbers, mask=offs < inputs)
+
+
+@triton.jit
+def number(words, zeros, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
+    """Return the weights in one place of words."""
+    return ((((words >> (4 * PLACE)) & 15) - zeros).to(tl.float32) * scales).to(dtype)
 
 
 def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
@@ -86,7 +104,7 @@ def dequantize_nibbles(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torc
         scales,
         zeros,
         inputs,
-        scales.shape[1],
+        GROUP=inputs // scales.shape[1],
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=WARPS,
