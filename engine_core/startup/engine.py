@@ -138,7 +138,7 @@ def _wait_for_memory(resolved: ResolvedEngine, parts: DeviceParts, status: Statu
 
 
 def _formats(config: EngineConfig, source: ModelSource) -> str:
-    """Name the dtype, and the formats of weights and of the KV cache where they are others."""
+    """Name the dtype, and what weights, keys and values are in if it is not that."""
     names = [config.dtype]
     if source.model.quantization is not None:
         names.append(f"weights in {source.model.quantization}")
