@@ -24,6 +24,8 @@ TICK_SECONDS = 0.5
 MAX_TICKS = round((MAX_SECONDS + 1.0) / TICK_SECONDS)
 """Ticks that one conversation may take: the sandbox stops a template before, where it can."""
 MAX_START_TICKS = round(60.0 / TICK_SECONDS)
+MAX_FAILED_STARTS = 2
+"""Starts, one after the other, after which those who wait are told that the process cannot be started."""
 MAX_RETRIES = 1
 """Times that a conversation is rendered again after its process was killed from outside, or ended without a word."""
 _EXIT_SECONDS = 1.0
@@ -56,6 +58,8 @@ class TemplateProcess:
         self._was_too_slow = False
         self._num_answers = 0
         """Number of answers of the current process."""
+        self._num_failed_starts = 0
+        """Number of processes, one after the other, that ended before they were ready."""
         self._is_closed = False
 
     @property
@@ -115,8 +119,13 @@ class TemplateProcess:
         guilty = self._queue.take_back()
         if self._is_closed:
             return False
+        self._num_failed_starts = 0 if was_ready else self._num_failed_starts + 1
+        if 0 < self._num_failed_starts < MAX_FAILED_STARTS:
+            logger.warning("the process that renders chat templates %s before it was ready", status)
+            return True
         if not was_ready:
-            # A successor would end as this one did; the next conversation tries again.
+            # A successor would end as these did; the next conversation tries again.
+            self._num_failed_starts = 0
             for job in self._queue.take_all():
                 _fail(job, _ended(status))
             logger.error("the process that renders chat templates %s before it was ready", status)

@@ -276,6 +276,28 @@ def test_process_that_cannot_start_fails_what_waits_and_is_tried_again(monkeypat
     with_process(body)
 
 
+def test_process_that_ends_while_it_starts_costs_no_conversation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = """
+import os, signal, sys
+from pathlib import Path
+if not Path(sys.argv[1]).exists():
+    Path(sys.argv[1]).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        python, *worker = template_process._ARGV
+        monkeypatch.setattr(template_process, "_ARGV", (python, "-c", program, str(tmp_path / "began"), *worker))
+        assert await asyncio.gather(*(process.render(asked(text)) for text in "abc")) == ["a", "b", "c"]
+        assert (tmp_path / "began").exists()
+        assert restarts(registry) == {}
+
+    with_process(body)
+
+
 def test_process_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_API_KEY", "hush")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
