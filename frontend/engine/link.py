@@ -131,14 +131,31 @@ class EngineLink:
         """
         self._is_reading = False
         for _ in range(MESSAGES_PER_TURN):
-            if self._socket is None or self._socket.closed:  # an event may have closed this link
+            if not self._handle_next():
                 return
-            try:
-                data = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._handle(data)
         self._read_soon()
+
+    def _read_all(self) -> None:
+        """Handle what came before the connection was lost.
+
+        It may tell that a request has begun, which must not run in too many engines.
+        """
+        while self._handle_next():
+            pass
+
+    def _handle_next(self) -> bool:
+        """Handle a message, if there is one.
+
+        Return False if there is none, or if the link is closed, as an event may do.
+        """
+        if self._socket is None or self._socket.closed:
+            return False
+        try:
+            data = self._socket.recv(zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        self._handle(data)
+        return True
 
     def _read_soon(self) -> None:
         """Read in the next turn of the event loop.
@@ -174,7 +191,9 @@ class EngineLink:
             event = None
             while event not in reasons:
                 event = (await recv_monitor_message(self._monitor))["event"]
-            self._on_break(reasons[event])
+            self._read_all()
+            if self._socket is not None:
+                self._on_break(reasons[event])
 
     async def _renew(self) -> None:
         """Renew the lease from the event loop, so that a loop that hangs loses it."""

@@ -17,7 +17,7 @@ from tandem.protocol.codec import decode_command, encode
 from tandem.protocol.commands import Hello, Renew, Submit
 from tandem.protocol.events import Closed, Limits, ModelFacts, Ready
 from tandem.protocol.params import SamplingParams
-from tandem.protocol.sockets import Transport, bind_router
+from tandem.protocol.sockets import OUTPUT_HIGH_WATER_MARK, Transport, bind_router
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post
@@ -45,14 +45,18 @@ class Opened:
         return await asyncio.wait_for(self.broken.get(), LIMIT)
 
 
-def with_link(folder: Path, test: Callable[[Opened], Coroutine[Any, Any, None]]) -> None:
+def with_link(
+    folder: Path,
+    test: Callable[[Opened], Coroutine[Any, Any, None]],
+    on_event: Callable[[object], None] = lambda _: None,
+) -> None:
     """Run a test with a link that has sent its Hello."""
 
     async def run() -> None:
         context = zmq.asyncio.Context()
         broken: asyncio.Queue[str] = asyncio.Queue()
         router = bind_router(context, f"ipc://{folder}/engine")
-        link = EngineLink(context, 7, OpenStreams(), lambda _: None, broken.put_nowait)
+        link = EngineLink(context, 7, OpenStreams(), on_event, broken.put_nowait)
         link.open(f"ipc://{folder}/engine", Transport(), "test", 0.0)
         opened = Opened(link, router, broken)
         try:
@@ -92,6 +96,22 @@ def test_a_link_whose_engine_disconnects_breaks(ipc_dir: Path) -> None:
         assert await opened.reason() == "the engine closed the connection"
 
     with_link(ipc_dir, test)
+
+
+def test_what_an_engine_sent_before_it_ended_is_handled_before_its_link_breaks(
+    ipc_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MESSAGES_PER_TURN", 1)
+    told: list[object] = []
+
+    async def test(opened: Opened) -> None:
+        for _ in range(OUTPUT_HIGH_WATER_MARK // 2):
+            await opened.router.send_multipart([opened.identity, encode(READY)])
+        opened.router.close(linger=int(1000 * LIMIT))
+        assert await opened.reason() == "the engine closed the connection"
+        assert told == [READY] * (OUTPUT_HIGH_WATER_MARK // 2)
+
+    with_link(ipc_dir, test, told.append)
 
 
 def submit(prompt_len: int) -> Submit:
