@@ -22,8 +22,11 @@ from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_
 
 GROUP = 128
 """Inputs of a group of weights of four bits."""
-LEAST_A_THREAD, ELEMENTS_A_THREAD = 16, 128
-"""Fewest and most weights that a thread of a GEMV holds: fewer wait too often, more spill from its registers."""
+LEAST_A_THREAD, MOST_A_THREAD = 16, {16: 128, 8: 256, 4: 256}
+"""Fewest and most weights, by their bits, that a thread of a GEMV holds.
+
+Fewer wait too often, more spill from its registers.
+"""
 WAVES = 3
 """Most programs that a split-K product has for each multiprocessor when its inputs are divided."""
 SPLITK_TILES = ((64, 128, 4), (64, 128, 6), (64, 64, 6), (64, 256, 3), (128, 64, 4), (128, 128, 3))
@@ -87,14 +90,21 @@ def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
 def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
     whole = 1 << (key.inputs - 1).bit_length()
     fused = key.operation != "product"
-    sizes = (whole,) if fused else tuple(size for size in (1024, 2048) if size < 2 * key.inputs)
+    wide = (1024, 2048) if key.bits == 16 else (1024, 2048, 4096)
+    sizes = (whole,) if fused else tuple(size for size in wide if size < 2 * key.inputs)
     for block_k in sizes:
-        for rows in (2, 4, 8):
-            for tiles in (1, 2) if block_k >= key.inputs and key.bits != 4 else (1,):
+        for rows in (2, 4, 8) if key.bits == 16 else (2, 4, 8, 16):
+            for tiles in _tiles(key, block_k):
                 for warps in (4, 8, 16) if fused else (4, 8):
                     held = rows * block_k // (32 * warps) * (2 if "gated" in key.operation else 1)
-                    if LEAST_A_THREAD <= held <= ELEMENTS_A_THREAD and rows * tiles <= 16:
+                    if LEAST_A_THREAD <= held <= MOST_A_THREAD[key.bits] and rows * tiles <= 16:
                         yield GemvPlan(rows, block_k, tiles, warps)
+
+
+def _tiles(key: ProductKey, block_k: int) -> tuple[int, ...]:
+    if block_k < key.inputs or key.bits == 4:
+        return (1,)
+    return (1, 2) if key.bits == 16 else (1, 2, 4)
 
 
 def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
