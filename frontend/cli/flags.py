@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,6 @@ BATCH_FLAGS = (
 INSPECT_FLAGS = (
     Flag("watch", "", "refresh the output every SECONDS until Ctrl-C", float, (0.1, MAX_SECONDS), metavar="SECONDS"),
 )
-BENCH_FLAGS = (
-    Flag("num_prompts", "load", "number of requests", int, (1, 10**7), default=100),
-    Flag("request_rate", "load", "requests a second, as Poisson arrivals", float, (1e-6, 1e6), metavar="RATE",
-         default_text="all at once, or as --max-concurrency allows"),
-    Flag("max_concurrency", "load", "maximum number of requests in flight; not together with --request-rate", int,
-         (1, 10**6), default_text="no limit"),
-    Flag("random_input_len", "load", "tokens of each prompt", int, (1, 2**20), default=256),
-    Flag("random_output_len", "load", "tokens of each answer", int, (1, 2**20), default=128),
-    Flag("seed", "load", "seed of prompts and arrivals; change it between runs if the server caches prefixes", int,
-         (0, 2**63), default=0),
-    Flag("clients", "load", "number of client processes", int, (1, 256), default=min(4, os.cpu_count() or 1)),
-    Flag("wait", "server", "time to wait until the server is ready", float, (0, 1e7), default=300.0),
-)
 API_KEY_FLAGS = (
     Flag("rights", "", f"rights of the key, of {', '.join(Right)}", _right, metavar="RIGHT", is_list=True,
          default=[], default_text=Right.GENERATE.value),
@@ -88,11 +75,15 @@ def hub_options(arguments: argparse.Namespace) -> HubOptions:
     return HubOptions(arguments.revision, arguments.hf_token, arguments.download_dir)
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a server."""
+def add_server_arguments(parser: argparse.ArgumentParser, aliases: Sequence[str] = ()) -> None:
+    """Add the flags that name a server.
+
+    aliases: further names of --url.
+    """
     group = parser.add_argument_group("server")
     group.add_argument(
         "--url",
+        *aliases,
         default=DEFAULT_URL,
         type=_server_url,
         metavar="URL",
@@ -131,16 +122,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json-schema", type=_schema, metavar="FILE", help="file with the JSON schema of the answer")
     group.add_argument("--usage", action="store_true", help="print token counts and speeds on stderr")
-
-
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that are not in BENCH_FLAGS."""
-    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
-    parser.add_argument(
-        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="generate the whole length; off for servers without this field, such as OpenAI's (default: on)",
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,26 +4,26 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
+from tandem.frontend.cli.bench.flags import BENCH_FLAGS, FOREIGN_BENCH_FLAGS, add_bench_arguments
 from tandem.frontend.cli.flags import (
     API_KEY_FLAGS,
     BATCH_FLAGS,
-    BENCH_FLAGS,
     CLIENT_FLAGS,
     HUB_FLAGS,
     INSPECT_FLAGS,
     INTERRUPTED,
-    add_bench_arguments,
     add_sampling_arguments,
     add_server_arguments,
     hub_options,
 )
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
+from tandem.frontend.cli.parsing.foreign_flags import ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.flags.arguments import (
@@ -159,15 +159,16 @@ def _add_command(
     name: str,
     run: Callable[[argparse.Namespace], int],
     rare: Collection[str] = (),
+    foreign: Mapping[str, ForeignFlag] | None = None,
 ) -> CommandParser:
     """Add a command with its help.
 
-    rare: names of the flags that only `--help-all` shows.
+    rare: names of the flags that only `--help-all` shows. foreign: answers to another program's flags.
     """
     text = COMMANDS[name]
     command = commands.add_parser(
-        name, rare=rare, help=text.summary, usage=f"tandem {name} {text.usage}", description=text.description,
-        epilog=text.epilog,
+        name, rare=rare, foreign=foreign, help=text.summary, usage=f"tandem {name} {text.usage}",
+        description=text.description, epilog=text.epilog,
     )  # fmt: skip
     command.set_defaults(run=run)
     return command
@@ -206,12 +207,13 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
     inspect = _add_command(commands, "inspect", run_inspect)
     add_flags(inspect, INSPECT_FLAGS)
 
-    bench = _add_command(commands, "bench", run_bench)
+    bench = _add_command(commands, "bench", run_bench, foreign=FOREIGN_BENCH_FLAGS)
+
+    for command in (chat, complete, batch, inspect):
+        add_server_arguments(command)
+    add_server_arguments(bench, aliases=["--base-url"])
     add_flags(bench, BENCH_FLAGS)
     add_bench_arguments(bench)
-
-    for command in (chat, complete, batch, inspect, bench):
-        add_server_arguments(command)
     for command in (chat, complete):
         add_sampling_arguments(command)
 

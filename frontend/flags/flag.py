@@ -87,8 +87,12 @@ class Flag(Struct, frozen=True):
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser, each to the group it names."""
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    """Add flags to a parser, each to the group it names.
+
+    A group that the parser lacks is made.
+    """
+    groups: dict[str, argparse._ActionsContainer] = {group.title or "": group for group in parser._action_groups}
+    groups[""] = parser
     for flag in flags:
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)

@@ -69,6 +69,15 @@ def test_requests_do_not_depend_on_the_number_of_processes(load: Load) -> None:
     assert prompts(1) == prompts(3) == sorted(WORKLOAD.request(load.label, index).prompt for index in range(12))
 
 
+def test_requests_of_a_rate_wait_for_a_place_in_flight() -> None:
+    server = CompletionsServer()
+    (share,) = run(server, Load("open", rate=10_000.0, requests=12, in_flight=2))
+    assert errors([share]) == [None] * 12
+    for record in share.records:
+        assert sum(other.start <= record.start < other.end for other in share.records) <= 2
+    assert server.connections <= 2
+
+
 def test_refused_requests_are_counted_and_keep_the_connection() -> None:
     server = CompletionsServer("good", "refuse", "good", "refuse", "refuse", "good")
     (share,) = run(server, Load("closed", 1, requests=6))

@@ -7,6 +7,7 @@ benchmark therefore runs several and reports the CPU time of each: near 100 % of
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class Client:
         self._arrivals: list[tuple[int, float]] = []
         if job.load.rate is not None:
             self._arrivals = job.load.arrivals_of(process, processes, job.workload.seed)
+        self._in_flight = job.load.in_flight_of(process, processes)
         self._finished = finished
         self._pool = ConnectionPool(job.endpoints)
         self._prepared: dict[int, tuple[Record, bytes]] = {}
@@ -81,11 +83,17 @@ class Client:
                 await asyncio.sleep(ERROR_PAUSE)
 
     async def _open_loop(self, start: float) -> None:
+        places = None if self._in_flight is None else asyncio.Semaphore(self._in_flight)
         async with asyncio.TaskGroup() as tasks:
             for index, due in self._arrivals:
                 if (wait := start + due - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
-                tasks.create_task(self._request(index, start + due))
+                tasks.create_task(self._arrive(index, start + due, places))
+
+    async def _arrive(self, index: int, due: float, places: asyncio.Semaphore | None) -> None:
+        """Send a request that was due, once there is a place for it."""
+        async with places or nullcontext():
+            await self._request(index, due)
 
     def _build(self, index: int) -> tuple[Record, bytes]:
         request = self._job.workload.request(self._job.load.label, index)

@@ -17,7 +17,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
-def distribution(values: Iterable[float], scale: float = 1.0) -> dict[str, float]:
+def distribution(
+    values: Iterable[float], scale: float = 1.0, percentiles: Sequence[float] = QUANTILES
+) -> dict[str, float]:
     """Summarise a sample times `scale`.
 
     The summary has count, mean, extremes and percentiles (`p50`, ...); of an empty sample only the count.
@@ -26,5 +28,5 @@ def distribution(values: Iterable[float], scale: float = 1.0) -> dict[str, float
     if not ordered:
         return {"count": 0}
     summary = {"count": len(ordered), "mean": math.fsum(ordered) / len(ordered), "min": ordered[0]}
-    summary |= {f"p{percent:g}": percentile(ordered, percent) for percent in QUANTILES}
+    summary |= {f"p{percent:g}": percentile(ordered, percent) for percent in percentiles}
     return summary | {"max": ordered[-1]}

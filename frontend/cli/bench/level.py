@@ -6,12 +6,12 @@ of a level run from the first request's start to the last one's end, the tail wh
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
 
-from tandem.frontend.cli.bench.distribution import distribution
+from tandem.frontend.cli.bench.distribution import QUANTILES, distribution
 from tandem.frontend.cli.bench.record import Record, Share
 from tandem.frontend.cli.bench.workloads import Load
 
@@ -22,15 +22,17 @@ class Slo:
 
     ttft_ms: float
     tpot_ms: float
+    e2el_ms: float = math.inf
 
     def met(self, record: Record) -> bool:
-        """Return True if a reply meets both objectives.
+        """Return True if a reply meets all objectives.
 
         A reply of a single token has no TPOT and is judged by TTFT only.
         """
         if record.error is not None or record.ttft is None:
             return False
-        return record.ttft * 1e3 <= self.ttft_ms and (record.tpot is None or record.tpot * 1e3 <= self.tpot_ms)
+        has_pace = record.tpot is None or record.tpot * 1e3 <= self.tpot_ms
+        return record.ttft * 1e3 <= self.ttft_ms and has_pace and record.e2e * 1e3 <= self.e2el_ms
 
 
 class Goodput(Struct):
@@ -72,7 +74,7 @@ def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def summarise(load: Load, shares: list[Share], slo: Slo) -> Level:
+def summarise(load: Load, shares: list[Share], slo: Slo, percentiles: Sequence[float] = QUANTILES) -> Level:
     """Everything a level reports."""
     records = [record for share in shares for record in share.records]
     done = [record for record in records if record.error is None]
@@ -95,10 +97,10 @@ def summarise(load: Load, shares: list[Share], slo: Slo) -> Level:
         concurrency=math.fsum(record.e2e for record in records) * rate,
         other_length=sum(record.tokens != record.asked for record in done),
         counted_by=dict(Counter(record.counted_by for record in done)),
-        ttft_ms=distribution(_present(record.ttft for record in done), 1e3),
-        tpot_ms=distribution(_present(record.tpot for record in done), 1e3),
-        itl_ms=distribution((gap for record in done for gap in record.gaps), 1e3),
-        e2e_ms=distribution((record.e2e for record in done), 1e3),
+        ttft_ms=distribution(_present(record.ttft for record in done), 1e3, percentiles),
+        tpot_ms=distribution(_present(record.tpot for record in done), 1e3, percentiles),
+        itl_ms=distribution((gap for record in done for gap in record.gaps), 1e3, percentiles),
+        e2e_ms=distribution((record.e2e for record in done), 1e3, percentiles),
         lag_ms=distribution((record.lag for record in done), 1e3),
         goodput=Goodput(slo.ttft_ms, slo.tpot_ms, good, good / len(records) if records else 0.0, good * rate),
         client_cpu_percent=[100 * share.cpu_seconds * rate for share in shares],

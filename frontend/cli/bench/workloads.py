@@ -90,6 +90,8 @@ class Load:
     duration: float | None = None
     most: int | None = None
     """Largest number of requests of all streams; None for no limit besides `requests`."""
+    in_flight: int | None = None
+    """Largest number of requests in flight under a rate; None for no limit. Later arrivals wait in the client."""
 
     def __post_init__(self) -> None:
         if (self.streams > 0) == (self.rate is not None):
@@ -103,6 +105,13 @@ class Load:
             return None
         total = self.requests * max(1, self.streams)
         return total if self.most is None else min(total, self.most)
+
+    def in_flight_of(self, process: int, processes: int) -> int | None:
+        """Return the part of `in_flight` that one of several client processes has.
+
+        It is at least 1 if there are no more processes than `in_flight`.
+        """
+        return None if self.in_flight is None else len(range(process, self.in_flight, processes))
 
     def streams_of(self, process: int, processes: int) -> range:
         """Return the streams that one of several client processes runs."""

@@ -6,12 +6,12 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.frontend.cli.parsing.config_file import config_words
-from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS
+from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from tandem.protocol.errors import ExitCode
 
 _SIMILAR = 0.8
@@ -53,13 +53,23 @@ class _HelpAll(argparse.Action):
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command, or of `tandem` itself. Flags are never abbreviated."""
 
-    def __init__(self, prog: str, usage: str, description: str, epilog: str, rare: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        prog: str,
+        usage: str,
+        description: str,
+        epilog: str,
+        rare: Collection[str] = (),
+        foreign: Mapping[str, ForeignFlag] | None = None,
+    ) -> None:
         """Declare the flags of help.
 
-        rare: names, among the parsed arguments, of the flags that only `--help-all` shows.
+        rare: names, among the parsed arguments, of the flags that only `--help-all` shows. foreign: answers to the
+        flags of another program, besides those of other engines.
         """
         super().__init__(prog, usage, description, epilog, formatter_class=_HelpFormatter, allow_abbrev=False)
         self._rare = frozenset(rare)
+        self._foreign = foreign or {}
         if rare:
             self.add_argument("--help-all", nargs=0, action=_HelpAll, help="show all flags and exit")
 
@@ -130,7 +140,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def _explain(self, flag: str) -> str:
         """Say what takes the place of a flag that this command does not have."""
-        known = self._option_string_actions
+        known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        if flag in self._foreign:
+            return self._foreign[flag].explain(flag)
         foreign = FOREIGN_FLAGS.get(flag)
         if foreign is not None and (foreign.ours or "--device").partition(" ")[0] in known:
             return foreign.explain(flag)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from tandem.frontend.cli.bench.command import load_of, wait_for_model
+from tandem.frontend.cli.bench.command import load_of, workload_of
 from tandem.frontend.cli.bench.connection import Endpoint
-from tandem.frontend.cli.bench.workloads import Load
+from tandem.frontend.cli.bench.ready_check import wait_for_model
+from tandem.frontend.cli.bench.workloads import Load, Span
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.config import FrontendConfig
@@ -23,17 +24,38 @@ def bench(server: RunningServer, *flags: str) -> int:
     return main(["bench", "--url", server.url, *SHAPE, *flags])
 
 
-def test_bench_counts_requests_and_tokens(
+def rows_of(text: str) -> dict[str, str]:
+    """Return the figures of a table by their names."""
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def test_bench_prints_and_saves_figures_by_the_names_of_vllm(
     server: RunningServer, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = tmp_path / "results.json"
-    assert bench(server, "--num-prompts", "10", "--max-concurrency", "4", "--json", str(results)) == 0
-    rows = {line[:18].strip(): line[18:].split() for line in capsys.readouterr().out.splitlines()}
-    assert rows["completed"] == ["10"] and rows["failed"] == ["0"] and rows["output tokens"] == ["70"]
+    flags = ["--save-result", "--result-dir", str(tmp_path / "new"), "--result-filename", "results.json"]
+    metrics = ["--percentile-metrics", "ttft,itl,e2el", "--metric-percentiles", "50,99.5"]
+    load = ["--num-prompts", "10", "--max-concurrency", "4", "--goodput", "ttft:100000", "e2el:100000"]
+    assert bench(server, *load, *flags, *metrics) == 0
+    printed = capsys.readouterr().out
+    rows = rows_of(printed)
+    assert rows["Successful requests"] == "10" and rows["Failed requests"] == "0"
+    assert rows["Maximum request concurrency"] == "4" and rows["Total generated tokens"] == "70"
+    assert rows["Request goodput (req/s)"] == rows["Request throughput (req/s)"]
+    assert {"Output token throughput (tok/s)", "Total token throughput (tok/s)", "Mean TTFT (ms)"} < set(rows)
+    assert {"Median ITL (ms)", "P99.5 ITL (ms)", "P50 E2EL (ms)"} < set(rows) and "TPOT" not in printed
     assert len(engine.submits) == 10
-    level = json.loads(results.read_text())
-    assert (level["completed"], level["output_tokens"], level["prompt_tokens"]) == (10, 70, 50)
-    assert (level["ttft_ms"]["count"], level["e2e_ms"]["count"], level["errors"]) == (10, 10, {})
+    saved = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert (saved["completed"], saved["failed"], saved["total_output_tokens"]) == (10, 0, 70)
+    assert (saved["total_input_tokens"], saved["request_rate"], saved["max_concurrency"]) == (50, "inf", 4)
+    assert f"{saved['p99.5_itl_ms']:.2f}" == rows["P99.5 ITL (ms)"] and saved["mean_tpot_ms"] >= 0
+
+
+def test_bench_takes_former_names_of_its_flags(server: RunningServer, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    assert bench(server, "--num-prompts", "2", "--wait", "30", "--json", str(path)) == 0
+    assert json.loads(path.read_text())["completed"] == 2
+    shown = build_parser().parse_args(["bench", "--wait", "7"])
+    assert shown.ready_check_timeout_sec == 7
 
 
 def test_bench_sends_every_request_of_a_rate(server: RunningServer, engine: FakeEngine) -> None:
@@ -47,10 +69,40 @@ def test_bench_reports_failures_and_exits_with_1(server: RunningServer, capsys: 
     assert "failed: 3 x HTTP 404" in out and "the first: HTTP 404: " in out
 
 
-def test_bench_without_a_server_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--url", "http://127.0.0.1:1", "--wait", "0"]) == 1
+@pytest.mark.parametrize(("flags", "remedy"), [([], "--ready-check-timeout-sec 300 waits"), (["0.1"], "waited for it")])
+def test_bench_without_a_server_says_what_to_start(
+    flags: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait = ["--ready-check-timeout-sec", *flags] if flags else []
+    assert main(["bench", "--base-url", "http://127.0.0.1:1", *wait]) == 1
     error = capsys.readouterr().err
-    assert "tandem bench: no server is ready on http://127.0.0.1:1 after 0 s" in error
+    assert "tandem bench: no server answers on http://127.0.0.1:1 (nothing listens there)" in error
+    assert "start one with `tandem serve`" in error and remedy in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "8001"], "--port is --url here (http://HOST:PORT)"),
+        (["--tokenizer", "x"], "--tokenizer: prompts are token ids"),
+        (["--num-prompt", "3"], "unknown flag --num-prompt; did you mean --num-prompts?"),
+        (["--percentile-metrics", "ttft,e2e"], "'e2e' is not one of ttft, tpot, itl, e2el"),
+        (["--metric-percentiles", "50,101"], "'50,101' has a percentile that is not from 0 to 100"),
+        (["--goodput", "itl:3"], "'itl:3' is not one of ttft:MS, tpot:MS, e2el:MS"),
+    ],
+)
+def test_flags_that_are_wrong_are_told_what_to_give(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", *flags])
+    assert said in capsys.readouterr().err
+
+
+def test_lengths_vary_by_the_range_ratio() -> None:
+    flags = ["--random-input-len", "10", "--random-output-len", "1", "--random-range-ratio", "0.5"]
+    workload = workload_of(build_parser().parse_args(["bench", *flags, "--random-prefix-len", "3"]))
+    assert (workload.input_len, workload.output_len, workload.shared) == (Span(5, 15), Span(1, 2), 3)
 
 
 def test_bench_trusts_the_certificates_that_it_is_given(
@@ -74,7 +126,7 @@ def test_bench_trusts_the_certificates_that_it_is_given(
 
 
 def test_server_names_its_model(server: RunningServer) -> None:
-    assert wait_for_model(server.url, "", Trust().context(), 30.0) == "fake-model"
+    assert wait_for_model(server.url, "", Trust().context(), 0.0) == "fake-model"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +136,11 @@ def test_server_names_its_model(server: RunningServer) -> None:
         (["--num-prompts", "10", "--max-concurrency", "4"], Load("bench", 4, requests=3, most=10)),
         (["--num-prompts", "3", "--max-concurrency", "8"], Load("bench", 3, requests=1, most=3)),
         (["--num-prompts", "9", "--request-rate", "2.5"], Load("bench", rate=2.5, requests=9)),
+        (["--num-prompts", "9", "--request-rate", "inf"], Load("bench", 9, requests=1, most=9)),
+        (
+            ["--num-prompts", "9", "--request-rate", "2", "--max-concurrency", "3"],
+            Load("bench", rate=2.0, requests=9, in_flight=3),
+        ),
     ],
 )
 def test_flags_define_the_load(flags: list[str], load: Load) -> None:
@@ -92,11 +149,6 @@ def test_flags_define_the_load(flags: list[str], load: Load) -> None:
     if found.streams:
         indices = sorted(index for stream in found.streams_of(0, 1) for index in found.indices_of(stream))
         assert indices == list(range(found.total() or 0))
-
-
-def test_rate_and_concurrency_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--request-rate", "2", "--max-concurrency", "3"]) == 1
-    assert "exclude each other" in capsys.readouterr().err
 
 
 def test_endpoint_takes_https_and_a_key() -> None:

@@ -1,0 +1,53 @@
+"""The check that a server answers, before it is measured."""
+
+import ssl
+import sys
+import time
+
+import httpx
+
+from tandem.frontend.cli.connection import client, headers, timeouts
+from tandem.frontend.cli.connection_failure import connection_failure, is_permanent
+from tandem.frontend.cli.server_address import base_url
+
+_ATTEMPTS = 3
+"""Attempts at least, for a server that is just replacing one of its processes."""
+_RETRY_SECONDS = 0.5
+_LIST_SECONDS = 10.0
+"""Longest time between two bytes of the list of models."""
+
+
+def wait_for_model(url: str, key: str, context: ssl.SSLContext, seconds: float) -> str:
+    """Return the name of the first model that a server lists.
+
+    seconds: time to go on asking a server that cannot be reached or is not ready; 0 for a few attempts. Raises OSError
+    if it does not answer by then, ValueError for another refusal and for a certificate that is not trusted.
+    """
+    deadline, attempts = time.monotonic() + seconds, 0
+    with client(url, headers(key), timeouts(_LIST_SECONDS), context) as http:
+        while True:
+            attempts += 1
+            try:
+                response = http.get(f"{base_url(url)}/v1/models")
+                if response.status_code == 200:
+                    return str(response.json()["data"][0]["id"])
+                if response.status_code not in (429, 502, 503, 504):
+                    raise ValueError(f"{url}/v1/models answered {response.status_code}: {response.text[:200]}")
+                reason = f"the server on {url} is not ready (it answers {response.status_code})"
+            except httpx.HTTPError as error:
+                reason = connection_failure(url, error)
+                if is_permanent(error):
+                    raise ValueError(reason) from None
+            except (KeyError, IndexError, TypeError):
+                raise ValueError(f"{url}/v1/models lists no model") from None
+            if attempts >= _ATTEMPTS and time.monotonic() >= deadline:
+                raise OSError(f"{reason}; {_remedy(seconds)}")
+            if attempts == 1 and seconds > 0:
+                print(f"{reason}; waiting for it", file=sys.stderr)
+            time.sleep(_RETRY_SECONDS)
+
+
+def _remedy(seconds: float) -> str:
+    if seconds > 0:
+        return f"waited for it for {seconds:g} s (--ready-check-timeout-sec)"
+    return "--ready-check-timeout-sec 300 waits for one that is starting"
