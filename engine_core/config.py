@@ -6,9 +6,9 @@ They are resolved here, once, from its options, the model and the machine: `reso
 
 from msgspec import Struct
 
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, ConfigProblems
 from tandem.engine_core.integers import ceil_div
-from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, check_numbers
+from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
@@ -147,21 +147,21 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
 
     Raises ConfigError, with the numbers and what to change, for settings that contradict each other.
     """
-    try:
-        check_numbers(options)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    cpu = device == "cpu"
+    if wrong := wrong_numbers(options):
+        raise ConfigError(*wrong.values())
+    cpu, problems = device == "cpu", ConfigProblems()
     max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
-    wanted_len = options.max_len or model.max_positions
-    longest = max(model.max_positions, model.longest_context)
-    if wanted_len > longest:
-        raise ConfigError(
-            f"--max-len {wanted_len}, but the model's positions end at {longest}; lower it to that, or leave it out"
-        )
-    _check_switches(options)
-    _check_graphs(options, cpu)
-    step_tokens, chunk = _step_size(options, CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, max_rows, wanted_len)
+    max_len = _max_len(options, model, problems)
+    with problems.caught():
+        _check_switches(options)
+    step_tokens, chunk = CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, 0
+    with problems.caught():
+        step_tokens, chunk = _step_size(options, step_tokens, max_rows, max_len)
+    page_size = PAGE_SIZE
+    with problems.caught():
+        page_size = _page_size(options.page_size, max_len)
+    graph_rows, graph_tokens = _graphs(options, cpu, max_rows, step_tokens, max_rows * max_len, problems)
+    problems.check()
     prefix_cache = _prefix_cache(options)
     return StepConfig(
         model_name=options.served_model_name or model.name,
@@ -169,10 +169,10 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         dtype=dtype,
         depth=2 if (options.pipeline or ("off" if cpu else "on")) == "on" else 1,
         max_rows=max_rows,
-        max_len=wanted_len,
+        max_len=max_len,
         max_step_tokens=step_tokens,
         prefill_chunk=chunk,
-        page_size=_page_size(options.page_size, wanted_len),
+        page_size=page_size,
         max_waiting=options.max_waiting,
         max_prefill_chunks_per_step=options.max_prefill_chunks_per_step or 0,
         policy=options.policy,
@@ -180,11 +180,42 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         prefix_cache=prefix_cache,
         max_sessions=_max_sessions(options, prefix_cache),
         session_ttl=SESSION_TTL if options.session_ttl is None else options.session_ttl,
-        graph_rows=() if cpu else _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows),
+        graph_rows=graph_rows,
         mixed_graph_rows=() if cpu else _up_to(MIXED_GRAPH_ROWS, max_rows),
-        graph_tokens=() if cpu else _graph_tokens(options.graph_tokens, step_tokens, max_rows * wanted_len),
+        graph_tokens=graph_tokens,
         options=options,
     )
+
+
+def _max_len(options: EngineOptions, model: ModelShape, problems: ConfigProblems) -> int:
+    """Choose the length of the longest sequence, within the model's positions."""
+    longest = max(model.max_positions, model.longest_context)
+    asked = options.max_len or model.max_positions
+    with problems.caught():
+        if asked > longest:
+            raise ConfigError(
+                f"--max-len {asked}, but the model's positions end at {longest}; lower it to that, or leave it out"
+            )
+    return min(asked, longest)
+
+
+def _graphs(
+    options: EngineOptions, cpu: bool, max_rows: int, step_tokens: int, positions: int, problems: ConfigProblems
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Choose the rows and the prompt positions of CUDA graphs.
+
+    positions: of all rows together.
+    """
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    with problems.caught():
+        _check_graphs(options, cpu)
+    if not cpu:
+        with problems.caught():
+            rows = _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows)
+        with problems.caught():
+            tokens = _graph_tokens(options.graph_tokens, step_tokens, positions)
+    return rows, tokens
 
 
 def _check_switches(options: EngineOptions) -> None:
@@ -194,7 +225,7 @@ def _check_switches(options: EngineOptions) -> None:
     cached = options.prefix_cache == "on"
     uncached = not _prefix_cache(options)
     ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
-    for wrong, one, other, why in (
+    found = [f"{one} and {other} exclude each other: {why}" for wrong, one, other, why in (
         (static and options.policy != "fcfs", "--batching static", f"--policy {options.policy}",
          "a batch is served in the order of its admission; leave the policy at fcfs"),
         (static and chunked, "--batching static", f"--prefill-chunk {options.prefill_chunk}",
@@ -209,9 +240,9 @@ def _check_switches(options: EngineOptions) -> None:
          "sessions keep their KV in the prefix cache; leave --session-ttl out"),
         (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl,
          "no session would be kept; leave one of them out"),
-    ):  # fmt: skip
-        if wrong:
-            raise ConfigError(f"{one} and {other} exclude each other: {why}")
+    ) if wrong]  # fmt: skip
+    if found:
+        raise ConfigError(*found)
 
 
 def _check_graphs(options: EngineOptions, cpu: bool) -> None:
@@ -219,9 +250,11 @@ def _check_graphs(options: EngineOptions, cpu: bool) -> None:
 
     These are CUDA graphs on a CPU, and mixed graphs without decode graphs.
     """
-    for flag, sizes in (("--graph-rows", options.graph_rows), ("--graph-tokens", options.graph_tokens)):
-        if sizes not in (None, "off") and cpu:
-            raise ConfigError(f"{flag} {sizes} with --device cpu: graphs need --device cuda; leave the flag out")
+    given = (("--graph-rows", options.graph_rows), ("--graph-tokens", options.graph_tokens))
+    if cpu and (asked := [f"{flag} {sizes}" for flag, sizes in given if sizes not in (None, "off")]):
+        raise ConfigError(
+            *(f"{flag} with --device cpu: graphs need --device cuda; leave the flag out" for flag in asked)
+        )
     if options.graph_rows == "off" and options.graph_tokens not in (None, "off"):
         raise ConfigError(
             f"--graph-rows off and --graph-tokens {options.graph_tokens} exclude each other: steps with prompts are "

@@ -4,6 +4,9 @@ A `RequestError` ends one request and a `ConfigError` the start. A `FatalError` 
 request has got its terminal event.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tandem.protocol.errors import ErrorCode
 
 
@@ -12,7 +15,34 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """The engine cannot start with these options; the message says what to change."""
+    """The engine cannot start with these options; each message says what to change."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class ConfigProblems:
+    """Collects what several checks of options refuse.
+
+    A user so learns of all of it at once.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Note a ConfigError instead of raising it."""
+        try:
+            yield
+        except ConfigError as error:
+            self._found += error.problems
+
+    def check(self) -> None:
+        """Raise ConfigError if anything was refused."""
+        if self._found:
+            raise ConfigError(*dict.fromkeys(self._found))
 
 
 class MemoryTooSmallError(ConfigError):

@@ -318,12 +318,15 @@ def _declarations() -> Iterator[tuple[str, Any, Any, EngineFlag]]:
 def check_numbers(options: EngineOptions) -> None:
     """Raise ValueError for numbers that no model and no machine can make valid."""
     if wrong := wrong_numbers(options):
-        raise ValueError("; ".join(wrong))
+        raise ValueError("; ".join(wrong.values()))
 
 
-def wrong_numbers(options: EngineOptions) -> list[str]:
-    """Return a message for each number that no model and no machine can make valid."""
-    found = []
+def wrong_numbers(options: EngineOptions) -> dict[str, str]:
+    """Return a message for each number that nothing can make valid.
+
+    No model and no machine could; the keys are the names of the attributes.
+    """
+    found: dict[str, str] = {}
     for name, _, _, flag in _declarations():
         value = getattr(options, name)
         if flag.bounds is None or not isinstance(value, int | float):
@@ -331,10 +334,10 @@ def wrong_numbers(options: EngineOptions) -> list[str]:
         low, high = flag.bounds
         if not low <= value <= high:  # also true for NaN
             allowed = f"at least {low:.10g}" if high == math.inf else f"from {low:.10g} to {high:.10g}"
-            found.append(f"{flag_name(name)} {value}: must be {allowed}")
+            found[name] = f"{flag_name(name)} {value}: must be {allowed}"
     size = options.page_size
     if isinstance(size, int) and size > 0 and size & (size - 1):
-        found.append(f"--page-size {size} is not a power of two; use one, or max for one page per sequence")
+        found["page_size"] = f"--page-size {size} is not a power of two; use one, or max for one page per sequence"
     return found
 
 

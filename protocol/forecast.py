@@ -16,7 +16,7 @@ class Forecast(Struct, frozen=True):
     """One line for each GPU that the engine would use."""
     model: Section = {}
     choices: Section = {}
-    problem: str = ""
-    """The reason why the engine would not start, whatever else runs here; empty if it would."""
+    problems: list[str] = []
+    """Reasons why the engine would not start, whatever else runs here; empty if it would."""
     shortage: str = ""
     """The reason why it would not start now, but would with the memory that others use; empty if there is none."""

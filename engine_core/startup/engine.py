@@ -19,7 +19,7 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.errors import ConfigError, DeviceBusyError, MemoryTooSmallError
+from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
@@ -68,22 +68,39 @@ def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
     Raises ConfigError if the engine cannot start as asked.
     """
     directory = Path(options.model) if options.model else DEFAULT_MODEL
-    model_config = read_config(directory)
-    if options.quantize == "fp8":
-        if model_config.quantization is not None:
-            raise ConfigError("--quantize fp8: the checkpoint is quantized already; leave the flag out")
-        model_config = structs.replace(model_config, quantization=ONLINE_FP8)
-    kind = configuration.resolve_device(options, cuda)
-    check_memory_flags(options, kind)
+    model_config, problems = read_config(directory), ConfigProblems()
+    with problems.caught():
+        model_config = _quantized(options, model_config)
+    kind = "cuda" if options.device == "cuda" else "cpu"
+    with problems.caught():
+        kind = configuration.resolve_device(options, cuda)
+    with problems.caught():
+        check_memory_flags(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
-    dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
+    dtype = "float32"
+    with problems.caught():
+        dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
     shape = ModelShape(name, model_config.max_positions, model_config.longest_context)
-    step_config = configuration.resolve(options, shape, kind, dtype)
+    with problems.caught():
+        step_config = configuration.resolve(options, shape, kind, dtype)
+    problems.check()
     groups = _kv_groups(model_config)
     layout = _kv_layout(groups[0], step_config, model_config)
     return ResolvedEngine(ModelSource(directory, model_config, getattr(torch, dtype), layout), groups, step_config)
+
+
+def _quantized(options: EngineOptions, model: ModelConfig) -> ModelConfig:
+    """Add the scheme of --quantize to the facts of a model.
+
+    Raises ConfigError for a checkpoint that has one.
+    """
+    if options.quantize == "off":
+        return model
+    if model.quantization is not None:
+        raise ConfigError("--quantize fp8: the checkpoint is quantized already; leave the flag out")
+    return structs.replace(model, quantization=ONLINE_FP8)
 
 
 def build_engine(

@@ -81,7 +81,7 @@ def forecast(
                 return Forecast(lines, model, shortage=shortage)
             raise
     except ConfigError as error:
-        return Forecast(lines, model, problem=str(error))
+        return Forecast(lines, model, problems=list(error.problems))
     return Forecast(lines, model, _choices(options, resolved, pool, memory))
 
 

@@ -36,15 +36,17 @@ class Memory(Struct, frozen=True):
 
 def check_memory_flags(options: EngineOptions, device: str) -> None:
     """Raise ConfigError for flags that exclude each other, before anything is loaded."""
-    if options.kv_memory is not None and options.kv_tokens is not None:
-        raise ConfigError("--kv-memory and --kv-tokens both size the KV pool; give one of them")
-    if options.gpu_memory is None:
-        return
-    if device == "cpu":
-        raise ConfigError("--gpu-memory with --device cpu: it sets the share of a GPU; use --kv-memory or --kv-tokens")
-    for flag, value in (("--kv-memory", options.kv_memory), ("--kv-tokens", options.kv_tokens)):
-        if value is not None:
-            raise ConfigError(f"--gpu-memory and {flag} both size the KV pool; give one of them")
+    sizes = (("--kv-memory", options.kv_memory), ("--kv-tokens", options.kv_tokens))
+    given = [flag for flag, value in sizes if value is not None]
+    found = []
+    if options.gpu_memory is not None and device == "cpu":
+        found = ["--gpu-memory with --device cpu: it sets the share of a GPU; use --kv-memory or --kv-tokens"]
+    elif options.gpu_memory is not None:
+        given.insert(0, "--gpu-memory")
+    if len(given) > 1:
+        found.append(f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} size the KV pool; give one of them")
+    if found:
+        raise ConfigError(*found)
 
 
 def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineConfig:

@@ -6,6 +6,7 @@ such as the ports and the memory of a service that runs with an older configurat
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,10 +45,10 @@ from tandem.frontend.supervisor.model import (
     NotDownloadedError,
     find_model,
 )
-from tandem.protocol.engine_options import EngineOptions, engine_options, wrong_numbers
+from tandem.protocol.engine_options import EngineOptions, engine_options, flag_name, wrong_numbers
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.forecast import Forecast, Section
-from tandem.protocol.model_folder import TemplateFileError, read_template
+from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
 from tandem.protocol.sockets import check_ipc_place, check_server_keys
 
 _REFUSALS = (LaunchError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
@@ -129,26 +130,40 @@ def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings
     wrong = wrong_numbers(options)
     # Some flags are the frontends' too, with the same bounds.
     told = {text.partition(" ")[0] for text in found.problems}
-    found.problems += [text for text in wrong if text.partition(" ")[0] not in told]
+    found.problems += [text for name, text in wrong.items() if flag_name(name) not in told]
     model = _find_model(options.model, arguments, True, found)
     installed: list[bool] = []
     with found.caught():
         check_engine_installed()
         installed.append(True)
-    if model is None or wrong or not installed:
+    if model is None or not installed:
         return model
+    positions = max_positions(model.folder)
     with found.caught():
         check_length(options.max_len, model.folder)
-        _note(_ask(options, model, ask), found)
+    if options.max_len is not None and positions is not None and options.max_len > positions:
+        wrong["max_len"] = ""
+    with found.caught():
+        _note(_ask(options, model, ask, wrong), found, wrong)
     return model
 
 
-def _ask(options: EngineOptions, model: ModelFolder, ask: AskEngine) -> Forecast:
-    return ask(structs.replace(options, model=str(model.folder)), None)
+def _ask(options: EngineOptions, model: ModelFolder, ask: AskEngine, wrong: Collection[str]) -> Forecast:
+    """Ask for the engine's choices, with defaults for numbers that are wrong."""
+    defaults = EngineOptions()
+    usual = {name: getattr(defaults, name) for name in wrong}
+    return ask(structs.replace(options, **usual, model=str(model.folder)), None)
 
 
-def _note(engine: Forecast, found: Findings) -> None:
-    found.problems += [engine.problem] if engine.problem else []
+def _note(engine: Forecast, found: Findings, wrong: Collection[str]) -> None:
+    """Note what an engine says.
+
+    It was not asked with the numbers that are wrong, so what it says of their flags is left out.
+    """
+    asked_otherwise = [re.compile(rf"{flag_name(name)}(?![\w-])") for name in wrong]
+    found.problems += [text for text in engine.problems if not any(flag.search(text) for flag in asked_otherwise)]
+    if wrong:
+        return
     if engine.shortage:
         found.warnings.append(f"{engine.shortage} now; it would fit if nothing else used the memory")
     found.facts |= {name: text for name, text in engine.model.items() if name != "supported"} | engine.choices

@@ -86,8 +86,8 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
         engine = ask(structs.replace(options, model=options.model and model["folder"]), weight_bytes)
     except (LaunchError, ValueError) as error:
         problems.append(str(error))
-    if engine.problem or engine.shortage:
-        problems.append(engine.problem or engine.shortage)
+    if engine.problems or engine.shortage:
+        problems += engine.problems or [engine.shortage]
     elif engine.choices and (reason := _tokenizer_problem(Path(model["folder"]))):
         problems.append(reason)
     driver = _driver()

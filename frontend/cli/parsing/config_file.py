@@ -14,6 +14,8 @@ from typing import Any
 
 NOT_IN_FILES = frozenset(("config", "check", "help", "help_all", "listener_fds", "slot", "supervisor_fd"))
 """Names, among the parsed arguments, of flags that no file may have."""
+SECRETS = frozenset(("api_key", "hf_token"))
+"""Names, among the parsed arguments, of flags whose values no message repeats."""
 _SIMILAR = 0.6
 _MAX_SHOWN = 60
 
@@ -108,7 +110,7 @@ def _words(name: str, flag: str, action: argparse.Action, value: Any) -> list[st
     """
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, not {_shown(value)}")
+            raise ValueError(f"{name} must be true or false, not {_shown(value, action)}")
         return [flag] if value else []
     is_list = action.nargs == "+" or isinstance(action, argparse._AppendAction)
     if isinstance(value, list) and not is_list:
@@ -122,15 +124,15 @@ def _text(name: str, action: argparse.Action, value: Any) -> str:
     if isinstance(value, bool) and action.choices is not None and set(action.choices) == {"on", "off"}:
         return "on" if value else "off"
     if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ValueError(f"{name} must be an integer, not {_shown(value)}")
+        raise ValueError(f"{name} must be an integer, not {_shown(value, action)}")
     if kind is float and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise ValueError(f"{name} must be a number, not {_shown(value)}")
+        raise ValueError(f"{name} must be a number, not {_shown(value, action)}")
     if kind in (None, str, Path) and not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, not {_shown(value)}")
+        raise ValueError(f"{name} must be a string, not {_shown(value, action)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{name} must be a string or a number, not {_shown(value)}")
+        raise ValueError(f"{name} must be a string or a number, not {_shown(value, action)}")
     if action.choices is not None and value not in action.choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, action.choices))}, not {_shown(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, action.choices))}, not {_shown(value, action)}")
     if callable(kind):
         try:
             kind(str(value))
@@ -139,8 +141,10 @@ def _text(name: str, action: argparse.Action, value: Any) -> str:
     return str(value)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, action: argparse.Action) -> str:
     if isinstance(value, dict):
         return "a table"
+    if action.dest in SECRETS:
+        return "a value without quotes"
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

@@ -39,7 +39,7 @@ def test_choices_are_those_of_the_engine(folder: Path, options: dict[str, Any]) 
     threads, status = torch.get_num_threads(), Status(1, new_stats())
     build_engine(EngineOptions(model=str(folder), device="cpu", threads=1, **options), FakeMailbox(), status)
     torch.set_num_threads(threads)
-    assert found.problem == ""
+    assert found.problems == []
     assert found.choices["rows"].startswith(f"{status.stats.rows_total} (")
     assert found.choices["KV cache"].startswith(f"{status.stats.pages_total * 16} tokens, ")
 
@@ -60,7 +60,7 @@ def test_choices_name_their_reasons(folder: Path) -> None:
 def test_a_gpu_is_chosen_with_its_share_of_memory(folder: Path) -> None:
     write_config(folder, torch_dtype="bfloat16")
     found = forecast_of(folder, L4)
-    assert found.problem == ""
+    assert found.problems == []
     assert found.gpus == ["NVIDIA L4, compute capability 8.9, 58 multiprocessors, 24.0 GiB, 20.0 free"]
     assert found.choices["device"] == "cuda (torch sees a CUDA device)"
     assert found.choices["dtype"] == "bfloat16 (auto on cuda; the checkpoint is bfloat16)"
@@ -84,8 +84,24 @@ def test_problem_is_the_engine_s_reason(
     folder: Path, traits: GpuTraits | None, free: int, options: dict[str, Any], problem: str
 ) -> None:
     found = forecast_of(folder, traits, free, **options)
-    assert problem in found.problem
+    assert len(found.problems) == 1 and problem in found.problems[0]
     assert found.choices == {}
+
+
+def test_problems_of_all_settings_are_told_at_once(folder: Path) -> None:
+    found = forecast_of(
+        folder, None, GIB, device="cuda", kv_memory=1, kv_tokens=1, max_len=10**6, batching="static", policy="priority",
+        prefix_cache="on", page_size=2**20, graph_rows="x", graph_tokens="0", max_step_tokens=3,
+    )  # fmt: skip
+    starts = (
+        "--device cuda, but torch sees no CUDA device", "--kv-memory and --kv-tokens both size the KV pool",
+        "--max-len 1000000, but", "--batching static and --policy priority exclude",
+        "--batching static and --prefix-cache on exclude", "--max-step-tokens 3 is below --max-rows 256",
+        "--page-size 1048576 is more than", "--graph-rows x: must be", "--graph-tokens 0: sizes must be",
+    )  # fmt: skip
+    assert len(found.problems) == len(starts)
+    for problem, start in zip(found.problems, starts, strict=True):
+        assert problem.startswith(start), problem
 
 
 @pytest.mark.parametrize(("traits", "options"), [(None, {}), (None, {"kv_tokens": 1000}), (L4, {"dtype": "float16"})])
@@ -93,16 +109,16 @@ def test_memory_that_others_use_is_a_shortage_and_no_problem(
     folder: Path, traits: GpuTraits | None, options: dict[str, Any]
 ) -> None:
     found = forecast_of(folder, traits, free=1000, total=GIB, **options)
-    assert (found.problem, found.choices) == ("", {})
+    assert (found.problems, found.choices) == ([], {})
     assert "but 0.00 GiB are free" in found.shortage
 
 
 def test_models_that_are_not_supported_say_so(folder: Path) -> None:
     write_config(folder, architectures=["GPT2LMHeadModel"])
     found = forecast_of(folder)
-    assert "GPT2LMHeadModel is not supported" in found.problem
+    assert "GPT2LMHeadModel is not supported" in found.problems[0]
     assert found.model == {"architecture": "GPT2LMHeadModel", "supported": "no"}
-    assert "has no config.json" in forecast_of(folder / "nothing").problem
+    assert "has no config.json" in forecast_of(folder / "nothing").problems[0]
 
 
 def test_a_multimodal_model_is_forecast_as_its_text_half(folder: Path) -> None:
@@ -111,7 +127,7 @@ def test_a_multimodal_model_is_forecast_as_its_text_half(folder: Path) -> None:
     nested = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(nested))
     found = forecast_of(folder)
-    assert found.problem == ""
+    assert found.problems == []
     assert found.model["architecture"] == "Mistral3ForConditionalGeneration" and found.model["supported"] == "yes"
     assert (found.model["positions"], found.model["dtype"]) == (plain.model["positions"], "bfloat16")
     assert found.model["weights"] == plain.model["weights"]

@@ -124,11 +124,22 @@ def test_what_is_wrong_with_the_model_s_folder_is_a_problem(
 def test_the_engine_says_what_it_cannot_serve_and_what_others_use(
     capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    refused = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(problem="GPT2 is not supported"))
+    refused = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(problems=["GPT2 is not supported"]))
     assert refused.problems == ["GPT2 is not supported"]
     short = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(shortage="the weights take 9 GiB, 1 is free"))
     assert (short.code, len(short.warnings)) == (0, 1)
     assert short.warnings[0].startswith("the weights take 9 GiB, 1 is free now; ")
+
+
+def test_problems_of_the_engine_are_told_beside_wrong_numbers(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """The engine is asked without the numbers that are wrong, so what it says of their flags is left out."""
+    engine = Forecast(
+        problems=["--kv-memory and --kv-tokens both size the KV pool", "--max-step-tokens 8 is below --max-rows 32"]
+    )
+    flags = ("--max-rows", "0", "--max-len", "65", "--kv-tokens", "9")
+    found = Checked(capsys, "serve", str(model), *FREE, *flags, engine=engine)
+    assert [(asked.max_rows, asked.max_len, asked.kv_tokens) for asked in found.asked] == [(None, None, 9)]
+    assert [line[:14] for line in found.problems] == ["--max-rows 0: ", "--max-len 65 i", "--kv-memory an"]
 
 
 def test_an_address_in_use_is_a_warning_that_names_who_has_it(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -66,7 +66,7 @@ def test_unknown_owner_of_a_port_is_another_process(tmp_path: Path) -> None:
     [
         (["--model", "/nowhere"], CHOICES, "the model /nowhere is not a directory"),
         (["--page-size", "15"], CHOICES, "--page-size 15 is not a power of two"),
-        ([], Forecast(problem="--device cuda, but torch sees none"), "--device cuda, but torch sees none"),
+        ([], Forecast(problems=["--device cuda, but torch sees none"]), "--device cuda, but torch sees none"),
     ],
 )
 def test_what_prevents_a_start_is_a_problem(

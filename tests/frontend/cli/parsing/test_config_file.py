@@ -6,6 +6,7 @@ import pytest
 
 from tandem.frontend.cli.main import build_parser
 from tandem.frontend.cli.parsing import config_file
+from tests.support.flag_tables import commands
 
 FILE = """
 model = "folder"
@@ -102,6 +103,27 @@ def test_what_a_file_cannot_say_is_refused_by_name(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert reason in error and str(file) in error
+
+
+@pytest.mark.parametrize("name", ["api-key", "api_key", "hf-token"])
+@pytest.mark.parametrize(
+    "value", ["sk-4711", "4711", "47.11", "0x4711", "4711-01-01", "true4711", "[4711]", "[['4711']]", "{ x = 4711 }"]
+)
+def test_the_value_of_a_secret_is_never_repeated(
+    name: str, value: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(f"port = 1\n{name} = {value}\n")
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--config", str(file)])
+    error = capsys.readouterr().err
+    assert "4711" not in error.replace(str(file), "")
+    assert f"{file}:2: {name} must be" in error or "(at line 2, column " in error
+
+
+def test_flags_that_others_could_see_are_secrets() -> None:
+    """The help of a secret warns of the process list."""
+    actions = commands()["serve"]._actions
+    assert {action.dest for action in actions if "process list" in str(action.help)} == config_file.SECRETS
 
 
 def test_every_mistake_is_told_at_once_with_its_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
