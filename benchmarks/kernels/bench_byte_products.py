@@ -13,104 +13,48 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.bench_linear import EPS, MODELS, Shape, graph_time, random_rows
-from tandem.engine_core.integers import ceil_div
+from benchmarks.tune.byte_products import DTYPES, FORMATS, Operands, byte_plans
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.kernel_set import triton_kernels
-from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
-from tandem.engine_core.kernels.linear.plans import split_inputs
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS, ByteGemmPlan, choose_byte_gemm
-from tandem.engine_core.layers.quantized.byte_products import library_product
+from tandem.engine_core.kernels.linear.quantized_plans import choose_byte_gemm
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
+from tandem.engine_core.kernels.tiles.table import ByteProductKey
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 COPIES = 8
 PEAK = 790e12
 """Operations per second of 16-bit products on the H200; bytes have at most twice as many."""
 PRODUCTS = ("qkv", "o", "gate_up", "down")
-TILES = ((128, 64, 4, 4), (128, 64, 3, 4), (128, 128, 4, 8), (128, 128, 3, 8), (64, 128, 4, 4), (128, 256, 3, 8))
-"""Rows, outputs, stages and warps of the plans worth trying."""
-FORMATS: dict[str, tuple[torch.dtype, int | None]] = {
-    "blocks": (torch.float8_e4m3fn, 128),
-    "outputs": (torch.float8_e4m3fn, None),
-    "int8": (torch.int8, None),
-    "tensor": (torch.float8_e4m3fn, None),
-}
 
 
-@dataclass
-class Operands:
-    """Weights of some layers and one input."""
-
-    x: ByteRows
-    values: list[Tensor]
-    scales: Tensor
-    library_scales: Tensor
-    partials: Tensor
-    counters: Tensor
-
-    @classmethod
-    def random(cls, name: str, rows: int, shape: Shape, copies: int) -> "Operands":
-        """Make operands of a format."""
-        dtype, group = FORMATS[name]
-        outputs, inputs = shape
-        known = torch.full((1,), 6 / 448, device="cuda") if name == "tensor" else None
-        x = triton_kernels(True).quantize(random_rows(rows, inputs), ByteFormat(dtype, group, known))
-        noise = (torch.randn(outputs, inputs, device="cuda") * 30).clamp(-127, 127).to(dtype)
-        scales = torch.full((outputs,), inputs**-0.5 / 30, device="cuda")
-        wide = scales[:1] if name == "tensor" else scales
-        if group is not None:
-            scales = scales[:1].expand(ceil_div(outputs, SCALE_ROWS), inputs // 128).contiguous()
-            wide = scales[:: 128 // SCALE_ROWS].contiguous()
-        space = torch.empty(1 << 24, device="cuda"), torch.zeros(1 << 12, device="cuda", dtype=torch.int32)
-        return cls(x, [noise.clone() for _ in range(copies)], scales, wide, *space)
-
-    def ours(self, plan: ByteGemmPlan) -> None:
-        """Multiply by a plan."""
-        for values in self.values:
-            byte_gemm(self.x, values, self.scales, None, plan, self.partials, self.counters, True, True)
-
-    def library(self) -> None:
-        """Multiply in the library."""
-        for values in self.values:
-            library_product(self.x, values, self.library_scales, None)
+def key_of(name: str, rows: int, shape: Shape) -> ByteProductKey:
+    """Return a product of a format as the tile tables name it, but for its rows."""
+    return ByteProductKey(*FORMATS[name], *shape, rows)
 
 
 @cache
 def candidates(name: str, rows: int, shape: Shape) -> tuple[ByteGemmPlan, ...]:
-    """Return the plans worth trying for a format, the chosen one first.
-
-    It is the only one of formats that the library knows on all GPUs.
-    """
-    gpu = read_gpu_traits()
-    chosen = choose_byte_gemm(rows, *shape, gpu)
+    """Return the plans worth trying for a format, the chosen one first."""
+    gpu, key = read_gpu_traits(), key_of(name, rows, shape)
+    chosen = choose_byte_gemm(rows, *shape, key.kind, key.scaling, gpu)
     assert chosen is not None
-    if name in ("outputs", "tensor"):
-        return (chosen,)
-    found = [chosen]
-    for block_m, block_n, stages, warps in TILES:
-        tiles = ceil_div(rows, block_m) * ceil_div(shape[0], block_n)
-        plan = ByteGemmPlan(block_m, block_n, split_inputs(tiles, shape[1], gpu.multiprocessors), stages, warps)
-        found.append(plan)
-        if plan.split == 1 and tiles < 2 * gpu.multiprocessors and rows <= 256:
-            found.append(replace(plan, split=2))
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys((chosen, *byte_plans(key, gpu))))
 
 
 def compile_plan(job: tuple[str, int, Shape, ByteGemmPlan]) -> None:
     """Run a plan once, so that its code is in Triton's cache."""
     name, rows, shape, plan = job
-    Operands.random(name, rows, shape, 1).ours(plan)
+    Operands.random(key_of(name, rows, shape), 1, read_gpu_traits()).run(plan)
     torch.cuda.synchronize()
 
 
@@ -138,10 +82,10 @@ def measure(formats: list[str], model: str, row_counts: list[int]) -> list[dict[
             usual = graph_time(lambda x=x, weights=weights: [functional.linear(x, w) for w in weights]) / COPIES
             least = 2e6 * rows * shape[0] * shape[1] / PEAK
             for name in formats:
-                operands = Operands.random(name, rows, shape, COPIES)
-                library = graph_time(operands.library) / COPIES
+                operands = Operands.random(key_of(name, rows, shape), COPIES, read_gpu_traits())
+                library = graph_time(lambda of=operands: of.run(None)) / COPIES
                 timed = [
-                    (graph_time(lambda plan=plan, of=operands: of.ours(plan)) / COPIES, plan)
+                    (graph_time(lambda plan=plan, of=operands: of.run(plan)) / COPIES, plan)
                     for plan in candidates(name, rows, shape)
                 ]
                 chosen, (best, plan) = timed[0][0], min(timed, key=lambda pair: pair[0])
@@ -178,7 +122,7 @@ def measure_rounding(formats: list[str], model: str, row_counts: list[int]) -> N
         gate = time(lambda gate_up=gate_up: kernels.gated_activation(gate_up, Activation.SILU))
         print(f"M={rows:<5} 16 bits   norm {norm:6.1f}  gate {gate:6.1f}", flush=True)
         for name in formats:
-            dtype, group = FORMATS[name]
+            dtype, group = DTYPES[FORMATS[name][0]], 128 if name == "blocks" else None
             to = ByteFormat(dtype, group, torch.ones(1, device="cuda") if name == "tensor" else None)
             alone = time(lambda x=x, to=to: kernels.quantize(x, to))
             norm = time(lambda x=x, s=stream, to=to: kernels.quantized_norm(x, s, None, weight, EPS, to))

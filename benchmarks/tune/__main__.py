@@ -1,15 +1,18 @@
 """Measure the tiles of kernels on the GPU at hand, and write its tile table.
 
-    python -m benchmarks.tune --model 1b 8b --minutes 4 [--rows 1 64] [--bits 16 8 4] [--only products|decode]
+    python -m benchmarks.tune --model 1b 8b --minutes 4 [--rows 1 64] [--bits 16 8 4] [--only products|bytes|decode]
 
 The shapes are those of the models. Candidates are compiled in parallel, then timed in CUDA graphs over more weights, or
-keys and values, than the cache holds, each product behind the norm before it. Times are kept as they are measured: a
-run that ended early goes on where it stopped. What is printed: the time of today's plan, of the rule's and of the best.
+keys and values, than the cache holds, each product of 16-bit inputs behind the norm before it. Times are kept as they
+are measured: a run that ended early goes on where it stopped. Decode attention comes first, then the products of the
+first of --rows, those of bytes with bytes (with --bits 8) of the first of --byte-rows, and so on, for all models. What
+is printed: the time of today's plan, of the rule's and of the best.
 """
 
 import argparse
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import cast
 
@@ -17,15 +20,24 @@ import torch
 from torch import version as torch_version
 
 from benchmarks.tune.attention import KV_DTYPES, DecodeTimer
+from benchmarks.tune.byte_products import FORMATS, ByteTimer, byte_candidates, byte_chosen
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled
 from benchmarks.tune.compiling import compile_all, identity, jobs_of
 from benchmarks.tune.products import ProductTimer
-from benchmarks.tune.shapes import decode_keys, product_keys, read_models
+from benchmarks.tune.shapes import byte_keys, decode_keys, product_keys, read_models
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan
-from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan
-from tandem.engine_core.kernels.tiles.table import BUCKETS, KERNEL_VERSION, NO_TABLE, DecodeKey, ProductKey
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan
+from tandem.engine_core.kernels.tiles.table import (
+    BUCKETS,
+    BYTE_BUCKETS,
+    KERNEL_VERSION,
+    NO_TABLE,
+    ByteProductKey,
+    DecodeKey,
+    ProductKey,
+)
 from tandem.engine_core.kernels.tiles.table_file import file_name, packaged, write_table
 from tandem.engine_core.runtime.device import read_gpu_traits
 
@@ -44,7 +56,9 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS)
     parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="bits of a weight")
     parser.add_argument("--kv-bits", type=int, nargs="+", default=[16], choices=(16, 8), help="bits of keys and values")
-    parser.add_argument("--only", choices=("products", "decode"))
+    parser.add_argument("--byte-rows", type=int, nargs="+", default=[64, 256, 2048, 128], choices=BYTE_BUCKETS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="of bytes with bytes")
+    parser.add_argument("--only", choices=("products", "bytes", "decode"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, help="the table; by default the packaged one of this GPU")
     parser.add_argument("--timings", type=Path, help="where times are kept; by default beside no table, in ~/.cache")
@@ -52,31 +66,38 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
-    """List what to tune, each key once.
-
-    Decode attention comes first, as it has few plans.
-    """
+    """List what to tune, each key once, what saves most first."""
     models = read_models(options.model)
     bare = GpuTraits(gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_memory, NO_TABLE)
     tasks: dict[Key, Task] = {}
-    if options.only != "products":
+    if options.only in (None, "decode"):
         for key in (key for model in models for key in decode_keys(model, DECODE_BATCHES, options.kv_bits)):
             given = key.head_dim, key.pairs, torch.bfloat16, KV_DTYPES[key.kv_bits]
             today, rule = (choose_plan(*given, one) for one in (gpu, bare))
             tasks[key] = Task(key, decode_candidates(key, today, rule), rule)
-    if options.only != "decode":
-        for product in (key for model in models for key in product_keys(model, options.rows, options.bits)):
-            plans = product_candidates(product, gpu)
-            if plans and plans[0] == chosen(product, gpu):
-                tasks[product] = Task(product, plans, ruled(product, gpu))
+    for rows, byte_rows in zip_longest(options.rows, options.byte_rows):
+        if options.only in (None, "products") and rows is not None:
+            for product in (key for model in models for key in product_keys(model, [rows], options.bits)):
+                plans = product_candidates(product, gpu)
+                if plans and plans[0] == chosen(product, gpu):
+                    tasks[product] = Task(product, plans, ruled(product, gpu))
+        if _tunes_bytes(options) and byte_rows is not None:
+            for one in (key for model in models for key in byte_keys(model, [byte_rows], options.formats)):
+                if one.kind == "int8" or gpu.capability >= FP8_CAPABILITY:
+                    tasks[one] = Task(one, byte_candidates(one, gpu), byte_chosen(one, bare))
     return list(tasks.values())
 
 
+def _tunes_bytes(options: argparse.Namespace) -> bool:
+    return options.only == "bytes" or (options.only is None and 8 in options.bits)
+
+
 class Timer:
-    """Timer of products and of decode attention."""
+    """Timer of everything that is tuned."""
 
     def __init__(self, gpu: GpuTraits) -> None:
         self.products = ProductTimer(gpu.pdl)
+        self.bytes = ByteTimer(gpu)
         self.decode = DecodeTimer(gpu)
 
     def __call__(self, key: Key, plan: AnyPlan) -> float:
@@ -84,6 +105,8 @@ class Timer:
         try:
             if isinstance(key, DecodeKey):
                 return self.decode(key, cast("DecodePlan", plan))
+            if isinstance(key, ByteProductKey):
+                return self.bytes(key, cast("ByteGemmPlan | None", plan))
             return self.products(key, cast("Plan", plan))
         except Exception as error:
             if "CUDA error" in str(error):
@@ -99,6 +122,8 @@ def line_of(choice: Choice) -> str:
     key, rule = choice.task.key, choice.rule_us
     if isinstance(key, ProductKey):
         name = f"{key.operation} {key.bits} bits {key.outputs}x{key.inputs} rows {key.rows}"
+    elif isinstance(key, ByteProductKey):
+        name = f"bytes {key.kind} by {key.scaling} {key.outputs}x{key.inputs} rows {key.rows}"
     else:
         name = f"decode head_dim {key.head_dim} KV {key.kv_bits} bits pairs {key.pairs}"
     against = "not timed" if rule is None else f"{rule:8.2f}"
@@ -143,7 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     table = merged(gpu.tiles, gpu.name, choices)
     write_table(path, table, {"torch": str(torch_version.__version__), "triton": triton})
     left = "" if complete else "; time ran out, run it again to go on"
-    print(f"{path}: {len(table.products)} products, {len(table.decode)} kinds of attention{left}")
+    print(
+        f"{path}: {len(table.products)} products, {len(table.byte_products)} of bytes, "
+        f"{len(table.decode)} kinds of attention{left}"
+    )
     print(f"{time.monotonic() - began:.0f} s")
     return 0
 

@@ -10,11 +10,12 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 from benchmarks.tune.attention import compile_decode
+from benchmarks.tune.byte_products import compile_byte_product
 from benchmarks.tune.products import compile_key, compile_product
 from benchmarks.tune.timings import AnyPlan, Key, Task, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ProductKey
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, DecodeKey, ProductKey
 
 MOST_PROCESSES = 15
 Identity = tuple[object, ...]
@@ -23,9 +24,11 @@ Identity = tuple[object, ...]
 def identity(key: Key, plan: AnyPlan) -> Identity:
     """Return all that the code of a plan depends on."""
     if isinstance(key, ProductKey):
-        assert not isinstance(plan, DecodePlan)
+        assert not isinstance(plan, DecodePlan | ByteGemmPlan)
         return compile_key(key, plan)
-    assert isinstance(plan, DecodePlan)
+    if isinstance(key, ByteProductKey):
+        return key.kind, key.scaling, key.inputs, plan
+    assert isinstance(key, DecodeKey) and isinstance(plan, DecodePlan)
     return key.head_dim, key.kv_bits, plan.tile, plan.splits > 1 or key.pairs < 256
 
 
@@ -33,8 +36,11 @@ def compile_one(key: Key, plan: AnyPlan, gpu: GpuTraits) -> str:
     """Compile a plan; return why that failed, or nothing."""
     try:
         if isinstance(key, ProductKey):
-            assert not isinstance(plan, DecodePlan)
+            assert not isinstance(plan, DecodePlan | ByteGemmPlan)
             compile_product(key, plan, gpu.pdl)
+        elif isinstance(key, ByteProductKey):
+            assert plan is None or isinstance(plan, ByteGemmPlan)
+            compile_byte_product(key, plan, gpu)
         else:
             assert isinstance(plan, DecodePlan)
             compile_decode(key, plan, gpu)

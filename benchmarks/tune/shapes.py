@@ -3,7 +3,15 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from tandem.engine_core.kernels.tiles.table import BUCKETS, DecodeKey, Operation, ProductKey
+from benchmarks.tune.byte_products import FORMATS
+from tandem.engine_core.kernels.tiles.table import (
+    BUCKETS,
+    BYTE_BUCKETS,
+    ByteProductKey,
+    DecodeKey,
+    Operation,
+    ProductKey,
+)
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
 
@@ -38,6 +46,19 @@ def product_keys(model: ModelConfig, rows: Iterable[int], bits: Iterable[int]) -
             if weight_bits == 16:
                 shapes.append((before[0], model.vocab_size, hidden))
             found += [ProductKey(what, weight_bits, outputs, inputs, count) for what, outputs, inputs in shapes]
+    return found
+
+
+def byte_keys(model: ModelConfig, rows: Iterable[int], formats: Iterable[str]) -> list[ByteProductKey]:
+    """List the products of bytes with bytes of a model, in tuning order."""
+    hidden, width = model.hidden_size, model.intermediate_size
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found: list[ByteProductKey] = []
+    for count in rows:
+        assert count in BYTE_BUCKETS, f"rows {count} are not one of {BYTE_BUCKETS}"
+        for name in formats:
+            shapes = ((2 * width, hidden), (hidden, width), (query + 2 * kv, hidden), (hidden, query))
+            found += [ByteProductKey(*FORMATS[name], outputs, inputs, count) for outputs, inputs in shapes]
     return found
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan
+from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey, TileTable
 
-Key: TypeAlias = ProductKey | DecodeKey
-AnyPlan: TypeAlias = Plan | DecodePlan
+Key: TypeAlias = ProductKey | DecodeKey | ByteProductKey
+AnyPlan: TypeAlias = Plan | DecodePlan | ByteGemmPlan
 MARGIN = 0.02
 """Share of today's time that another plan has to save: less is noise."""
 
@@ -128,10 +128,12 @@ def merged(table: TileTable, device: str, choices: Iterable[Choice]) -> TileTabl
 
     It keeps what this run did not measure. A plan that the rule takes anyway has no entry.
     """
-    products, decode = dict(table.products), dict(table.decode)
+    lists: dict[type, dict] = {  # type: ignore[type-arg]
+        ProductKey: dict(table.products), DecodeKey: dict(table.decode), ByteProductKey: dict(table.byte_products),
+    }  # fmt: skip
     for choice in choices:
-        entries: dict = products if isinstance(choice.task.key, ProductKey) else decode  # type: ignore[type-arg]
+        entries = lists[type(choice.task.key)]
         entries.pop(choice.task.key, None)
         if choice.plan != choice.task.rule:
             entries[choice.task.key] = choice.plan
-    return TileTable(device, products, decode)
+    return TileTable(device, lists[ProductKey], lists[DecodeKey], lists[ByteProductKey])

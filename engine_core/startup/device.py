@@ -79,7 +79,7 @@ def open_parts(kind: str) -> "DeviceParts":
         "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s, "
         "%d tiles measured on such a GPU",
         gpu.name, _version(gpu.capability), gpu.multiprocessors, gpu.shared_memory, "on" if gpu.pdl else "off",
-        len(gpu.tiles.products) + len(gpu.tiles.decode),
+        gpu.tiles.count,
     )  # fmt: skip
     return CudaParts(open_device(kind), gpu)
 

@@ -133,7 +133,8 @@ def test_products_of_bytes_equal_their_oracle_in_the_library_and_in_triton(name:
         quantized = linear.kernels.quantize(x, to)
         expected = byte_product(quantized, linear.values, linear.scales, linear.bias, scale_rows)
         assert error(linear.apply_quantized(quantized), expected) < 0.004, rows
-        plan = choose_byte_gemm(rows, *shape, linear.gpu)
+        scaling = "output" if scale_rows is None else "block"
+        plan = choose_byte_gemm(rows, *shape, linear.scheme.kind, scaling, linear.gpu)
         assert plan is not None
         space = linear.workspace.take(*plan.workspace(rows, shape[0]))
         assert space is not None

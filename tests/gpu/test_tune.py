@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from benchmarks.tune.attention import DecodeTimer
+from benchmarks.tune.byte_products import ByteTimer, byte_candidates
 from benchmarks.tune.candidates import decode_candidates, product_candidates
 from benchmarks.tune.compiling import compile_one
 from benchmarks.tune.products import ProductTimer
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan
-from tandem.engine_core.kernels.tiles.table import DecodeKey, Operation, ProductKey
+from tandem.engine_core.kernels.tiles.table import ByteKind, ByteProductKey, DecodeKey, Operation, ProductKey, Scaling
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +29,17 @@ def test_products_are_compiled_and_timed(operation: Operation, bits: int, rows: 
     key = ProductKey(operation, bits, 1024, 2048, rows)
     plans = product_candidates(key, gpu)
     timer = ProductTimer(gpu.pdl)
+    with torch.inference_mode():
+        for plan in (plans[0], plans[-1]):
+            assert compile_one(key, plan, gpu) == ""
+            assert 0 < timer(key, plan) < math.inf
+
+
+@pytest.mark.parametrize(("kind", "scaling"), [("fp8", "tensor"), ("fp8", "block"), ("int8", "output")])
+def test_products_of_bytes_are_compiled_and_timed(kind: ByteKind, scaling: Scaling) -> None:
+    gpu = read_gpu_traits()
+    key = ByteProductKey(kind, scaling, 1024, 2048, 128)
+    timer, plans = ByteTimer(gpu), byte_candidates(key, gpu)
     with torch.inference_mode():
         for plan in (plans[0], plans[-1]):
             assert compile_one(key, plan, gpu) == ""

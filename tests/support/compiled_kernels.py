@@ -172,7 +172,7 @@ def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> I
     """The product of bytes with bytes that the chooser takes, with each kind of scales."""
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
     blocks = torch.empty(outputs // 16, inputs // 128)
-    plan = choose_byte_gemm(rows, outputs, inputs, gpu)
+    plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "output", gpu)
     assert plan is not None
     for dtype, group, scales in (
         (torch.int8, None, torch.empty(outputs)),

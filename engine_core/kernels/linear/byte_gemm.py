@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS, ByteGemmPlan
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
 
 
 @triton.jit

@@ -4,8 +4,7 @@ What was measured on a GPU is in its tile table; the rules here follow those of 
 of the bytes. None stands for a library's product.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
@@ -16,8 +15,15 @@ from tandem.engine_core.kernels.linear.plans import (
     normed_rule,
     split_inputs,
 )
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import Operation, ProductKey
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import (
+    BYTE_BUCKETS,
+    ByteKind,
+    ByteProductKey,
+    Operation,
+    ProductKey,
+    Scaling,
+)
 
 MAX_ROWS = 64
 """Most rows for which the weights are decoded inside the product."""
@@ -35,39 +41,8 @@ LIBRARY_BLOCK_INPUTS = 512
 """Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
 _BLOCK_M = 128
 
-Scaling = Literal["tensor", "output", "block"]
-"""What shares a scale of the weights."""
 
-
-@dataclass(frozen=True, slots=True)
-class ByteGemmPlan:
-    """Launch parameters of a product of bytes with bytes.
-
-    Its tiles are `block_m` rows by `block_n` outputs, and `split` programs share the inputs of one.
-    """
-
-    block_m: int
-    block_n: int
-    split: int
-    stages: int
-    warps: int
-    block_k: int = _BLOCK_K
-    group_m: int = 8
-    """Number of blocks of rows that follow one another over the same weights."""
-
-    def tiles(self, rows: int, outputs: int) -> int:
-        """Return the number of tiles of a product."""
-        return ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
-
-    def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
-        """Return the number of floats and of counters that a product needs."""
-        if self.split == 1:
-            return 0, 0
-        tiles = self.tiles(rows, outputs)
-        return tiles * self.split * self.block_m * self.block_n, tiles
-
-
-def rounds_inputs(rows: int, kind: Literal["fp8", "int8"], gpu: GpuTraits) -> bool:
+def rounds_inputs(rows: int, kind: ByteKind, gpu: GpuTraits) -> bool:
     """Return whether a product of a number of rows takes inputs of one byte.
 
     It does so only if its checkpoint expects that. Else weights are decoded inside the product, or before it where the
@@ -76,12 +51,10 @@ def rounds_inputs(rows: int, kind: Literal["fp8", "int8"], gpu: GpuTraits) -> bo
     return rows > FEW_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
 
 
-def library_multiplies(
-    rows: int, outputs: int, inputs: int, kind: Literal["fp8", "int8"], scaling: Scaling, gpu: GpuTraits
-) -> bool:
+def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gpu: GpuTraits) -> bool:
     """Return whether a library multiplies bytes with bytes, rather than `byte_gemm`.
 
-    Measured on one H200 with the shapes of Llama-3.1-8B.
+    The rule was measured on one H200 with the shapes of Llama-3.1-8B.
     """
     if kind == "int8":
         # The library's sums are integers, which two more kernels would scale.
@@ -89,14 +62,32 @@ def library_multiplies(
     if scaling == "block" and (gpu.capability[0] != 9 or inputs % LIBRARY_BLOCK_INPUTS):
         # Only on Hopper does it know blocks.
         return False
+    key = _byte_key(rows, outputs, inputs, kind, scaling)
+    if key is not None and key in gpu.tiles.byte_products:
+        return gpu.tiles.byte_products[key] is None
     # Up to here one wave of narrow tiles was faster than what the library took.
     return scaling == "tensor" or rows > 128 or inputs % _BLOCK_K != 0 or not _one_wave(rows, outputs, gpu)
 
 
-def choose_byte_gemm(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemmPlan | None:
+def choose_byte_gemm(
+    rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gpu: GpuTraits
+) -> ByteGemmPlan | None:
     """Choose the plan of `byte_gemm`, None for inputs that it does not divide."""
     if inputs % _BLOCK_K:
         return None
+    key = _byte_key(rows, outputs, inputs, kind, scaling)
+    measured = None if key is None else gpu.tiles.byte_products.get(key)
+    if measured is not None and fits_byte_workspace(measured, rows, outputs, gpu):
+        return measured
+    return _byte_rule(rows, outputs, inputs, gpu)
+
+
+def _byte_key(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling) -> ByteProductKey | None:
+    size = next((size for size in BYTE_BUCKETS if rows <= size), None)
+    return None if size is None else ByteProductKey(kind, scaling, outputs, inputs, size)
+
+
+def _byte_rule(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemmPlan:
     narrow = _one_wave(rows, outputs, gpu)
     block_n, stages = (64, 5 if rows <= 128 else 4) if narrow else (128, 3)
     stages = min(stages, gpu.max_stages((_BLOCK_M + block_n) * _BLOCK_K, warpgroup=True))
@@ -106,6 +97,13 @@ def choose_byte_gemm(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> By
         # Two programs fit a multiprocessor side by side.
         split = 2
     return replace(plan, split=split)
+
+
+def fits_byte_workspace(plan: ByteGemmPlan, rows: int, outputs: int, gpu: GpuTraits) -> bool:
+    """Return whether the partial sums of a measured plan have a place."""
+    floats, counters = plan.workspace(rows, outputs)
+    most_floats, most_counters = byte_gemm_workspace(gpu)
+    return floats <= most_floats and counters <= most_counters
 
 
 def _one_wave(rows: int, outputs: int, gpu: GpuTraits) -> bool:

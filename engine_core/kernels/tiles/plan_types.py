@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem.engine_core.integers import ceil_div
+
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
@@ -33,6 +35,34 @@ class SplitKPlan:
 
 Plan = GemvPlan | SplitKPlan | None
 """None stands for the library's product."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteGemmPlan:
+    """Launch parameters of a product of bytes with bytes.
+
+    Its tiles are `block_m` rows by `block_n` outputs, and `split` programs share the inputs of one.
+    """
+
+    block_m: int
+    block_n: int
+    split: int
+    stages: int
+    warps: int
+    block_k: int = 128
+    group_m: int = 8
+    """Number of blocks of rows that follow one another over the same weights."""
+
+    def tiles(self, rows: int, outputs: int) -> int:
+        """Return the number of tiles of a product."""
+        return ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
+
+    def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
+        """Return the number of floats and of counters that a product needs."""
+        if self.split == 1:
+            return 0, 0
+        tiles = self.tiles(rows, outputs)
+        return tiles * self.split * self.block_m * self.block_n, tiles
 
 
 class Tile(NamedTuple):

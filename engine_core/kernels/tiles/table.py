@@ -7,15 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan
 
 BUCKETS = (1, 16, 32, 64, 128)
 """Row counts for which products are planned; a plan serves every number of rows up to its bucket."""
+BYTE_BUCKETS = (64, 128, 256, 512, 1024, 2048, 8192)
+"""Row counts for which products of bytes with bytes are planned; the rules alone serve more."""
 KERNEL_VERSION = 1
 """Version of the kernels that tables are measured with; raise it when a change makes other tiles the best ones."""
 
 Operation = Literal["product", "gated", "normed", "normed_gated"]
 """Work of a kernel: a product, one with a gated activation behind it, either of them with a norm before it."""
+ByteKind = Literal["fp8", "int8"]
+"""Numbers that weights of one byte are."""
+Scaling = Literal["tensor", "output", "block"]
+"""What shares a scale of the weights."""
 
 
 class ProductKey(NamedTuple):
@@ -29,6 +35,17 @@ class ProductKey(NamedTuple):
     inputs: int
     rows: int
     """One of `BUCKETS`."""
+
+
+class ByteProductKey(NamedTuple):
+    """Key of the launch parameters of a product of bytes with bytes."""
+
+    kind: ByteKind
+    scaling: Scaling
+    outputs: int
+    inputs: int
+    rows: int
+    """One of `BYTE_BUCKETS`."""
 
 
 class DecodeKey(NamedTuple):
@@ -50,6 +67,8 @@ class TileTable:
     """Name of the GPU, as CUDA gives it."""
     products: Mapping[ProductKey, Plan] = field(default_factory=dict)
     decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=dict)
+    byte_products: Mapping[ByteProductKey, ByteGemmPlan | None] = field(default_factory=dict)
+    """Plans of products of bytes with bytes; None stands for the library's product."""
 
     def __hash__(self) -> int:
         """Hash the name alone.
@@ -57,6 +76,11 @@ class TileTable:
         Choices are cached by GPU, and are looked up for each eager product.
         """
         return hash(self.device)
+
+    @property
+    def count(self) -> int:
+        """Number of plans."""
+        return len(self.products) + len(self.decode) + len(self.byte_products)
 
     def product(self, key: ProductKey, rule: Plan) -> Plan:
         """Return the plan of a product, by the rule if it was not measured."""

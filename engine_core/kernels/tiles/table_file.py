@@ -1,8 +1,8 @@
 """Tile tables as JSON files, one for each kind of GPU.
 
 They are packaged beside this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
-torch and Triton), and the lists `products` and `decode`, whose entries are the fields of `ProductKey` or `DecodeKey`
-and a `plan`. The plan of a product is `null` for the library's.
+torch and Triton), and the lists `products`, `byte_products` and `decode`, whose entries are the fields of `ProductKey`,
+`ByteProductKey` or `DecodeKey` and a `plan`. The plan of a product is `null` for the library's.
 """
 
 import json
@@ -17,14 +17,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
+    BYTE_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
+    ByteKind,
+    ByteProductKey,
     DecodeKey,
     Operation,
     ProductKey,
+    Scaling,
     TileTable,
 )
 
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 FEWEST_INPUTS_OF_A_DOT = 16
 WORD_OF_NIBBLES = 8
+SCALED_INPUTS = 128
+"""Inputs of a block of scales."""
 
 
 class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
@@ -65,6 +71,29 @@ class ProductEntry(Struct, forbid_unknown_fields=True):
     plan: Gemv | SplitK | None
 
 
+class ByteGemm(Struct, forbid_unknown_fields=True):
+    """A `ByteGemmPlan` in a file."""
+
+    block_m: Count
+    block_n: Count
+    split: Count
+    stages: Count
+    warps: Count
+    block_k: Count
+    group_m: Count
+
+
+class ByteEntry(Struct, forbid_unknown_fields=True):
+    """One measured product of bytes with bytes."""
+
+    kind: ByteKind
+    scaling: Scaling
+    outputs: Count
+    inputs: Count
+    rows: Count
+    plan: ByteGemm | None
+
+
 class Attention(Struct, forbid_unknown_fields=True):
     """A `DecodePlan` in a file."""
 
@@ -92,6 +121,8 @@ class TableFile(Struct, forbid_unknown_fields=True):
     measured_with: dict[str, str]
     products: list[ProductEntry]
     decode: list[DecodeEntry]
+    byte_products: list[ByteEntry] = []
+    """Files written before these were measured lack them."""
 
 
 class AnyVersion(Struct):
@@ -113,18 +144,18 @@ def packaged(device: str) -> Traversable:
 def load_table(device: str) -> TileTable:
     """Read the packaged table of a device.
 
-    It is empty for a device that has none, and for one measured with another version of the kernels, which is logged.
-    Raises ValueError for a file that is malformed.
+    It is empty for a device that has none, and for one measured on another device or with another version of the
+    kernels, which is logged. Raises ValueError for a file that is malformed.
     """
     place = packaged(device)
-    return read_table(place) if place.is_file() else NO_TABLE
+    return read_table(place, device) if place.is_file() else NO_TABLE
 
 
-def read_table(place: Traversable) -> TileTable:
+def read_table(place: Traversable, device: str | None = None) -> TileTable:
     """Read a table from a file.
 
-    It is empty if it was measured with another version of the kernels, which is logged. Raises ValueError, with the
-    file and the entry, for one that is malformed.
+    It is empty if it was measured with another version of the kernels, or on another device than the given one (None:
+    any will do), which is logged. Raises ValueError, with the file and the entry, for one that is malformed.
     """
     text = place.read_bytes()
     try:
@@ -139,18 +170,45 @@ def read_table(place: Traversable) -> TileTable:
         found = msgspec.json.decode(text, type=TableFile)
     except msgspec.DecodeError as error:
         raise ValueError(f"the tile table {place} is malformed: {error}") from None
-    products: dict[ProductKey, Plan] = {}
+    if device is not None and found.device != device:
+        logger.warning(
+            "%s is ignored: its tiles were measured on %s, this GPU is %s; measure with python -m benchmarks.tune",
+            place, found.device, device,
+        )  # fmt: skip
+        return NO_TABLE
+    return _table(place, found)
+
+
+def _table(place: Traversable, found: TableFile) -> TileTable:
+    return TileTable(found.device, _products(place, found), _decode(place, found), _byte_products(place, found))
+
+
+def _products(place: Traversable, found: TableFile) -> dict[ProductKey, Plan]:
+    plans: dict[ProductKey, Plan] = {}
     for number, entry in enumerate(found.products):
         key = ProductKey(entry.operation, entry.bits, entry.outputs, entry.inputs, entry.rows)
-        products[key] = _plan(entry.plan)
-        _check(place, f"products[{number}]", product_problem(key, products[key]), len(products) == number + 1)
-    decode: dict[DecodeKey, DecodePlan] = {}
-    for number, one in enumerate(found.decode):
-        place_of = DecodeKey(one.head_dim, one.kv_bits, one.pairs)
-        tile = Tile(one.plan.positions, one.plan.warps, one.plan.stages)
-        decode[place_of] = DecodePlan(tile, one.plan.least, one.plan.splits)
-        _check(place, f"decode[{number}]", decode_problem(place_of, decode[place_of]), len(decode) == number + 1)
-    return TileTable(found.device, products, decode)
+        plans[key] = _plan(entry.plan)
+        _check(place, f"products[{number}]", product_problem(key, plans[key]), len(plans) == number + 1)
+    return plans
+
+
+def _decode(place: Traversable, found: TableFile) -> dict[DecodeKey, DecodePlan]:
+    plans: dict[DecodeKey, DecodePlan] = {}
+    for number, entry in enumerate(found.decode):
+        key = DecodeKey(entry.head_dim, entry.kv_bits, entry.pairs)
+        tile = Tile(entry.plan.positions, entry.plan.warps, entry.plan.stages)
+        plans[key] = DecodePlan(tile, entry.plan.least, entry.plan.splits)
+        _check(place, f"decode[{number}]", decode_problem(key, plans[key]), len(plans) == number + 1)
+    return plans
+
+
+def _byte_products(place: Traversable, found: TableFile) -> dict[ByteProductKey, ByteGemmPlan | None]:
+    plans: dict[ByteProductKey, ByteGemmPlan | None] = {}
+    for number, entry in enumerate(found.byte_products):
+        key = ByteProductKey(entry.kind, entry.scaling, entry.outputs, entry.inputs, entry.rows)
+        plans[key] = None if entry.plan is None else ByteGemmPlan(**msgspec.structs.asdict(entry.plan))
+        _check(place, f"byte_products[{number}]", byte_product_problem(key, plans[key]), len(plans) == number + 1)
+    return plans
 
 
 def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
@@ -160,9 +218,13 @@ def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
         {**key._asdict(), "plan": {**plan.tile._asdict(), "least": plan.least, "splits": plan.splits}}
         for key, plan in sorted(table.decode.items(), key=_first)
     ]
+    byte_products = [
+        {**key._asdict(), "plan": None if plan is None else asdict(plan)}
+        for key, plan in sorted(table.byte_products.items(), key=_first)
+    ]
     head = {"device": table.device, "kernel_version": KERNEL_VERSION, "measured_with": measured_with}
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
-    for name, entries in (("products", products), ("decode", decode)):
+    for name, entries in (("products", products), ("byte_products", byte_products), ("decode", decode)):
         inner = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
         lines.append(f' "{name}": [\n{inner}\n ]' if entries else f' "{name}": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -216,6 +278,26 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"block_k {plan.block_k} must hold a word of {WORD_OF_NIBBLES} weights of 4 bits"
     if key.bits == 4 and plan.tiles > 1:
         return "weights of 4 bits take one tile"
+    return ""
+
+
+def byte_product_problem(key: ByteProductKey, plan: ByteGemmPlan | None) -> str:
+    """Return the reason for which a product of bytes with bytes refuses a plan.
+
+    It is empty if it takes it.
+    """
+    if key.rows not in BYTE_BUCKETS:
+        return f"rows {key.rows} must be one of {', '.join(map(str, BYTE_BUCKETS))}"
+    if key.kind == "int8" and key.scaling != "output":
+        return f"int8 weights have a scale for each output, not for each {key.scaling}"
+    if plan is None:
+        return "the library's sums of int8 are not scaled; int8 needs a plan" if key.kind == "int8" else ""
+    if not _powers_of_two(plan.block_m, plan.block_n, plan.warps) or min(plan.block_m, plan.block_n) < 16:
+        return f"block_m {plan.block_m}, block_n {plan.block_n} and warps must be powers of two, blocks from 16 on"
+    if plan.block_k != SCALED_INPUTS:
+        return f"block_k {plan.block_k} must be the {SCALED_INPUTS} inputs of a block of scales"
+    if key.inputs % plan.block_k or plan.split * plan.block_k > key.inputs:
+        return f"{key.inputs} inputs are not divisible into {plan.split} parts of blocks of {plan.block_k}"
     return ""
 
 

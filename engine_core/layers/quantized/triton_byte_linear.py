@@ -23,7 +23,6 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     MAX_ROWS,
     SCALE_COLUMNS,
     SCALE_ROWS,
-    Scaling,
     byte_gemm_workspace,
     choose_byte_gemm,
     choose_bytes,
@@ -33,6 +32,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 )
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import Scaling
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear, empty_bytes
@@ -126,7 +126,7 @@ class TritonByteLinear(ByteLinear):
         if library_scales is not None:
             return library_product(x, self.values, library_scales, self.bias)
         outputs, inputs = self.values.shape
-        plan = choose_byte_gemm(x.count, outputs, inputs, self.gpu)
+        plan = choose_byte_gemm(x.count, outputs, inputs, self.scheme.kind, self._scaling, self.gpu)
         space = None if plan is None else self.workspace.take(*plan.workspace(x.count, outputs))
         if plan is None or space is None:
             return super().apply(x.numbers().to(x.dtype))
@@ -138,13 +138,15 @@ class TritonByteLinear(ByteLinear):
         (outputs, inputs), scheme = self.values.shape, self.scheme
         if x.dtype != torch.bfloat16 or outputs % 16 or inputs % 16:
             return None
-        if scheme.block is not None:
-            known = library_multiplies(x.count, outputs, inputs, scheme.kind, "block", self.gpu)
-            return self.wide_scales if known else None
-        scaling: Scaling = "output" if self.wide_scales is None else "tensor"
-        if not library_multiplies(x.count, outputs, inputs, scheme.kind, scaling, self.gpu):
+        if not library_multiplies(x.count, outputs, inputs, scheme.kind, self._scaling, self.gpu):
             return None
-        return self.scales if self.wide_scales is None else self.wide_scales
+        return self.scales if self._scaling == "output" else self.wide_scales
+
+    @property
+    def _scaling(self) -> Scaling:
+        if self.scheme.block is not None:
+            return "block"
+        return "output" if self.wide_scales is None else "tensor"
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from benchmarks.tune.__main__ import line_of, list_tasks, read_arguments
+from benchmarks.tune.byte_products import FORMATS, byte_candidates, byte_chosen
 from benchmarks.tune.candidates import chosen, decode_candidates, most_stages, product_candidates, ruled
 from benchmarks.tune.compiling import identity, jobs_of
 from benchmarks.tune.products import weights_of
-from benchmarks.tune.shapes import decode_keys, model_folder, product_keys, read_models
+from benchmarks.tune.shapes import byte_keys, decode_keys, model_folder, product_keys, read_models
 from benchmarks.tune.timings import Choice, Timings
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
-from tandem.engine_core.kernels.tiles.table import BUCKETS, DecodeKey, ProductKey
-from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem
+from tandem.engine_core.kernels.tiles.table import BUCKETS, BYTE_BUCKETS, ByteProductKey, DecodeKey, ProductKey
+from tandem.engine_core.kernels.tiles.table_file import byte_product_problem, decode_problem, product_problem
 from tests.fakes.gpus import H200, L4, RTX_5090
 
 GPUS = (H200, L4, RTX_5090)
@@ -33,6 +35,18 @@ def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: object)
             assert plans[0] == chosen(key, gpu)
             assert ruled(key, gpu) in plans
             assert len(plans) > 3
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_candidates_of_bytes_are_accepted_and_fit(gpu: GpuTraits) -> None:
+    for key in byte_keys(read_models(["8b"])[0], BYTE_BUCKETS, FORMATS):
+        plans = byte_candidates(key, gpu)
+        assert plans[0] == byte_chosen(key, gpu)
+        assert 3 < len(set(plans)) == len(plans) <= 25
+        assert not any(byte_product_problem(key, plan) for plan in plans)
+        stages = [(plan.stages - 1) * (plan.block_m + plan.block_n) * 128 for plan in plans if plan is not None]
+        assert max(stages) <= gpu.shared_memory
+        assert (None in plans) == (key.kind == "fp8" and (key.scaling != "block" or gpu is H200))
 
 
 def test_the_products_of_a_model_are_those_of_its_step() -> None:
@@ -80,9 +94,20 @@ def test_each_code_is_compiled_once_and_what_is_used_today_first(tmp_path: Path)
 def test_a_share_of_the_tasks_can_be_asked_for() -> None:
     names = [
         {type(task.key).__name__ for task in list_tasks(read_arguments(["--model", "1b", *more]), H200)}
-        for more in ([], ["--only", "decode"], ["--only", "products"])
+        for more in ([], ["--only", "decode"], ["--only", "products"], ["--only", "bytes"], ["--bits", "16", "8"])
     ]
-    assert names == [{"ProductKey", "DecodeKey"}, {"DecodeKey"}, {"ProductKey"}]
+    every = {"ProductKey", "DecodeKey", "ByteProductKey"}
+    assert names == [{"ProductKey", "DecodeKey"}, {"DecodeKey"}, {"ProductKey"}, {"ByteProductKey"}, every]
+
+
+def test_tasks_come_by_their_rows_for_all_models() -> None:
+    command = ["--model", "1b", "8b", "--rows", "64", "1", "--byte-rows", "256", "--bits", "16", "8"]
+    keys = [task.key for task in list_tasks(read_arguments([*command, "--formats", "blocks"]), H200)]
+    ranks = [0 if isinstance(key, DecodeKey) else {64: 1, 256: 2, 1: 3}[key.rows] for key in keys]
+    assert ranks == sorted(ranks)
+    assert set(ranks) == {0, 1, 2, 3}
+    assert {key.inputs for key in keys if isinstance(key, ByteProductKey)} == {2048, 8192, 4096, 14336}
+    assert {key.scaling for key in keys if isinstance(key, ByteProductKey)} == {"block"}
 
 
 def test_a_line_names_key_times_and_plan() -> None:

@@ -11,7 +11,7 @@ from benchmarks.tune.compiling import Identity
 from benchmarks.tune.timings import AnyPlan, Key
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey
+from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey
 from tandem.engine_core.kernels.tiles.table_file import read_table
 from tests.fakes.gpus import H200, L4
 
@@ -63,6 +63,24 @@ def test_a_run_writes_a_table_and_a_second_one_goes_on_from_its_times(
     assert (MadeUpTimer.timed, out.read_text()) == (timed, text)
 
 
+def test_products_of_bytes_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up times leave today's plans; the library's times are half of them."""
+
+    class Timer(MadeUpTimer):
+        def __call__(self, key: Key, plan: AnyPlan) -> float:
+            return 5.0 if plan is None else super().__call__(key, plan)
+
+    monkeypatch.setattr(tune, "read_gpu_traits", lambda: H200)
+    monkeypatch.setattr(tune, "compile_all", compile_at_once)
+    monkeypatch.setattr(tune, "Timer", Timer)
+    out = tmp_path / "table.json"
+    command = ["--model", "8b", "--only", "bytes", "--byte-rows", "128", "--formats", "blocks", "int8", "tensor"]
+    assert tune.main([*command, "--out", str(out), "--timings", str(tmp_path / "t.jsonl")]) == 0
+    found = read_table(out).byte_products
+    ours = ((6144, 4096), (4096, 14336), (4096, 4096))
+    assert found == {ByteProductKey("fp8", "block", *shape, 128): None for shape in ours}
+
+
 def test_a_run_without_time_keeps_the_table_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +107,8 @@ def test_a_plan_that_does_not_run_takes_forever_and_a_lost_device_ends_the_run(
     monkeypatch.setattr(timer, "products", fail("out of resource: shared memory"))
     assert timer(TARGET, BEST) == float("inf")
     assert "out of resource" in capsys.readouterr().out
+    monkeypatch.setattr(timer, "bytes", lambda _key, plan: 7.0 if plan is None else 8.0)
+    assert timer(ByteProductKey("fp8", "tensor", 4096, 4096, 64), None) == 7.0
     monkeypatch.setattr(timer, "decode", fail("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="broke the device"):
         timer(DecodeKey(64, 16, 512), BEST)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS, ByteGemmPlan
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
 
 PLAN = ByteGemmPlan(32, 32, 1, 2, 4, group_m=2)
 SPLIT = replace(PLAN, split=3, block_m=64)

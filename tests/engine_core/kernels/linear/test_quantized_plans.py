@@ -1,5 +1,7 @@
 """Plans of products with weights of one byte."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -16,7 +18,8 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     library_multiplies,
     rounds_inputs,
 )
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Scaling, TileTable
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
 
 SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336), (256, 128))
@@ -57,7 +60,7 @@ def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -
     floats, counters = byte_gemm_workspace(gpu)
     for outputs, inputs in SHAPES:
         for rows in (65, 128, 129, 256, 1000, 8192):
-            plan = choose_byte_gemm(rows, outputs, inputs, gpu)
+            plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "output", gpu)
             assert plan is not None
             assert 128 % plan.block_n == 0
             assert plan.split * plan.block_k <= inputs
@@ -65,7 +68,7 @@ def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -
             assert own[0] <= floats
             assert own[1] <= counters
             assert (plan.stages - 1) * (plan.block_m + plan.block_n) * plan.block_k <= gpu.shared_memory
-    assert choose_byte_gemm(65, 4096, 4096 + 64, gpu) is None
+    assert choose_byte_gemm(65, 4096, 4096 + 64, "fp8", "output", gpu) is None
 
 
 def test_inputs_are_rounded_for_many_rows_where_the_gpu_multiplies_bytes() -> None:
@@ -80,6 +83,35 @@ def test_the_library_multiplies_blocks_on_hopper_alone_and_never_integers() -> N
     assert not library_multiplies(4096, 4096, 4096 + 128, "fp8", "block", H200)
     assert all(library_multiplies(300, 4096, 4096, "fp8", scaling, L4) for scaling in ("tensor", "output"))
     assert not library_multiplies(300, 4096, 4096, "int8", "output", H200)
+
+
+def test_a_measured_plan_comes_before_the_rules_where_the_workspace_holds_it() -> None:
+    plan = ByteGemmPlan(64, 64, 1, 6, 4)
+    large = replace(plan, split=64)
+    measured = {
+        ByteProductKey("fp8", "output", 6144, 4096, 128): plan,
+        ByteProductKey("fp8", "tensor", 6144, 4096, 128): plan,
+        ByteProductKey("fp8", "output", 6144, 4096, 256): None,
+        ByteProductKey("fp8", "output", 28672, 4096, 128): large,
+        ByteProductKey("int8", "output", 6144, 4096, 8192): plan,
+    }
+    gpu = replace(H200, tiles=TileTable(H200.name, byte_products=measured))
+    bare = replace(H200, tiles=NO_TABLE)
+    for rows in (65, 100, 128):
+        assert choose_byte_gemm(rows, 6144, 4096, "fp8", "output", gpu) == plan
+        assert not library_multiplies(rows, 6144, 4096, "fp8", "tensor", gpu)
+        assert library_multiplies(rows, 6144, 4096, "fp8", "tensor", bare)
+    assert choose_byte_gemm(8192, 6144, 4096, "int8", "output", gpu) == plan
+    assert library_multiplies(256, 6144, 4096, "fp8", "output", gpu)
+    others: list[tuple[int, int, Scaling]] = [
+        (64, 6144, "output"), (129, 6144, "output"), (128, 28672, "output"), (128, 6144, "block"),
+    ]  # fmt: skip
+    for rows, outputs, scaling in others:
+        by_rule = choose_byte_gemm(rows, outputs, 4096, "fp8", scaling, bare)
+        assert choose_byte_gemm(rows, outputs, 4096, "fp8", scaling, gpu) == by_rule
+    assert choose_byte_gemm(8193, 6144, 4096, "int8", "output", gpu) == choose_byte_gemm(
+        8193, 6144, 4096, "int8", "output", bare
+    )
 
 
 def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> None:

@@ -9,17 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine_core.kernels.tiles import table_file
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
+    BYTE_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
+    ByteKind,
+    ByteProductKey,
     DecodeKey,
     Operation,
     ProductKey,
+    Scaling,
     TileTable,
 )
 from tandem.engine_core.kernels.tiles.table_file import (
+    byte_product_problem,
     decode_problem,
     file_name,
     load_table,
@@ -57,18 +62,38 @@ DECODE = st.dictionaries(
         st.integers(1, 64),
     ),
 )
+KINDS: list[ByteKind] = ["fp8", "int8"]
+SCALINGS: list[Scaling] = ["tensor", "output", "block"]
+BYTE_PRODUCTS = st.dictionaries(
+    st.builds(
+        ByteProductKey,
+        st.sampled_from(KINDS),
+        st.sampled_from(SCALINGS),
+        st.integers(1, 200000),
+        st.sampled_from([2048, 4096]),
+        st.sampled_from(BYTE_BUCKETS),
+    ),
+    st.one_of(
+        st.none(),
+        st.builds(ByteGemmPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), POWERS, st.just(128), POWERS),
+    ),
+).map(lambda found: {key: plan for key, plan in found.items() if not byte_product_problem(key, plan)})
 
 
 @settings(max_examples=40)
-@given(PRODUCTS, DECODE)
+@given(PRODUCTS, DECODE, BYTE_PRODUCTS)
 def test_a_written_table_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, products: dict[ProductKey, Plan], decode: dict[DecodeKey, DecodePlan]
+    tmp_path_factory: pytest.TempPathFactory,
+    products: dict[ProductKey, Plan],
+    decode: dict[DecodeKey, DecodePlan],
+    byte_products: dict[ByteProductKey, ByteGemmPlan | None],
 ) -> None:
     path = tmp_path_factory.mktemp("tables") / "a.json"
-    table = TileTable("NVIDIA Test", products, decode)
-    write_table(path, table, {"torch": "2.11"})
+    write_table(path, TileTable("NVIDIA Test", products, decode, byte_products), {"torch": "2.11"})
     found = read_table(path)
     assert (found.device, dict(found.products), dict(found.decode)) == ("NVIDIA Test", products, decode)
+    assert dict(found.byte_products) == byte_products
+    assert found.count == len(products) + len(decode) + len(byte_products)
     assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
 
 
@@ -159,6 +184,42 @@ def test_a_malformed_decode_plan_is_named_by_file_and_entry(
     assert "$.decode[0]" in str(raised.value)
 
 
+def of_bytes(**changes: object) -> dict[str, object]:
+    plan = {"block_m": 64, "block_n": 128, "split": 2, "stages": 4, "warps": 4, "block_k": 128, "group_m": 8}
+    return {"kind": "fp8", "scaling": "block", "outputs": 64, "inputs": 2048, "rows": 128, "plan": plan | changes}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (of_bytes() | {"rows": 100}, "rows 100 must be one of 64, 128, 256"),
+        (of_bytes() | {"kind": "fp4"}, "Invalid enum value 'fp4'"),
+        (of_bytes() | {"kind": "int8"}, "int8 weights have a scale for each output, not for each block"),
+        (of_bytes() | {"kind": "int8", "scaling": "output", "plan": None}, "int8 needs a plan"),
+        (of_bytes(block_m=96), "block_m 96, block_n 128 and warps must be powers of two"),
+        (of_bytes(block_n=8), "blocks from 16 on"),
+        (of_bytes(block_k=64), "block_k 64 must be the 128 inputs of a block of scales"),
+        (of_bytes(split=17), "2048 inputs are not divisible into 17 parts of blocks of 128"),
+        (of_bytes() | {"inputs": 2064}, "2064 inputs are not divisible into 2 parts"),
+        (of_bytes(), "the same key as an earlier entry"),
+    ],
+)
+def test_a_malformed_product_of_bytes_is_named_by_file_and_entry(
+    wrong: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    head = {"device": "NVIDIA Test", "kernel_version": KERNEL_VERSION, "measured_with": {}}
+    path = tmp_path / "nvidia-test.json"
+    path.write_text(json.dumps(head | {"products": [], "decode": [], "byte_products": [of_bytes(), wrong]}))
+    with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
+        read_table(path)
+    assert message in str(raised.value)
+    assert "$.byte_products[1]" in str(raised.value)
+
+
+def test_a_file_without_products_of_bytes_is_read(tmp_path: Path) -> None:
+    assert dict(read_table(written(tmp_path / "a.json", entry())).byte_products) == {}
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernel_version": "1"}', '{"kernel_version": 1}', "no json"])
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
@@ -174,6 +235,20 @@ def test_a_table_of_other_kernels_is_ignored_with_one_line(tmp_path: Path, caplo
     (record,) = caplog.records
     assert "python -m benchmarks.tune" in record.getMessage()
     assert str(path) in record.getMessage()
+
+
+def test_a_table_of_another_device_is_ignored_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names that differ in their signs alone share a file name."""
+    path = written(tmp_path / "nvidia-test.json", entry())
+    monkeypatch.setattr(table_file, "packaged", lambda _device: path)
+    assert load_table("NVIDIA Test").count == 1
+    assert caplog.records == []
+    assert load_table("NVIDIA-Test") is NO_TABLE
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert "were measured on NVIDIA Test, this GPU is NVIDIA-Test" in record.getMessage()
 
 
 def test_a_device_without_a_table_has_the_rules_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +267,7 @@ def test_packaged_tables_are_those_of_their_devices() -> None:
     assert H200.name in {table.device for table in found}
     for place, table in zip(folder.iterdir(), found, strict=True):
         assert place.name == file_name(table.device)
-        assert table.products or table.decode
+        assert table.count
         text = table_text(table, json.loads(place.read_text())["measured_with"])
         assert place.read_text() == text, "written by write_table"
         assert not any(product_problem(*item) for item in table.products.items())
