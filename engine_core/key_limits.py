@@ -84,17 +84,17 @@ class KeyAccount:
         """True if nothing is known that a new account would not know."""
         return not (self.open or self._seconds or self._ends)
 
-    def seconds_until_ended(self, count: int, now: float) -> int:
-        """Estimate the whole seconds until this many sequences have ended.
+    def time_until_ended(self, count: int, now: float) -> float | None:
+        """Estimate the seconds until this many sequences have ended.
 
         They are the key's, and end as fast as those of the last minute did, counted from the time at which the first of
-        these was taken. The estimate is at most a minute, and 0 if none has ended in the last one.
+        these was taken. The estimate is at most a minute, and None if none has ended in the last one.
         """
         if not self._ends:
-            return 0
+            return None
         ended = sum(number for number, _ in self._ends.values())
         begin = max(min(taken for _, taken in self._ends.values()), now - _KEPT_SECONDS)
-        return min(max(math.ceil(count * (now - begin) / ended), 1), _KEPT_SECONDS - 1)
+        return min(count * (now - begin) / ended, _KEPT_SECONDS - 1)
 
     def seconds_until(self, tokens: int, now: float) -> int:
         """Return the whole seconds until this many tokens are left of the minute's."""
@@ -111,8 +111,10 @@ class KeyAccount:
         """Return what is left of the limits, as frontends tell it to clients."""
         limit = self.tokens_per_minute
         reset = max(self._seconds, default=int(now) - _KEPT_SECONDS) + _KEPT_SECONDS - now if limit else 0.0
-        num_free = max(self.max_concurrent - len(self.open), 0)
-        return KeyUsage(name, self.max_concurrent, num_free, limit, max(self.left, 0), max(reset, 0.0))
+        num_open = len(self.open)
+        num_free = max(self.max_concurrent - num_open, 0)
+        until_ended = self.time_until_ended(num_open, now) if num_open and self.max_concurrent else 0.0
+        return KeyUsage(name, self.max_concurrent, num_free, limit, max(self.left, 0), max(reset, 0.0), until_ended)
 
     def _spend(self, second: int, tokens: int) -> None:
         self._seconds[second] = self._seconds.get(second, 0) + tokens
@@ -148,7 +150,8 @@ class KeyLimits:
             self.news = account.usage(claim.name, now)
         num_open = len(account.open)
         if account.max_concurrent and num_open + size > account.max_concurrent:
-            seconds = account.seconds_until_ended(num_open + size - account.max_concurrent, self._clock())
+            wait = account.time_until_ended(num_open + size - account.max_concurrent, self._clock())
+            seconds = 0 if wait is None else max(math.ceil(wait), 1)
             return (
                 f"the API key {claim.name!r} has {num_open} sequences in progress and this request asks for {size} "
                 f"more; its limit is {account.max_concurrent} (max_concurrent); try again "

@@ -295,6 +295,8 @@ class KeyUsage(Event, frozen=True, array_like=True, tag=8):
     remaining_tokens: int
     reset_tokens: float
     """Seconds until all tokens of a minute are there again."""
+    reset_requests: float | None = None
+    """Estimated seconds until no sequence is open, counted from now; None if none has ended in the last minute."""
 
 
 AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput | KeyUsage

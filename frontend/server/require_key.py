@@ -57,8 +57,7 @@ class RequireKey:
 
         async def telling_send(message: Message) -> None:
             if message["type"] == "http.response.start" and (usage := self._client.key_usage.get(key.name)):
-                seconds = self._client.seconds_until_ended(usage.limit_requests - usage.remaining_requests)
-                headers = rate_limit_headers(usage, seconds, speaks_anthropic(scope))
+                headers = rate_limit_headers(usage, speaks_anthropic(scope))
                 message["headers"] = [*message["headers"], *headers]
             await send(message)
 

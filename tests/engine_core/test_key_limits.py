@@ -253,6 +253,17 @@ def test_wait_for_a_place_counts_the_time_that_the_ended_sequences_took() -> Non
     fill(3)
     refusal = traffic.limits.refusal(key, True)
     assert refusal is not None and refusal[1] == 11, "two ended in 21 s, however short ago that was"
+    news = traffic.limits.take_news()
+    assert news is not None and (news.remaining_requests, news.reset_requests) == (0, 21.0), "both of those in progress"
+
+
+def test_time_until_a_key_s_sequences_have_ended_is_unknown_before_the_first_has() -> None:
+    traffic, key = Traffic(0), claim(concurrent=2)
+    traffic.limits.begin(
+        key, Sequence(1, b"a", Submit(1, b"", SamplingParams(4), key=key), array("i", [5]), frozenset())
+    )
+    news = traffic.limits.take_news()
+    assert news is not None and (news.remaining_requests, news.reset_requests) == (1, None)
 
 
 def test_wait_for_a_place_follows_from_how_fast_the_key_ends_sequences() -> None:
