@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "*/*.md")
+    for pattern in ("*.md", "*/*.md", "deploy/*/*.md")
     for path in ROOT.glob(pattern)
     if not path.parent.name.startswith(".") and path.name != "CHANGELOG.md"
 )
@@ -37,6 +37,20 @@ def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text()):
         assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", names(DOCUMENTS))
+def test_links_to_a_heading_find_it(page: str) -> None:
+    path = ROOT / page
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]*)\)", path.read_text()):
+        assert anchor in anchors(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("package", ["engine_core", "frontend", "protocol"])

@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.prometheus import DEPLOY, metric_names, needs_prometheus, promtool
+from tests.support.prometheus import MONITORING, metric_names, needs_prometheus, promtool
 from tests.test_architecture import ROOT
 
 ALERTS: list[dict[str, Any]] = [
-    rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+    rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]
 ]
 NAMES = [rule["alert"] for rule in ALERTS]
-UNIT_TESTS: list[dict[str, Any]] = yaml.safe_load((DEPLOY / "alerts_test.yml").read_text())["tests"]
+UNIT_TESTS: list[dict[str, Any]] = yaml.safe_load((MONITORING / "alerts_test.yml").read_text())["tests"]
 METRICS = set(re.findall(r"`((?:tandem|process|python)_\w+)`", (ROOT / "frontend" / "METRICS.md").read_text()))
 
 
 @needs_prometheus
 def test_promtool_accepts_the_rules_and_their_unit_tests_pass() -> None:
-    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", DEPLOY / "alerts.yml")
-    assert "SUCCESS" in promtool("test", "rules", DEPLOY / "alerts_test.yml")
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", MONITORING / "alerts.yml")
+    assert "SUCCESS" in promtool("test", "rules", MONITORING / "alerts_test.yml")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,12 +44,12 @@ def test_each_alert_has_a_severity_a_summary_and_the_place_of_its_runbook() -> N
     for rule in ALERTS:
         assert rule["labels"]["severity"] in ("warning", "critical"), rule
         assert rule["annotations"]["summary"].endswith((".", "?")), rule
-        assert rule["annotations"]["runbook"] == "deploy/README.md#alerts", rule
+        assert rule["annotations"]["runbook"] == "deploy/monitoring/README.md#alerts", rule
 
 
 def test_the_readme_says_of_each_alert_what_it_means_and_what_to_do() -> None:
-    text = (DEPLOY / "README.md").read_text()
-    section = text.split("\n### Alerts\n")[1].split("\n## ")[0].split("\n### ")[0]
+    text = (MONITORING / "README.md").read_text()
+    section = text.split("\n## Alerts\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(Tandem\w+)` \| (.+) \| (.+) \|$", section, re.MULTILINE)
     assert [name for name, _, _ in rows] == NAMES
     assert all(means and do for _, means, do in rows)

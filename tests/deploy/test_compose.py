@@ -81,7 +81,7 @@ def test_only_the_loopback_of_the_host_has_open_ports() -> None:
 
 
 def test_prometheus_asks_the_services_by_their_names() -> None:
-    (job,) = yaml.safe_load((DEPLOY / "prometheus-compose.yml").read_text())["scrape_configs"]
+    (job,) = yaml.safe_load((DEPLOY / "monitoring" / "prometheus-compose.yml").read_text())["scrape_configs"]
     asked = {name: found["port"] for found in job["dns_sd_configs"] for name in found["names"]}
     assert asked == {"engine": 8100, "frontend": 8100}
 

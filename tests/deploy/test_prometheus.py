@@ -12,13 +12,13 @@ import httpx
 import pytest
 import yaml
 
-from tests.support.prometheus import DEPLOY, Prometheus, metric_names, needs_prometheus, panels, promtool
+from tests.support.prometheus import MONITORING, Prometheus, metric_names, needs_prometheus, panels, promtool
 from tests.support.serving import Serving, until
 from tests.test_architecture import ROOT
 
 pytestmark = needs_prometheus
 
-BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "tandem.json").read_text())
+BOARD: dict[str, Any] = json.loads((MONITORING / "grafana" / "dashboards" / "tandem.json").read_text())
 QUERIES = list(panels(BOARD))
 VARIABLES = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
 METRICS = set(re.findall(r"`((?:tandem|process|python)_\w+)`", (ROOT / "frontend" / "METRICS.md").read_text()))
@@ -53,7 +53,7 @@ VLLM = (
 
 
 def shipped(name: str) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text())
+    config: dict[str, Any] = yaml.safe_load((MONITORING / name).read_text())
     return config
 
 
@@ -70,7 +70,7 @@ def config(folder: Path, running: Serving) -> dict[str, Any]:
     shared_job["authorization"]["credentials_file"] = str(credentials)
     return {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(DEPLOY / "alerts.yml")],
+        "rule_files": [str(MONITORING / "alerts.yml")],
         "scrape_configs": [ops_job, shared_job],
     }
 
@@ -137,8 +137,8 @@ def filled_in(expression: str) -> str:
 
 
 def test_prometheus_accepts_each_shipped_configuration(tmp_path: Path) -> None:
-    (tmp_path / "alerts.yml").write_text((DEPLOY / "alerts.yml").read_text())
-    for path in DEPLOY.glob("prometheus*.yml"):
+    (tmp_path / "alerts.yml").write_text((MONITORING / "alerts.yml").read_text())
+    for path in MONITORING.glob("prometheus*.yml"):
         copy = shipped(path.name)
         for job in copy["scrape_configs"]:
             if "authorization" in job:
@@ -250,7 +250,7 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
 
 
 def test_provisioning_installs_the_data_source_and_the_folder_of_the_dashboard() -> None:
-    provisioning = DEPLOY / "grafana" / "provisioning"
+    provisioning = MONITORING / "grafana" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
     interval = shipped("prometheus.yml")["global"]["scrape_interval"]
     assert source["type"] == "prometheus" and source["jsonData"]["timeInterval"] == interval

@@ -1,4 +1,4 @@
-"""The commands of deploy/README.md run, and every flag in deploy/ exists."""
+"""The commands of the pages of deploy/ run, and every flag in deploy/ exists."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.cli.main import build_parser
-from tests.support.deploy_readme import NOT_HERE, Host, blocks
+from tests.support.deploy_readme import NOT_HERE, PAGES, Host, blocks
 from tests.support.flag_tables import commands
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -20,7 +20,9 @@ OTHER_FLAGS = {
 TEXTS = sorted(
     path
     for path in DEPLOY.rglob("*")
-    if path.is_file() and path.suffix not in (".json", ".py", ".pyc") and "ray" not in path.parts
+    if path.is_file()
+    and path.suffix not in (".json", ".py", ".pyc")
+    and (path.suffix == ".md" or "ray" not in path.parts)
 )
 KNOWN_PROGRAMS = {*NOT_HERE, "cd", "tandem", "kubectl", "mkdir", "chmod", "touch", "openssl", "install", "rm", "cp"}
 
@@ -44,6 +46,13 @@ def test_commands_that_start_a_server_for_others_name_their_ops_port() -> None:
             found += len(commands_of_servers)
             assert len(re.findall(r"--ops-port", text)) >= len(commands_of_servers), path
     assert found == 2 + 3 + 2 + 2
+
+
+def test_the_index_stays_short_and_names_every_page() -> None:
+    index = (DEPLOY / "README.md").read_text()
+    assert len(index.splitlines()) < 100
+    linked = {DEPLOY / target for target in re.findall(r"\]\(([^)#:]+)\)", index)}
+    assert linked == set(PAGES) - {DEPLOY / "README.md"}
 
 
 def test_blocks_run_on_a_host(tmp_path: Path) -> None:

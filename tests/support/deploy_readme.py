@@ -1,4 +1,4 @@
-"""The shell blocks of deploy/README.md, run in a folder that stands for a host."""
+"""The shell blocks of the pages of deploy/, run in a folder that stands for a host."""
 
 import os
 import re
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "deploy" / "README.md"
+DEPLOY = ROOT / "deploy"
+PAGES = sorted([*DEPLOY.glob("*.md"), *DEPLOY.glob("*/*.md")])
 PLACES = re.compile(r"(?<![\w./-])/(?=(?:etc|opt|usr/lib)/)")
 """Slash that begins a path of the host which a command writes or reads."""
 NOT_HERE = (
@@ -28,7 +29,8 @@ if [ "$1" = kustomize ]; then exec {kubectl} "$@"; fi
 
 def blocks() -> list[str]:
     """Return the shell blocks, without the comments at the ends of lines."""
-    found = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    texts = [page.read_text() for page in PAGES]
+    found = [block for text in texts for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
     return [re.sub(r" {2,}#.*$", "", block, flags=re.MULTILINE) for block in found]
 
 

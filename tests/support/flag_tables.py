@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.frontend.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("engine_core/README.md", "frontend/FLAGS.md", "deploy/README.md")
+PAGES = ("engine_core/README.md", "frontend/FLAGS.md", "deploy/FLAGS.md", "deploy/OPERATIONS.md")
 TABLE = re.compile(r"<!-- flags: ([^>]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.serving import free_port, until
 from tests.test_architecture import ROOT
 
-DEPLOY = ROOT / "deploy"
+MONITORING = ROOT / "deploy" / "monitoring"
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="needs Debian's package prometheus, with promtool",
