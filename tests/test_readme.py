@@ -53,6 +53,18 @@ def test_links_to_a_heading_find_it(page: str) -> None:
         assert anchor in anchors(path.parent / target if target else path), f"{page} links to {target}#{anchor}"
 
 
+def test_changelog_has_sections_of_versions_with_one_line_an_entry() -> None:
+    title, _, text = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")
+    assert title.startswith("# Changelog\n")
+    for section in text.split("\n## "):
+        heading, *lines = section.splitlines()
+        assert re.fullmatch(r"\[Unreleased\]|\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading), heading
+        parts = [line.removeprefix("### ") for line in lines if line.startswith("#")]
+        order = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+        assert parts == [part for part in order if part in parts]
+        assert all(not line or line.startswith(("### ", "- ")) for line in lines), "an entry is one line"
+
+
 @pytest.mark.parametrize("package", ["engine_core", "frontend", "protocol"])
 def test_maps_name_every_child_of_a_package_and_nothing_else(package: str) -> None:
     listing = next(
