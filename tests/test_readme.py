@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flag_tables import PAGES, commands, groups, render, written
+from tests.support.flag_tables import (
+    FOREIGN_TABLE,
+    MIGRATION,
+    PAGES,
+    commands,
+    groups,
+    render,
+    render_foreign,
+    written,
+)
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -117,3 +126,14 @@ def test_tables_of_flags_are_the_parsers() -> None:
     assert sorted(title for title, _ in tables) == sorted(groups())
     for title, text in tables:
         assert text == render(title), title
+
+
+def test_tables_of_foreign_flags_are_what_the_commands_answer() -> None:
+    text = MIGRATION.read_text()
+    tables = FOREIGN_TABLE.findall(text)
+    assert [command for command, _ in tables] == ["serve", "bench"]
+    for command, table in tables:
+        assert table == render_foreign(command)
+        same = set(re.findall(r"`(--[a-z-]+)`", FOREIGN_TABLE.sub("", text)))
+        known = {flag for name in ("serve", "bench") for flag in commands()[name]._option_string_actions}
+        assert same <= known

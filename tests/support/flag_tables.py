@@ -4,10 +4,14 @@ import argparse
 import re
 from pathlib import Path
 
+from tandem.frontend.cli.bench.flags import FOREIGN_BENCH_FLAGS
 from tandem.frontend.cli.main import build_parser
+from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("engine_core/README.md", "frontend/FLAGS.md", "deploy/FLAGS.md", "deploy/OPERATIONS.md")
+MIGRATION = ROOT / "docs" / "migration.md"
+FOREIGN_TABLE = re.compile(r"<!-- foreign flags: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLE = re.compile(r"<!-- flags: ([^>]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -45,6 +49,17 @@ def render(title: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def render_foreign(command: str) -> str:
+    """Render the answers of a command to flags of other programs, those with the same answer in one row."""
+    answers: dict[ForeignFlag, list[str]] = {}
+    for name, answer in {"serve": FOREIGN_FLAGS, "bench": FOREIGN_BENCH_FLAGS}[command].items():
+        answers.setdefault(answer, []).append(f"`{name}`")
+    rows = ["| there | here | what is different |", "| --- | --- | --- |"]
+    for answer, names in answers.items():
+        rows.append(f"| {', '.join(names)} | {f'`{answer.ours}`' if answer.ours else 'none'} | {answer.reason} |")
+    return "\n".join(rows) + "\n"
+
+
 def written(page: str) -> list[tuple[str, str]]:
     """Return the titles and texts of the tables that a page holds."""
     return TABLE.findall((ROOT / page).read_text())
@@ -55,6 +70,10 @@ def main() -> None:
     for page in PAGES:
         path = ROOT / page
         path.write_text(TABLE.sub(lambda m: f"<!-- flags: {m[1]} -->\n{render(m[1])}<!-- end -->", path.read_text()))
+    tables = FOREIGN_TABLE.sub(
+        lambda m: f"<!-- foreign flags: {m[1]} -->\n{render_foreign(m[1])}<!-- end -->", MIGRATION.read_text()
+    )
+    MIGRATION.write_text(tables)
 
 
 if __name__ == "__main__":

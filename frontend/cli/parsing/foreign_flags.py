@@ -96,6 +96,5 @@ FOREIGN_FLAGS = {
     "--seed": ForeignFlag(reason="seeds are a field of each request; the server has none"),
     "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),
     "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
-    "--api_key": ForeignFlag("--api-key"),
 }  # fmt: skip
 """The answer to each flag, by its name in vLLM, SGLang or llama.cpp."""

@@ -141,13 +141,18 @@ class CommandParser(argparse.ArgumentParser):
     def _explain(self, flag: str) -> str:
         """Say what takes the place of a flag that this command does not have."""
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
-        if flag in self._foreign:
-            return self._foreign[flag].explain(flag)
-        foreign = FOREIGN_FLAGS.get(flag)
-        if foreign is not None and (foreign.ours or "--device").partition(" ")[0] in known:
-            return foreign.explain(flag)
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR)
-        return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
+        foreign = {
+            name: answer for name, answer in FOREIGN_FLAGS.items()
+            if (answer.ours or "--device").partition(" ")[0] in known
+        } | dict(self._foreign)  # fmt: skip
+        dashed = flag[:2] + flag[2:].replace("_", "-")
+        if dashed in foreign:
+            return foreign[dashed].explain(flag)
+        near = difflib.get_close_matches(dashed, [*known, *foreign], n=1, cutoff=_SIMILAR)
+        if not near:
+            return f"unknown flag {flag}"
+        answer = f" {foreign[near[0]].explain(near[0])}" if near[0] in foreign else ""
+        return f"unknown flag {flag}; did you mean {near[0]}?{answer}"
 
     def error(self, message: str) -> NoReturn:
         """Exit with two lines: what was wrong, and where the flags are listed."""
