@@ -1,8 +1,12 @@
 """The default model through the official client, over real processes, sockets and pages."""
 
+import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
@@ -77,6 +81,18 @@ def test_choices_differ_and_seeds_repeat(client: openai.OpenAI) -> None:
     assert first == draw(7)
     assert first != draw(8)
     assert len(set(first)) == 3
+
+
+def test_a_json_schema_with_bounded_strings_is_answered_whole(client: openai.OpenAI) -> None:
+    """The example of the README."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (found for found in re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S) if "schema = " in found)
+    names: dict[str, Any] = {"client": client}
+    exec(block, names)
+    (choice,) = names["reply"].choices
+    assert choice.finish_reason == "stop"
+    answer = json.loads(choice.message.content)
+    assert answer.keys() == {"summary"} and "common leading whitespace" in answer["summary"]
 
 
 def test_a_stop_string_is_never_part_of_the_text(client: openai.OpenAI) -> None:
