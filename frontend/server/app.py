@@ -167,7 +167,7 @@ def _install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = missing_route(request.url.path) or f"{request.method} {request.url.path[:200]}: {error.detail}"
+        message = missing_route(request.url.path) or _refused_route(request, error)
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
         answer = error_answer(request.scope, ApiError(error.status_code, message, None, code))
         answer.headers.update(error.headers or {})
@@ -181,3 +181,12 @@ def _install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def server_error(request: Request, error: Exception) -> Response:
         return internal_error(request.scope, error)
+
+
+def _refused_route(request: Request, error: HTTPException) -> str:
+    """Say what is there instead of a route or a method that is not."""
+    asked = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 404:
+        return f"{asked}: not found; GET /openapi.json lists all routes"
+    allowed = (error.headers or {}).get("Allow")
+    return f"{asked}: {error.detail}" + (f"; use {allowed}" if allowed else "")

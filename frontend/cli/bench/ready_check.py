@@ -6,7 +6,7 @@ import time
 
 import httpx
 
-from tandem.frontend.cli.connection import client, headers, timeouts
+from tandem.frontend.cli.connection import client, error_of_response, headers, timeouts
 from tandem.frontend.cli.connection_failure import connection_failure, is_permanent
 from tandem.frontend.cli.server_address import base_url
 
@@ -32,7 +32,7 @@ def wait_for_model(url: str, key: str, context: ssl.SSLContext, seconds: float) 
                 if response.status_code == 200:
                     return str(response.json()["data"][0]["id"])
                 if response.status_code not in (429, 502, 503, 504):
-                    raise ValueError(f"{url}/v1/models answered {response.status_code}: {response.text[:200]}")
+                    raise ValueError(f"{url}/v1/models: {error_of_response(response)}")
                 reason = f"the server on {url} is not ready (it answers {response.status_code})"
             except httpx.HTTPError as error:
                 reason = connection_failure(url, error)

@@ -125,7 +125,8 @@ def test_unsupported_method_is_405(server: RunningServer) -> None:
     response = get(server.url + "/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
-    assert error_of(response)["code"] == "method_not_allowed"
+    error = error_of(response)
+    assert error["code"] == "method_not_allowed" and error["message"].endswith("; use POST")
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -21,7 +21,8 @@ from tests.frontend.conftest import RunningServer, get, post
             "/v1/v1/completions",
             "/v1/v1/completions: not found; /v1 is in it twice (the base URL of Anthropic's clients has none)",
         ),
-        ("/v1/nothing", "POST /v1/nothing: Not Found"), ("/v1/filesystem", "POST /v1/filesystem: Not Found"),
+        ("/v1/nothing", "POST /v1/nothing: not found; GET /openapi.json lists all routes"),
+        ("/v1/filesystem", "POST /v1/filesystem: not found; GET /openapi.json lists all routes"),
     ],
 )  # fmt: skip
 def test_missing_route_is_404_and_says_what_is_missing(server: RunningServer, path: str, text: str) -> None:

@@ -80,6 +80,20 @@ def test_bench_without_a_server_says_what_to_start(
     assert "start one with `tandem serve`" in error and remedy in error
 
 
+def test_bench_without_the_key_of_a_server_asks_for_it(
+    config: FrontendConfig, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    engine.start()
+    guarded = RunningServer(structs.replace(config, api_keys=("secret",))).start()
+    try:
+        assert bench(guarded, "--num-prompts", "3") == 1
+        error = capsys.readouterr().err
+        assert "/v1/models: a valid API key is required" in error and "give --api-key" in error
+    finally:
+        guarded.stop()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
