@@ -179,11 +179,12 @@ def test_required_tool_call_is_constrained_by_a_grammar(server: RunningServer, e
     assert engine.submits[-1].constraint is None
 
 
-def test_truncated_required_call_shows_no_syntax(server: RunningServer, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_truncated_required_call_shows_no_syntax(server: RunningServer, engine: FakeEngine, every: int) -> None:
     ids = encode(f"<tool_call>\n{CALL}\n</tool_call>")
     engine.script = lambda submit: ids[: submit.sampling.max_tokens]
     seen: list[str | None] = []
-    for count in range(1, len(ids)):
+    for count in sorted({*range(1, len(ids), every), len(ids) - 1}):
         fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": count}
         choice = post(server, **fields).json()["choices"][0]
         assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
