@@ -26,6 +26,9 @@ from tandem.engine_core.rope_config import (
     YarnScaling,
 )
 
+SLICE = 1 << 16
+"""Positions that are computed at once on the host: a table of a million positions takes 1 GiB, and its parts more."""
+
 
 class RotaryTable:
     """Cosines and sines of every position, in float32 as in transformers.
@@ -46,11 +49,14 @@ class RotaryTable:
 
         positions: also the length of the context, which two scalings depend on (see the head of this module).
         """
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(config, positions))
-        scale = attention_factor(config)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        return cls(table.to(device))
+        turning, scale = frequencies(config, positions), attention_factor(config)
+        table = torch.empty(positions, 2, 2 * len(turning), device=device)
+        for first in range(0, positions, SLICE):
+            part = table[first : first + SLICE]
+            angles = torch.outer(torch.arange(first, first + len(part), dtype=torch.float32), turning)
+            cos, sin = angles.cos() * scale, angles.sin() * scale
+            part.copy_(torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1))
+        return cls(table)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look up cosines and signed sines, each [T, 1, rotary_dim] float32.

@@ -79,6 +79,13 @@ def test_longrope_takes_the_long_factors_only_above_the_original_positions() -> 
     torch.testing.assert_close(cos[0, 0, :4], 1.5 * frequencies(rope, 65).cos())
 
 
+def test_tables_computed_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = RopeConfig(8, 10000.0, LongRopeScaling((1.0,) * 4, (2.0, 4.0, 8.0, 16.0), 16, 1.5))
+    at_once = RotaryTable.build(rope, 100, CPU).table
+    monkeypatch.setattr("tandem.engine_core.layers.rotary.SLICE", 32)
+    assert torch.equal(RotaryTable.build(rope, 100, CPU).table, at_once)
+
+
 def test_dynamic_scaling_keeps_the_base_up_to_the_original_positions() -> None:
     rope, plain = RopeConfig(8, 10000.0, DynamicScaling(4.0, 64)), RopeConfig(8, 10000.0)
     assert torch.equal(frequencies(rope, 10), frequencies(plain, 10))

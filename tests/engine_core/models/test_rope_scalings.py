@@ -4,7 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.layers.rotary import attention_factor
+from tandem.engine_core.models.decoder import Decoder
+from tandem.engine_core.models.registry import build_model, read_config
 from tests.support.parity import SMALL, check_parity, save_random
 
 FACTORS = [1.0 + 0.5 * index for index in range(8)]
@@ -44,3 +49,21 @@ def test_dynamic_scaling_turns_all_sequences_as_the_longest(tmp_path: Path) -> N
     """With --max-len 300 a sequence of 300 positions equals that of transformers, which takes its length."""
     reference = save(tmp_path, "dynamic")
     check_parity(tmp_path, reference, lengths=(300,), prefill=(290,), schedules=((64, 16),), max_positions=300)
+
+
+@pytest.mark.parametrize("max_len", [64, 4096])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_of_a_million_positions_end_at_max_len(name: str, max_len: int, tmp_path: Path) -> None:
+    """Only the length of a context is that of --max-len; the factor of LongRoPE and YaRN is that of all positions."""
+    from transformers import LlamaConfig
+
+    kind = name.partition("_")[0]
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **SCALINGS[name]}
+    stated = SMALL | {"max_position_embeddings": 1_010_000}
+    LlamaConfig(**stated, rope_parameters=rope, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    model = build_model(config, torch_build_context(torch.device("cpu"), torch.float32), max_len)
+    assert isinstance(model, Decoder)
+    (table,) = (one.table for one in model.rotary_tables)
+    assert table.nbytes == max_len * 2 * config.ropes[0].rotary_dim * 4
+    torch.testing.assert_close(table[0, 0], torch.full_like(table[0, 0], attention_factor(config.ropes[0])))
