@@ -127,7 +127,10 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         """
         path = directory / "config.json"
         if not path.is_file():
-            raise ConfigError(f"{directory} is not a model folder: it has no config.json")
+            raise ConfigError(
+                f"{directory} is not a model folder: it has no config.json; give the folder that holds it beside the "
+                "safetensors"
+            )
         generation = directory / "generation_config.json"
         fields = _decode(path, dict[str, Any])
         ends = _decode(generation, _Generation).eos_token_id if generation.is_file() else None

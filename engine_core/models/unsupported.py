@@ -12,7 +12,8 @@ _MULTIMODAL = re.compile(
     r"llava|vision|vl(for|chat|moe|_|$)|\dvfor|mmfor|omni|paligemma|idefics|mllama|pixtral|audio", re.IGNORECASE
 )
 _MULTIMODAL_FIELDS = ("vision_config", "audio_config", "vision_tower", "thinker_config")
-_ENCODER = re.compile(r"Bert|(?<!LMHead)Model$|ForMaskedLM$|ForSequenceClassification$|ForTokenClassification$|Encoder")
+_CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|RewardModel$")
+_ENCODER = re.compile(r"Bert|(?<!LMHead)Model$|ForMaskedLM$|Encoder")
 
 
 def describe(architecture: str, fields: Mapping[str, Any]) -> str:
@@ -29,6 +30,8 @@ def describe(architecture: str, fields: Mapping[str, Any]) -> str:
         found.append("a mixture of experts (MoE)")
     if everywhere.get("is_encoder_decoder"):
         found.append("an encoder and decoder")
+    elif not found and _CLASSIFIER.search(architecture):
+        found.append("a classifier or reward model, which generates no text")
     elif not found and _ENCODER.search(architecture):
         found.append("an encoder or embedding model, which generates no text")
     quantization = everywhere.get("quantization_config")

@@ -136,8 +136,8 @@ def load_tokenizer(model_dir: Path, threads: int = 2, no_special_tokens_in_text:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
-            f"{model_dir} has no tokenizer.json; give a checkpoint's folder, or make one with transformers: "
-            f"AutoTokenizer.from_pretrained({str(model_dir)!r}).save_pretrained({str(model_dir)!r})"
+            f"{model_dir} has no tokenizer.json; download it to where the weights are, or write that of the model that "
+            f"this one was trained from: AutoTokenizer.from_pretrained(NAME).save_pretrained({str(model_dir)!r})"
         )
     data = path.read_bytes()
     try:

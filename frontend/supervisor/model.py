@@ -11,6 +11,7 @@ from msgspec import Struct, structs
 
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
+from tandem.frontend.supervisor.wrong_folder import explain
 from tandem.protocol.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -107,10 +108,20 @@ def _find(
             raise LaunchError(
                 f"the model {model} is a {kind} here, and --revision is for names on the hub; leave it out"
             )
-        return ModelFolder(path) if is_folder else _folder_of_file(path)
+        return _checked_folder(path, with_weights) if is_folder else _folder_of_file(path)
     if not is_hub_name(model):
         raise LaunchError(_missing_folder(model))
     return _download(model, hub, with_weights, stop, may_download)
+
+
+def _checked_folder(path: Path, with_weights: bool) -> ModelFolder:
+    """Return a folder that may hold a model.
+
+    Raises LaunchError for one that evidently holds something else.
+    """
+    if with_weights and (problem := explain(path)):
+        raise LaunchError(problem)
+    return ModelFolder(path)
 
 
 def _folder_of_file(path: Path) -> ModelFolder:

@@ -1,0 +1,50 @@
+"""Folders that hold no model that could be served, told apart for error messages."""
+
+from pathlib import Path
+
+from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, formats_of
+from tandem.protocol.model_folder import read_json
+
+ADAPTER = "adapter_config.json"
+_MAX_NAMED = 3
+
+
+def explain(folder: Path) -> str:
+    """Explain what a folder without a model holds, and what to give instead.
+
+    Empty for any folder with a config.json other than an adapter's, and where nothing tells what it is.
+    """
+    if (folder / ADAPTER).is_file() and not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+        return _of_adapter(folder)
+    if (folder / CONFIG).is_file():
+        return ""
+    models = sorted(path.parent for path in folder.glob(f"snapshots/*/{CONFIG}"))
+    if models:
+        return f"{folder} is a folder of huggingface_hub's cache; give {_hub_name(folder)}{models[-1]}"
+    if models := sorted(path.parent for path in folder.glob(f"*/{CONFIG}")):
+        named = ", ".join(str(path) for path in models[:_MAX_NAMED])
+        more = f" (and {len(models) - _MAX_NAMED} more)" if len(models) > _MAX_NAMED else ""
+        return f"{folder} has no {CONFIG}, but folders in it have; give one of them: {named}{more}"
+    formats = formats_of(path.name for path in folder.iterdir() if path.name != SINGLE and path.is_file())
+    if not formats:
+        return ""
+    return (
+        f"{folder} has no {CONFIG}, but {', '.join(formats)}; give a folder in Hugging Face's format, with {CONFIG}, "
+        "safetensors and tokenizer, or the name of such a model on the hub"
+    )
+
+
+def _of_adapter(folder: Path) -> str:
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    of = f" for {base}" if isinstance(base, str) and base.isprintable() else ""
+    return (
+        f"{folder} holds an adapter (LoRA){of}, and adapters are not supported; merge it into its model with peft: "
+        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('MERGED'), copy "
+        "the tokenizer's files beside it and give that folder"
+    )
+
+
+def _hub_name(folder: Path) -> str:
+    """Return the name on the hub of a folder of the cache, followed by "or"."""
+    kind, _, name = folder.resolve().name.partition("--")
+    return f"the model's name, {name.replace('--', '/')}, or " if kind == "models" and name else ""

@@ -1,0 +1,73 @@
+"""Folders that hold no model: what they hold is named, and what to give in their place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.frontend.hub.options import HubOptions
+from tandem.frontend.supervisor.model import LaunchError, ModelFolder, find_model
+
+ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
+
+
+def folder_of(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"adapter_config.json": ADAPTER, "adapter_model.safetensors": "", "tokenizer.json": ""},
+            r"holds an adapter \(LoRA\) for meta-llama/Llama-3.2-1B, and .* not supported; merge it .*merge_and_unload",
+        ),
+        (
+            {"adapter_config.json": "{", "config.json": "{}", "adapter_model.safetensors": ""},
+            r"holds an adapter \(LoRA\), and",
+        ),
+        ({"Llama-Q4_K_M.gguf": "", "README.md": ""}, r"has no config.json, but GGUF; give a folder in Hugging Face's"),
+        (
+            {"consolidated.safetensors": "", "params.json": "{}", "tekken.json": "{}"},
+            r"has no config.json, but Mistral's own format \(consolidated.safetensors\); give a folder in",
+        ),
+        ({"consolidated.00.pth": "", "params.json": "{}"}, r"has no config.json, but PyTorch files"),
+        ({"model.onnx": "", "tokenizer.json": "{}"}, r"has no config.json, but ONNX"),
+        ({"a/config.json": "", "b/config.json": ""}, r"but folders in it have; give one of them: \S*/a, \S*/b$"),
+        ({f"{name}/config.json": "" for name in "abcde"}, r"give one of them: \S*/a, \S*/b, \S*/c \(and 2 more\)$"),
+        ({"snapshots/0a1/config.json": "", "refs/main": "0a1"}, r"of huggingface_hub's cache; give \S*/snapshots/0a1$"),
+    ],
+)
+def test_a_folder_without_a_model_is_refused_with_what_it_holds(
+    files: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LaunchError, match=said):
+        find_model(str(folder_of(tmp_path, files)), HubOptions())
+
+
+def test_a_folder_of_the_cache_is_named_as_on_the_hub(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "models--Qwen--Qwen3-4B", {"snapshots/0a1/config.json": ""})
+    with pytest.raises(LaunchError, match=r"give the model's name, Qwen/Qwen3-4B, or \S*/snapshots/0a1$"):
+        find_model(str(folder), HubOptions())
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"config.json": "{}", "pytorch_model.bin": ""},
+        {"config.json": "{}", "original/config.json": "{}", "model.safetensors": ""},
+        {"adapter_config.json": ADAPTER, "config.json": "{}", "model.safetensors": ""},
+        {"model.safetensors": "", "tokenizer.json": "{}"},
+    ],
+)
+def test_other_folders_are_left_to_the_engine(files: dict[str, str], tmp_path: Path) -> None:
+    assert find_model(str(folder_of(tmp_path, files)), HubOptions()) == ModelFolder(tmp_path)
+
+
+def test_a_frontend_takes_the_tokenizer_of_any_folder(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"adapter_config.json": ADAPTER, "tokenizer.json": "{}"})
+    assert find_model(str(folder), HubOptions(), with_weights=False) == ModelFolder(folder)
