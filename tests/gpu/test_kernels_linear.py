@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
+from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference import layer as oracle
@@ -107,6 +108,31 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
     )
     without_norm = gated_activation(product(x, weight, None), activation)
     assert error(gemv(x, weight, None, plan, activation, pdl=True), without_norm) < FUSED_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("activation", [None, *Activation])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [2304, 2560, 3072])
+def test_product_of_a_row_in_pieces_is_exact_enough(
+    inputs: int, dtype: torch.dtype, activation: Activation | None
+) -> None:
+    x, weight, bias = operands(1, 4098, inputs, dtype)
+    factors, norm_weight = (torch.rand(inputs, device="cuda") + 0.5 for _ in range(2))
+    residual = torch.randn(1, inputs, device="cuda", dtype=dtype)
+    for plan in (GemvPlan(4, 1024), GemvPlan(4, 1024, 2)):
+        for given, update_factors in ((None, None), (residual, None), (residual, factors)):
+            if given is None:
+                normed, total = rms_norm(x, norm_weight, EPS), x
+            elif update_factors is None:
+                normed, total = add_rms_norm(x, given, norm_weight, EPS)
+            else:
+                normed, total = oracle.norm_add_rms_norm(x, factors, given, norm_weight, EPS)
+            exact = product(normed, weight, bias)
+            exact = exact if activation is None else gated_activation(exact, activation)
+            call = (x, given, update_factors, norm_weight, EPS, weight, bias, plan, activation, True)
+            y, stream = normed_product(*call)
+            assert error(y, exact) < FUSED_TOLERANCE[dtype]
+            assert error(stream, total.double()) < FUSED_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [2, 7, 16, 33, 64, 128])
