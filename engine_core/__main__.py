@@ -22,6 +22,7 @@ from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.authenticator import Authenticator
 from tandem.engine_core.wire.client_keys import ClientKeys
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
+from tandem.engine_core.wire.launch_record import LaunchRecord
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.engine_options import add_engine_arguments, engine_options
@@ -46,6 +47,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="form of the lines of the log")
     parser.add_argument("--log-level-file", type=Path, help="file of a level that takes the place of --log-level")
+    parser.add_argument(
+        "--launches-dir", type=Path, help="folder of the requests that this engine and those before it launched"
+    )
     return parser.parse_args(argv)
 
 
@@ -58,9 +62,12 @@ def serve(arguments: argparse.Namespace) -> None:
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
     router, heartbeat, authenticator = _open_wire(context, arguments, status)
     wakeup = LoopWaker.open()
+    launches = LaunchRecord(arguments.launches_dir) if arguments.launches_dir is not None else None
     try:
-        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator)
+        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator, launches=launches)
         engine = build_engine(engine_options(arguments), mailbox, status)
+        if launches is not None:  # an engine that fails while it loads leaves no file
+            launches.open()
 
         def stop(_signal: int, _frame: FrameType | None) -> None:
             status.enter(Phase.DRAINING)

@@ -205,7 +205,10 @@ class Mailbox(Protocol):
         """Add tokens to the next flush."""
 
     def add_start(self, client: bytes, started: Started) -> None:
-        """Add the start of a request to the next flush."""
+        """Add the start of a request to the next flush.
+
+        It is recorded at once, where the death of the process leaves it.
+        """
 
     def add_times(self, client: bytes, times: SequenceTimes) -> None:
         """Add the times of a traced sequence to the next flush."""

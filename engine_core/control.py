@@ -241,7 +241,7 @@ class Control:
             self._first_of_group[client] = submit.group
         elif submit.group and submit.group == self._first_of_group.get(client):
             return
-        prompt_len = len(submit.prompt_ids) // ID_BYTES
+        prompt_len = len(submit.prompt_ids) // ID_BYTES if submit.sampling.choice == 0 else 0
         if queued and queued + prompt_len > limits.max_queued_tokens:
             raise RequestError(
                 ErrorCode.OVERLOADED,

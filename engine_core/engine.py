@@ -173,25 +173,30 @@ class Engine:
             self._send(self.scheduler.take_updates())
 
     def _plan(self) -> StepPlan | None:
-        """Admit the sequences that fit, announce them, then select the next step.
+        """Admit the sequences that fit, select the next step, announce what it begins.
 
         Announcements go out before the step, which may kill the process; those of requests that have lost an engine
         before get time to leave it. A send that fails ends sequences, whose rows the next turn of the loop can give to
         others.
         """
         now = self.stages.clock()
-        self.scheduler.advance(now)
-        while self.control.pause.mode is None and (admitted := self.scheduler.admit_waiting()):
-            for seq in admitted:
-                self.timelines.on_admit(seq, now)
-                if not seq.preemptions:
-                    count_start(self.stats, seq, now)
+        scheduler = self.scheduler
+        scheduler.advance(now)
+        while True:
+            while self.control.pause.mode is None and (admitted := scheduler.admit_waiting()):
+                for seq in admitted:
+                    self.timelines.on_admit(seq, now)
+                    if not seq.preemptions:
+                        count_start(self.stats, seq, now)
+            plan = scheduler.plan_step(self._steps + 1)
             self.stages.mark("plan")
-            self._send(self.scheduler.take_updates())
-            if any(seq.submit.lost_engines for seq in admitted):
-                self.mailbox.settle()
-        plan = self.scheduler.plan_step(self._steps + 1)
-        self.stages.mark("plan")
+            if not scheduler.updates.started:
+                return plan
+            self._send(scheduler.take_updates())
+            if not scheduler.updates.ended:
+                break
+        if plan is not None and any(scheduler.running[new.seq_id].submit.lost_engines for new in plan.admitted):
+            self.mailbox.settle()
         return plan
 
     def _launch(self, plan: StepPlan) -> None:

@@ -32,6 +32,8 @@ class Hello(Command, frozen=True, array_like=True, tag=0):
     protocol_version: int
     engine_epoch: int
     name: str
+    lost_identity: bytes = b""
+    """Identity of the sender's last connection, which it lost with its engine; answered by `Launched`."""
 
 
 class KeyClaim(Struct, frozen=True, array_like=True):

@@ -110,12 +110,12 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """Announcement that a request was admitted to run.
+    """Announcement that a request begins to run with the next step.
 
-    It is sent before the first step that computes a part of the request is launched, so a frontend that loses its
-    engine knows which requests may be to blame. A second one, before the first token, has the final number where more
-    of the prompt was found in the cache meanwhile. A request that is preempted and admitted anew is not announced
-    again.
+    It is sent before the launch of that step, so a frontend that loses its engine knows which requests may be to blame
+    (`Launched` makes up for one that did not leave the engine in time). A second one, before the first token, has the
+    final number where more of the prompt was found in the cache meanwhile. A request that is preempted and admitted
+    anew is not announced again.
     """
 
     request_id: int
@@ -280,6 +280,16 @@ class Closed(Event, frozen=True, array_like=True, tag=6):
     """Reason, in words for the frontend's log."""
 
 
+class Launched(Event, frozen=True, array_like=True, tag=9):
+    """Requests that an engine that is gone had begun to compute.
+
+    Sent by the next engine, before `Ready`. They are those of the connection that `Hello.lost_identity` names, and may
+    have ended before. Their announcements may have been lost with the engine.
+    """
+
+    request_ids: list[int]
+
+
 class KeyUsage(Event, frozen=True, array_like=True, tag=8):
     """Usage of an API key with limits.
 
@@ -299,4 +309,4 @@ class KeyUsage(Event, frozen=True, array_like=True, tag=8):
     """Estimated seconds until no sequence is open, counted from now; None if none has ended in the last minute."""
 
 
-AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput | KeyUsage
+AnyEvent = Ready | Refused | StepOutput | Heartbeat | Answer | Inspection | Closed | TracedOutput | KeyUsage | Launched

@@ -8,6 +8,8 @@ from tandem.engine_core.sequence import Sequence
 class QueuedPrompts:
     """Count of the prompt tokens of all open sequences without output.
 
+    The choices of a request share their prompt, which counts with the first of them.
+
     A prompt leaves with the commit of the step that samples its first token, or with the end of its sequence. Every
     method takes constant time, counted over all calls.
     """
@@ -21,8 +23,8 @@ class QueuedPrompts:
 
     def add(self, seq: Sequence) -> None:
         """Count the prompt of an accepted sequence."""
-        self._lengths[seq.id] = seq.prompt_len
-        self.num_tokens += seq.prompt_len
+        self._lengths[seq.id] = counted = seq.prompt_len if seq.submit.sampling.choice == 0 else 0
+        self.num_tokens += counted
 
     def on_sample(self, seq_id: int, step_id: int) -> None:
         """Note that a launched step samples a token of a sequence."""

@@ -127,17 +127,16 @@ class Scheduler:
         for seq in moved:
             self._held[seq.id] = seq
             self._running.add(seq)
-            self._report_start(seq)
-        for seq in moved:
-            if seq.constraint is not None:
-                self._begin_constrained(seq)
+        for seq in [seq for seq in moved if seq.constraint is not None]:
+            self._begin_constrained(seq)
         return moved
 
     def _begin_constrained(self, seq: Sequence) -> None:
-        """Append what the grammar forces at the beginning of a sequence."""
+        """Append what the grammar forces at the beginning of a sequence, as output."""
         before = len(seq.tokens)
         self._jump_forward(seq)
         if len(seq.tokens) > before:
+            self._report_start(seq)
             self.queued.remove(seq.id)
 
     def _report_start(self, seq: Sequence) -> None:
@@ -146,16 +145,19 @@ class Scheduler:
         Does nothing if it was reported before with the same number of cached tokens, or if the sequence has output.
         """
         cached = seq.cache.num_cached_tokens
-        if seq.wire.reported_cached != cached and not seq.generated:
+        if seq.wire.reported_cached < 0 or (seq.wire.reported_cached != cached and not seq.generated):
             seq.wire.reported_cached = cached
             self.updates.started.append((seq.client, Started(seq.request_id, cached)))
 
     def plan_step(self, step_id: int) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
 
-        Counters change at launch and commit only; planning allocates pages, so planning again gives the same plan.
+        It reports starts and allocates pages; counters change at launch and commit, so planning again changes nothing.
         """
-        return self.planner.plan(step_id, self._running, self._held.values())
+        plan = self.planner.plan(step_id, self._running, self._held.values())
+        for new in plan.admitted if plan is not None else ():
+            self._report_start(self._held[new.seq_id])
+        return plan
 
     def on_launch(self, plan: StepPlan) -> None:
         """Advance the counters of the sequences in a plan that has been launched."""

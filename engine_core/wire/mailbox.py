@@ -14,13 +14,14 @@ import zmq
 from tandem.engine_core.contracts import TokenDelta
 from tandem.engine_core.wire.authenticator import Authenticator
 from tandem.engine_core.wire.io_threads import await_idle_threads
+from tandem.engine_core.wire.launch_record import LaunchRecord
 from tandem.engine_core.wire.leases import Leases
 from tandem.engine_core.wire.outbox import Outbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_command, encode
 from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello
 from tandem.protocol.errors import ProtocolError
-from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, SequenceTimes, Started
+from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, Launched, SequenceTimes, Started
 from tandem.protocol.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,12 @@ class ZmqMailbox:
         wakeup: LoopWaker,
         clock: Callable[[], float] = time.monotonic,
         authenticator: Authenticator | None = None,
+        launches: LaunchRecord | None = None,
     ) -> None:
         """Take over the bound socket.
 
-        authenticator: its keys decide whose messages count; None takes those of every peer.
+        authenticator: its keys decide whose messages count; None takes those of every peer. launches: record of the
+        requests that are started, and of those that engines before this one started; None for none.
         """
         self.router = router
         self.wakeup = wakeup
@@ -64,6 +67,7 @@ class ZmqMailbox:
         """Key of each frontend that has one and a lease."""
         self._leases = Leases(clock)
         self._log = LimitedLog(logger, clock)
+        self._launches = launches
         self._kept = False
         self._gone: dict[bytes, str] = {}
         """Frontends that the next flush reports, each with the reason."""
@@ -97,7 +101,13 @@ class ZmqMailbox:
                 continue
             if isinstance(command, Hello):
                 self._closed.pop(frames[0], None)
+                self._tell_launched(frames[0], command.lost_identity)
             yield frames[0], command
+
+    def _tell_launched(self, client: bytes, lost_identity: bytes) -> None:
+        """Tell a frontend what the engine before had launched for it."""
+        if self._launches is not None and lost_identity and (ids := self._launches.launched(lost_identity)):
+            self.reply(client, Launched(ids))
 
     def _receive(self) -> list[bytes] | None:
         """Return the next message; None if its sender's key was removed."""
@@ -154,6 +164,8 @@ class ZmqMailbox:
             box.add_logprobs(delta.logprobs)
 
     def add_start(self, client: bytes, started: Started) -> None:
+        if self._launches is not None:
+            self._launches.note(client, started.request_id)
         self._outbox(client).started.append(started)
 
     def add_times(self, client: bytes, times: SequenceTimes) -> None:

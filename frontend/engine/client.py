@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 
 import zmq
 import zmq.asyncio
-from msgspec import structs
 
 from tandem.frontend.engine.calls import EngineCall, EngineCalls
-from tandem.frontend.engine.compatibility import Fingerprints, mismatch
+from tandem.frontend.engine.compatibility import Fingerprints, differ, mismatch
 from tandem.frontend.engine.engine_load import EngineLoad
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.held_requests import HeldRequest, HeldRequests
@@ -34,7 +33,7 @@ from tandem.protocol.events import (
     Heartbeat,
     Inspection,
     KeyUsage,
-    ModelFacts,
+    Launched,
     Phase,
     Ready,
     Refused,
@@ -85,6 +84,8 @@ class EngineClient:
         self._refusal: tuple[int, str] | None = None
         self._broken: tuple[int, float, str] | None = None
         """Epoch, time and reason of the last broken connection, until there is a new one."""
+        self._lost_identity = b""
+        """Identity of the last link that was ready and was lost."""
         self._streams = OpenStreams()
         self.num_links = 0
         """Number of links that became ready: the number of the present one, or of the one before."""
@@ -227,7 +228,7 @@ class EngineClient:
         self.ready()
         assert self._link is not None
         data = encode_command(command)
-        prompt_len = len(command.prompt_ids) // ID_BYTES
+        prompt_len = len(command.prompt_ids) // ID_BYTES if command.sampling.choice == 0 else 0
         stream = self._streams.open(command.request_id, choice, ready_set, prompt_len)
         self._link.send_encoded(data)
         return stream
@@ -333,7 +334,7 @@ class EngineClient:
         link = EngineLink(self._context, epoch, self._streams, self._on_event, self._on_break)
         self._link = link
         self._broken = None
-        link.open(self._endpoint, self._transport, f"frontend-{os.getpid()}", now)
+        link.open(self._endpoint, self._transport, f"frontend-{os.getpid()}", now, self._lost_identity)
 
     def _on_break(self, reason: str) -> None:
         if self._link is not None:
@@ -349,6 +350,8 @@ class EngineClient:
         if link is None:
             return
         link.close()
+        if link.ready is not None:
+            self._lost_identity = link.identity
         self._metrics.link.connected.set(0)
         self._metrics.link.losses.inc()
         logger.warning("lost the engine of epoch %d (open streams: %d): %s", link.epoch, len(self._streams), reason)
@@ -362,6 +365,8 @@ class EngineClient:
                 self.calls.answer(event)
             case KeyUsage(name):
                 self.key_usage[name] = event
+            case Launched(request_ids):
+                self._held.note_launched(frozenset(request_ids))
             case Refused(message):
                 self._refuse(f"the engine refused this frontend: {message}")
 
@@ -379,7 +384,7 @@ class EngineClient:
             self._metrics.link.connects.inc()
             logger.info("connected to the engine of epoch %d, model %s", ready.engine_epoch, ready.model.name)
             previous, self.facts = self.facts, ready
-            if previous is not None and _differ(previous.model, ready.model):
+            if previous is not None and differ(previous.model, ready.model):
                 message = f"the engine came back with other facts of its model, {ready.model.name}; try again"
                 self._held.give_up_all(unavailable(message))
             self._resubmit()  # before any new request
@@ -393,8 +398,3 @@ class EngineClient:
         self._refusal = (self._link.epoch, reason)
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
         self._held.give_up_all(unavailable(reason))
-
-
-def _differ(before: ModelFacts, now: ModelFacts) -> bool:
-    """Tell whether a request that fits one engine's model may not fit the next one's."""
-    return structs.replace(before, created=0) != structs.replace(now, created=0)

@@ -1,8 +1,8 @@
 """Comparison of an engine's model and protocol with this frontend's."""
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from tandem.protocol.events import Ready
+from tandem.protocol.events import ModelFacts, Ready
 from tandem.protocol.version import PROTOCOL_VERSION, protocol_remedy
 
 
@@ -26,12 +26,12 @@ def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
         remedy = protocol_remedy(PROTOCOL_VERSION, ready.protocol_version)
         return f"the engine speaks protocol {ready.protocol_version}, this frontend {PROTOCOL_VERSION}; {remedy}"
     theirs = ready.model
-    if _differ(theirs.tokenizer_fingerprint, ours.tokenizer):
+    if _conflict(theirs.tokenizer_fingerprint, ours.tokenizer):
         return (
             f"the engine's tokenizer.json (sha256 {theirs.tokenizer_fingerprint[:12]}) is not this frontend's "
             f"({ours.tokenizer[:12]}); give both the same model directory"
         )
-    if _differ(theirs.template_fingerprint, ours.template):
+    if _conflict(theirs.template_fingerprint, ours.template):
         return (
             f"the chat template of the engine's model (sha256 {theirs.template_fingerprint[:12]}) is not that of this "
             f"frontend's folder ({ours.template[:12]}); give both the same model directory, or choose a template for "
@@ -40,5 +40,10 @@ def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
     return None
 
 
-def _differ(theirs: str, ours: str) -> bool:
+def differ(before: ModelFacts, now: ModelFacts) -> bool:
+    """Tell whether a request that fits one engine's model may not fit the next one's."""
+    return structs.replace(before, created=0) != structs.replace(now, created=0)
+
+
+def _conflict(theirs: str, ours: str) -> bool:
     return bool(theirs and ours and theirs != ours)

@@ -25,6 +25,12 @@ class HeldRequest(Protocol):
     def arrived(self) -> float:
         """Time of its arrival, in seconds."""
 
+    def note_launched(self, request_ids: frozenset[int]) -> bool:
+        """Learn which sequences a lost engine had begun to compute.
+
+        Return False if the request ends for that.
+        """
+
     def resubmit(self) -> None:
         """Submit all its sequences. Raises ApiError while the engine is not ready."""
 
@@ -89,6 +95,12 @@ class HeldRequests:
                 logger.exception("a request could not be submitted again")
                 hold.request.give_up(ApiError(500, f"internal error ({type(error).__name__})", None, "internal_error"))
         return len(due)
+
+    def note_launched(self, request_ids: frozenset[int]) -> None:
+        """Tell the requests what the engine that they lost had begun to compute."""
+        for hold in list(self._holds.values()):
+            if not hold.request.note_launched(request_ids):
+                self.discard(hold.request)
 
     def expire(self, now: float, error: Callable[[], ApiError]) -> None:
         """Give up the requests that have waited for too long."""

@@ -64,6 +64,8 @@ class EngineLink:
         self.epoch = epoch
         self.ready: Ready | None = None
         self.opened_at = 0.0
+        self.identity = b""
+        """Name of the connection, which no other has ever had."""
         self._streams = streams
         self._on_event = on_event
         self._on_break = on_break
@@ -76,16 +78,22 @@ class EngineLink:
         self._is_reading = False
         """True if the event loop is about to read."""
 
-    def open(self, endpoint: str, transport: Transport, name: str, now: float) -> None:
-        """Connect and send a Hello; its answer arrives through `on_event`."""
+    def open(self, endpoint: str, transport: Transport, name: str, now: float, lost_identity: bytes = b"") -> None:
+        """Connect and send a Hello; its answer arrives through `on_event`.
+
+        `lost_identity` is the identity of the link before, of which the engine may know something.
+        """
         self.opened_at = now
         self._dealer = connect_dealer(self._context, endpoint, transport)
+        identity = self._dealer.identity
+        assert isinstance(identity, bytes)
+        self.identity = identity
         self._monitor = self._dealer.get_monitor_socket(CONNECTION_EVENTS)
         self._loop = asyncio.get_running_loop()
         self._socket = zmq.Socket.shadow(self._dealer.underlying)
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._tasks = [asyncio.create_task(run()) for run in (self._watch, self._renew)]
-        self.send(Hello(PROTOCOL_VERSION, self.epoch, name))
+        self.send(Hello(PROTOCOL_VERSION, self.epoch, name, lost_identity))
 
     def send(self, command: AnyCommand) -> None:
         """Queue a command without waiting.

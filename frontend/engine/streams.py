@@ -163,9 +163,10 @@ class TokenStream:
         self.cached_tokens = 0
         """Prompt tokens that the engine found in its cache; known when the first token arrives."""
         self.is_started = False
-        """True once the engine has said that it starts the request, which need not be before the first token."""
+        """True once the engine has said that it starts the request, or has sent output of it."""
         self.queued_tokens = prompt_len
-        """Prompt tokens that wait for their first output; 0 from the first token on."""
+        """Prompt tokens that wait for their first output; 0 from the first token on, and for a choice that shares its
+        prompt with the first one."""
         self.times: SequenceTimes | None = None
         """Times in the engine, of a request that is traced."""
         self._ready_set = ready_set
@@ -174,14 +175,9 @@ class TokenStream:
         self._terminal: Terminal | None = None
         self._is_ready = False
 
-    @property
-    def had_run(self) -> bool:
-        """True once the engine has begun to compute the request."""
-        return self.is_started or self.queued_tokens == 0
-
     def put(self, tokens: Sequence[int]) -> None:
         """Append tokens of the output."""
-        self.queued_tokens = 0
+        self.is_started, self.queued_tokens = True, 0
         if self._terminal is None and tokens:
             self._pending += tokens
             if not self._is_ready:

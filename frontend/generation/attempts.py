@@ -1,5 +1,7 @@
 """Number of times that a request may be submitted again."""
 
+from collections.abc import Iterable
+
 from msgspec import structs
 
 from tandem.frontend.errors import ApiError, from_failure
@@ -22,12 +24,32 @@ class Attempts:
         self.num_losses = 0
         self.num_running_losses = 0
         """Losses of engines that had begun to compute the request."""
+        self._waiting: frozenset[int] = frozenset()
+        """Ids of the sequences that the last lost engine had not begun to compute, as far as is known."""
+        self._failure: Failure | None = None
+        """Failure by which the last engine was lost."""
 
-    def lose(self, had_run: bool) -> bool:
-        """Count the loss of an engine; return True if the request may be submitted again."""
+    def lose(self, failure: Failure, had_run: bool, request_ids: Iterable[int]) -> bool:
+        """Count the loss of an engine with these sequences.
+
+        Return True if the request may be submitted again.
+        """
         self.num_losses += 1
         self.num_running_losses += had_run
+        self._failure = failure
+        self._waiting = frozenset() if had_run else frozenset(request_ids)
         return self.num_losses <= MAX_RESUBMISSIONS and self.num_running_losses <= MAX_RUNNING_LOSSES
+
+    def note_launched(self, request_ids: frozenset[int]) -> Failure | None:
+        """Learn of sequences that a lost engine had begun to compute.
+
+        Return the failure by which the request ends if it was lost with too many such engines.
+        """
+        if self._waiting.isdisjoint(request_ids):
+            return None
+        self._waiting = frozenset()
+        self.num_running_losses += 1
+        return self._failure if self.num_running_losses > MAX_RUNNING_LOSSES else None
 
     def waits_for_room(self, failure: Failure, had_run: bool) -> bool:
         """Return True if a request that was refused waits until an engine has room.

@@ -105,10 +105,9 @@ class Generation:
         self._begin()
         if self.without_engine:
             return
-        count, tokens = admitted.num_choices, admitted.prompt_tokens * admitted.options.n
         max_concurrent, max_queued_tokens = client.load_limits(max_concurrent, max_queued_tokens)
-        check_overload(client.num_open, count, max_concurrent, client.seconds_until_ended)
-        check_queue(client.queued_tokens, tokens, max_queued_tokens, client.seconds_until_prefilled)
+        check_overload(client.num_open, admitted.num_choices, max_concurrent, client.seconds_until_ended)
+        check_queue(client.queued_tokens, admitted.prompt_tokens, max_queued_tokens, client.seconds_until_prefilled)
         if timeout:
             left = self.arrived + timeout - self._clock()
             self._deadline = asyncio.get_running_loop().call_later(max(left, 0.0), self._expire, timeout)
@@ -192,8 +191,7 @@ class Generation:
             return ApiError(500, "the engine aborted the request", None, ErrorCode.ENGINE_FAILED.value)
         admitted, retry_after = self.admitted, RETRY_AFTER_SECONDS
         if terminal.code in _RETRIED:
-            tokens = admitted.prompt_tokens * admitted.options.n
-            retry_after = self._client.retry_after(terminal.code, admitted.num_choices, tokens)
+            retry_after = self._client.retry_after(terminal.code, admitted.num_choices, admitted.prompt_tokens)
         return self._attempts.error(terminal, retry_after)
 
     async def collect(self, on_batch: Callable[[Sequence[ChoiceDelta]], None] | None = None) -> list[ChoiceDelta]:
@@ -238,6 +236,11 @@ class Generation:
     def had_run(self) -> bool:
         """True if an engine that was lost had begun to compute the request."""
         return self._attempts.num_running_losses > 0
+
+    def note_launched(self, request_ids: frozenset[int]) -> bool:
+        if (failure := self._attempts.note_launched(request_ids)) is not None:
+            self.give_up(self._error_of(failure))
+        return failure is None
 
     def resubmit(self) -> None:
         """Submit every sequence again, to the engine that has come back.
@@ -296,10 +299,10 @@ class Generation:
         """
         if self._is_sent or not isinstance(failure, Failure):
             return False
-        had_run = any(stream.had_run for stream in self._streams)
+        had_run = any(stream.is_started for stream in self._streams)
         if failure.code in ENGINE_LOSSES:
             self._lost_at += self._clock() - self._resubmitted_at
-            if not self._attempts.lose(had_run):
+            if not self._attempts.lose(failure, had_run, [stream.request_id for stream in self._streams]):
                 return False
         elif not self._attempts.waits_for_room(failure, had_run):
             return False
@@ -324,9 +327,8 @@ class Generation:
         """Turn the new tokens of streams into deltas that have something to send."""
         now = self._clock()
         deltas: list[ChoiceDelta] = []
-        for stream in ready:
-            if stream.request_id in self._open:
-                self._advance(stream, now, deltas)
+        for stream in [stream for stream in ready if stream.request_id in self._open]:
+            self._advance(stream, now, deltas)
         return deltas
 
     def _advance(self, stream: TokenStream, now: float, deltas: list[ChoiceDelta]) -> None:

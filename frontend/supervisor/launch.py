@@ -204,9 +204,8 @@ async def supervise(
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
         log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
         level_file = private / "log-level"
-        command = engine_command(
-            endpoint, options, (*log, "--log-level-file", str(level_file), *transport_argv(arguments))
-        )
+        files = ("--log-level-file", str(level_file), "--launches-dir", str(private / "launches"))
+        command = engine_command(endpoint, options, (*log, *files, *transport_argv(arguments)))
         process = ManagedProcess("engine core", command)
         engine = SupervisedEngine(
             process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch), level_file

@@ -93,3 +93,18 @@ def test_requests_without_a_group_are_judged_one_by_one(control: Control) -> Non
     control.apply(b"a", Abort([1]))
     assert ask(control, b"a", 4) == ""
     assert control.stats.requests_failed == {"overloaded": 2}
+
+
+def test_choices_wait_with_one_prompt(control: Control) -> None:
+    def choose(number: int, choice: int, group: int, tokens: int) -> Failure | None:
+        params = SamplingParams(4, choice=choice)
+        answer = control.apply(b"a", Submit(number, pack_ids([5] * tokens), params, group=group))
+        assert answer is None or isinstance(answer, Failure)
+        return answer
+
+    assert [choose(number, number - 1, 1, 5) for number in (1, 2, 3)] == [None] * 3
+    assert control.scheduler.queued.num_tokens == 5
+    assert choose(4, 0, 4, 4) is None
+    assert control.scheduler.queued.num_tokens == 9, "as many as may wait"
+    control.apply(b"a", Abort([1, 2, 3, 4]))
+    assert control.scheduler.queued.num_tokens == 0

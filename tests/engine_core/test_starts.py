@@ -33,6 +33,20 @@ def test_start_is_sent_before_the_first_launch() -> None:
     assert known == [{1}], "the second one has no row yet"
 
 
+def test_requests_that_have_a_row_are_announced_with_the_step_that_begins_them() -> None:
+    """Those that wait for room in a step are not to blame for one before."""
+    bench = Bench(1, rows=4)
+    for number in range(1, 4):
+        prompt = pack_ids([10 + number] * 40)
+        bench.say(Submit(number, prompt, SamplingParams(3, ignore_eos=True)))
+    bench.engine.tick()
+    assert len(bench.scheduler.running) == 3
+    assert bench.mailbox.announced == {(CLIENT, 1), (CLIENT, 2)}, "64 positions of 120"
+    bench.finish()
+    assert bench.mailbox.announced == {(CLIENT, number) for number in range(1, 4)}
+    assert bench.at_rest()
+
+
 def test_start_of_a_request_that_lost_an_engine_has_left_the_process_before_the_first_launch() -> None:
     bench = Bench(2)
     bench.submit(1, 3)

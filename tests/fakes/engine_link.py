@@ -1,6 +1,6 @@
 """A link to an engine that opens no socket, and the engine's end of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,7 +10,18 @@ from tandem.frontend.engine.streams import OpenStreams
 from tandem.protocol.codec import decode_command, step_output
 from tandem.protocol.commands import Abort, AnyCommand, Submit
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import AnyEvent, Failure, Heartbeat, Limits, ModelFacts, Phase, Ready, Started, StepOutput
+from tandem.protocol.events import (
+    AnyEvent,
+    Failure,
+    Heartbeat,
+    Launched,
+    Limits,
+    ModelFacts,
+    Phase,
+    Ready,
+    Started,
+    StepOutput,
+)
 from tandem.protocol.stats import EngineStats
 from tandem.protocol.version import PROTOCOL_VERSION
 
@@ -37,8 +48,9 @@ class FakeLink:
         self.breaks_after: int | None = None
         """Commands after which the link breaks while one is sent; None for never."""
 
-    def open(self, _endpoint: str, _transport: object, _name: str, now: float) -> None:
-        self.opened_at = now
+    def open(self, _endpoint: str, _transport: object, _name: str, now: float, lost_identity: bytes = b"") -> None:
+        self.opened_at, self.lost_identity = now, lost_identity
+        self.identity = b"link %d" % len(self.opened)
         self.opened.append(self.epoch)
 
     def send_encoded(self, data: bytes) -> None:
@@ -91,10 +103,21 @@ def heartbeat(
     return Heartbeat(epoch, phase, percent, "", 0, stats or EngineStats())
 
 
-def connect(client: EngineClient, epoch: int, facts: ModelFacts = FACTS, limits: Limits = LIMITS) -> FakeLink:
-    """Let the client hear an engine and shake hands with it; return the link."""
+def connect(
+    client: EngineClient,
+    epoch: int,
+    facts: ModelFacts = FACTS,
+    limits: Limits = LIMITS,
+    launched: Sequence[int] = (),
+) -> FakeLink:
+    """Let the client hear an engine and shake hands with it; return the link.
+
+    The engine knows of `launched` requests of the link before.
+    """
     client._on_heartbeat(heartbeat(epoch))
     link = client._link
     assert isinstance(link, FakeLink), link
+    if launched:
+        link.on_event(Launched([*launched]))
     link.answer(facts, limits)
     return link

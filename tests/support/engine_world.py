@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 from msgspec import structs
 from prometheus_client import CollectorRegistry
@@ -142,11 +143,11 @@ class World:
         await self.settle()
         return asked
 
-    async def engine(self, facts: ModelFacts = FACTS) -> FakeLink:
-        """Let a new engine be ready, unless there is one."""
+    async def engine(self, facts: ModelFacts = FACTS, launched: Sequence[int] = ()) -> FakeLink:
+        """Let a new engine be ready, unless there is one. It knows of `launched` sequences of the one before."""
         if self.link is None or self.link.ready is None:
             self.epoch += 1
-            self.links.append(connect(self.client, self.epoch, facts))
+            self.links.append(connect(self.client, self.epoch, facts, launched=launched))
             await self.settle()
         assert self.link is not None
         return self.link
@@ -214,6 +215,11 @@ class World:
             while self.open():
                 await self.step(0, LENGTH)
         raise AssertionError("requests without an end")
+
+    def last_ids(self, asked: Asked) -> list[int]:
+        """Return the ids of a request's sequences in the last engine."""
+        sent = self.links[-1].sent
+        return [one.request_id for one in sent if isinstance(one, Submit) and one.http_request_id == asked.name]
 
     def by_name(self, link: FakeLink) -> list[str]:
         """Return the requests that an engine got, in the order of their submission."""

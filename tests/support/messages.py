@@ -26,6 +26,7 @@ from tandem.protocol.events import (
     InspectedSequence,
     InspectedSession,
     Inspection,
+    Launched,
     Limits,
     ModelFacts,
     Phase,
@@ -136,6 +137,7 @@ EVENTS = (
     st.builds(Ready, protocol_version=ANY_INT, engine_epoch=ANY_INT, model=FACTS, limits=LIMITS)
     | st.builds(Refused, message=TEXT)
     | st.builds(Closed, message=TEXT)
+    | st.builds(Launched, request_ids=st.lists(ANY_INT, max_size=3))
     | st.builds(
         StepOutput,
         step_id=ANY_INT,

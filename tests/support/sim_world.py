@@ -282,7 +282,11 @@ class World:
                     f"page {page} is read under two namespaces"
                 )
         accepted = [*self.scheduler.waiting, *self.scheduler.compiling.values(), *self.scheduler.held]
-        unanswered = [seq.prompt_len for seq in accepted if seq.outcome is None and not seq.generated]
+        unanswered = [
+            seq.prompt_len
+            for seq in accepted
+            if seq.outcome is None and not seq.generated and seq.submit.sampling.choice == 0
+        ]
         assert self.scheduler.queued.num_tokens == sum(unanswered)
         assert self.scheduler.num_open <= self.engine.control.limits.max_concurrent
         assert not holders, f"steps hold sequences whose leases are closed: {holders}"

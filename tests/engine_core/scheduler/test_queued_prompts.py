@@ -73,3 +73,18 @@ def test_removal_is_idempotent() -> None:
     for _ in range(2):
         queued.remove(1)
     assert queued.num_tokens == 0
+
+
+def test_choices_count_once_and_each_tells_of_its_first_token() -> None:
+    scheduler = new()
+    params = [SamplingParams(3, ignore_eos=True, choice=choice) for choice in range(3)]
+    added(scheduler, *[submitted(number, range(10, 16), one) for number, one in enumerate(params, 1)])
+    assert scheduler.queued.num_tokens == 6
+    first: list[int] = []
+    for step in range(1, 20):
+        scheduler.admit_waiting()
+        plan = launched(scheduler, step)
+        first += [seq.id for seq in commit(scheduler, plan, [20] * len(plan.rows)).first_tokens]
+        if not scheduler.num_open:
+            break
+    assert (scheduler.queued.num_tokens, sorted(first)) == (0, [1, 2, 3])

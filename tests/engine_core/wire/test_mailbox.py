@@ -3,18 +3,20 @@
 import select
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
 from tandem.engine_core.contracts import TokenDelta
+from tandem.engine_core.wire.launch_record import LaunchRecord
 from tandem.engine_core.wire.mailbox import MAX_DRAINED_MESSAGES, ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode, runs
 from tandem.protocol.commands import Abort, AnyCommand, Goodbye, Hello
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished, Refused, Started, StepOutput
+from tandem.protocol.events import Failure, Finished, Launched, Refused, Started, StepOutput
 from tandem.protocol.sockets import (
     ENCRYPTION_BYTES,
     MAX_COMMAND_BYTES,
@@ -186,6 +188,33 @@ class TestDrain:
         wire.wakeup.close()
         wire.mailbox.wake()
         assert wire.wakeup.reader.fileno() == -1
+
+
+class TestLaunches:
+    def test_requests_of_a_lost_connection_are_told_to_its_owner_before_anything_else(
+        self, wire: Wire, tmp_path: Path
+    ) -> None:
+        before = LaunchRecord(tmp_path)
+        before.open()
+        wire.mailbox = ZmqMailbox(wire.router, wire.wakeup, launches=before)
+        peers = [wire.dealer() for _ in range(2)]
+        for dealer in peers:
+            send_all(dealer, [encode(Hello(1, 1, "x"))])
+        wire.drained(2)
+        for number, dealer in enumerate(peers):
+            wire.mailbox.add_start(dealer.identity, Started(7 + number, 0))  # and the engine dies before any flush
+        after = LaunchRecord(tmp_path)
+        after.open()
+        wire.mailbox = ZmqMailbox(wire.router, wire.wakeup, launches=after)
+        new, other = wire.dealer(), wire.dealer()
+        send_all(new, [encode(Hello(1, 2, "x", peers[1].identity))])
+        send_all(other, [encode(Hello(1, 2, "x", b"f" * 16))])
+        for client, _ in wire.drained(2):
+            wire.mailbox.reply(client, Refused("the next message"))
+        assert [decode_event(new.recv()), decode_event(new.recv())] == [Launched([8]), Refused("the next message")]
+        assert decode_event(other.recv()) == Refused("the next message")
+        before.close()
+        after.close()
 
 
 class TestFlush:

@@ -16,6 +16,11 @@ class Request:
         self.log, self.had_run, self.arrived = log, had_run, arrived
         self.error: ApiError | None = None
         self.problem: Exception | None = None
+        self.deadly: frozenset[int] = frozenset()
+        """Sequences that must not turn out to have run."""
+
+    def note_launched(self, request_ids: frozenset[int]) -> bool:
+        return self.deadly.isdisjoint(request_ids)
 
     def resubmit(self) -> None:
         if self.problem is not None:
@@ -36,6 +41,18 @@ def test_waiting_requests_come_before_those_that_had_run_and_the_oldest_first(or
     assert held.resubmit(2, 0.0) == 6
     assert [(one.had_run, one.arrived) for one in log] == sorted(order)
     assert len(held) == 0
+
+
+def test_requests_that_turn_out_to_have_run_too_often_are_held_no_longer() -> None:
+    log: list[Request] = []
+    held = HeldRequests(60.0)
+    guilty, innocent = Request(log), Request(log)
+    guilty.deadly, innocent.deadly = frozenset({1, 2}), frozenset({3})
+    for request in (guilty, innocent):
+        held.add(request, 1, 0.0, 0.0)
+    held.note_launched(frozenset({2, 4}))
+    assert held.resubmit(2, 0.0) == 1
+    assert log == [innocent]
 
 
 def test_a_request_returns_to_the_link_that_it_was_lost_on_only_after_a_while() -> None:

@@ -61,7 +61,7 @@ def test_queued_prompt_tokens_are_bounded(limited: RunningServer, engine: FakeEn
     engine.hold = True
     with ThreadPoolExecutor(1) as pool:
         # More than the limit by itself, yet nothing else waits.
-        waiting = pool.submit(complete, limited, prompt=[5] * 20, n=2)
+        waiting = pool.submit(complete, limited, prompt=[[5] * 20] * 2, n=2)
         until(lambda: client.queued_tokens == 40)
         refused = complete(limited)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")

@@ -1,0 +1,99 @@
+"""Requests that an engine has launched, in a file that outlives it."""
+
+import logging
+import mmap
+import os
+import struct
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+NUM_ENTRIES = 8192
+"""Requests that a file names, the latest ones. The frontends know of earlier ones from their announcements."""
+NUM_FILES = 3
+"""Earlier lives whose files are kept: a frontend may meet an engine only after the next one has begun."""
+
+_ENTRY = struct.Struct("<16sQ")
+"""Identity of the connection, padded or cut to 16 bytes, and request id."""
+
+
+class LaunchRecord:
+    """Requests in the launches of one engine, and of those before it.
+
+    An announcement over a socket can be lost with the process that sends it, for libzmq sends from a thread of its own.
+    The pages of a mapped file belong to the kernel: a process that is killed right after it has written them loses
+    nothing, and a write costs no system call. Each life has a file of its own in the folder, which the supervisor
+    keeps from life to life. A host that fails loses the folder; then the announcements are all there is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._launched: dict[bytes, list[int]] = defaultdict(list)
+        self._map: mmap.mmap | None = None
+        self._next = 0
+        """Entry that is written next."""
+
+    def open(self) -> None:
+        """Read what the lives before have written, and begin the file of this one.
+
+        Without a file, because of a disk that is full for example, nothing is recorded, and a warning says so.
+        """
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            files = sorted(self._folder.iterdir())
+            for file in files[:-NUM_FILES]:
+                file.unlink()
+            for file in files[-NUM_FILES:]:
+                self._read(file)
+            number = int(files[-1].name) + 1 if files else 1
+            self._map = _create(self._folder / f"{number:012}")
+        except (OSError, ValueError) as error:
+            template = "requests that make engines fail may do so once more than otherwise: %s cannot be written: %s"
+            logger.warning(template, self._folder, error)
+
+    def note(self, client: bytes, request_id: int) -> None:
+        """Record that a request is in the next launch."""
+        if self._map is not None:
+            _ENTRY.pack_into(self._map, self._next * _ENTRY.size, client, request_id)
+            self._next = (self._next + 1) % NUM_ENTRIES
+
+    def launched(self, client: bytes) -> list[int]:
+        """Return what earlier lives launched for a connection."""
+        return self._launched.get(_key(client), [])
+
+    def close(self) -> None:
+        """Unmap the file, which stays."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _read(self, file: Path) -> None:
+        data = file.read_bytes()
+        for client, request_id in _ENTRY.iter_unpack(data[: len(data) // _ENTRY.size * _ENTRY.size]):
+            if any(client):
+                self._launched[client].append(request_id)
+
+
+def _create(file: Path) -> mmap.mmap:
+    """Create a file and map it.
+
+    Its blocks are reserved: a write to a page that the disk has no room for would kill the process.
+    """
+    size = NUM_ENTRIES * _ENTRY.size
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except OSError:
+        with suppress(OSError):
+            file.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _key(client: bytes) -> bytes:
+    """Return an identity as an entry has it."""
+    return client[:16].ljust(16, b"\0")
