@@ -5,6 +5,7 @@ benchmark therefore runs several and reports the CPU time of each: near 100 % of
 """
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -152,6 +153,8 @@ def serve_jobs(pipe: Any, process: int, processes: int, counts: Any) -> None:
     The answers are: anything when ready, upon which the start time is sent, and the share as msgpack. `counts` is
     shared memory with one number a process, for the progress bar.
     """
+    # Ctrl-C reaches the whole process group; the parent ends its clients itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def finished() -> None:
         counts[process] += 1

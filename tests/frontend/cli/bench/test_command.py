@@ -1,18 +1,24 @@
 """`tandem bench` against a frontend and a fake engine: counts, not times."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from tandem.frontend.cli.bench.client import Job
+from tandem.frontend.cli.bench.clients import Clients
 from tandem.frontend.cli.bench.command import load_of, workload_of
+from tandem.frontend.cli.bench.completion import Dialect
 from tandem.frontend.cli.bench.connection import Endpoint
 from tandem.frontend.cli.bench.ready_check import wait_for_model
-from tandem.frontend.cli.bench.workloads import Load, Span
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.config import FrontendConfig
+from tandem.frontend.progress import Progress
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer
 from tests.support.certificate import write_certificate
@@ -137,6 +143,23 @@ def test_bench_trusts_the_certificates_that_it_is_given(
         assert len(engine.submits) == 6
     finally:
         secure.stop()
+
+
+def test_ctrl_c_is_left_to_the_parent_of_the_clients(server: RunningServer, engine: FakeEngine) -> None:
+    workload = Workload(0, Span(5, 5), Span(7, 7), Span(10, 20))
+    dialect = Dialect("fake-model")
+
+    def send(clients: Clients, label: str) -> list[str | None]:
+        job = Job([Endpoint.parse(server.url)], dialect, workload, Load(label, 1, requests=1), 30.0)
+        (share,) = clients.run(job, Progress(label, 1))
+        return [record.error for record in share.records]
+
+    with Clients(1) as clients:
+        assert send(clients, "first") == [None]
+        (process,) = clients._processes
+        os.kill(process.pid or 0, signal.SIGINT)
+        assert send(clients, "second") == [None]
+    assert process.exitcode == 0 and len(engine.submits) == 2
 
 
 def test_server_names_its_model(server: RunningServer) -> None:
