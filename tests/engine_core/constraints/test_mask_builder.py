@@ -65,6 +65,22 @@ def test_every_end_id_is_allowed_where_a_grammar_may_end(grammars: Grammars, mas
     assert not set(ENDS) & set(allowed(out[1]))
 
 
+def test_a_string_may_end_after_every_token_of_it(grammars: Grammars, mask_builder: MaskBuilder) -> None:
+    """An answer that runs on in a string is the model's choice, not the mask's."""
+    tokenizer, out = grammars.prepare(), masks(1)
+    (quote,) = tokenizer.tokenize_str('"')
+    schema = LLMatcher.grammar_from_json_schema({"type": "string"}, overrides={"whitespace_flexible": False})
+    followed = grammars.compile(schema).constraint(ignore_ends=False)
+    begun = 0
+    for token in tokenizer.tokenize_str('"Remove any common\\nleading whitespace `text`, \u00e9\u4e2d 12.'):
+        assert followed.accept(token)
+        begun += 1
+        mask_builder.fill([(followed, 0)], out)
+        text = tokenizer.decode_bytes([token])
+        assert quote in allowed(out[0]) or text.endswith(b"\\") or text[-1] >= 0x80, text
+    assert begun > 10
+
+
 def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars, mask_builder: MaskBuilder) -> None:
     out = masks(3)
     mask_builder.fill([(constraint(grammars, "a*", ignore_ends=True), 0), (constraint(grammars, "", True), 2)], out)
