@@ -19,7 +19,8 @@ sys.meta_path.insert(0, Block())
 """Module that Python imports at its start, after which no import finds the libraries of GPU kernels."""
 
 
-# Not of the session: an idle server, with its heartbeats, would take a good part of a core to the end of the suite.
+# Not of the session: an idle server, with its heartbeats, takes CPU to the end of the suite. The folder is a package
+# so that a fixture can have its scope.
 @pytest.fixture(scope="package")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server whose processes have neither Triton nor FlashInfer, which a CPU does not need."""
