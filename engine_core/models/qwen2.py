@@ -4,6 +4,9 @@ It is Llama's decoder with biases of queries, keys and values, and none of the o
 have a sliding window.
 """
 
+import logging
+from typing import Any
+
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.pre_norm_block import PreNormBlock
@@ -13,17 +16,27 @@ from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.models.sliding_fields import SlidingFields
 from tandem.engine_core.rope_config import Count
 
+logger = logging.getLogger(__name__)
+
 
 class Qwen2Fields(SlidingFields, kw_only=True):
     """The fields of config.json that this family reads."""
 
     max_position_embeddings: Count = 32768
+    dual_chunk_attention_config: dict[str, Any] | None = None
+    """How the models of a million positions turn keys that are far away, which transformers does not do either."""
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
     """Return the facts of a model from its config.json."""
     fields = source.read(Qwen2Fields)
     head_dim = fields.head_dim or fields.hidden_per_head
+    if fields.dual_chunk_attention_config is not None:
+        trained = fields.dual_chunk_attention_config.get("original_max_position_embeddings")
+        logger.warning(
+            "dual chunk attention is not computed, as in transformers: answers to contexts beyond the %s positions "
+            "that the model was trained with get worse; --max-len keeps requests within them", trained,
+        )  # fmt: skip
     return source.resolve(
         fields,
         head_dim=head_dim,

@@ -29,8 +29,9 @@ def explain(folder: Path) -> str:
     if not formats:
         return ""
     return (
-        f"{folder} has no {CONFIG}, but {', '.join(formats)}; give a folder in Hugging Face's format, with {CONFIG}, "
-        "safetensors and tokenizer, or the name of such a model on the hub"
+        f"{folder} has no {CONFIG}, and its weights are in a format that is not supported: {', '.join(formats)}; give "
+        f"a folder in Hugging Face's format, with {CONFIG}, safetensors and tokenizer, or the name of such a model on "
+        "the hub"
     )
 
 

@@ -97,3 +97,17 @@ def test_malformed_windows_are_refused(fields: dict[str, Any], words: str, tmp_p
     with pytest.raises(ConfigError) as refused:
         read_config(tmp_path)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("trained", [None, 262_144])
+def test_models_of_a_million_positions_are_served_without_dual_chunk_attention_and_say_so(
+    trained: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {name: value for name, value in SMALL.items() if name != "initializer_range"}
+    config = {"architectures": ["Qwen2ForCausalLM"], **sizes, "max_position_embeddings": 1_010_000}
+    chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": trained}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | ({"dual_chunk_attention_config": chunks} if trained else {}))
+    )
+    assert read_config(tmp_path).max_positions == 1_010_000
+    assert ("beyond the 262144 positions that the model was trained with" in caplog.text) is (trained is not None)
