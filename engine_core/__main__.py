@@ -129,7 +129,8 @@ def main() -> int:
     try:
         serve(arguments)
     except ConfigError as error:
-        refuse("tandem engine", str(error), is_child=True)
+        for problem in error.problems:
+            refuse("tandem engine", problem, is_child=True)
         return ExitCode.CONFIG
     except DeviceBusyError as error:
         refuse("tandem engine", str(error), is_child=True)

@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_check:
         arguments.run = partial(run_check, problems=problems)
     elif problems:
-        return _refuse("; ".join(problems))
+        for problem in dict.fromkeys(problems):
+            refuse("tandem", problem)
+        return ExitCode.CONFIG
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt as interrupt:

@@ -141,6 +141,27 @@ class TestExitCodes:
         assert code == ExitCode.CONFIG
         assert "has no config.json" in said(caplog)
 
+    def test_each_setting_that_is_wrong_has_a_line_of_the_log(
+        self, run_dir: Path, monkeypatch: Any, caplog: Any
+    ) -> None:
+        write_model(run_dir)
+        flags = [
+            "--device",
+            "cpu",
+            "--kv-memory",
+            "1",
+            "--kv-tokens",
+            "4",
+            "--batching",
+            "static",
+            "--policy",
+            "priority",
+        ]
+        code = run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine", "--model", str(run_dir), *flags)
+        assert code == ExitCode.CONFIG
+        told = [record.getMessage()[:35] for record in caplog.records if record.levelname == "ERROR"]
+        assert told == ["--kv-memory and --kv-tokens both si", "--batching static and --policy prio"]
+
     def test_endpoint_in_use_exits_with_config(
         self, run_dir: Path, context: Any, monkeypatch: Any, caplog: Any
     ) -> None:
