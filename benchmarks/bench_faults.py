@@ -1,7 +1,7 @@
 """Seconds until clients are told and served after faults of several frontends.
 
     python -m benchmarks.bench_faults [--streams 100 2000] [--frontends 4] [--only NAME ...] [--save NAME]
-        [--real FLAGS ...]
+        [--tokens N] [--real FLAGS ...]
 
 Each fault has a server of its own: `tandem serve` with real processes, sockets and supervision, and a scripted engine.
 With 1,000 streams and more each stream gets 5 tokens a second, otherwise 20; --tokens-per-second changes that. Every
@@ -9,18 +9,21 @@ token of every stream is checked: a missing or repeated one ends the run. After 
 rows and pages that the engine still holds are counted as leaked.
 
 With --real, which comes last, the engine is a real one that gets the flags that follow, and its streams are as fast as
-it is: on two cores `--streams 300 --real --max-rows 320 --max-len 1024`, on a GPU a model folder of random weights.
+it is: on two cores `--streams 300 --real --max-rows 320 --max-len 1024`. On a GPU, a model folder of random weights
+(`benchmarks.shapes.make_folder`) and `--tokens 6000 --tokens-per-second 200`, so that streams last as long as a fault.
 """
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from msgspec import to_builtins
 
-from benchmarks.frontends.faults import FAULTS, SCRIPTED_ONLY, Outcome, Setup, measure
+from benchmarks.frontends.drill import Outcome, Setup
+from benchmarks.frontends.faults import FAULTS, SCRIPTED_ONLY, measure
 from benchmarks.frontends.silent_link import measure_silence
 from benchmarks.measuring.results import save
 
@@ -54,13 +57,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens-per-second", type=float, metavar="R", help="of each stream")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME",
                         help=", ".join(NAMES))  # fmt: skip
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a stream that is still open when its fault comes")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     parser.add_argument("--real", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of a real engine; comes last")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the servers that it has started
     real = None if arguments.real is None else tuple(arguments.real)
     found: list[Outcome] = []
     for streams in arguments.streams:
-        setup = Setup(streams, arguments.frontends, rate_of(streams, arguments.tokens_per_second), real)
+        rate = rate_of(streams, arguments.tokens_per_second)
+        setup = Setup(streams, arguments.frontends, rate, real, arguments.tokens)
         for name in arguments.only:
             if real is not None and name in (*SCRIPTED_ONLY, SILENCE):
                 continue

@@ -1,6 +1,5 @@
 """Faults of a service of several frontends, each with what it costs the clients."""
 
-import itertools
 import shutil
 import signal
 import time
@@ -8,146 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
-from msgspec import Struct
 
+from benchmarks.frontends.drill import AFTER_SECONDS, BEFORE_SECONDS, WAIT_SECONDS, Drill, Outcome, Setup
 from benchmarks.frontends.hostile import HostileClients
-from tandem.frontend.cli.bench.distribution import percentile
+from benchmarks.frontends.malformed import NUM_MESSAGES, MalformedSender
 from tests.fakes.scripted_engine import DEFAULT_MODEL, POISON_SEED, POISON_TOKENS, Script
 from tests.support.scripted_serving import ScriptedServing
 from tests.support.serving import Serving
-from tests.support.stream_client import Stream, StreamClient, Summary, answer, completion, summary
+from tests.support.stream_client import Stream, StreamClient, answer, completion
 
-ENDLESS, ENDLESS_REAL = 1900, 900
-"""Tokens of a stream that is still open when its fault comes, from a scripted engine and from a real one."""
-BEFORE_SECONDS, AFTER_SECONDS = 3.0, 8.0
-"""Times before and after a fault in which the gaps between tokens of the other streams are compared."""
-WAIT_SECONDS = 120.0
 WHOLE = 10
 """Requests whose replies are sent whole, so that none of them has output when the fault comes."""
-
-
-class Setup(Struct, frozen=True):
-    """Size of one measurement."""
-
-    streams: int
-    frontends: int
-    tokens_per_second: float
-    """Of each stream, from a scripted engine."""
-    real: tuple[str, ...] | None = None
-    """Flags of `tandem serve` with a real engine; None for a scripted one."""
-
-    @property
-    def endless(self) -> int:
-        """Tokens of a stream that is still open when its fault comes."""
-        return ENDLESS if self.real is None else ENDLESS_REAL
-
-
-class Outcome(Struct, frozen=True):
-    """Cost of one fault."""
-
-    fault: str
-    streams: int
-    goal: str
-    seconds: dict[str, float]
-    counts: dict[str, float]
-    leaked_rows: float
-    leaked_pages: float
-
-
-class Drill:
-    """One server with its streams, at the moment of a fault."""
-
-    def __init__(self, serving: Serving, client: StreamClient, setup: Setup) -> None:
-        self.serving = serving
-        self.client = client
-        self.setup = setup
-        self.seconds: dict[str, float] = {}
-        self.counts: dict[str, float] = {}
-        self.streams: list[Stream] = []
-        self._at = 0.0
-
-    def load(self, tokens: int = 0) -> list[Stream]:
-        """Open the streams, endless ones by default, and wait until each has had a token."""
-        self.streams = self.client.open(completion(tokens or self.setup.endless), self.setup.streams)
-        self.client.until_streaming(self.streams, WAIT_SECONDS)
-        assert all(not stream.outcome for stream in self.streams), summary(self.streams)
-        return self.streams
-
-    def strike(self, act: Callable[[], object]) -> None:
-        """Do the damage, and count seconds from here."""
-        self._at = time.monotonic()
-        act()
-
-    def note(self, name: str, condition: Callable[[], object]) -> None:
-        """Note the seconds from the fault until a condition holds.
-
-        It is asked ten times a second.
-        """
-        asked = 0.0
-
-        def holds() -> bool:
-            nonlocal asked
-            if time.monotonic() - asked < 0.1:
-                return False
-            asked = time.monotonic()
-            return bool(condition())
-
-        self.client.until(holds, name, WAIT_SECONDS)
-        self.seconds[name] = round(time.monotonic() - self._at, 3)
-
-    def note_ends(self, streams: Sequence[Stream], name: str = "last stream told") -> None:
-        """Note when the last of these streams ended."""
-        self.client.until_ended(streams, WAIT_SECONDS)
-        self.seconds[name] = round(max(stream.ended for stream in streams) - self._at, 3)
-
-    def count(self, streams: Sequence[Stream], what: str) -> None:
-        """Count these streams by their outcome; none may have lost or repeated a token."""
-        found = Summary.of(streams)
-        assert not found.problems, summary(streams)
-        self.counts |= {
-            f"{what}: {name}": number
-            for name, number in (("done", found.done), ("error", found.error), ("cut", found.cut), ("open", found.open))
-            if number
-        }
-
-    def note_gaps(self) -> None:
-        """Note the 99th percentile of the gaps between tokens before and after.
-
-        They are those of the streams that are still open.
-        """
-        living = [stream for stream in self.streams if not stream.outcome]
-        before = _gaps(living, self._at - BEFORE_SECONDS, self._at)
-        after = _gaps(living, self._at, self._at + AFTER_SECONDS)
-        if before and after:
-            self.seconds["ITL p99 before"] = round(percentile(before, 99), 4)
-            self.seconds["ITL p99 after"] = round(percentile(after, 99), 4)
-
-    def is_whole(self) -> bool:
-        """Return whether every frontend runs and the service is ready."""
-        return self.serving.num_serving() == self.setup.frontends and self.is_ready()
-
-    def is_ready(self) -> bool:
-        return answer(self.serving.address, "/health/ready")[0] == 200
-
-    def outcome(self, fault: str, goal: str) -> Outcome:
-        """Let every client go, and see what stays behind."""
-        for stream in self.client.streams:
-            self.client.drop(stream)
-        deadline = time.monotonic() + 10
-        while not (free := self.serving.rows_and_pages_are_free()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        share = self.serving.engine_metric("tandem_kv_cache_usage_perc")
-        pages = 0.0 if free else share * self.serving.engine_metric("tandem_kv_cache_pages")
-        rows = self.serving.engine_metric("tandem_num_requests_running")
-        return Outcome(fault, self.setup.streams, goal, self.seconds, self.counts, rows, round(pages))
-
-
-def _gaps(streams: Sequence[Stream], since: float, until: float) -> list[float]:
-    gaps = []
-    for stream in streams:
-        times = [at for at in stream.arrivals if since <= at <= until]
-        gaps += [after - before for before, after in itertools.pairwise(times)]
-    return sorted(gaps)
 
 
 def every_token(drill: Drill) -> Outcome:
@@ -165,9 +35,7 @@ def _engine(drill: Drill, signum: signal.Signals, fault: str, goal: str) -> Outc
     streams = drill.load()
     tokens = max(10, round(6 * drill.setup.tokens_per_second))
     whole = drill.client.open(completion(tokens, stream=False), WHOLE)
-    rows = drill.setup.streams + WHOLE
-    drill.note("a row for each", lambda: drill.serving.engine_metric("tandem_num_requests_running") == rows)
-    drill.seconds.clear()
+    drill.await_rows(drill.setup.streams + WHOLE)
     engine = drill.serving.engine
     drill.strike(lambda: engine.send_signal(signum))
     drill.note_ends(streams)
@@ -314,13 +182,18 @@ def unreadable_config(drill: Drill) -> Outcome:
 def poison(drill: Drill) -> Outcome:
     """Send a request that kills the engine."""
     before = drill.serving.engine_metric("tandem_engine_restarts_total")
+
+    def restarts() -> float:
+        return drill.serving.engine_metric("tandem_engine_restarts_total") - before
+
     poisonous: list[Stream] = []
     body = completion(2 * POISON_TOKENS, stream=False, seed=POISON_SEED)
     drill.strike(lambda: poisonous.extend(drill.client.open(body)))
     drill.note_ends(poisonous, "refused")
     drill.counts["its status"] = poisonous[0].status
+    drill.client.until(lambda: restarts() >= 2, "a third engine", WAIT_SECONDS)
     drill.note("ready again", drill.is_ready)
-    drill.counts["engines killed"] = drill.serving.engine_metric("tandem_engine_restarts_total") - before
+    drill.counts["engines killed"] = restarts()
     return drill.outcome("a request that kills the engine", "two engines at most")
 
 
@@ -342,6 +215,24 @@ def hostile_clients(drill: Drill) -> Outcome:
     return drill.outcome("3,000 idle, 200 never read, 2,000 leave", "ITL p99 doubled at most; live in 0.5 s")
 
 
+def malformed_messages(drill: Drill) -> Outcome:
+    """Send malformed messages to the engine."""
+    streams = drill.load()
+    drill.client.run(BEFORE_SECONDS)
+    engine = drill.serving.engine
+    before = engine.memory_info().rss
+    with MalformedSender(drill.setup.endpoint(drill.serving.log.parent)) as sender:
+        drill.strike(sender.start)
+        drill.note(f"{NUM_MESSAGES:,} messages read", sender.has_ended)
+        drill.counts["its exit code"] = sender.exit_code
+    assert engine.is_running()
+    drill.counts["MiB grown"] = round((engine.memory_info().rss - before) / 2**20, 1)
+    drill.counts["KiB of log"] = round(drill.serving.log.stat().st_size / 2**10, 1)
+    drill.note_gaps()
+    drill.count(streams, "streams")
+    return drill.outcome("100,000 malformed messages", "no crash, no leak, others unaffected, the log bounded")
+
+
 def _memory(drill: Drill) -> float:
     """Return the resident memory of all frontends in MiB."""
     return sum(process.memory_info().rss for process in drill.serving.frontends()) / 2**20
@@ -361,13 +252,14 @@ FAULTS: dict[str, Callable[[Drill], Outcome]] = {
     "unreadable-config": unreadable_config,
     "poison": poison,
     "hostile-clients": hostile_clients,
+    "malformed-messages": malformed_messages,
 }
 
 
 def measure(name: str, setup: Setup, folder: Path) -> Outcome:
     """Start a server for one fault, and measure what the fault costs."""
     flags = ("--frontends", str(setup.frontends), "--max-concurrent", "8192", "--max-queued-tokens", "1000000")
-    flags += ("--max-waiting", "8192", "--log-level", "warning")
+    flags += ("--max-waiting", "8192", "--log-level", "warning", "--endpoint", setup.endpoint(folder))
     serving: Serving
     if setup.real is None:
         script = Script(tokens_per_second=setup.tokens_per_second)

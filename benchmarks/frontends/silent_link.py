@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.frontends.faults import Drill, Outcome, Setup
+from benchmarks.frontends.drill import Drill, Outcome, Setup
 from tests.fakes.scripted_engine import Script
 from tests.support.remote_engine import remote_engine
 from tests.support.stream_client import StreamClient
@@ -23,6 +23,7 @@ def measure_silence(setup: Setup, folder: Path) -> Outcome:
     ):
         drill = Drill(remote, client, setup)
         streams = drill.load()
+        drill.await_rows(len(streams))
         drill.strike(proxy.silence)
         drill.note("rows free", lambda: remote.engine_metric("tandem_num_requests_running") == 0)
         drill.note_ends(streams)

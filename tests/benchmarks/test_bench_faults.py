@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import bench_faults
 from benchmarks.bench_faults import rate_of, text
-from benchmarks.frontends.faults import Outcome
+from benchmarks.frontends.drill import Outcome
 from benchmarks.measuring import results
 
 
