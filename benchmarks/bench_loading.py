@@ -6,7 +6,8 @@ A checkpoint of noise is written in the shape (or the one in --folder is taken) 
 in GB/s: reading its files by several numbers of threads, and copies of pinned memory to the device. Then, each in a
 process of its own: the load by the engine's loader for several numbers of threads, the best of three, with the peak of
 anonymous memory above the idle process; and one tensor after the other with the safetensors library. At last the
-seconds from `tandem serve` to ready, with a cold Triton cache and with a warm one.
+seconds from `tandem serve` to ready, with a cold Triton cache and with a warm one; --warm-cache names one that earlier
+starts have filled, and the cold start is left out.
 
 Ceilings: a load takes 1.2 times the checkpoint's bytes over the bandwidth of copies, and 2 GiB of memory; ready with a
 warm cache comes 15 s after that.
@@ -184,8 +185,9 @@ def measure(folder: Path, work: Path, arguments: argparse.Namespace) -> dict[str
     figures |= {"load": loads, "load_over_ceiling": loads["seconds"] / ceiling, "library": library}
     if not arguments.no_serve:
         figures["ready_ceiling_seconds"] = ceiling + READY_SECONDS
-        for state in ("cold", "warm"):
-            found = measure_ready(folder, device, dtype, work / "triton", work / f"{state}.log")
+        cache = arguments.warm_cache or work / "triton"
+        for state in ("warm",) if arguments.warm_cache else ("cold", "warm"):
+            found = measure_ready(folder, device, dtype, cache, work / f"{state}.log")
             print(f"ready, Triton cache {state}: {found['seconds']:.1f} s {found['stages']}", flush=True)
             figures[f"ready_{state}"] = found
     return figures
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--no-serve", action="store_true", help="leave out the time to ready")
+    parser.add_argument("--warm-cache", type=Path, metavar="DIR", help="warm Triton cache, such as ~/.triton/cache")
     parser.add_argument("--work", type=Path, help="directory for checkpoint and caches (default: that of tempfile)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
