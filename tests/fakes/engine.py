@@ -122,6 +122,12 @@ class FakeEngine:
             self._thread.join(10)
             self._thread = None
 
+    def renew(self) -> None:
+        """Undo what was set from outside and forget what was received; clients and their requests stay."""
+        for name, value in vars(FakeEngine(self.endpoint)).items():
+            if not name.startswith("_") and name not in ("epoch", "facts", "stats"):
+                setattr(self, name, value)
+
     @property
     def num_running(self) -> int:
         return len(self._running)

@@ -1,6 +1,7 @@
 """Streams with `"stream_format": "events"` on both routes: an event for each token, then one end."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.fakes.engine import END_ID, FakeEngine
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer, post
 from tests.support.broken_stream import LONG, post_broken_stream
+from tests.support.shared_frontend import SharedFrontend, shared_frontend
 
 RAW = byte_level_tokenizer()
 TEXT = "one köln two three"
@@ -32,6 +34,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     RAW.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     return path
+
+
+@pytest.fixture(scope="module")
+def shared(model_dir: Path) -> Iterator[SharedFrontend]:
+    with shared_frontend(model_dir) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def engine(shared: SharedFrontend) -> FakeEngine:
+    return shared.renewed_engine()
+
+
+@pytest.fixture
+def server(shared: SharedFrontend) -> RunningServer:
+    return shared.server
 
 
 def ask(server: RunningServer, path: str, **fields: Any) -> httpx.Response:

@@ -11,6 +11,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer
+from tests.support.shared_frontend import SharedFrontend, shared_frontend
 
 RAW = byte_level_tokenizer()
 TEXT = "one 🙃 two"
@@ -22,6 +23,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(path)
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     return path
+
+
+@pytest.fixture(scope="module")
+def shared(model_dir: Path) -> Iterator[SharedFrontend]:
+    with shared_frontend(model_dir) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def engine(shared: SharedFrontend) -> FakeEngine:
+    return shared.renewed_engine()
+
+
+@pytest.fixture
+def server(shared: SharedFrontend) -> RunningServer:
+    return shared.server
 
 
 @pytest.fixture

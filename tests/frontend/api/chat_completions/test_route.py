@@ -9,7 +9,6 @@ import openai
 import pytest
 from msgspec import structs
 
-from tandem.frontend.config import FrontendConfig
 from tandem.protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
@@ -18,6 +17,7 @@ from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream
 from tests.support.event_stream import events
 from tests.support.reasoning_model import RAW, answer_with, encode, with_reasoning, write_reasoning_model
+from tests.support.shared_frontend import SharedFrontend, shared_frontend
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | length if tools else '' }}"
@@ -34,9 +34,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
+@pytest.fixture(scope="module")
+def shared(model_dir: Path) -> Iterator[SharedFrontend]:
+    with shared_frontend(model_dir, with_reasoning) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def engine(shared: SharedFrontend) -> FakeEngine:
+    return shared.renewed_engine()
+
+
 @pytest.fixture
-def config(config: FrontendConfig) -> FrontendConfig:
-    return with_reasoning(config)
+def server(shared: SharedFrontend) -> RunningServer:
+    return shared.server
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
@@ -262,10 +273,9 @@ def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeE
 
 
 @pytest.fixture
-def without_template(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
+def without_template(shared: SharedFrontend, tmp_path: Path) -> Iterator[RunningServer]:
     write_tokenizer(tmp_path)
-    engine.start()
-    running = RunningServer(structs.replace(config, model_dir=tmp_path)).start().ready()
+    running = RunningServer(structs.replace(shared.config, model_dir=tmp_path)).start().ready()
     yield running
     running.stop()
 
@@ -334,11 +344,10 @@ def test_fields_that_the_template_does_not_read_are_named(server: RunningServer)
 
 
 @pytest.fixture
-def without_tools(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
+def without_tools(shared: SharedFrontend, tmp_path: Path) -> Iterator[RunningServer]:
     """Run a server whose chat template renders no tools."""
     write_reasoning_model(tmp_path, TEMPLATE.replace("{{ tools | length if tools else '' }}", ""))
-    engine.start()
-    running = RunningServer(structs.replace(config, model_dir=tmp_path)).start().ready()
+    running = RunningServer(structs.replace(shared.config, model_dir=tmp_path)).start().ready()
     yield running
     running.stop()
 

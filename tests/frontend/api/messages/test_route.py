@@ -24,6 +24,7 @@ from tests.frontend.conftest import RunningServer, get
 from tests.frontend.conftest import post as send
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 from tests.support.rendering import rendered
+from tests.support.shared_frontend import SharedFrontend, shared_frontend
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}|{{ m.content }}"
@@ -47,9 +48,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
-@pytest.fixture
-def config(config: FrontendConfig) -> FrontendConfig:
+def configured(config: FrontendConfig) -> FrontendConfig:
     return structs.replace(with_reasoning(config), api_keys=("key-one",), max_body=100_000)
+
+
+@pytest.fixture(scope="module")
+def shared(model_dir: Path) -> Iterator[SharedFrontend]:
+    with shared_frontend(model_dir, configured) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def engine(shared: SharedFrontend) -> FakeEngine:
+    return shared.renewed_engine()
+
+
+@pytest.fixture
+def server(shared: SharedFrontend) -> RunningServer:
+    return shared.server
 
 
 @pytest.fixture

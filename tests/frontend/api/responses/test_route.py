@@ -1,5 +1,6 @@
 """`POST /v1/responses` over a real socket, in front of a scripted fake engine."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ import httpx
 import openai
 import pytest
 
-from tandem.frontend.config import FrontendConfig
 from tandem.protocol.codec import unpack_ids
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine
@@ -16,6 +16,7 @@ from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
+from tests.support.shared_frontend import SharedFrontend, shared_frontend
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
@@ -31,9 +32,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
+@pytest.fixture(scope="module")
+def shared(model_dir: Path) -> Iterator[SharedFrontend]:
+    with shared_frontend(model_dir, with_reasoning) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def engine(shared: SharedFrontend) -> FakeEngine:
+    return shared.renewed_engine()
+
+
 @pytest.fixture
-def config(config: FrontendConfig) -> FrontendConfig:
-    return with_reasoning(config)
+def server(shared: SharedFrontend) -> RunningServer:
+    return shared.server
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
