@@ -117,9 +117,10 @@ class TritonLinear(TorchLinear):
         fused = x.shape[0] == 1 and _fits(x, weight)
         gated = activation is not None
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu) if fused else None
+        update_weight = None if residual is None else norm.update_weight
+        norms = 1 if update_weight is None else 2
+        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms) if fused else None
         if plan is not None and (residual is None or residual.is_contiguous()):
-            update_weight = None if residual is None else norm.update_weight
             given = (x, residual, update_weight, norm.weight, norm.eps, weight, self.bias, plan, activation)
             return normed_product(*given, self.gpu.pdl)
         return super().apply_normed(x, residual, norm, activation)

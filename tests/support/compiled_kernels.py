@@ -154,12 +154,13 @@ def normed_products(gpu: GpuTraits, outputs: int, inputs: int) -> Iterator[Launc
     """The products of one row behind a norm, and behind two, that the chooser takes for a weight."""
     x, weight = half(1, inputs), half(outputs, inputs)
     for gated in (True, False):
-        plan = choose_normed(outputs // (1 + gated), inputs, gated, gpu)
-        if plan is not None:
+        shape = outputs // (1 + gated), inputs, gated
+        plan, sandwiched = choose_normed(*shape, gpu), choose_normed(*shape, gpu, norms=2)
+        if plan is not None and sandwiched is not None:
             one = (x, x, None, half(inputs), 1e-5, weight, None, plan, Activation.SILU if gated else None, gpu.pdl)
             yield lambda one=one: normed_product(*one)
             factors, activation = half(inputs, dtype=torch.float32), Activation.GELU_TANH if gated else None
-            two = (x, x, factors, factors, 1e-6, weight, None, plan, activation, gpu.pdl)
+            two = (x, x, factors, factors, 1e-6, weight, None, sandwiched, activation, gpu.pdl)
             yield lambda two=two: normed_product(*two)
 
 

@@ -60,13 +60,15 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTrai
     return _fitted(_planned("gated", size, width, inputs, rule, gpu), rows, itemsize, gpu, True)
 
 
-def choose_normed(outputs: int, inputs: int, gated: bool, gpu: GpuTraits, bits: int = 16) -> GemvPlan | None:
+def choose_normed(
+    outputs: int, inputs: int, gated: bool, gpu: GpuTraits, bits: int = 16, norms: int = 1
+) -> GemvPlan | None:
     """Choose the plan of one row's product, fused with the norm before it.
 
-    outputs: of the product, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight. None
-    stands for separate kernels.
+    outputs: of the product, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight; norms:
+    2 if x is normalised before it is added, too. None stands for separate kernels.
     """
-    rule = (_pieced_rule(inputs, gated) if bits == 16 else None) or normed_rule(inputs, gated)
+    rule = (_pieced_rule(inputs, gated) if bits == 16 and norms == 2 else None) or normed_rule(inputs, gated)
     if rule is None:
         return None
     operation: Operation = "normed_gated" if gated else "normed"
@@ -137,8 +139,9 @@ def normed_rule(inputs: int, gated: bool) -> GemvPlan | None:
 def _pieced_rule(inputs: int, gated: bool) -> GemvPlan | None:
     """Return the plan of one row's fused norm in pieces, None where it saves nothing.
 
-    As `pieced_gemv` says, a block of 4096 for at most 3072 inputs is mostly padding. Counted in registers and not
-    timed: for 2560 inputs behind two norms three programs of a gated product fit a multiprocessor and not two.
+    For products behind two norms, not timed but counted in registers: of 2560 inputs three programs of a gated product
+    fit a multiprocessor and not two, four of a plain one and not two of twice the warps. Behind one norm the registers
+    of as many programs suffice anyway.
     """
     if inputs % 8 or not 2 * PIECE < inputs <= 3 * PIECE:
         return None
