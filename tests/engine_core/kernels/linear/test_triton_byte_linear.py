@@ -22,6 +22,7 @@ from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme
 from tests.fakes.gpus import A100, H200, L4
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -59,8 +60,7 @@ def test_products_equal_those_of_any_device(case: tuple[ByteScheme, GpuTraits], 
     torch.testing.assert_close(found.apply(x), plain.apply(x), atol=4e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize(("case", "rows"), list(product(CASES, (1, 5))))
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("case", "rows", "width"), thinned(CASES, (1, 5), (64, 128)))
 def test_norm_and_gate_equal_those_of_any_device(
     case: tuple[ByteScheme, GpuTraits], rows: int, width: int, device: str
 ) -> None:
