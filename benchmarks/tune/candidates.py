@@ -22,14 +22,14 @@ from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_
 
 GROUP = 128
 """Inputs of a group of weights of four bits."""
-LEAST_A_THREAD, MOST_A_THREAD = 16, {16: 128, 8: 256, 4: 256}
+LEAST_A_THREAD, MOST_A_THREAD = 16, {16: 128, 8: 256, 4: 512}
 """Fewest and most weights, by their bits, that a thread of a GEMV holds.
 
 Fewer wait too often, more spill from its registers.
 """
 WAVES = 3
 """Most programs that a split-K product has for each multiprocessor when its inputs are divided."""
-SPLITK_TILES = ((64, 128, 4), (64, 128, 6), (64, 64, 6), (64, 256, 3), (128, 64, 4), (128, 128, 3))
+SPLITK_TILES = ((64, 128, 4), (64, 128, 6), (64, 128, 3), (64, 64, 6), (64, 256, 3), (128, 64, 4), (128, 128, 3))
 """block_n, block_k and stages."""
 DECODE_TILES = (
     *((64, 4, 4), (64, 4, 3), (64, 4, 2), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 2, 4)),

@@ -68,7 +68,8 @@ def choose_normed(
     outputs: of the product, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight; norms:
     2 if x is normalised before it is added, too. None stands for separate kernels.
     """
-    rule = (_pieced_rule(inputs, gated) if bits == 16 and norms == 2 else None) or normed_rule(inputs, gated)
+    pieced = _pieced_rule(inputs, gated) if bits == 16 and norms == 2 else None
+    rule = pieced or normed_rule(inputs, gated, bits)
     if rule is None:
         return None
     operation: Operation = "normed_gated" if gated else "normed"
@@ -121,13 +122,18 @@ def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Pla
     return SplitKPlan(TILE, 64, split, 6 if lone else 4)
 
 
-def normed_rule(inputs: int, gated: bool) -> GemvPlan | None:
+def normed_rule(inputs: int, gated: bool, bits: int = 16) -> GemvPlan | None:
     """Return the plan of one row's fused norm by the rule.
 
-    The weights have 16 or 8 bits.
+    The weights have 16 or 8 bits. With 8 a program has twice the rows, and so as many bytes for the norm that it does.
     """
     if inputs % 8 or inputs > MAX_NORM:
         return None
+    rule = _wide_rule(inputs, gated)
+    return rule if bits == 16 else replace(rule, tiles=2 * rule.tiles)
+
+
+def _wide_rule(inputs: int, gated: bool) -> GemvPlan:
     whole = 1 << (inputs - 1).bit_length()
     if whole <= 2048:
         return GemvPlan(2, whole, 2) if gated else GemvPlan(8, whole)
