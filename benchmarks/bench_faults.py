@@ -24,12 +24,13 @@ from msgspec import to_builtins
 
 from benchmarks.frontends.drill import Outcome, Setup
 from benchmarks.frontends.faults import FAULTS, SCRIPTED_ONLY, measure
-from benchmarks.frontends.silent_link import measure_silence
+from benchmarks.frontends.silent_link import measure_pulled_cable, measure_silence
 from benchmarks.measuring.results import save
 
 MANY, FAST, SLOW = 1000, 20.0, 5.0
-SILENCE = "silent-link"
-NAMES = [*FAULTS, SILENCE]
+LINKS = {"silent-link": measure_silence, "pulled-cable": measure_pulled_cable}
+"""Faults of the link to an engine on another host; the second one needs root, and runs only if it is named."""
+NAMES = [*FAULTS, *LINKS]
 
 
 def rate_of(streams: int, asked: float | None) -> float:
@@ -55,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 2000], help="(default: 100 2000)")
     parser.add_argument("--frontends", type=int, default=4, help="(default: 4)")
     parser.add_argument("--tokens-per-second", type=float, metavar="R", help="of each stream")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME",
-                        help=", ".join(NAMES))  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES[:-1], metavar="NAME",
+                        help=", ".join(NAMES) + " (default: all but the last, which needs root)")  # fmt: skip
     parser.add_argument("--tokens", type=int, metavar="N", help="of a stream that is still open when its fault comes")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     parser.add_argument("--real", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of a real engine; comes last")
@@ -68,11 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         rate = rate_of(streams, arguments.tokens_per_second)
         setup = Setup(streams, arguments.frontends, rate, real, arguments.tokens)
         for name in arguments.only:
-            if real is not None and name in (*SCRIPTED_ONLY, SILENCE):
+            if real is not None and name in (*SCRIPTED_ONLY, *LINKS):
                 continue
             with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-                silent = name == SILENCE
-                found.append(measure_silence(setup, Path(folder)) if silent else measure(name, setup, Path(folder)))
+                place = Path(folder)
+                found.append(LINKS[name](setup, place) if name in LINKS else measure(name, setup, place))
             print(text(found[-1]), flush=True)
     if arguments.save:
         config = {"streams": arguments.streams, "frontends": arguments.frontends, "real": real, "cores": os.cpu_count()}

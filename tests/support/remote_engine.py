@@ -3,7 +3,7 @@
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from tests.fakes.scripted_engine import DEFAULT_MODEL, Script
@@ -30,12 +30,13 @@ class SeparateServing(ScriptedServing):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def _run(self, *command: str) -> AbstractContextManager["subprocess.Popen[bytes]"]:
+        return self._start(str(self.tandem), *command)
+
     @contextmanager
-    def _run(self, *command: str) -> Iterator["subprocess.Popen[bytes]"]:
+    def _start(self, *command: str) -> Iterator["subprocess.Popen[bytes]"]:
         with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [str(self.tandem), *command], stdout=log, stderr=subprocess.STDOUT, env=self.environment
-            )
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self.environment)
         try:
             yield process
         finally:
