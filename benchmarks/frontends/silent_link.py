@@ -23,7 +23,7 @@ def measure_silence(setup: Setup, folder: Path) -> Outcome:
 
 
 def measure_pulled_cable(setup: Setup, folder: Path) -> Outcome:
-    """Measure the same with the engine in a network namespace, whose only device goes down.
+    """Measure the same where the only device of the engine's namespace goes down.
 
     No connection is closed, and nothing that either side sends is acknowledged. Needs root and iproute2.
     """
