@@ -11,14 +11,8 @@ from tandem.engine_core.integers import ceil_div
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
 
 CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
-CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 2048
+CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 8192
 """Default positions of a step, enough for a burst of prompts to be computed about as fast as possible."""
-CHUNK = 256
-"""Default positions of one prompt in a step with decoding rows, so that a long prompt does not hold them up.
-
-On an H200 a step of 16 rows of the 1B shape takes 2.2 times as long with such a chunk, 8.5 times with one of 2,048
-(`benchmarks.bench_mixed`).
-"""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
 STEP_UPLOADS = 65_536
@@ -27,6 +21,9 @@ STEP_UPLOADS = 65_536
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256)
+MIXED_GRAPH_TOKENS = 2048
+"""Most prompt positions for which steps are captured that decode rows too: beside rows that decode, few prompts get
+more."""
 GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
@@ -59,6 +56,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     max_waiting: int
     max_prefill_chunks_per_step: int = 0
     """Largest number of prompts that one step computes a part of; 0: any number."""
+    max_itl: float | None = None
+    """Milliseconds that a step in which rows decode may take; None: by what those rows take."""
     policy: Policy = "fcfs"
     static_batching: bool = False
     """True if each batch runs to its end before the next is admitted."""
@@ -71,8 +70,14 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """Decode-row buckets captured together with each entry of `graph_tokens`, ascending."""
     graph_tokens: tuple[int, ...] = ()
     """Prompt positions for which mixed steps are captured in CUDA graphs, ascending."""
+    max_mixed_tokens: int = MIXED_GRAPH_TOKENS
+    """Most prompt positions that are captured together with decode rows."""
     options: EngineOptions = EngineOptions()
     """The options as given; settings that need no decision are read from here."""
+
+    def mixed_rows(self, tokens: int) -> tuple[int, ...]:
+        """Return the decode-row buckets captured beside this many prompt positions."""
+        return self.mixed_graph_rows if tokens <= self.max_mixed_tokens else self.mixed_graph_rows[:1]
 
     def num_pages(self, positions: int) -> int:
         """Return the number of pages that this many positions of a row take."""
@@ -175,6 +180,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         page_size=page_size,
         max_waiting=options.max_waiting,
         max_prefill_chunks_per_step=options.max_prefill_chunks_per_step or 0,
+        max_itl=options.max_itl,
         policy=options.policy,
         static_batching=options.batching == "static",
         prefix_cache=prefix_cache,
@@ -290,7 +296,7 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
             f"--prefill-chunk {asked} is more than the --max-step-tokens {step_tokens} of a whole step; lower the "
             "first or raise the second"
         )
-    return step_tokens, chunk or min(CHUNK, step_tokens)
+    return step_tokens, chunk or step_tokens
 
 
 def _prefix_cache(options: EngineOptions) -> bool:

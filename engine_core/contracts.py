@@ -53,6 +53,8 @@ class StepResult(Struct, frozen=True):
     """The runs of all rows, concatenated in the plan's order: `sum(counts)` ids, each of the vocabulary or NO_TOKEN."""
     logprobs: StepLogprobs | None = None
     """Log-probabilities, or None if no row wanted any."""
+    milliseconds: float = 0.0
+    """Time that the device took for the step; 0 for a step that was not timed."""
 
     def runs(self) -> Iterator[Sequence[int]]:
         """Yield the tokens of each row, in the plan's order."""

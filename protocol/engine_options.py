@@ -133,7 +133,7 @@ class EngineOptions(Struct, frozen=True):
     max_step_tokens: Annotated[
         int | None,
         EngineFlag(
-            "maximum number of positions computed in one step (default: 2048 on cuda, 128 on cpu, or what "
+            "maximum number of positions computed in one step (default: 8192 on cuda, 128 on cpu, or what "
             "--prefill-chunk needs)",
             bounds=(1, 2**20),
         ),
@@ -142,7 +142,7 @@ class EngineOptions(Struct, frozen=True):
         PrefillChunk | None,
         EngineFlag(
             "maximum number of prompt positions of one sequence in a step in which others decode; off computes "
-            "prompts whole (default: 256 or --max-step-tokens, whichever is less; off under --batching static)",
+            "prompts whole (default: no limit but --max-itl and --max-step-tokens; off under --batching static)",
             _prefill_chunk,
             bounds=(1, math.inf),
         ),
@@ -153,6 +153,16 @@ class EngineOptions(Struct, frozen=True):
             "maximum number of prompts that one step computes a part of; with --prefill-chunk it bounds the whole"
             " step (default: as many as fit)",
             bounds=(1, math.inf),
+        ),
+    ] = None
+    max_itl: Annotated[
+        float | None,
+        EngineFlag(
+            "milliseconds that prompts may make a step take in which others decode, as expected from measured steps "
+            "(default: 5, or 2.5 times what those others take alone, whichever is more)",
+            bounds=(0.01, 1e6),
+            metavar="MS",
+            is_everyday=True,
         ),
     ] = None
     policy: Annotated[

@@ -57,6 +57,7 @@ L5_NAMES = (
             "attention",
             "device_memory",
             "memory_trial",
+            "step_timing",
             "warmup",
             "start_log",
             "heap",

@@ -5,6 +5,7 @@ The runtime is written once, against these.
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,7 +22,20 @@ EVERY = 8
 """Steps from one timed step to the next."""
 
 
-class GpuClock:
+class Instant(Protocol):
+    """A point in the compute stream, with its time."""
+
+    def record(self) -> None:
+        """Mark the current end of the stream."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Return the milliseconds from this mark to a later one.
+
+        Both have been reached.
+        """
+
+
+class StepClock:
     """Timer of one step in EVERY, and of the gap after it.
 
     It times step n on the device from its first enqueued work to the end of its sampling, and the gap from there to
@@ -29,11 +43,7 @@ class GpuClock:
     host: by then its events, and all before them, have been reached.
     """
 
-    def __init__(self, event: Callable[[], Any]) -> None:
-        """Create the events of a timed step.
-
-        event: makes a CUDA event with timing.
-        """
+    def __init__(self, event: Callable[[], Instant]) -> None:
         self.times = DeviceTimes()
         self._started, self._ended, self._next = event(), event(), event()
         self._timed = -1
@@ -56,16 +66,19 @@ class GpuClock:
         if step_id == self._timed:
             self._ended.record()
 
-    def read(self, step_id: int) -> None:
-        """Add the times of a pair of steps once `step_id` has been collected.
+    def read(self, step_id: int) -> float:
+        """Return the milliseconds that a collected step took, 0 if it was not timed.
 
-        The pair is complete with the step after the timed one.
+        The times of a pair of steps are added once the step after the timed one has been collected.
         """
+        if step_id == self._timed:
+            return self._started.elapsed_time(self._ended)
         if step_id == self._timed + 1 and self._gap:
             self.times.busy += self._started.elapsed_time(self._ended) / 1000
             self.times.idle += max(0.0, self._ended.elapsed_time(self._next)) / 1000
             self.times.steps += 1
             self._gap = False
+        return 0.0
 
 
 class Event(Protocol):
@@ -116,8 +129,8 @@ class Device(Protocol):
     def release_unused(self) -> None:
         """Give back the memory that the allocator keeps for later."""
 
-    def clock(self) -> GpuClock | None:
-        """Return a new clock of steps on the device, None on a CPU."""
+    def instant(self) -> Instant:
+        """Return a new mark of time, not recorded yet."""
 
 
 class InertEvent:
@@ -131,6 +144,21 @@ class InertEvent:
 
     def synchronize(self) -> None:
         return None
+
+
+class HostInstant:
+    """A moment on the host, with the interface of a CUDA event with timing."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        """Keep the present time."""
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: "HostInstant") -> float:
+        """Return the milliseconds until a later moment."""
+        return 1000 * (later.seconds - self.seconds)
 
 
 class CpuDevice:
@@ -165,8 +193,8 @@ class CpuDevice:
     def release_unused(self) -> None:
         return None
 
-    def clock(self) -> GpuClock | None:
-        return None
+    def instant(self) -> Instant:
+        return HostInstant()
 
 
 class CudaEvent:
@@ -224,8 +252,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
-    def clock(self) -> GpuClock | None:
-        return GpuClock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    def instant(self) -> Instant:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _available() -> int:

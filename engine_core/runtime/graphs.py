@@ -8,7 +8,7 @@ graphs share one memory pool: they run one at a time, in stream order (I1).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -39,26 +39,26 @@ class StepGraphs:
     def __init__(
         self,
         rows: tuple[int, ...],
-        singles: tuple[int, ...],
-        tokens: tuple[int, ...],
+        shapes: Mapping[int, Sequence[int]],
         decode: list[dict[int, DecodeGraphs]],
         mixed: list[dict[GraphBucket, MixedGraph]],
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
-        rows: sizes of decode steps; singles, tokens: the two sizes of the buckets of mixed steps; all ascending;
-        decode, mixed: one dictionary per slot, by row count and by bucket.
+        rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured beside each token
+        count of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket.
         """
         self.rows = rows
-        self.singles = singles
-        self.tokens = tokens
+        self.shapes = shapes
+        self._tokens = tuple(sorted(shapes))
         self.decode = decode
         self.mixed = mixed
 
     def bucket(self, plan: StepPlan) -> GraphBucket | None:
         """Return the smallest bucket that a step fits.
 
-        None if no graph is large enough, or if the step has single tokens that are not plain samples.
+        None if no graph is large enough, or if the step has single tokens that are not plain samples. The largest token
+        counts are captured without single tokens.
         """
         if plan.is_decode_only:
             rows = _at_least(len(plan.rows), self.rows)
@@ -69,11 +69,11 @@ class StepGraphs:
                 _at_least(wanted.num_decode_tokens, self.rows) if all(_is_sampled(row) for row in plan.rows) else None
             )
             return None if rows is None else GraphBucket(rows, 0)
-        singles = _at_least(wanted.num_decode_tokens, self.singles)
-        tokens = _at_least(wanted.num_prefill_tokens, self.tokens)
-        if singles is None or tokens is None or len(plan.rows) - wanted.num_decode_tokens > MAX_PROMPTS:
+        tokens = _at_least(wanted.num_prefill_tokens, self._tokens)
+        if tokens is None or len(plan.rows) - wanted.num_decode_tokens > MAX_PROMPTS:
             return None
-        return GraphBucket(singles, tokens)
+        singles = _at_least(wanted.num_decode_tokens, self.shapes[tokens])
+        return None if singles is None else GraphBucket(singles, tokens)
 
 
 def _is_sampled(row: ScheduledSequence) -> bool:
@@ -84,7 +84,7 @@ def _is_sampled(row: ScheduledSequence) -> bool:
     return row.samples and not row.targets
 
 
-def _at_least(wanted: int, sizes: tuple[int, ...]) -> int | None:
+def _at_least(wanted: int, sizes: Sequence[int]) -> int | None:
     index = bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else None
 
@@ -125,8 +125,7 @@ def capture_decode(
 
 def capture_mixed(
     recorder: GraphRecorder,
-    singles: tuple[int, ...],
-    tokens: tuple[int, ...],
+    shapes: Mapping[int, Sequence[int]],
     slots: list[StepSlot],
     forward: MixedForward,
     prompts: Callable[[int, int], GraphPromptPlanner],
@@ -135,15 +134,15 @@ def capture_mixed(
 ) -> list[dict[GraphBucket, MixedGraph]]:
     """Capture the steps with prompts of every slot, the largest first.
 
-    prompts: makes the planner of a slot, by its number, for graphs with that many tokens of prompts. progress: called
-    with a percentage.
+    shapes: numbers of single tokens that are captured beside each token count, both ascending; prompts: makes the
+    planner of a slot, by its number, for graphs with that many tokens of prompts. progress: called with a percentage.
     """
     steps: list[dict[GraphBucket, MixedGraph]] = [{} for _ in slots]
-    for done, count in enumerate(reversed(tokens)):
+    for done, count in enumerate(sorted(shapes, reverse=True)):
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
             planner = prompts(number, count)
-            for rows_before in reversed(singles):
+            for rows_before in reversed(shapes[count]):
                 bucket = GraphBucket(rows_before, count)
                 total = sum(bucket)
                 rows, positions = slot.device_inputs[:total], slot.device_inputs[total : 2 * total]
@@ -154,7 +153,7 @@ def capture_mixed(
                     recorder.synchronize()
                 graph, _ = recorder.record(partial(_copy_into, own.hidden, run))
                 captured[bucket] = MixedGraph(graph, own, planner)
-        progress(100 * (done + 1) // len(tokens))
+        progress(100 * (done + 1) // len(shapes))
     return steps
 
 

@@ -12,7 +12,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.device import Device, GpuClock
+from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
@@ -44,7 +44,7 @@ class TorchRuntime:
         slots: list[StepSlot],
         page_table: PageTable,
         graphs: StepGraphs | None = None,
-        clock: GpuClock | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -123,9 +123,10 @@ class TorchRuntime:
             records = _record_view(s.records, 0, count, s.plan)
             self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records)
         # A step of chunks alone has no tokens, but its end must be awaited like that of any other step (I6).
-        s.sampling_done.record()
         if self.clock is not None:
+            # Before the event that the copy waits for: once the results are here, this mark has been reached too.
             self.clock.end(s.plan.step_id)
+        s.sampling_done.record()
         with self.device.copy():
             s.sampling_done.wait()
             s.results[:count].copy_(s.sampled[:count], non_blocking=True)
@@ -140,21 +141,21 @@ class TorchRuntime:
         assert s.plan is not None and s.packed is not None, f"slot {slot} was not launched"
         s.copy_done.synchronize()
         self._collected = time.monotonic()
-        if self.clock is not None:
-            self.clock.read(s.plan.step_id)
+        milliseconds = self.clock.read(s.plan.step_id) if self.clock is not None else 0.0
         tokens: list[int] = s.results[: len(s.packed.sample_rows)].tolist()
         plan, s.plan, s.packed = s.plan, None, None
         counts = [1] * len(tokens) if len(tokens) == len(plan.rows) else [int(row.samples) for row in plan.rows]
         if plan.logprobs < 0:
-            return StepResult(counts, tokens)
+            return StepResult(counts, tokens, milliseconds=milliseconds)
         records = s.host_records[: _num_record_words(plan)].numpy().tobytes()
-        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records))
+        return StepResult(counts, tokens, StepLogprobs(plan.logprobs, records), milliseconds)
 
     def synchronize(self) -> None:
         self.device.synchronize()
 
     def device_times(self) -> DeviceTimes:
-        return self.clock.times if self.clock is not None else DeviceTimes()
+        # A CPU runs a step while the loop waits for it, so it has no time of its own to be busy or idle.
+        return self.clock.times if self.clock is not None and self.device.kind != "cpu" else DeviceTimes()
 
     def _replay(self, slot: int, bucket: GraphBucket, inputs: Tensor) -> None:
         """Enqueue the forward pass of a step by replaying its graph."""

@@ -1,5 +1,6 @@
 """Planning of a step: positions by policy, then pages, then rows."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 
@@ -10,8 +11,15 @@ from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
+from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, num_pairs
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
+
+LEAST_MS, SLOWDOWN = 5.0, 2.5
+"""Milliseconds that a step in which rows decode may always take, and how often what those rows alone take; `--max-itl`
+replaces both."""
+IDLE_MS = 100.0
+"""Milliseconds that a step in which no row decodes may take: a request that arrives waits for two of them at most."""
 
 
 class SchedulerLimits(Struct, frozen=True):
@@ -29,6 +37,8 @@ class SchedulerLimits(Struct, frozen=True):
     """Cached prompt tokens that one step may bring to the device; at least the length of the longest sequence."""
     static: bool = False
     """True for static batching: a batch runs to its end before the next is admitted."""
+    max_itl: float | None = None
+    """Milliseconds that a step in which rows decode may take; None: see LEAST_MS."""
 
 
 def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
@@ -121,7 +131,12 @@ class Planner:
     """
 
     def __init__(
-        self, memory: KVManager, limits: SchedulerLimits, policy: Policy, preempt: Callable[[Sequence], None]
+        self,
+        memory: KVManager,
+        limits: SchedulerLimits,
+        policy: Policy,
+        costs: StepCosts,
+        preempt: Callable[[Sequence], None],
     ) -> None:
         """Keep the parts of a planner.
 
@@ -130,7 +145,7 @@ class Planner:
         self.memory = memory
         self.limits = limits
         self.policy = policy
-        self.budget = Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step)
+        self.costs = costs
         self._reserver = PageReserver(memory, preempt)
 
     @property
@@ -187,7 +202,7 @@ class Planner:
                 [seq.steps_skipped for seq in candidates],
                 [seq.priority for seq in candidates],
             )
-            lengths = choose_rows(POLICIES[self.policy], demand, self.budget)
+            lengths = choose_rows(POLICIES[self.policy], demand, self._budget(candidates, demand.pending))
             limit_uploads(candidates, lengths, self.limits.max_uploads)
             chosen = list(lengths)
             self._reserver.reserve(candidates, lengths, running, held)
@@ -198,6 +213,42 @@ class Planner:
             candidates = [
                 seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
             ]
+
+    def _budget(self, candidates: list[Sequence], pending: Items[int]) -> Budget:
+        """Return the limits of a step.
+
+        pending: positions that each candidate could compute.
+        """
+        limits, sizes, prompt_tokens = self.limits, self.costs.token_sizes, 0
+        if sizes and limits.prefill_chunk and max(pending, default=1) > 1:
+            rows = context = start = 0
+            for seq, wanted in zip(candidates, pending, strict=True):
+                if wanted == 1:
+                    rows += 1
+                    context += seq.num_scheduled_tokens
+                else:
+                    start = max(start, seq.num_scheduled_tokens)
+            alone = self.costs.milliseconds(StepWork(rows, context))
+            allowed = (limits.max_itl or max(LEAST_MS, SLOWDOWN * alone)) if rows else IDLE_MS
+            prompt_tokens = self._fitting_tokens(rows, context, start, allowed)
+        return Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens)
+
+    def _fitting_tokens(self, rows: int, context: int, start: int, allowed: float) -> int:
+        """Return the largest size of the table with which a step is short enough.
+
+        allowed: milliseconds that the step may be expected to take.
+
+        It is at least the smallest size, so that prompts always go on. start: position from which the prompts'
+        positions are counted: the furthest of any prompt, since its attention takes longest.
+        """
+        sizes = self.costs.token_sizes
+        fitting = bisect_left(
+            sizes,
+            True,
+            lo=1,
+            key=lambda size: self.costs.milliseconds(StepWork(rows, context, size, num_pairs(start, size))) > allowed,
+        )
+        return sizes[fitting - 1]
 
     def _steady_rows(
         self, running: dict[int, Sequence], constrained: bool

@@ -2,12 +2,19 @@
 
 A policy says how many positions each row computes in the next step.
 
+What prompts may take of a step is limited (`Budget`), so that no stream waits long for them. Of that, the first prompt
+in the policy's order gets at least three quarters, because prompts that share a step evenly all finish late. The
+shortest of the others get up to a quarter (the shortest remaining time first, as in Schrage, 1968): a prompt that fits
+the quarter, and that no shorter one fills, is in the next step however long the first one is. Prompts of different
+priority never share in this way.
+
 Under every policy a row that could compute is served at least once in `PATIENCE` planned steps: a row that was skipped
 that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, or only whole ones,
 overdue prompts are served K, or one, in each step, the longest waiting first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from msgspec import Struct
 
@@ -28,6 +35,8 @@ class Budget(Struct, frozen=True):
     """Largest number of positions of one prompt in a step that also decodes; 0: prompts run whole or not at all."""
     prompts: int = 0
     """Largest number of prompts; 0: any number."""
+    prompt_tokens: int = 0
+    """Largest number of positions of all prompts together; 0: limited by `tokens` alone. Whole prompts ignore it."""
 
 
 class RowDemand(Struct, frozen=True):
@@ -46,17 +55,19 @@ class StepDraft:
 
     def __init__(self, demand: RowDemand, budget: Budget) -> None:
         self.demand = demand
-        self.chunk = budget.chunk
         self.left = budget.tokens
         self.prompts_left = budget.prompts or len(demand.pending)
         self.lengths = [0] * len(demand.pending)
         self.decoding = [index for index, pending in enumerate(demand.pending) if pending == 1]
         self.prompts = [index for index, pending in enumerate(demand.pending) if pending > 1]
-        if self.chunk and not self.decoding:
-            # No decoding row waits for this step. Prompts that fit a chunk do not wait behind longer ones; the longer
-            # ones take what is left one after the other, because sharing the step gives neither its first token sooner.
-            self.prompts.sort(key=lambda index: demand.pending[index] > budget.chunk)
-            self.chunk = budget.tokens
+        # Where no row decodes, none waits for a long chunk.
+        self.chunk = budget.chunk if self.decoding else budget.chunk and budget.tokens
+        self._prompt_left = (budget.chunk and budget.prompt_tokens) or budget.tokens
+
+    @property
+    def prompt_room(self) -> int:
+        """Positions that prompts may still take."""
+        return min(self.left, self._prompt_left)
 
     def serve(self, rows: Iterable[int], share: int = 0) -> None:
         """Give rows the positions they could compute, in this order, while there is room.
@@ -67,19 +78,47 @@ class StepDraft:
         for index in rows:
             if self.left <= 0:
                 return
-            wanted = self.demand.pending[index]
-            if self.lengths[index]:
-                continue
-            if wanted > 1:
-                if self.chunk:
-                    wanted = min(wanted, self.chunk, self.left, share or wanted)
-                # A whole prompt that does not fit is not overtaken by a shorter one.
-                closed = closed or not self.prompts_left or wanted > self.left
-                if closed:
-                    continue
-                self.prompts_left -= 1
-            self.lengths[index] = wanted
-            self.left -= wanted
+            if self.demand.pending[index] > 1:
+                if not closed and not self._extend(index, share or self.left):
+                    closed = not self.chunk  # A whole prompt that does not fit is not overtaken by a shorter one.
+            elif not self.lengths[index]:
+                self.lengths[index] = 1
+                self.left -= 1
+
+    def serve_prompts(self, prompts: Sequence[int]) -> None:
+        """Give the first prompt three quarters of the room for prompts.
+
+        The shortest others get a quarter, and what is left goes to all in order.
+
+        Prompts that run whole, or a single one in each step, are served in order.
+        """
+        waiting = [index for index in prompts if not self.lengths[index]]
+        if self.chunk and len(waiting) > 1 and self.prompts_left > 1:
+            share = self.prompt_room // 4
+            self.prompts_left -= 1  # That of the first.
+            for index in sorted(waiting[1:], key=self.demand.pending.__getitem__):
+                if not share:
+                    break
+                share -= self._extend(index, share)
+            self.prompts_left += 1
+        self.serve(prompts)
+
+    def _extend(self, index: int, limit: int) -> int:
+        """Give a prompt up to `limit` further positions; return their number.
+
+        It gets all that it lacks or nothing if prompts run whole.
+        """
+        served, room = self.lengths[index], self.prompt_room
+        wanted = self.demand.pending[index] - served
+        if self.chunk:
+            wanted = min(wanted, self.chunk - served, limit, room)
+        if not 0 < wanted <= room or not (served or self.prompts_left):
+            return 0
+        self.prompts_left -= not served
+        self.lengths[index] += wanted
+        self.left -= wanted
+        self._prompt_left -= wanted
+        return wanted
 
     def serve_overdue(self) -> None:
         """Serve the rows that were skipped for too long, the longest first."""
@@ -91,7 +130,7 @@ class StepDraft:
         prompts = [index for index in overdue if self.demand.pending[index] > 1]
         self.serve([index for index in overdue if self.demand.pending[index] == 1])
         sharing = min(len(prompts), self.prompts_left)
-        self.serve(prompts, max(1, self.left // sharing) if sharing else 0)
+        self.serve(prompts, max(1, self.prompt_room // sharing) if sharing else 0)
 
 
 PolicyRule = Callable[[StepDraft], None]
@@ -103,7 +142,7 @@ def fcfs(step: StepDraft) -> None:
     No decoding row waits behind a prompt.
     """
     step.serve(step.decoding)
-    step.serve(step.prompts)
+    step.serve_prompts(step.prompts)
 
 
 def prefill_first(step: StepDraft) -> None:
@@ -111,7 +150,7 @@ def prefill_first(step: StepDraft) -> None:
 
     Decoding rows take what is left.
     """
-    step.serve(step.prompts)
+    step.serve_prompts(step.prompts)
     step.serve(step.decoding)
 
 
@@ -123,7 +162,7 @@ def decode_first(step: StepDraft) -> None:
     step.serve(step.decoding)
     steps_skipped = step.demand.steps_skipped
     if not step.decoding or any(steps_skipped[index] >= DECODE_RUN for index in step.prompts):
-        step.serve(step.prompts)
+        step.serve_prompts(step.prompts)
 
 
 def decode_round_robin(step: StepDraft) -> None:
@@ -131,7 +170,7 @@ def decode_round_robin(step: StepDraft) -> None:
     steps_skipped = step.demand.steps_skipped
     kept = step.left - step.left // 2 if step.decoding else 0
     step.left -= kept
-    step.serve(step.prompts)
+    step.serve_prompts(step.prompts)
     step.left += kept
     step.serve(sorted(step.decoding, key=lambda index: -steps_skipped[index]))
     step.serve(step.prompts)
@@ -143,7 +182,11 @@ def by_priority(step: StepDraft) -> None:
     Among equals the order is that of `fcfs`.
     """
     priority = step.demand.priority
-    step.serve(sorted((*step.decoding, *step.prompts), key=lambda index: -priority[index]))
+    order = sorted((*step.decoding, *step.prompts), key=lambda index: -priority[index])
+    for _, equals in groupby(order, key=priority.__getitem__):
+        rows = list(equals)
+        step.serve([index for index in rows if step.demand.pending[index] == 1])
+        step.serve_prompts([index for index in rows if step.demand.pending[index] > 1])
 
 
 POLICIES: dict[Policy, PolicyRule] = {

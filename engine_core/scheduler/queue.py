@@ -1,8 +1,9 @@
 """Running sequences, and waiting ones in the order of their admission."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.scheduler.logprobs import max_logprobs
 from tandem.engine_core.sequence import Sequence
 
@@ -17,6 +18,8 @@ class RunningSequences:
         """Ids of the members outside steady decode."""
         self.constrained: set[int] = set()
         """Ids of the members with a grammar."""
+        self._any_skipped = False
+        """True if a member may have been left out of the last steps."""
         self._logprobs: dict[int, int] = {}
         """Largest number of alternatives that each member wants, by id, for members that want log-probabilities."""
 
@@ -44,6 +47,17 @@ class RunningSequences:
         self.unsteady.discard(seq.id)
         self.constrained.discard(seq.id)
         self._logprobs.pop(seq.id, None)
+
+    def count_skipped(self, rows: Collection[ScheduledSequence]) -> None:
+        """Count a step for each member that has no row in it.
+
+        rows: of the launched step.
+        """
+        if self._any_skipped or len(rows) < len(self.members):
+            served = {row.seq_id for row in rows}
+            for seq in self.members.values():
+                seq.steps_skipped = 0 if seq.id in served else seq.steps_skipped + 1
+            self._any_skipped = len(served) < len(self.members)
 
 
 ARRIVALS_PER_PRIORITY = 64

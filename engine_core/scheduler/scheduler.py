@@ -15,6 +15,7 @@ from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue
 from tandem.engine_core.scheduler.queued_prompts import QueuedPrompts
+from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -31,7 +32,18 @@ class Scheduler:
     `commit` returns them with those of its step, `take_updates` what happens between commits, such as aborts.
     """
 
-    def __init__(self, rows: RowGate, memory: KVManager, limits: SchedulerLimits, policy: Policy = "fcfs") -> None:
+    def __init__(
+        self,
+        rows: RowGate,
+        memory: KVManager,
+        limits: SchedulerLimits,
+        policy: Policy = "fcfs",
+        costs: StepCosts | None = None,
+    ) -> None:
+        """Keep the parts of a scheduler.
+
+        costs: expected durations of steps; None: they are not known, and prompts are not limited by them.
+        """
         self.rows = rows
         self.memory = memory
         self.limits = limits
@@ -41,7 +53,7 @@ class Scheduler:
         self.queued = QueuedPrompts()
         self.updates = SchedulerUpdates()
         self.preemptions = 0
-        self.planner = Planner(memory, limits, policy, self.preempt)
+        self.planner = Planner(memory, limits, policy, costs or StepCosts({}, AttentionShare()), self.preempt)
         self._admission = Admission(rows, memory, limits.prefill_chunk and limits.max_step_tokens)
         self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
@@ -49,8 +61,6 @@ class Scheduler:
         """Sequences whose leases are open, zombies included, by id."""
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
-        self._any_skipped = False
-        """True if a running sequence may have been left out of the last steps."""
         self._now = 0.0
 
     @property
@@ -179,8 +189,7 @@ class Scheduler:
             self.memory.on_launch(held[row.seq_id], row)
         if self._running.unsteady:
             self._update_unsteady(plan)
-            if self._any_skipped or len(plan.rows) < len(self.running):
-                self._count_skipped({row.seq_id for row in plan.rows})
+            self._running.count_skipped(plan.rows)
 
     def _update_unsteady(self, plan: StepPlan) -> None:
         """Update sequences outside steady decode after a launch."""
@@ -194,15 +203,6 @@ class Scheduler:
             if seq.in_steady_decode:
                 unsteady.discard(row.seq_id)
 
-    def _count_skipped(self, served: Collection[int]) -> None:
-        """Count a step for each running sequence that has no row in it.
-
-        served: sequences that have one.
-        """
-        for seq in self.running.values():
-            seq.steps_skipped = 0 if seq.id in served else seq.steps_skipped + 1
-        self._any_skipped = len(served) < len(self.running)
-
     def commit(self, plan: StepPlan, result: StepResult) -> SchedulerUpdates:
         """Apply the results of the oldest step; return the updates.
 
@@ -211,6 +211,8 @@ class Scheduler:
         """
         held = self._held
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
+        if result.milliseconds and not plan.needs_mask:  # Such a step waits for the one before.
+            self.planner.costs.correct(StepWork.of(plan.rows), result.milliseconds)
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
         tokens = result.tokens

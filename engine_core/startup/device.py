@@ -5,7 +5,7 @@ The structure of an engine is the same on every device.
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -248,35 +248,35 @@ class CudaParts:
         forward = CudaForward(model, kv, tables, kv.page_table(tables.pages), self.gpu)
         recorder = self.new_recorder()
         with torch.inference_mode():
-            mixed = self._mixed(recorder, config, forward, slots, lambda p: progress(p // 2))
+            shapes = {tokens: config.mixed_rows(tokens) for tokens in config.graph_tokens}
+            mixed = self._mixed(recorder, config, shapes, forward, slots, lambda p: progress(p // 2))
             rows = config.graph_rows
             decode = capture_decode(
                 recorder, rows, slots, forward.decode, sampler.launch, lambda p: progress(50 + p // 2)
             )
-        return StepGraphs(rows, config.mixed_graph_rows, config.graph_tokens, decode, mixed)
+        return StepGraphs(rows, shapes, decode, mixed)
 
     def _mixed(
         self,
         recorder: GraphRecorder,
         config: StepConfig,
+        shapes: Mapping[int, Sequence[int]],
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> list[dict[GraphBucket, MixedGraph]]:
-        if not config.graph_tokens:
+        if not shapes:
             return []
         model = forward.model.config
         eager = [slot.attention for slot in slots]
         prompts = GraphPlanners(self.device, self.gpu, model, config, forward.page_table, eager)
-        largest = config.mixed_graph_rows[-1] + config.graph_tokens[-1]
+        largest = max(tokens + rows[-1] for tokens, rows in shapes.items())
 
         def zeros(*shape: int) -> "Tensor":
             return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)
 
         buffers = MixedBuffers(zeros(largest, model.heads, model.head_dim), zeros(largest, model.hidden_size))
-        return capture_mixed(
-            recorder, config.mixed_graph_rows, config.graph_tokens, slots, forward.mixed, prompts, buffers, progress
-        )
+        return capture_mixed(recorder, shapes, slots, forward.mixed, prompts, buffers, progress)
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""

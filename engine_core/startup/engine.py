@@ -34,11 +34,13 @@ from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.step_costs import StepCosts
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.engine_core.startup.device_memory import memory_demand, wait_for_memory
 from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
+from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
@@ -131,8 +133,10 @@ def build_engine(
         if has_memory:
             raise
         raise DeviceBusyError(f"{error}; another process holds memory of the device (nvidia-smi shows it)") from error
+    costs = measure_costs(runtime, config, source.model, source.layout)
+    log.mark("timing of steps")
     facts = _facts(config, source.model, source.directory)
-    engine = _build_loop(config, resolved.groups, runtime, mailbox, constraints, status, facts)
+    engine = _build_loop(config, resolved.groups, runtime, costs, mailbox, constraints, status, facts)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
         text = "--page-size max: %d positions a sequence, --max-len %d rounded up to a power of two"
@@ -214,6 +218,7 @@ def _build_loop(
     config: EngineConfig,
     kv_groups: tuple[KVGroup, ...],
     runtime: TorchRuntime,
+    costs: StepCosts,
     mailbox: Mailbox,
     constraints: Constraints,
     status: Status,
@@ -228,9 +233,10 @@ def _build_loop(
         config.max_prefill_chunks_per_step,
         config.max_uploads,
         config.static_batching,
+        config.max_itl,
     )
     memory = _kv_manager(config, kv_groups)
-    scheduler = Scheduler(RowGate(config.max_rows), memory, limits, config.policy)
+    scheduler = Scheduler(RowGate(config.max_rows), memory, limits, config.policy, costs)
     wire_limits = Limits(
         config.max_rows,
         config.kv_tokens,

@@ -56,7 +56,7 @@ def measure_mixed_graph_bytes(device: Device, config: StepConfig, further: int, 
         return 0
     _measure(device, trial, 1)
     without, first = _measure(device, trial, 0), _measure(device, trial, 1)
-    captures = config.depth * len(config.graph_tokens) * len(config.mixed_graph_rows)
+    captures = config.depth * sum(len(config.mixed_rows(tokens)) for tokens in config.graph_tokens)
     driver = max(0, _measure(device, trial, 2) - first) if len(config.mixed_graph_rows) > 1 else 0
     device.release_unused()
     return max(0, first - without) + (captures - 1) * driver + further

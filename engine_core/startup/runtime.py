@@ -17,6 +17,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
+from tandem.engine_core.runtime.device import StepClock
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -84,7 +85,7 @@ class RuntimeBuilder(Struct, frozen=True):
         """Join everything into a runtime over a KV pool."""
         return TorchRuntime(
             self.parts.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
-            kv.page_table(self.tables.pages), graphs, self.parts.device.clock(),
+            kv.page_table(self.tables.pages), graphs, StepClock(self.parts.device.instant),
         )  # fmt: skip
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
@@ -115,7 +116,7 @@ class RuntimeBuilder(Struct, frozen=True):
         c = self.config
         config = structs.replace(
             c, graph_rows=c.graph_rows[-1:], mixed_graph_rows=c.mixed_graph_rows[-max(1, count) :],
-            graph_tokens=c.graph_tokens[-1:] if count else (),
+            graph_tokens=c.graph_tokens[-1:] if count else (), max_mixed_tokens=c.max_step_tokens,
         )  # fmt: skip
         return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, self.slots[:1], lambda _: None)
 
@@ -183,7 +184,7 @@ def _build(
     if graphs is None:
         return builder.build_runtime(kv), config
     log.mark(
-        f"graphs of {len(graphs.rows)} row counts, {len(graphs.singles) * len(graphs.tokens)} mixed shapes and "
+        f"graphs of {len(graphs.rows)} row counts, {len(graphs.mixed[0]) if graphs.mixed else 0} mixed shapes and "
         f"{config.depth} slots"
     )
     runtime = builder.build_runtime(kv, graphs)

@@ -21,10 +21,10 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
     feature on. Nothing is left in flight, and the allocator keeps the memory that steps need.
     """
     for slot in range(config.depth):
-        _run(runtime, slot, full_step(config))
+        run_step(runtime, slot, full_step(config))
         for params, logprobs in ((GREEDY, -1), (FULL, 1)):
             for plan in _short_steps(params, config.max_len, logprobs):
-                _run(runtime, slot, plan)
+                run_step(runtime, slot, plan)
     runtime.synchronize()
 
 
@@ -36,7 +36,7 @@ def full_step(config: StepConfig) -> StepPlan:
     length, longer = divmod(config.max_step_tokens, config.max_rows)
     # The token that is sampled needs a position of its own.
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
-    rows = tuple([_prompt(length, scored=True) for length in lengths])
+    rows = tuple([padding_prompt(length, scored=True) for length in lengths])
     return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
 
 
@@ -50,13 +50,13 @@ def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[S
     masked = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)
     admission = NewSequence(-1, PADDING_ROW, length, params)
     return (
-        StepPlan.of(0, (_prompt(length, scored=logprobs >= 0),), (admission,), logprobs),
+        StepPlan.of(0, (padding_prompt(length, scored=logprobs >= 0),), (admission,), logprobs),
         StepPlan.of(0, (decode,), (), logprobs),
         StepPlan.of(0, (masked,), (), logprobs),
     )
 
 
-def _prompt(length: int, scored: bool) -> ScheduledSequence:
+def padding_prompt(length: int, scored: bool = False) -> ScheduledSequence:
     """Return a prompt in the padding row.
 
     The page table of that row holds nothing but the padding page.
@@ -65,7 +65,8 @@ def _prompt(length: int, scored: bool) -> ScheduledSequence:
     return ScheduledSequence(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length), targets=targets)
 
 
-def _run(runtime: Runtime, slot: int, plan: StepPlan) -> None:
+def run_step(runtime: Runtime, slot: int, plan: StepPlan) -> None:
+    """Run one step from its launch to its results."""
     runtime.launch(slot, plan)
     runtime.sample(slot, [] if plan.needs_mask else None)
     runtime.collect(slot)

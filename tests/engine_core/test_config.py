@@ -26,7 +26,7 @@ class TestDefaults:
 
     def test_cuda_has_large_steps_and_two_in_flight(self) -> None:
         config = decide("cuda")
-        assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (2, 256, 2048, 256)
+        assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (2, 256, 8192, 8192)
 
     def test_a_small_pool_leaves_the_context_to_the_model(self) -> None:
         """A request that does not fit the pool is refused with the pool's numbers, not as too long for the model."""

@@ -21,7 +21,7 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime import cuda_forward
 from tandem.engine_core.runtime.captured import Graph
-from tandem.engine_core.runtime.device import CpuDevice, GpuClock
+from tandem.engine_core.runtime.device import CpuDevice, Instant
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode, Sampler
 from tandem.engine_core.sampling.scorer import TokenScorer, TorchScorer
@@ -88,8 +88,8 @@ class RecordingDevice(CpuDevice):
     def held_bytes(self) -> int:
         return 0
 
-    def clock(self) -> GpuClock | None:
-        return GpuClock(TickingEvent)
+    def instant(self) -> Instant:
+        return TickingEvent()
 
 
 class OracleSampler(TritonSampler):

@@ -44,6 +44,9 @@ class FakeRuntime:
         """Function that says whether the model computes NaN for a row: it samples NO_TOKEN then, and the table gets 0.
         """
 
+        self.time_of: Callable[[StepPlan], float] = lambda _: 0.0
+        """Function that says how many milliseconds a step took; 0 if it was not timed."""
+
     def launch(self, slot: int, plan: StepPlan) -> None:
         assert slot not in self.launched and slot not in self.results, f"slot {slot} launched before it was collected"
         for admission in plan.admitted:
@@ -75,7 +78,8 @@ class FakeRuntime:
                 logprob_record(state, self.tokens[row.row][row.end], plan.logprobs) for row, state in sampled
             ]
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
-        self.results[slot] = StepResult([int(row.samples) for row in plan.rows], tokens, logprobs)
+        counts = [int(row.samples) for row in plan.rows]
+        self.results[slot] = StepResult(counts, tokens, logprobs, self.time_of(plan))
 
     def collect(self, slot: int) -> StepResult:
         return self.results.pop(slot)

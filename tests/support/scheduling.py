@@ -10,6 +10,7 @@ from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.step_costs import StepCosts
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.commands import Submit
 from tandem.protocol.engine_options import Policy
@@ -31,9 +32,11 @@ def new(
     policy: Policy = "fcfs",
     prompts: int = 0,
     static: bool = False,
+    max_itl: float | None = None,
+    costs: StepCosts | None = None,
 ) -> Scheduler:
-    limits = SchedulerLimits(step, chunk, waiting, prompts, static=static)
-    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, policy)
+    limits = SchedulerLimits(step, chunk, waiting, prompts, static=static, max_itl=max_itl)
+    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, policy, costs)
 
 
 def submitted(

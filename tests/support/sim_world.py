@@ -15,6 +15,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.commands import Abort, EndSession, Goodbye, Hello, Inspect, Pause, PauseMode, Resume, SetPolicy
 from tandem.protocol.engine_options import POLICIES
@@ -83,7 +84,7 @@ class World:
         self.operators = random.Random(f"operators of {seed}")
         self.shape = shape
         self.clock = FakeClock()
-        self._build()
+        self._build(random.Random(seed))
         self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
         self.arrivals = list(self.requests)
         self.aborted: set[tuple[bytes, int]] = set()
@@ -98,7 +99,8 @@ class World:
         for client in CLIENTS:
             self.mailbox.inbox.append((client, Hello(PROTOCOL_VERSION, EPOCH, client.decode())))
 
-    def _build(self) -> None:
+    def _build(self, times: random.Random) -> None:
+        """Build the engine. times: draws what concerns the durations of steps."""
         rng, shape = self.rng, self.shape
         page_size = shape.page_size or rng.choice([1, 2, 4, 8, LONGEST])
         pages = max(2, 1 + rng.randint(*shape.pages) * 2 // (page_size + 1))
@@ -122,10 +124,15 @@ class World:
             rng.choice([0, 0, 1, 2]),
             rng.choice([LONGEST, 1000]),
             shape.static,
+            times.choice([None, 0.1, 8.0]),
         )
         self.rows = RowGate(max_rows)
         policy = "fcfs" if shape.static else shape.policy or rng.choice(POLICIES)
-        self.scheduler = Scheduler(self.rows, self.memory, limits, policy)
+        costs = None
+        if times.random() < 0.5:
+            costs = StepCosts({(1, 0): 1.0, (0, 2): 2.0, (0, 8): 4.0, (0, 32): 10.0}, AttentionShare(0.01, 0.01))
+            self.runtime.time_of = lambda plan: times.choice([0.0, 0.5, 1.0, 5.0]) * len(plan.rows)
+        self.scheduler = Scheduler(self.rows, self.memory, limits, policy, costs)
         self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
         self.mailbox = FakeMailbox()
         facts = ModelFacts("fake", VOCAB, LONGEST, [END], "", "cpu", "float32", 0)

@@ -2,6 +2,7 @@
 
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.device import HostInstant, StepClock
 from tandem.protocol.params import SamplingParams
 from tests.support.tiny_llama import Shape, TinyEngine
 
@@ -20,6 +21,35 @@ class CountingEvent:
 
     def synchronize(self) -> None:
         return None
+
+
+def test_a_step_that_is_timed_has_ended_when_its_results_are_waited_for(model: Decoder) -> None:
+    """The mark of a step's end comes before the event behind which its results are copied."""
+    engine = TinyEngine(model, Shape())
+    runtime, order = engine.runtime, list[str]()
+
+    names = iter(["started", "ended", "next"])
+
+    class Mark(HostInstant):
+        def __init__(self) -> None:
+            super().__init__()
+            self.name = next(names)
+
+        def record(self) -> None:
+            order.append(self.name)
+            super().record()
+
+    class Done(CountingEvent):
+        def record(self) -> None:
+            order.append("done")
+
+    for slot in runtime.slots:
+        slot.sampling_done = Done()
+    runtime.clock = StepClock(Mark)
+    engine.generate([list(range(2, 12))], [SamplingParams(20, temperature=0.0)])
+    begun = [number for number, what in enumerate(order) if what == "started"]
+    assert len(begun) >= 2
+    assert [order[number : number + 3] for number in begun] == [["started", "ended", "done"]] * len(begun)
 
 
 def test_every_step_is_waited_for_even_if_it_samples_nothing(model: Decoder) -> None:

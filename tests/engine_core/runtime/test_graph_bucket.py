@@ -63,7 +63,7 @@ def plan_of(rows: list[ScheduledSequence]) -> StepPlan:
     return StepPlan.of(1, tuple(rows))
 
 
-GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
+GRAPHS = StepGraphs((1, 2, 4), {16: (0, 2, 8), 64: (0, 2, 8), 256: (0,)}, [], [])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ GRAPHS = StepGraphs((1, 2, 4), (0, 2, 8), (16, 64), [], [])
         ([prompt(1, 2)], GraphBucket(0, 16)),
         ([prompt(1, 17)], GraphBucket(0, 64)),
         ([prompt(1, 64)], GraphBucket(0, 64)),
-        ([prompt(1, 65)], None),
+        ([prompt(1, 65)], GraphBucket(0, 256)),
+        ([*decode(1), prompt(9, 65)], None),
+        ([prompt(1, 257)], None),
         ([*decode(1), prompt(9, 16)], GraphBucket(2, 16)),
         ([*decode(8), prompt(9, 10), prompt(10, 7)], GraphBucket(8, 64)),
         ([*decode(9), prompt(10, 10)], None),
@@ -91,7 +93,7 @@ def test_a_step_takes_the_smallest_bucket_that_fits(rows: list[ScheduledSequence
 
 
 def test_a_step_of_more_prompts_than_a_graph_holds_takes_no_bucket() -> None:
-    graphs = StepGraphs((1,), (0,), (1024,), [], [])
+    graphs = StepGraphs((1,), {1024: (0,)}, [], [])
     assert graphs.bucket(plan_of([prompt(number, 2) for number in range(1, MAX_PROMPTS + 1)])) == GraphBucket(0, 1024)
     assert graphs.bucket(plan_of([prompt(number, 2) for number in range(1, MAX_PROMPTS + 2)])) is None
 

@@ -9,10 +9,15 @@ import pytest
 import torch
 from msgspec import structs
 
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.scheduler.step_costs import StepWork
 from tandem.engine_core.startup import engine as startup_engine
+from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
@@ -109,8 +114,36 @@ def test_every_bucket_is_captured_for_both_slots(runtime: TorchRuntime) -> None:
     graphs = runtime.graphs
     assert graphs is not None
     assert [sorted(slot) for slot in graphs.decode] == [[1, 4]] * 2
-    assert [sorted(slot) for slot in graphs.mixed] == [sorted(GraphBucket(rows, 24) for rows in graphs.singles)] * 2
+    assert [sorted(slot) for slot in graphs.mixed] == [[GraphBucket(0, 24), GraphBucket(6, 24)]] * 2
     assert {bucket: len(step.logits) for bucket, step in graphs.decode[1].items()} == {1: 1, 4: 4}
+
+
+def test_every_bucket_was_timed_at_the_start(driven: DrivenEngine, runtime: TorchRuntime) -> None:
+    """The events of this device are a millisecond apart."""
+    graphs, costs = runtime.graphs, driven.engine.scheduler.planner.costs
+    assert graphs is not None
+    assert costs.token_sizes == (24, 32), "the captured size, and that of the longest step"
+    works = [StepWork(rows, 0) for rows in graphs.rows]
+    works += [StepWork(bucket.num_decode_tokens, 0, bucket.num_prefill_tokens) for bucket in graphs.mixed[0]]
+    assert [costs.milliseconds(work) for work in works] == pytest.approx([1.0] * len(works), rel=0.5)
+
+
+def test_graphs_are_timed_on_padding_whatever_the_slot_held(runtime: TorchRuntime) -> None:
+    """Words of an earlier step would be read as rows and positions beyond the tables."""
+    runtime.slots[0].device_inputs.fill_(10**6)
+    config = StepConfig(
+        model_name="", device="cuda", dtype="float32", depth=2, max_rows=6, max_len=64, max_step_tokens=24,
+        prefill_chunk=16, page_size=16, max_waiting=0,
+    )  # fmt: skip
+    layout = KVLayout(group=KVGroup((0,)), page_size=16, kv_heads=1, head_dim=32, dtype=torch.float32)
+    assert measure_costs(runtime, config, MODEL, layout).token_sizes == (24,)
+
+
+def test_without_graphs_of_prompts_the_longest_step_is_timed(tmp_path: Path) -> None:
+    with oracle_attention():
+        driven = build(tmp_path, graph_tokens="off")
+        assert driven.engine.scheduler.planner.costs.token_sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+        answer(driven, [GREEDY, DRAWN, FULL])
 
 
 @pytest.mark.parametrize(

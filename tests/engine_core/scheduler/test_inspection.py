@@ -15,15 +15,15 @@ def facts_of(scheduler: Scheduler, now: float = 0.0) -> dict[int, InspectedSeque
 
 
 def test_inspection_lists_every_sequence_with_its_state() -> None:
-    scheduler = new(rows=5, chunk=8, step=8 + 4 + 3 + 3)
+    scheduler = new(rows=5, chunk=8, step=40)
     run(scheduler, sequence(1, session="talk"))
-    long, short, zombie = sequence(2, 20, first=100), sequence(3, 4, 9, first=200), sequence(4, 3, 9, first=300)
+    long, short, zombie = sequence(2, 60, first=100), sequence(3, 4, 9, first=200), sequence(4, 3, 9, first=300)
     leaving = sequence(5, 3, 9, first=400)
     added(scheduler, long, short, zombie, leaving)
     plans = [launched(scheduler, 10), launched(scheduler, 11)]
     commit(scheduler, plans[0], [-1, 20, END, 20])
     scheduler.preempt(leaving)
-    follower = sequence(6, 24, first=100)
+    follower = sequence(6, 56, first=100)
     follower.arrival = follower.queued_at = 95.0
     compiling = sequence(8, first=600)
     compiling.compiling = True
@@ -36,7 +36,7 @@ def test_inspection_lists_every_sequence_with_its_state() -> None:
     ]  # fmt: skip
     assert {sequence.state for sequence in seen.sequences} == {*SEQUENCE_STATES}, "all of them"
     facts = {sequence.request_id: sequence for sequence in seen.sequences}
-    assert (facts[2].prompt_len, facts[2].launched, facts[2].pages, facts[2].shared_pages) == (20, 16, 5, 4)
+    assert (facts[2].prompt_len, facts[2].launched, facts[2].pages, facts[2].shared_pages) == (60, 38, 10, 9)
     assert (facts[3].generated, facts[3].row > 0, facts[3].client) == (1, True, b"c".hex())
     assert (facts[6].age, facts[6].wait, facts[6].row) == (5.0, 5.0, -1)
     assert [number for number, seq in facts.items() if seq.wait] == [6, 7, 8]

@@ -1,7 +1,5 @@
 """Policies by table and by property: positions of each row, and no starvation."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +30,15 @@ FCFS = [
     ("decode before a prompt that came first", [20, 1, 1], Budget(8, 8), [6, 1, 1]),
     ("prompts in order", [6, 6, 6], Budget(8, 8), [6, 2, 0]),
     ("two chunks in one step", [20, 1, 20], Budget(8, 3), [3, 1, 3]),
-    ("two long prompts, and nobody decodes", [20, 20], Budget(8, 3), [8, 0]),
-    ("short prompts behind long ones, and nobody decodes", [7, 20, 2, 3], Budget(13, 3), [7, 1, 2, 3]),
+    ("a quarter for the next one", [20, 20], Budget(8, 3), [6, 2]),
+    ("a quarter for the shortest", [50, 20, 30, 10], Budget(16, 16), [12, 0, 0, 4]),
+    ("a quarter for all that fit it", [50, 20, 2, 3], Budget(20, 20), [15, 0, 2, 3]),
+    ("what the shortest leave goes to the first", [50, 2], Budget(20, 20), [18, 2]),
+    ("what the first leaves goes on in order", [7, 20, 2, 3], Budget(13, 3), [7, 3, 2, 1]),
+    ("a quarter of what prompts may take", [50, 20, 1], Budget(40, 40, prompt_tokens=8), [6, 2, 1]),
+    ("no more than prompts may take", [50, 1, 1], Budget(40, 40, prompt_tokens=8), [8, 1, 1]),
+    ("chunks below what prompts may take", [50, 50, 50, 1], Budget(40, 4, prompt_tokens=10), [4, 4, 2, 1]),
+    ("no limit for whole prompts", [5, 1, 4], Budget(12, 0, prompt_tokens=2), [5, 1, 4]),
     ("one chunk in one step", [20, 20, 1], Budget(8, 3, prompts=1), [3, 0, 1]),
     ("one chunk, and nobody decodes", [20, 20], Budget(8, 3, prompts=1), [8, 0]),
     ("a cap on prompts does not touch decode", [20, 20, 1], Budget(8, 3, prompts=1), [3, 0, 1]),
@@ -68,6 +73,11 @@ def test_decode_round_robin_shares_the_step_in_halves() -> None:
     lengths = choose("decode_round_robin", [1, 1, 1, 1, 9], Budget(4, 9), skipped=[0, 1, 0, 1, 0])
     assert lengths == [0, 1, 0, 1, 2], "half to the prompt, turns in the other half"
     assert choose("decode_round_robin", [9], Budget(4, 9)) == [4], "nothing decodes"
+
+
+def test_prompts_of_lower_priority_get_no_share_of_the_higher_ones() -> None:
+    assert choose("priority", [50, 4], Budget(16, 16), priority=[1, 0]) == [16, 0]
+    assert choose("priority", [50, 4, 50], Budget(16, 16), priority=[0, 0, -1]) == [12, 4, 0]
 
 
 def test_priority_serves_the_highest_first() -> None:
@@ -108,18 +118,23 @@ def test_every_policy_stays_within_the_budget(
             assert length == 1, "an overdue stream is served"
 
 
-@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60), st.integers(1, 60))
-def test_fcfs_never_delays_a_stream_for_a_prompt(pending: list[int], tokens: int, chunk: int) -> None:
-    lengths = choose("fcfs", pending, Budget(tokens, chunk))
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60), st.integers(1, 60), st.integers(0, 60))
+def test_fcfs_never_delays_a_stream_for_a_prompt(pending: list[int], tokens: int, chunk: int, room: int) -> None:
+    lengths = choose("fcfs", pending, Budget(tokens, chunk, prompt_tokens=room))
     decoding = sum(wanted == 1 for wanted in pending)
     served = sum(length for length, wanted in zip(lengths, pending, strict=True) if wanted == 1)
     assert served == min(decoding, tokens), "a decoding row waits only for other decoding rows"
-    prompts = [(length, wanted) for length, wanted in zip(lengths, pending, strict=True) if wanted > 1]
-    if not decoding:
-        prompts.sort(key=lambda prompt: prompt[1] > chunk)
-    for (first, wanted), (later, _) in pairwise(prompts):
-        share = min(wanted, chunk) if decoding else wanted
-        assert not later or first == share, "a later prompt starts only when the one before has its share"
+
+
+@given(st.lists(st.integers(2, 50), min_size=1, max_size=20), st.integers(0, 2), st.integers(1, 80))
+def test_prompts_share_their_room_three_to_one(prompts: list[int], decoding: int, room: int) -> None:
+    """The first prompt has three quarters, one that fits the quarter alone runs at once, and nothing is left over."""
+    lengths = choose("fcfs", [*prompts, *[1] * decoding], Budget(100, 100, prompt_tokens=room))[: len(prompts)]
+    assert sum(lengths) == min(room, sum(prompts))
+    assert lengths[0] >= min(prompts[0], room - room // 4)
+    if len(prompts) > 1:
+        shortest = min(prompts[1:])
+        assert lengths[1 + prompts[1:].index(shortest)] >= min(shortest, room // 4)
 
 
 @given(

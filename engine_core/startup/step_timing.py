@@ -1,0 +1,125 @@
+"""The measurement of how long steps take, before the first request.
+
+Graphs are replayed with padding, of which one position attends; where there are none, the smallest and the largest
+steps are run. Neither reads much context: `StepCosts` adds that.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from tandem.engine_core.attention.base import Span
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.runtime.graphs import StepGraphs
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
+from tandem.engine_core.startup.warmup import GREEDY, padding_prompt, run_step
+
+Table = dict[tuple[int, int], float]
+
+LONG_TOKENS = 1024
+"""Prompt positions from which a graph is timed at its first replay: what that takes longer is nothing beside it."""
+
+
+@torch.inference_mode()
+def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig, layout: KVLayout) -> StepCosts:
+    """Return the expected durations of a runtime's steps."""
+    graphs = runtime.graphs
+    table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
+    return StepCosts(table, attention_share(model, layout))
+
+
+def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
+    """Reckon the work of attention beside that of the products, from a model's sizes."""
+    heads = model.heads * model.head_dim
+    layer = model.hidden_size * (2 * heads + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)
+    weights = model.layers * layer + model.vocab_size * model.hidden_size
+    # A pair is two products of a head's size for each head and layer, a position one product with each weight.
+    return AttentionShare(
+        context=layout.token_bytes / (weights * layout.dtype.itemsize),
+        pairs=2 * model.layers * heads / weights,
+    )
+
+
+def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) -> Table:
+    """Time every graph of a slot, and the longest step if no graph holds it."""
+    # All inputs are padding: what the last step left here would be read as rows and positions.
+    runtime.slots[0].device_inputs.zero_()
+    table: Table = {}
+    for rows, decode in graphs.decode[0].items():
+        decode.forward.replay()
+        table[rows, 0] = _milliseconds(runtime, decode.forward.replay, decode.sampling[Mode.GREEDY].replay)
+    for bucket, mixed in graphs.mixed[0].items() if graphs.mixed else ():
+        # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.
+        mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
+        if bucket.num_prefill_tokens < LONG_TOKENS:
+            mixed.forward.replay()
+        table[bucket.num_decode_tokens, bucket.num_prefill_tokens] = _milliseconds(runtime, mixed.forward.replay)
+    longest, largest = _longest_step(config), max(graphs.shapes, default=0)
+    if longest.total_tokens > largest:
+        known = (largest, table[0, largest]) if largest else (1, table[graphs.rows[0], 0])
+        table |= {(0, size): time for size, time in _line(known, _time_step(runtime, longest)) if size > largest}
+    return table
+
+
+def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:
+    """Time a step of one position, one of all rows and the longest one.
+
+    The others lie between.
+    """
+    row = ScheduledSequence(-1, PADDING_ROW, min(4, config.max_len - 2))
+    one = _time_step(runtime, _step((row,)))
+    all_rows, longest = _step((row,) * config.max_rows), _longest_step(config)
+    return {(size, 0): time for size, time in _line(one, _time_step(runtime, all_rows))} | {
+        (0, size): time for size, time in _line(one, _time_step(runtime, longest))
+    }
+
+
+def _step(rows: tuple[ScheduledSequence, ...]) -> StepPlan:
+    return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, GREEDY),))
+
+
+def _longest_step(config: StepConfig) -> StepPlan:
+    """Plan a step with as many positions as possible, in as few prompts."""
+    first, more = divmod(config.max_step_tokens, config.max_len - 1)
+    lengths = [config.max_len - 1] * first + [more] * bool(more)
+    return _step(tuple([padding_prompt(length) for length in lengths[: config.max_rows]]))
+
+
+def _time_step(runtime: TorchRuntime, plan: StepPlan) -> tuple[int, float]:
+    """Return the positions of a step, and the milliseconds that it takes."""
+    return plan.total_tokens, _milliseconds(runtime, lambda: run_step(runtime, 0, plan))
+
+
+def _line(least: tuple[int, float], most: tuple[int, float]) -> list[tuple[int, float]]:
+    """Return sizes up to that of the second point, with their times.
+
+    These lie on the line through both points, each a size and its time; the line does not fall.
+    """
+    (small, fast), (large, slow) = least, most
+    rise = max(0.0, slow - fast) / max(1, large - small)
+    return [(size, fast + rise * (size - small)) for size in _sizes(large)]
+
+
+def _sizes(largest: int) -> list[int]:
+    """Return sizes at most half as large again as the one before, up to the largest."""
+    sizes, size = [1], 2
+    while sizes[-1] < largest:
+        sizes += [size, size + size // 2]
+        size *= 2
+    return [*sorted({size for size in sizes if size < largest}), largest]
+
+
+def _milliseconds(runtime: TorchRuntime, *calls: Callable[[], None]) -> float:
+    """Time calls on the device."""
+    begun, ended = runtime.device.instant(), runtime.device.instant()
+    begun.record()
+    for call in calls:
+        call()
+    ended.record()
+    runtime.synchronize()
+    return begun.elapsed_time(ended)

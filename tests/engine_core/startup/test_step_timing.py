@@ -1,0 +1,43 @@
+"""Durations of steps at start: of graphs by bucket, without graphs by a line through three steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.scheduler.step_costs import StepWork
+from tandem.engine_core.startup.step_timing import attention_share
+from tandem.protocol.engine_options import EngineOptions
+from tests.support.engine_driver import DrivenEngine
+
+SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
+
+
+def test_attention_is_reckoned_from_the_sizes_of_a_model() -> None:
+    """A position of Llama 3.1 8B is 128 KiB beside 15 GB of weights; a pair is 32 heads of 128, twice, in 32 layers."""
+    model = read_config(SHAPES / "llama-3.1-8b")
+    layout = KVLayout(
+        group=KVGroup(tuple(range(model.layers))),
+        page_size=16,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        dtype=torch.bfloat16,
+    )
+    share = attention_share(model, layout)
+    assert share.context == pytest.approx(2**17 / 15.0e9, rel=0.01)
+    assert share.pairs == pytest.approx(2 * 32 * 4096 / 7.5e9, rel=0.01)
+
+
+def test_without_graphs_durations_grow_with_rows_and_tokens() -> None:
+    options = EngineOptions(device="cpu", max_rows=8, kv_tokens=4096, max_step_tokens=48)
+    driven = DrivenEngine.build(options)
+    costs = driven.engine.scheduler.planner.costs
+    assert costs.token_sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+    rows = [costs.milliseconds(StepWork(count, 0)) for count in range(1, 9)]
+    tokens = [costs.milliseconds(StepWork(0, 0, count)) for count in range(1, 49)]
+    assert rows == sorted(rows) and tokens == sorted(tokens)
+    assert rows[0] > 0.0 and tokens[0] > 0.0
+    driven.engine.compiler.close()
