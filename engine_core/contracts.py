@@ -160,8 +160,9 @@ class Runtime(Protocol):
     def sample(self, slot: int, masks: Masks | None) -> None:
         """Enqueue sampling of the launched step, and the copy of its tokens to the host.
 
-        masks: constrained rows of a step that `needs_mask`, without those whose sequence has ended; None for other
-        steps. A row whose mask allows nothing yields id 0, one without usable logits NO_TOKEN.
+        masks: constrained rows of a step that `needs_mask`, without those whose token is not needed any more; None for
+        other steps. A row whose mask allows nothing yields id 0, one without usable logits NO_TOKEN, and a constrained
+        row without a mask any id.
         """
 
     def collect(self, slot: int) -> StepResult:

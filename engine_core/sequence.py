@@ -231,10 +231,14 @@ class Sequence:
         )
 
     def jumped(self) -> None:
-        """Have the next row upload appended tokens that the device lacks."""
+        """Have the next row upload appended tokens that the device lacks.
+
+        A sample in flight counts no longer: its token is one of them.
+        """
         if self.in_steady_decode:
             self.device.uploaded_len = self.num_scheduled_tokens
         self.device.upload_end, self.in_steady_decode = len(self.tokens), False
+        self.num_inflight_samples = 0
 
     def remap(self, index: int) -> None:
         """Have the next row bring the pages from this index on.

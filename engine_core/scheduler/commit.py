@@ -83,13 +83,13 @@ def check_stop(seq: Sequence) -> Finished | None:
 def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
     """Return the constraint of each row that samples under one.
 
-    Rows whose sequence has ended need none.
+    Rows whose sequence has ended, or whose token is known already because its grammar forced it, need none.
     """
     masks = []
     for row in plan.rows:
         if row.constrained and row.samples:
             seq = held[row.seq_id]
-            if seq.outcome is None and seq.constraint is not None:
+            if seq.outcome is None and seq.constraint is not None and row.end >= len(seq.tokens):
                 masks.append((row.row, seq.constraint))
     return masks
 
@@ -97,16 +97,19 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
 def jump_forward(seq: Sequence, updates: SchedulerUpdates) -> Finished | Failure | None:
     """Append the tokens that the grammar forces.
 
-    The steps that would sample them are skipped. Only for a sequence with no sample in flight. Forced tokens are
-    generated tokens like any other: they go to the client, count against the limits and may end the sequence, whose
-    outcome is returned. The device does not have them, so the next row uploads them. Log-probabilities come from
-    sampling, so a sequence that wants them never jumps.
+    The steps that would sample them are skipped. Forced tokens are generated tokens like any other: they go to the
+    client, count against the limits and may end the sequence, whose outcome is returned. The device does not have them,
+    so the next row uploads them. A sample in flight would be the first of them: its row is not sampled yet, since it
+    waits for its mask, and what it yields is dropped. Log-probabilities come from sampling, so a sequence that wants
+    them never jumps.
     """
     constraint = seq.constraint
-    assert constraint is not None and seq.num_inflight_samples == 0, f"no jump for {seq}"
+    assert constraint is not None and seq.num_inflight_samples <= 1, f"no jump for {seq}"
     if seq.submit.logprobs is not None or seq.scored:
         return None
     tokens = constraint.fast_forward_tokens()
+    if len(tokens) <= seq.num_inflight_samples:
+        return None  # The step in flight samples the only one.
     for index, token in enumerate(tokens):
         if token in seq.end_ids and seq.generated + index < seq.min_tokens:
             del tokens[index:]

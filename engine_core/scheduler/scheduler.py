@@ -3,7 +3,7 @@
 The scheduler composes the gates, the planner and the stop checks; it knows neither device nor wire.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
@@ -228,22 +228,20 @@ class Scheduler:
         return self.take_updates()
 
     def _commit_runs(self, plan: StepPlan, result: StepResult) -> None:
-        """Commit the tokens of a step of any kind.
-
-        Rows may be prefill chunks without a token, rows with a grammar, or runs of several tokens.
-        """
+        """Commit a step of any kind: chunks, rows with a grammar, runs of tokens."""
         for row, run in zip(plan.rows, result.runs(), strict=True):
             seq = self._held[row.seq_id]
             seq.inflight -= 1
-            if row.samples:
+            was_forced = row.end < len(seq.tokens)  # By the grammar, after this step was launched.
+            if row.samples and not was_forced:
                 seq.num_inflight_samples -= 1
             if seq.outcome is not None:
                 self._on_zombie(seq)
-            elif run:
+            elif run and (not was_forced or NO_TOKEN in run):
                 outcome = append_tokens(seq, run, self.updates)
                 if outcome is not None:
                     self.end(seq, outcome)
-                elif seq.constraint is not None and seq.num_inflight_samples == 0:
+                elif seq.constraint is not None:
                     self._jump_forward(seq)
                 elif len(run) > 1:
                     assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"

@@ -298,15 +298,6 @@ class TestGrammars:
         assert bench.stats.generation_tokens == 8
 
     @pytest.mark.parametrize("depth", [1, 2])
-    def test_jump_forward_takes_fewer_steps(self, depth: int) -> None:
-        bench = Bench(depth)
-        bench.submit(1, 12, "runs 8")
-        bench.finish()
-        assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 12, frozenset(), 0, FakeConstraint("runs 8"))
-        assert bench.stats.generation_tokens == 12
-        assert bench.stats.steps_launched <= 4
-
-    @pytest.mark.parametrize("depth", [1, 2])
     def test_grammar_error_leaves_other_requests_unharmed(self, depth: int) -> None:
         bench = Bench(depth)
         bench.submit(1, 9, "dies 4")

@@ -75,7 +75,8 @@ class FakeRuntime:
         records, logprobs = self.scored.pop(slot), None
         if plan.logprobs >= 0:
             records[:0] = [
-                logprob_record(state, self.tokens[row.row][row.end], plan.logprobs) for row, state in sampled
+                logprob_record(state, max(token, 0), plan.logprobs)
+                for (_, state), token in zip(sampled, tokens, strict=True)
             ]
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
         counts = [int(row.samples) for row in plan.rows]
@@ -147,5 +148,6 @@ class FakeRuntime:
         assert row.end not in self.tokens[row.row], f"{row} samples a position that has a token"
         if self.breaks(row):
             token = NO_TOKEN
-        self.tokens[row.row][row.end] = max(token, 0)
+        if constraint is not None or not row.constrained:  # Else nothing may depend on the token.
+            self.tokens[row.row][row.end] = max(token, 0)
         return token

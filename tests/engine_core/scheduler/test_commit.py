@@ -4,7 +4,9 @@ from array import array
 
 import pytest
 
+from tandem.engine_core.contracts import NO_TOKEN
 from tandem.engine_core.errors import RequestError
+from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.engine_core.scheduler.planner import SchedulerLimits
@@ -56,6 +58,17 @@ def step(scheduler: Scheduler, step_id: int, *tokens: int) -> list[int]:
     assert plan is not None
     scheduler.on_launch(plan)
     return sent(commit(scheduler, plan, list(tokens)))
+
+
+def launched(scheduler: Scheduler, *step_ids: int) -> list[StepPlan]:
+    """Launch steps one after the other, none of which is committed."""
+    plans = []
+    for step_id in step_ids:
+        plan = scheduler.plan_step(step_id)
+        assert plan is not None
+        scheduler.on_launch(plan)
+        plans.append(plan)
+    return plans
 
 
 class TestCompiling:
@@ -240,14 +253,50 @@ class TestJumps:
         assert step(scheduler, 2, 0) == []
         assert isinstance(seq.outcome, Failure), "nothing was left to sample"
 
-    def test_no_jump_while_a_sample_is_in_flight(self) -> None:
+    def test_forced_tokens_replace_the_sample_in_flight(self) -> None:
+        """Step 2 computed 3, so step 3 begins with the first forced token, and what step 2 samples is dropped."""
         scheduler, _ = began(seq := sequence(1, "runs"))
-        plans = []
-        for step_id in (1, 2):
-            plan = scheduler.plan_step(step_id)
-            assert plan is not None
-            scheduler.on_launch(plan)
-            plans.append(plan)
+        plans = launched(scheduler, 1, 2)
+        assert sent(commit(scheduler, plans[0], [3])) == [3, 5, 8, 11, 14]
+        assert scheduler.masks(plans[1]) == [], "its token is known"
+        plans += launched(scheduler, 3)
+        (row,) = plans[2].rows
+        assert (row.start, row.length, row.samples) == (4, 4, True)
+        assert array("i", row.tokens).tolist() == [5, 8, 11, 14]
+        assert sent(commit(scheduler, plans[1], [29])) == []
+        assert len(scheduler.masks(plans[2])) == 1
+        assert sent(commit(scheduler, plans[2], [20])) == [20]
+        assert list(seq.tokens) == [*PROMPT, 3, 5, 8, 11, 14, 20]
+        assert (seq.inflight, seq.num_inflight_samples, seq.pending) == (0, 0, 1)
+
+    def test_forced_end_drops_the_sample_in_flight(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        plans = launched(scheduler, 1, 2)
+        assert sent(commit(scheduler, plans[0], [21])) == [21, 23, 6, END]
+        assert seq.outcome == Finished(1, FinishReason.STOP, END)
+        assert sent(commit(scheduler, plans[1], [29])) == []
+        assert not list(scheduler.held) and scheduler.audit() == []
+
+    def test_preempted_sequence_keeps_what_was_forced_while_in_flight(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        plans = launched(scheduler, 1, 2)
+        scheduler.preempt(seq)
+        assert sent(commit(scheduler, plans[0], [3])) == [3, 5, 8, 11, 14]
+        assert sent(commit(scheduler, plans[1], [29])) == []
+        assert [moved.id for moved in scheduler.admit_waiting()] == [1]
+        assert list(seq.tokens) == [*PROMPT, 3, 5, 8, 11, 14]
+        assert step(scheduler, 3, 20) == [20]
+
+    def test_broken_logits_of_a_dropped_sample_end_the_request(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        plans = launched(scheduler, 1, 2)
+        commit(scheduler, plans[0], [3])
+        commit(scheduler, plans[1], [NO_TOKEN])
+        assert isinstance(seq.outcome, Failure) and seq.outcome.code is ErrorCode.MODEL_FAILED
+
+    def test_one_forced_token_is_left_to_the_sample_in_flight(self) -> None:
+        scheduler, _ = began(seq := sequence(1, "runs"))
+        plans = launched(scheduler, 1, 2)
         assert commit(scheduler, plans[0], [12]).deltas[b"c"].tokens == [12]
         assert seq.constraint is not None
         assert seq.constraint.fast_forward_tokens() == [14]
