@@ -2,7 +2,7 @@
 
 `Engine.tick` calls scheduler, pipeline and runtime, which never call each other.
 
-`pipeline.py` draws the timeline and lists the invariants I1 to I8. In steady decode the tick commits step t-1 and
+`pipeline.py` draws the timeline and lists the invariants I1 to I9. In steady decode the tick commits step t-1 and
 launches t+1 while the device runs t.
 """
 

@@ -21,6 +21,9 @@ Invariants, cited elsewhere by number:
 - I6  A slot is free only after its step has *committed*: its pinned buffers are read until then.
 - I7  Nothing on the launch path synchronises with the device.
 - I8  Every accepted request gets exactly one terminal event; every page and row comes back.
+- I9  Positions of decode rows live on the device. The host's two counts of a sequence that goes on bracket its length
+      there, `min_device_len <= lengths[row] <= max_device_len` after what was launched has run, from the launch of its
+      last known token on; they equal it when nothing is in flight.
 
 A step goes LAUNCHED -> SAMPLED -> COMMITTING -> gone. Release is two-phase (I6): `begin_commit` takes the step out of
 the queue, `finish_commit` frees its slot.

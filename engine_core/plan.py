@@ -18,7 +18,8 @@ PADDING_PAGE = 0
 class ScheduledSequence(Struct, frozen=True, gc=False):
     """One sequence's share of a step.
 
-    It covers positions `start` to `start + length - 1` of its row.
+    It covers positions `start` to `start + length - 1` of its row. A row of one position takes it from the device's
+    table of lengths; `start` is what the host counts.
 
     The defaults are those of steady decode: one position, sampled, with nothing to upload.
     """
@@ -29,8 +30,6 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     length: int = 1
     samples: bool = True
     """True if the row reaches the end of the known tokens, so that its last position yields a token."""
-    suppress_ends: bool = False
-    """True if the sampled token must not end the sequence (`min_tokens`)."""
     constrained: bool = False
     """True if sampling has to wait for a mask that depends on the tokens of the step before."""
     tokens: bytes = b""
@@ -60,7 +59,7 @@ class NewSequence(Struct, frozen=True):
     prompt_len: int
     params: SamplingParams
     end_ids: tuple[int, ...] = ()
-    """Ids to suppress while the row's `suppress_ends` is set."""
+    """Ids to suppress before `params.min_tokens` tokens were sampled."""
 
 
 class StepPlan(Struct, frozen=True):
@@ -76,11 +75,10 @@ class StepPlan(Struct, frozen=True):
     needs_mask: bool
     """True if a constrained row samples."""
     is_unconstrained_decode: bool
-    """True if every row is one sampled position without tokens to upload, constraint or suppressed end; new pages are
-    allowed. This is steady decode."""
+    """True if every row is one sampled position without tokens to upload or constraint; new pages are allowed. This is
+    steady decode."""
     is_decode_only: bool
-    """True if every row is one sampled position without tokens to upload; constraints and suppressed ends are allowed.
-    The logits of such a step can come from a graph."""
+    """True if every row is one sampled position without tokens to upload; constraints are allowed."""
     logprobs: int = -1
     """Most alternatives that any row wants with its log-probabilities; -1 if no row wants log-probabilities."""
     updated_rows: tuple[ScheduledSequence, ...] = ()
@@ -102,7 +100,7 @@ class StepPlan(Struct, frozen=True):
             admitted,
             total_tokens=sum([row.length for row in rows]),
             needs_mask=any(row.constrained and row.samples for row in rows),
-            is_unconstrained_decode=decode_only and not any(row.constrained or row.suppress_ends for row in rows),
+            is_unconstrained_decode=decode_only and not any(row.constrained for row in rows),
             is_decode_only=decode_only,
             logprobs=logprobs,
             updated_rows=tuple([row for row in rows if row.tokens or row.new_pages]),
@@ -120,7 +118,7 @@ class StepPlan(Struct, frozen=True):
     ) -> "StepPlan":
         """Build the plan of a step in which every row is one sampled position.
 
-        No row has a suppressed end. The result equals `of(step_id, rows, (), logprobs)` without a look at the rows: the
+        The result equals `of(step_id, rows, (), logprobs)` without a look at the rows: the
         caller knows which of them are constrained and which bring pages.
         """
         return cls(

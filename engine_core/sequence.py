@@ -146,7 +146,7 @@ class Sequence:
     next_page_boundary: int
     """Position below which a row in steady decode brings no pages and is not the last row."""
     in_steady_decode: bool
-    """True if each row of the sequence is one position, with no tokens to upload and no suppressed end."""
+    """True if each row of the sequence is one position, with no tokens to upload."""
     compiling: bool
     """True while the sequence's grammar is being compiled."""
     queued_at: float
@@ -215,9 +215,22 @@ class Sequence:
         return len(self.tokens) + self.num_inflight_samples - self.num_scheduled_tokens
 
     @property
+    def min_device_len(self) -> int:
+        """Least number of tokens that the device knows after what was launched (I9)."""
+        return min(self.max_device_len, self.total_len)
+
+    @property
+    def max_device_len(self) -> int:
+        """Largest number of tokens that the device knows after what was launched (I9).
+
+        It is also the least one, as every sample in flight brings exactly one token.
+        """
+        return len(self.tokens) + self.num_inflight_samples
+
+    @property
     def finishing(self) -> bool:
         """True if every token that the sequence may have is known or in flight."""
-        return len(self.tokens) + self.num_inflight_samples >= self.total_len
+        return self.min_device_len >= self.total_len
 
     def on_launch(self) -> None:
         """Update `in_steady_decode` after a launch.
@@ -225,10 +238,7 @@ class Sequence:
         Called until the sequence is in steady decode.
         """
         self.device.uploaded_len = self.num_scheduled_tokens
-        self.in_steady_decode = (
-            self.num_scheduled_tokens >= self.device.upload_end
-            and self.num_scheduled_tokens + 1 - self.prompt_len >= self.min_tokens
-        )
+        self.in_steady_decode = self.num_scheduled_tokens >= self.device.upload_end
 
     def jumped(self) -> None:
         """Have the next row upload appended tokens that the device lacks.

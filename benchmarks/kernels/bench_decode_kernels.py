@@ -31,6 +31,7 @@ from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.runtime.tables import DeviceTables
 
 CEILING = 4385
 """Read bandwidth in GB/s: `torch.sum` over 8 GB on an H200."""
@@ -159,10 +160,11 @@ def bench_rope(pdl: bool) -> Iterator[tuple[str, float, float]]:
 
 
 def bench_inputs(pdl: bool) -> Iterator[tuple[str, float, float]]:
-    tokens = torch.zeros(257, 4096, dtype=torch.int32, device="cuda")
+    tables = DeviceTables.allocate(256, 4096, 4096 // PAGE, torch.device("cuda"))
+    table = PageTable(tables.pages, PAGE, PAGE)
     for batch in (1, 256):
         rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
-        launches: list[Launch] = [partial(decode_inputs, tokens, PageTable(tokens, PAGE, PAGE), rows, rows, pdl)] * 32
+        launches: list[Launch] = [partial(decode_inputs, tables.sampling, table, rows, rows.clone(), pdl)] * 32
         yield f"decode_inputs {batch}", microseconds(launches), batch * 32
 
 

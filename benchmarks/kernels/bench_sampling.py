@@ -56,6 +56,7 @@ def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler
         floats=torch.tensor([[values[name] for name in FLOAT_COLUMNS]] * rows, device="cuda"),
         bias=torch.full((2, rows, 512), -1, dtype=torch.int32, device="cuda"),
         suppressed=torch.full((rows, 96), -1, dtype=torch.int32, device="cuda"),
+        lengths=torch.ones(rows, dtype=torch.int32, device="cuda"),
     )
     index = torch.arange(1, rows, dtype=torch.int32, device="cuda")
     positions, sampled = index * 0 + 448, index * 0

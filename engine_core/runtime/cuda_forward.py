@@ -38,7 +38,7 @@ class CudaForward:
     def decode(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of one token per row, [B, V].
 
-        rows, positions: [B] int32.
+        rows, positions: [B] int32; negative positions are replaced by those of the rows' newest tokens.
         """
         input_ids, slot_mapping = self._inputs(rows, positions)
         batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions))
@@ -50,8 +50,8 @@ class CudaForward:
     ) -> Tensor:
         """Return the final hidden states of a step with prompts, [T, hidden].
 
-        rows, positions: [T] int32, laid out as the bucket has it; prompts: the attention of the rows of several tokens;
-        attended: [T, heads, head_dim], as `MixedStep.out`.
+        rows, positions: [T] int32, laid out as the bucket has it, positions as in `decode`; prompts: the attention of
+        the rows of several tokens; attended: [T, heads, head_dim], as `MixedStep.out`.
         """
         input_ids, slot_mapping = self._inputs(rows, positions)
         count = bucket.num_decode_tokens
@@ -60,7 +60,7 @@ class CudaForward:
         return self.model.forward(batch, self.kv)
 
     def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return decode_inputs(self.tables.tokens, self.page_table, rows, positions, pdl=self.gpu.pdl)
+        return decode_inputs(self.tables.sampling, self.page_table, rows, positions, pdl=self.gpu.pdl)
 
     def _decode_step(self, rows: Tensor, positions: Tensor) -> DecodeStep:
         _, kv_heads, head_dim = self.kv.keys[0].shape

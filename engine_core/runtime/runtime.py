@@ -200,12 +200,12 @@ class TorchRuntime:
             self.scorer.run(logits, chosen, s.plan.logprobs, records)
 
     def _sample(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> None:
-        """Enqueue sampling, by a graph unless a row suppresses its end.
+        """Enqueue sampling, by a graph if the step has one.
 
         logits: [S, V]; allowed: [S, words].
         """
         assert s.packed is not None
-        if s.graphs is not None and "suppress" not in s.packed.fields:
+        if s.graphs is not None:
             s.graphs.sampling[Mode.of(self.tables.sampling_needs(s.packed, allowed is not None))].replay()
         else:
             out = s.sampled[: len(logits)]
@@ -214,8 +214,9 @@ class TorchRuntime:
     def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
         assert s.plan is not None and s.packed is not None
         packed = s.packed
-        rows = field(inputs, packed, "token_rows").long()
-        positions = field(inputs, packed, "positions").long()
+        rows, positions = field(inputs, packed, "token_rows"), field(inputs, packed, "positions")
+        self.tables.sampling.find_positions(rows, positions)
+        rows, positions = rows.long(), positions.long()
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
             positions=positions,

@@ -4,16 +4,17 @@ A single copy takes everything to the device. The fields follow one another, eac
 travel as their bits.
 
 Always there, in this order:
-    token_rows, positions [T]: every token's row and position. Without a bucket the tokens are in the plan's order.
-        With one they are where its graph reads them, and T is the bucket's size, padded with row 0, position 0.
+    token_rows, positions [T]: every token's row and position, -1 for that of the row's newest token, which the device
+        knows. Without a bucket the tokens are in the plan's order. With one they are where its graph reads them, and T
+        is the bucket's size, padded with row 0, position 0.
     sample_index [S + P]: indices among the T tokens of the samples first and then of the scored positions; left out of
         a decode step in a bucket for such steps, in which token i is sample i.
-    sample_rows, sample_positions [S]: row and position of each token whose logits are sampled from.
+    sample_rows [S]: row of each token whose logits are sampled from.
 Only in steps that need them:
-    suppress [S]: 1 where a row may not sample its suppressed ids.
     mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything.
     targets [P]: tokens that follow the scored positions.
     upload_index, upload_tokens [U]: new tokens, at indices of the flat token table.
+    length_rows, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
     page_index, pages [G]: new pages, at indices of the flat page table.
     ints [A * INT_COLUMNS], floats [A * FLOAT_COLUMNS]: parameters of A admitted rows, as in the sampling tables.
     bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table.
@@ -27,13 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS
-from tandem.engine_core.plan import NewSequence, StepPlan
+from tandem.engine_core.plan import PADDING_ROW, NewSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.protocol.codec import unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SAMPLING_FIELDS
 
 Ints = NDArray[np.int32]
 
+NEWEST = -1
+"""Position that stands for that of the row's newest token."""
 MAX_END_IDS = 32
 """End ids that one model may have."""
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_END_IDS
@@ -52,6 +55,8 @@ class Packed:
     """Array that the fields are written to."""
     sample_rows: Ints
     """[S], the content of the field of that name."""
+    sample_positions: Ints
+    """[S], position of each token whose logits are sampled from, as the host counts it."""
     longest: int
     """Most positions that any row's attention covers."""
     fields: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -94,8 +99,9 @@ def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints, bucket: Gr
     packed = (
         _pack_decode(row, start, out, bucket) if plan.is_decode_only else _pack_mixed(plan, row, start, out, bucket)
     )
-    if not plan.is_unconstrained_decode:
-        _add_restrictions(plan, packed)
+    if plan.needs_mask:
+        masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
+        packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
     if plan.updated_rows:
         _add_updates(plan, max_len, pages_per_row, packed)
     if plan.admitted:
@@ -109,12 +115,11 @@ def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) 
     Rows, tokens and samples are the same there.
     """
     count = len(row)
-    packed = Packed(out, row, int(start.max()) + 1)
+    packed = Packed(out, row, start, int(start.max()) + 1)
     size = count if bucket is None else sum(bucket)
     packed.add("token_rows", row, size)
-    packed.add("positions", start, size)
+    packed.add("positions", np.full(count, NEWEST, dtype=np.int32), size)
     packed.share("sample_rows", "token_rows", count)
-    packed.share("sample_positions", "positions", count)
     if bucket is None or bucket.num_prefill_tokens:
         packed.add("sample_index", np.arange(count, dtype=np.int32))
     return packed
@@ -131,9 +136,9 @@ def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: Graph
     slots = np.repeat(first, length) + within
     token_rows, positions = np.zeros((2, size), dtype=np.int32)
     token_rows[slots] = np.repeat(row, length)
-    positions[slots] = np.repeat(start, length) + within
+    positions[slots] = np.repeat(np.where(length == 1, NEWEST, start), length) + within
     end = start + length
-    packed = Packed(out, row[samples], int(end.max()))
+    packed = Packed(out, row[samples], end[samples] - 1, int(end.max()))
     packed.add("token_rows", token_rows)
     packed.add("positions", positions)
     sample_index = (first + length - 1)[samples]
@@ -144,7 +149,6 @@ def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: Graph
         packed.add("targets", np.concatenate(targets))
     packed.add("sample_index", sample_index)
     packed.add("sample_rows", packed.sample_rows)
-    packed.add("sample_positions", end[samples] - 1)
     return packed
 
 
@@ -158,26 +162,18 @@ def _first_slots(length: Ints, bucket: GraphBucket) -> Ints:
     return np.where(single, np.cumsum(single, dtype=np.int32) - 1, bucket.num_decode_tokens + long_before)
 
 
-def _add_restrictions(plan: StepPlan, packed: Packed) -> None:
-    """Add suppress and mask_index, if they restrict any row that samples."""
-    suppress = np.array([r.suppress_ends for r in plan.rows if r.samples], dtype=np.int32)
-    if suppress.any():
-        packed.add("suppress", suppress)
-    if plan.needs_mask:
-        masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
-        packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
-
-
 def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packed) -> None:
     """Add the tokens and pages that the device does not know yet, if there are any."""
     starts: list[int] = []
     tokens: list[Ints] = []
+    lengths: list[tuple[int, int]] = []
     index: list[int] = []
     pages: list[int] = []
     for r in plan.updated_rows:
         if r.tokens:
             starts.append(r.row * max_len + r.start - r.skipped)
             tokens.append(np.frombuffer(r.tokens, np.int32))
+            lengths.append((r.row, r.end if r.row != PADDING_ROW else 1))
         if r.new_pages:
             first = r.row * pages_per_row + r.first_page
             index += range(first, first + len(r.new_pages))
@@ -186,6 +182,9 @@ def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packe
         ranges = [np.arange(first, first + len(ids), dtype=np.int32) for first, ids in zip(starts, tokens, strict=True)]
         packed.add("upload_index", np.concatenate(ranges))
         packed.add("upload_tokens", np.concatenate(tokens))
+        rows, known = np.array(lengths, np.int32).T
+        packed.add("length_rows", rows)
+        packed.add("lengths", known)
     if pages:
         packed.add("page_index", np.array(index, np.int32))
         packed.add("pages", np.array(pages, np.int32))
@@ -204,7 +203,8 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
         ids = unpack_ids(p.logit_bias_ids)
         # Requests beyond these limits are refused on arrival; the next row's entries would be overwritten.
         assert len(ids) <= MAX_LOGIT_BIAS and len(a.end_ids) <= MAX_SUPPRESSED, f"{len(ids)} biases, {a.end_ids}"
-        ints.extend((a.row, a.prompt_len, p.choice, p.seed & 0xFFFF_FFFF, p.seed >> 32))
+        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens))
+        ints.extend((p.choice, p.seed & 0xFFFF_FFFF, p.seed >> 32))
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
         bias_index += range(a.row * MAX_LOGIT_BIAS, a.row * MAX_LOGIT_BIAS + len(ids))

@@ -33,6 +33,8 @@ class DeviceTables:
         """[4 * rows] int64: new pages of a decode step are written without an allocation (I7)."""
         self.needs = np.zeros(len(sampling.tokens), dtype=np.uint8)
         """[rows] on the host: the bits of what sampling each row needs, as `needs_of` returns them."""
+        self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
+        """[rows] on the host: length of each row from which it suppresses no ids."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_len: int, pages_per_row: int, device: torch.device) -> "DeviceTables":
@@ -48,6 +50,7 @@ class DeviceTables:
             floats=zeros(rows, len(FLOAT_COLUMNS), dtype=torch.float32),
             bias=zeros(2, rows, MAX_LOGIT_BIAS),
             suppressed=zeros(rows, MAX_SUPPRESSED),
+            lengths=torch.ones(rows, dtype=torch.int32, device=device),
         )
         return cls(zeros(rows, pages_per_row), sampling, zeros(4 * rows, dtype=torch.int64))
 
@@ -60,11 +63,13 @@ class DeviceTables:
         """Record on the host what sampling the admitted rows need."""
         for a in admitted:
             self.needs[a.row] = needs_of(a.params)
+            self.free_lens[a.row] = a.prompt_len + a.params.min_tokens
 
     def apply(self, inputs: Tensor, packed: Packed) -> None:
         """Write a step's updates into the tables, from its packed inputs on the device."""
         if "upload_index" in packed.fields:
             _scatter(self.tokens, field(inputs, packed, "upload_index"), field(inputs, packed, "upload_tokens"))
+            _scatter(self.sampling.lengths, field(inputs, packed, "length_rows"), field(inputs, packed, "lengths"))
         if "page_index" in packed.fields:
             self._write_pages(field(inputs, packed, "page_index"), field(inputs, packed, "pages"))
         if "ints" in packed.fields:
@@ -94,15 +99,17 @@ class DeviceTables:
     ) -> SamplingBatch:
         """Return the sampling inputs of the S rows of a step that sample.
 
-        logits: [S, V]; allowed: [S, words] int32; sampled: [S] int32, to be written.
+        The forward pass has replaced negative positions. logits: [S, V]; allowed: [S, words] int32; sampled: [S] int32,
+        to be written.
         """
-        suppress = field(inputs, packed, "suppress") if "suppress" in packed.fields else None
+        positions = field(inputs, packed, "positions")
+        if "sample_index" in packed.fields:
+            positions = positions[field(inputs, packed, "sample_index")[: len(logits)].long()]
         return SamplingBatch(
             logits=logits,
             rows=field(inputs, packed, "sample_rows"),
-            positions=field(inputs, packed, "sample_positions"),
+            positions=positions[: len(logits)],
             sampled=sampled,
-            suppress=suppress,
             allowed=allowed,
             needs=self.sampling_needs(packed, allowed is not None),
             longest=packed.longest,
@@ -110,8 +117,13 @@ class DeviceTables:
 
     def sampling_needs(self, packed: Packed, masked: bool) -> int:
         """Return the bits of everything that sampling the rows of a step needs."""
-        needs = int(np.bitwise_or.reduce(self.needs[packed.sample_rows]))
-        return needs | SUPPRESSES * ("suppress" in packed.fields) | MASKED * masked
+        rows = packed.sample_rows
+        needs = int(np.bitwise_or.reduce(self.needs[rows]))
+        if needs & SUPPRESSES:
+            # A row that has its `min_tokens` needs this no more.
+            self.needs[rows[packed.sample_positions + 1 >= self.free_lens[rows]]] &= 0xFF ^ SUPPRESSES
+            needs = int(np.bitwise_or.reduce(self.needs[rows]))
+        return needs | MASKED * masked
 
 
 def field(inputs: Tensor, packed: Packed, name: str) -> Tensor:

@@ -37,6 +37,7 @@ def needs_of(params: SamplingParams) -> int:
         | TRUNCATES * params.truncates
         | PENALIZES * params.penalizes
         | BIASED * bool(params.logit_bias_ids)
+        | SUPPRESSES * (params.min_tokens > 0)
     )
 
 
@@ -46,7 +47,7 @@ class Sampler(Protocol):
     def sample(self, batch: SamplingBatch) -> None:
         """Sample a token for each row of a batch.
 
-        Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table. A row whose
-        logits hold NaN or +inf, or nothing but -inf, gets -1 in `batch.sampled` and 0 in the table, so that the next
-        step can read an embedding there.
+        Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table, and the
+        rows' new lengths. A row whose logits hold NaN or +inf, or nothing but -inf, gets -1 in `batch.sampled` and 0 in
+        the table, so that the next step can read an embedding there.
         """

@@ -15,8 +15,9 @@ class TorchSampler:
 
     def sample(self, batch: SamplingBatch) -> None:
         batch.sampled[:] = sample(batch.logits, self.gather(batch), batch.allowed)
-        known = batch.sampled.clamp(min=0)
-        self.tables.tokens.index_put_((batch.rows.long(), batch.positions.long() + 1), known)
+        rows, positions = batch.rows.long(), batch.positions.long() + 1
+        self.tables.tokens.index_put_((rows, positions), batch.sampled.clamp(min=0))
+        self.tables.lengths.index_put_((rows,), torch.where(rows > 0, positions + 1, 1).int())
 
     def gather(self, batch: SamplingBatch) -> SamplingRows:
         """Gather the parameters of a batch; a group that no row needs is left out."""
@@ -41,6 +42,6 @@ class TorchSampler:
         if needs & BIASED:
             bias = Bias(tables.bias[0, rows].long(), tables.bias[1, rows].view(torch.float32))
         if needs & SUPPRESSES:
-            assert batch.suppress is not None, "a batch that needs SUPPRESSES must have `suppress`"
-            suppressed = torch.where(batch.suppress.bool().unsqueeze(1), tables.suppressed[rows], -1).long()
+            suppresses = positions - p["prompt_len"] < p["min_tokens"]
+            suppressed = torch.where(suppresses.unsqueeze(1), tables.suppressed[rows], -1).long()
         return SamplingRows(draw, truncation, penalties, bias, suppressed)

@@ -56,7 +56,6 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
         start,
         length,
         length == seq.pending,
-        suppress_ends=end - seq.prompt_len < seq.min_tokens,
         constrained=seq.constraint is not None,
         tokens=seq.tokens[first : min(end, seq.device.upload_end)].tobytes() if first < seq.device.upload_end else b"",
         new_pages=memory.unmapped_pages(seq, end),

@@ -53,10 +53,9 @@ def test_plans_are_immutable() -> None:
         ({"tokens": b"\1\0\0\0"}, False),
         ({"new_pages": (3,)}, True),
         ({"constrained": True}, False),
-        ({"suppress_ends": True}, False),
     ],
 )
-def test_unconstrained_decode_has_no_tokens_constraint_or_suppressed_end(news: dict[str, Any], plain: bool) -> None:
+def test_unconstrained_decode_has_no_tokens_and_no_constraint(news: dict[str, Any], plain: bool) -> None:
     assert plan(row(), ScheduledSequence(2, 2, 5, 1, True, **news)).is_unconstrained_decode is plain
 
 

@@ -33,7 +33,7 @@ from tests.fakes.gpus import gpu
 MEMORY = 2**30
 SMALL = gpu("a small GPU", 80, 1)
 """One multiprocessor, so that no work is split among programs."""
-FULL_NEEDS = RANDOM | TRUNCATES | PENALIZES | BIASED
+FULL_NEEDS = RANDOM | TRUNCATES | PENALIZES | BIASED | SUPPRESSES
 
 
 class RecordedGraph:
@@ -103,8 +103,6 @@ class OracleSampler(TritonSampler):
         if batch.allowed is not None and mode is not Mode.MASKED:
             raise ValueError(f"sampling mode {mode.value} ignores masks")
         needs = {Mode.GREEDY: 0, Mode.UNTRUNCATED: RANDOM}.get(mode, FULL_NEEDS)
-        if batch.suppress is not None and needs == FULL_NEEDS:
-            needs |= SUPPRESSES
         self.oracle.sample(replace(batch, needs=needs, longest=self.tables.tokens.shape[1]))
 
 

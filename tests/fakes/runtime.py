@@ -21,6 +21,8 @@ class FakeRuntime:
     def __init__(self, max_rows: int, pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.tokens: list[dict[int, int]] = [{} for _ in range(max_rows + 1)]
+        self.lengths = [1] * (max_rows + 1)
+        """Number of tokens of each row that are known, as in the device's table."""
         self.page_table: list[list[int]] = [[] for _ in range(max_rows + 1)]
         self.pool: list[tuple[int, int] | None] = [None] * (pages * page_size)
         """Position and folded state in each slot of the pool."""
@@ -118,6 +120,10 @@ class FakeRuntime:
             assert held in (None, token), f"{row} uploads another token than was sampled"
             self.jumped += held is None and position >= prompt_len and row.seq_id not in self.resumed
             known[position] = token
+        if uploaded:
+            self.lengths[row.row] = row.end
+        if row.length == 1:
+            assert self.lengths[row.row] - 1 == row.start, f"{row} is at {self.lengths[row.row] - 1} on the device"
         state = 0
         for position in range(row.start):
             state = fold(state, known[position])
@@ -143,11 +149,15 @@ class FakeRuntime:
         return held[1]
 
     def _sample(self, row: ScheduledSequence, state: int, constraint: Constraint | None) -> int:
-        forbidden = frozenset(self.admissions[row.seq_id].end_ids) if row.suppress_ends else frozenset()
+        admission = self.admissions[row.seq_id]
+        suppresses = row.end - admission.prompt_len < admission.params.min_tokens
+        forbidden = frozenset(admission.end_ids) if suppresses else frozenset()
         token = choose(state, forbidden, own(constraint).allows if constraint else lambda _: True)
         assert row.end not in self.tokens[row.row], f"{row} samples a position that has a token"
         if self.breaks(row):
             token = NO_TOKEN
+        self.lengths[row.row] = row.end + 1
+        assert self.lengths[row.row] <= admission.prompt_len + admission.params.max_tokens, f"{row} is beyond its limit"
         if constraint is not None or not row.constrained:  # Else nothing may depend on the token.
             self.tokens[row.row][row.end] = max(token, 0)
         return token

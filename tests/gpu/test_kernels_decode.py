@@ -19,6 +19,7 @@ from tandem.engine_core.kernels.reference import attention as reference_attentio
 from tandem.engine_core.kernels.reference import layer as reference_layer
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
+from tests.support.length_tables import tables_of
 
 pytestmark = pytest.mark.gpu
 
@@ -100,11 +101,12 @@ def test_decode_inputs_equal_the_oracle(batch: int, page_stride: int) -> None:
     tokens = torch.randint(0, 128256, (257, 4096), dtype=torch.int32, device="cuda")
     pages = torch.randint(0, 2**31 - 1, (257, 256), dtype=torch.int32, device="cuda")
     rows = torch.randint(0, 257, (batch,), dtype=torch.int32, device="cuda")
-    positions = torch.randint(0, 4096, (batch,), dtype=torch.int32, device="cuda")
-    table = PageTable(pages, 16, page_stride)
-    found = decode_inputs(tokens, table, rows, positions, pdl=True)
-    for ours, wanted in zip(found, decode_inputs_reference(tokens, table, rows, positions), strict=True):
+    positions = torch.randint(-1500, 4096, (batch,), dtype=torch.int32, device="cuda").clamp(min=-1)
+    table, tables, again = PageTable(pages, 16, page_stride), tables_of(tokens), positions.clone()
+    found = decode_inputs(tables, table, rows, positions, pdl=True)
+    for ours, wanted in zip(found, decode_inputs_reference(tables, table, rows, again), strict=True):
         assert torch.equal(ours, wanted)
+    assert torch.equal(positions, again) and (positions >= 0).all()
 
 
 class Paged(NamedTuple):

@@ -111,9 +111,9 @@ def test_one_row_is_the_same_in_every_batch() -> None:
     together = run(sampler, case, Mode.FULL)
     for index in range(0, 64, 5):
         one = slice(index, index + 1)
-        parts = (case.rows[one], case.positions[one], case.suppress[one], case.logits[one])
+        parts = (case.rows[one], case.positions[one], case.logits[one])
         case.tokens.copy_(tokens)
-        alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, *parts)
+        alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, case.lengths, *parts)
         assert run(sampler, alone, Mode.FULL).item() == together[index]
 
 

@@ -157,7 +157,7 @@ class Eager:
             sample(slot, masks)
             if s.graphs is not None and s.packed is not None and s.plan is not None and s.plan.is_unconstrained_decode:
                 rows, positions = self.inputs(slot)
-                if masks is not None or "suppress" in s.packed.fields:
+                if masks is not None:
                     return
                 mode, out = Mode.of(self.runtime.tables.sampling_needs(s.packed, False)), torch.empty_like(rows)
                 with torch.inference_mode():

@@ -21,6 +21,7 @@ from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.gpu_traffic import KINDS, requests
+from tests.support.length_check import check_lengths
 from tests.support.plan_recording import runtime_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -68,6 +69,8 @@ class Soak:
             self.act()
             self.driven.engine.tick()
             self.forget_ended()
+            if self.rng.random() < 0.02:
+                check_lengths(self.driven.engine, wait=True)
         while self.open or self.driven.engine.pipeline.in_flight:
             self.driven.engine.tick()
             self.forget_ended()

@@ -50,6 +50,7 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
+from tests.support.length_tables import tables_of
 from tests.support.sampling_case import make_case
 
 GPUS = {80: A100, 86: RTX_3090, 89: L4, 90: H200, 100: B200, 120: RTX_5090}
@@ -273,7 +274,8 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
         yield lambda call=call: kernels.rope_and_kv_write(*call, None, None, 1e-6, None)
     index = torch.zeros(2, dtype=torch.int32)
     table = PageTable(torch.zeros(2, 8, dtype=torch.int32), 16, 64)
-    yield lambda: decode_inputs(torch.zeros(2, 64, dtype=torch.int32), table, index, index, gpu.pdl)
+    tables = tables_of(torch.zeros(2, 64, dtype=torch.int32))
+    yield lambda: decode_inputs(tables, table, index, index, gpu.pdl)
 
 
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:

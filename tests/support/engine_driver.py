@@ -15,6 +15,7 @@ from tandem.protocol.events import Failure, Finished
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
+from tests.support.length_check import check_lengths
 
 CLIENT, EPOCH = b"test", 11
 
@@ -44,6 +45,7 @@ class DrivenEngine:
         """Tick until every request has ended."""
         while len(self.mailbox.outcomes) < self._requests:
             self.engine.tick()
+            check_lengths(self.engine)
 
     def tokens(self, request_id: int) -> list[int]:
         return self.mailbox.received[CLIENT, request_id]

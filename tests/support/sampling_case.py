@@ -15,7 +15,9 @@ from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPR
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TRIES, TritonSampler
 
-PROMPT_LEN, CHOICE, SEED, TOP_K = (INT_COLUMNS.index(name) for name in ("prompt_len", "choice", "seed", "top_k"))
+PROMPT_LEN, MIN_TOKENS, CHOICE, SEED, TOP_K = (
+    INT_COLUMNS.index(name) for name in ("prompt_len", "min_tokens", "choice", "seed", "top_k")
+)
 TEMPERATURE, TOP_P, MIN_P = (FLOAT_COLUMNS.index(name) for name in ("temperature", "top_p", "min_p"))
 REPETITION, PRESENCE, FREQUENCY = (
     FLOAT_COLUMNS.index(f"{name}_penalty") for name in ("repetition", "presence", "frequency")
@@ -38,15 +40,15 @@ class Case:
     floats: Tensor
     bias: Tensor
     suppressed: Tensor
+    lengths: Tensor
     rows: Tensor
     positions: Tensor
-    suppress: Tensor
     logits: Tensor
     allowed: Tensor | None = None
 
     @property
     def tables(self) -> SamplingTables:
-        return SamplingTables(self.tokens, self.ints, self.floats, self.bias, self.suppressed)
+        return SamplingTables(self.tokens, self.ints, self.floats, self.bias, self.suppressed, self.lengths)
 
     def sampler(
         self, tile: int = TILE, group: int = GROUP, capacity: int = CAPACITY, tries: int = TRIES
@@ -59,7 +61,7 @@ class Case:
     def batch(self, sampled: Tensor, needs: int = 0, allowed: Tensor | None = None) -> SamplingBatch:
         """Make the batch of the step; its history is as long as the token table."""
         longest = self.tokens.shape[1]
-        return SamplingBatch(self.logits, self.rows, self.positions, sampled, self.suppress, allowed, needs, longest)
+        return SamplingBatch(self.logits, self.rows, self.positions, sampled, allowed, needs, longest)
 
     def sampling_rows(self, full: bool) -> SamplingRows:
         """Gather the oracle's parameters: all of them, or those of draws from the whole softmax."""
@@ -95,8 +97,8 @@ def make_case(batch: int, vocab: int, seed: int = 0, max_len: int = 40, scale: f
     rows = torch.randperm(count - 1, generator=generator)[:batch].int() + 1
     positions = (ints[rows.long(), PROMPT_LEN] + integer(0, max_len // 2 - 1, batch)).int()
     logits = torch.randn(batch, vocab, generator=generator) * scale
-    suppress = torch.zeros(batch, dtype=torch.int32)
-    return Case(tokens, ints, floats, bias, suppressed, rows, positions, suppress, logits)
+    lengths = torch.ones(count, dtype=torch.int32)
+    return Case(tokens, ints, floats, bias, suppressed, lengths, rows, positions, logits)
 
 
 def ask_everything(case: Case, seed: int = 1) -> None:
@@ -121,7 +123,8 @@ def ask_everything(case: Case, seed: int = 1) -> None:
         values = torch.randn(len(ids), generator=generator) * 4
         case.bias[1, row, : len(ids)] = values.view(torch.int32)
     case.suppressed[:] = torch.randint(-1, vocab, case.suppressed.shape, generator=generator).int()
-    case.suppress[:] = torch.randint(0, 2, case.suppress.shape, generator=generator).int()
+    longest = int((case.positions.long() + 2 - case.ints[case.rows.long(), PROMPT_LEN]).max())
+    case.ints[1:, MIN_TOKENS] = torch.randint(0, longest, (count - 1,), generator=generator)
     temperature = case.floats[:, TEMPERATURE]
     case.floats[:, TEMPERATURE] = torch.where(half() & half(), 0.0, temperature)
 
@@ -228,14 +231,15 @@ def run(sampler: TritonSampler, case: Case, mode: Mode) -> Tensor:
 
     Asserts that nothing was written but the tokens, and that the scratch is as it was.
     """
-    before, logits = case.tokens.clone(), case.logits.clone()
+    before, lengths, logits = case.tokens.clone(), case.lengths.clone(), case.logits.clone()
     sampled = torch.full_like(case.rows, -7)
     if mode is Mode.FULL and case.allowed is not None:
         sampler.launch(Mode.MASKED, case.batch(sampled, allowed=case.allowed))
     else:
         sampler.launch(mode, case.batch(sampled))
     before[case.rows.long(), case.positions.long() + 1] = sampled.clamp(min=0)
-    assert torch.equal(case.tokens, before)
+    lengths[case.rows.long()] = torch.where(case.rows > 0, case.positions + 2, 1)
+    assert torch.equal(case.tokens, before) and torch.equal(case.lengths, lengths)
     assert torch.equal(case.logits.view(torch.uint8), logits.view(torch.uint8))
     for buffer in (sampler.scratch.marks, sampler.scratch.arrivals, sampler.scratch.found):
         assert not buffer.any()

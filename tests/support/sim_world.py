@@ -13,6 +13,7 @@ from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.audit import audit_lengths
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
@@ -298,6 +299,10 @@ class World:
         assert self.scheduler.num_open <= self.engine.control.limits.max_concurrent
         assert not holders, f"steps hold sequences whose leases are closed: {holders}"
         assert self.scheduler.audit() == []
+        if not self.runtime.fault:  # Else a step may be counted that never ran.
+            step = self.pipeline.unsampled()
+            unsampled = {row.seq_id for row in step.plan.rows if row.samples} if step is not None else set()
+            assert audit_lengths(self.scheduler.held, self.runtime.lengths, unsampled) == []
 
     def check_at_rest(self) -> None:
         """Check after the last tick that every resource came back and every request ended exactly once."""

@@ -17,7 +17,7 @@ from tandem.protocol.params import SamplingParams
 
 VOCAB = 1024
 LONGEST_CHUNK = 24
-GREEDY = SamplingParams(1, temperature=0.0)
+GREEDY = SamplingParams(10**6, temperature=0.0)
 
 
 def save_random(directory: Path, head_dim: int, heads: int, kv_heads: int, seed: int) -> None:
@@ -111,6 +111,10 @@ class Forced:
     def step(self, step_id: int, takes: list[int]) -> None:
         rows = tuple(self.row(index, take) for index, take in enumerate(takes) if take)
         admitted = tuple(NewSequence(row.seq_id, row.row, 1, GREEDY) for row in rows if row.start == 0)
+        lengths = self.runtime.tables.sampling.lengths
+        with torch.inference_mode():
+            for row in rows:  # What sampling would have left.
+                lengths[row.row] = row.end
         self.runtime.launch(step_id % len(self.runtime.slots), StepPlan.of(step_id, rows, admitted))
         slot = self.runtime.slots[step_id % len(self.runtime.slots)]
         assert slot.logits is not None

@@ -42,6 +42,7 @@ from tests.fakes.constraint import FakeCompiler, FakeConstraint, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.kv_pool import kv_memory
+from tests.support.length_check import check_lengths
 
 CLIENT, EPOCH, VOCAB, MAX_LEN, END = b"c", 3, 96, 64, 1
 CONFIG = ModelConfig(
@@ -272,6 +273,7 @@ class TinyEngine:
             if len(self.mailbox.outcomes) == self.requests:
                 break
             self.engine.tick()
+            check_lengths(self.engine)
         keys = [(CLIENT, first + index) for index in range(len(prompts))]
         for key in keys:
             (outcome,) = self.mailbox.outcomes[key]

@@ -1,6 +1,6 @@
-"""Inputs of a decode step's forward pass, gathered in one launch.
+"""Inputs of a forward pass that a graph holds, gathered in one launch.
 
-They come from the device tables. `pdl`: see the head of `kernels.norm`.
+`pdl`: see the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -13,22 +13,25 @@ from torch import Tensor
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import slots_of
+from tandem.engine_core.kernels.sampling.columns import NUM_INTS, TOTAL_LEN
+from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 
 BLOCK = 128
-"""Rows that one program gathers."""
+"""Tokens that one program gathers."""
 
 
 def decode_inputs_reference(
-    tokens: Tensor, page_table: PageTable, rows: Tensor, positions: Tensor
+    tables: SamplingTables, page_table: PageTable, rows: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the input token and the KV slot of each decode row.
+    """Return the input token and the KV slot of each token of a step.
 
-    Row i feeds the model its newest known token, tokens[rows[i], positions[i]], and writes its key and value to the
-    pool's slot that the page table has for that position. Shapes and dtypes are those of `decode_inputs`, whose oracle
-    this is.
+    Token i feeds the model what the token table holds for its row at its position, and writes its key and value to the
+    pool's slot that the page table has for that position. A negative position stands for that of the row's newest
+    token: `positions` gets it. Shapes and dtypes are those of `decode_inputs`, whose oracle this is.
     """
+    tables.find_positions(rows, positions)
     row, position = rows.long(), positions.long()
-    return tokens[row, position].long(), page_table.slots(row, position)
+    return tables.tokens[row, position].long(), page_table.slots(row, position)
 
 
 @triton.jit
@@ -36,6 +39,8 @@ def _decode_inputs_kernel(
     input_ids_ptr,
     slot_mapping_ptr,
     tokens_ptr,
+    lengths_ptr,
+    ints_ptr,
     page_table_ptr,
     rows_ptr,
     positions_ptr,
@@ -51,7 +56,13 @@ def _decode_inputs_kernel(
     mask = offs < batch
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + offs, mask=mask, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + offs, mask=mask, other=0).to(tl.int64)
+    given = tl.load(positions_ptr + offs, mask=mask, other=0)
+    ours = mask & (given < 0) & (row > 0)
+    newest = tl.load(lengths_ptr + row, mask=ours, other=1)
+    limit = tl.load(ints_ptr + row * NUM_INTS + TOTAL_LEN, mask=ours, other=2).to(tl.int32)
+    position = tl.where(given >= 0, given, tl.maximum(tl.minimum(newest, limit - 1) - 1, 0))
+    tl.store(positions_ptr + offs, position, mask=mask)
+    position = position.to(tl.int64)
     token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)
     page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=mask, other=0)
     tl.store(input_ids_ptr + offs, token.to(tl.int64), mask=mask)
@@ -59,16 +70,16 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    tokens: Tensor, page_table: PageTable, rows: Tensor, positions: Tensor, pdl: bool = False
+    tables: SamplingTables, page_table: PageTable, rows: Tensor, positions: Tensor, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gather the token ids and slots of a decode step; see `decode_inputs_reference`.
+    """Gather the token ids and slots of a step; see `decode_inputs_reference`.
 
-    tokens: [R, max_len] int32; page_table: of R rows; rows, positions: [B] integers, contiguous, rows below R,
-    positions below max_len and within the rows' pages; these bounds are not checked, since the values are on the
-    device. Returns (input_ids, slot_mapping), each [B] int64. Raises ValueError if the rows of a table are not
-    contiguous or the page size is not a power of two.
+    tables: of R rows; page_table: of the same; rows, positions: [B] int32, contiguous, rows below R, positions below
+    max_len and within the rows' pages, or negative; these bounds are not checked, since the values are on the device.
+    Returns (input_ids, slot_mapping), each [B] int64, and replaces negative positions. Raises ValueError if the rows of
+    a table are not contiguous or the page size is not a power of two.
     """
-    pages = page_table.pages
+    pages, tokens = page_table.pages, tables.tokens
     page_table.check()
     if tokens.stride(1) != 1:
         raise ValueError("each row of the token table must be contiguous")
@@ -81,6 +92,8 @@ def decode_inputs(
         input_ids,
         slot_mapping,
         tokens,
+        tables.lengths,
+        tables.ints,
         pages,
         rows,
         positions,

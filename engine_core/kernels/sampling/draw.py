@@ -122,6 +122,7 @@ def _draw_kernel(
     cutoff_ptr,
     sampled_ptr,
     tokens_ptr,
+    lengths_ptr,
     winner_ptr,
     arrivals_ptr,
     logit_stride,
@@ -149,7 +150,7 @@ def _draw_kernel(
     position = tl.load(positions_ptr + index)
     if row == 0:
         if tile == 0:
-            write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, 0)
+            write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
         return
     # All loads that depend only on the row are issued together.
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
@@ -169,7 +170,9 @@ def _draw_kernel(
     top = rank_value(largest)
     if (temperature == 0.0) | is_infinite(top):
         if tile == 0:
-            write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token_of(largest))
+            write_token(
+                sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token_of(largest)
+            )
         return
     raw = logits_ptr + index.to(tl.int64) * logit_stride
     # A few tokens a thread at a time, so that registers do not keep programs from running side by side.
@@ -196,7 +199,7 @@ def _draw_kernel(
     offer = best_of(highest, choices)
     drawn = combine_tiles(winner_ptr, arrivals_ptr, index, offer, tl.num_programs(0))
     if drawn != NOTHING:
-        write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, rank_id(drawn))
+        write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, rank_id(drawn))
 
 
 def row_best(batch: SamplingBatch, scratch: SamplingScratch) -> None:
@@ -218,7 +221,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
 
     A row without a distribution yields -1 (see `rank`). Reads `tile_best` and, in every turn but UNTRUNCATED,
     `adjusted`, `touched`, `state` and `cutoff`. Writes the tokens to `batch.sampled` and to the token table, which gets
-    0 for -1.
+    0 for -1, and the rows' new lengths.
     """
     logits, tokens = batch.logits, tables.tokens
     rows, tiles = len(logits), scratch.num_tiles
@@ -238,6 +241,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
         scratch.cutoff,
         batch.sampled,
         tokens,
+        tables.lengths,
         scratch.winner,
         scratch.arrivals,
         logits.stride(0),

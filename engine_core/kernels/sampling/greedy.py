@@ -29,6 +29,7 @@ def _greedy_kernel(
     positions_ptr,
     sampled_ptr,
     tokens_ptr,
+    lengths_ptr,
     winner_ptr,
     arrivals_ptr,
     logit_stride,
@@ -45,21 +46,21 @@ def _greedy_kernel(
     position = tl.load(positions_ptr + index)
     if row == 0:
         if tile == 0:
-            write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, 0)
+            write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
     best = best_of(x, ids)
     best = combine_tiles(winner_ptr, arrivals_ptr, index, judge(best, rank_value(best)), tl.num_programs(0))
     if best != NOTHING:
-        write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token_of(best))
+        write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token_of(best))
 
 
 def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Sample the largest logit of each row, the lowest id among equal ones.
 
     A row that holds NaN or +inf, or nothing but -inf, yields -1. Writes the tokens to `batch.sampled` and to the token
-    table, which gets 0 for -1.
+    table, which gets 0 for -1, and the rows' new lengths.
     """
     logits, tokens = batch.logits, tables.tokens
     _greedy_kernel[scratch.grid(len(logits))](
@@ -68,6 +69,7 @@ def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: Samplin
         batch.positions,
         batch.sampled,
         tokens,
+        tables.lengths,
         scratch.winner,
         scratch.arrivals,
         logits.stride(0),

@@ -1,19 +1,21 @@
-"""Inputs of sampling: tables of every row's parameters, and a step's rows.
+"""Tables of every row's tokens and parameters, and the batch that is sampled.
 
 This module does not use Triton, so that it serves every device.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.protocol.params import SAMPLING_FIELDS
 
 INT_COLUMNS = (
-    *("row", "prompt_len", "choice", "seed", "seed_high"),
+    *("row", "prompt_len", "total_len", "min_tokens", "choice", "seed", "seed_high"),
     *(field.name for field in SAMPLING_FIELDS if field.is_integer),
 )
-"""Columns of the integer table. A step brings a seed in two halves; the table holds all of it in `seed`."""
+"""Columns of the integer table. `total_len` is the largest length that a row can have, `min_tokens` the number of
+tokens that it samples without an end. A step brings a seed in two halves; the table holds all of it in `seed`."""
 FLOAT_COLUMNS = tuple(field.name for field in SAMPLING_FIELDS if not field.is_integer)
 """Columns of the float table, each named as in `SamplingParams`."""
 
@@ -31,7 +33,20 @@ class SamplingTables:
     bias: Tensor
     """[2, rows, K] int32, K a power of two: biased ids (-1 for none), and the bits of their float32 values."""
     suppressed: Tensor
-    """[rows, E] int32, ids that a row may suppress, -1 for none."""
+    """[rows, E] int32, ids that a row suppresses before it has sampled its `min_tokens`, -1 for none."""
+    lengths: Tensor
+    """[rows] int32, number of tokens of each row that are known: a sampled token sets it to one past its position. That
+    of the padding row is always 1."""
+
+    def find_positions(self, rows: Tensor, positions: Tensor) -> None:
+        """Replace negative positions by those of the rows' newest tokens.
+
+        A row that has all of its tokens computes the last one but one again. rows, positions: [T] int32.
+        """
+        row = rows.long()
+        last = (self.ints[:, INT_COLUMNS.index("total_len")][row] - 1).int()
+        newest = torch.where(row > 0, torch.minimum(self.lengths[row], last) - 1, 0)
+        torch.where(positions < 0, newest.clamp(min=0), positions, out=positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +61,6 @@ class SamplingBatch:
     """[S] int32, position that the logits belong to; the sampled token takes the next one."""
     sampled: Tensor
     """[S] int32, written: the sampled ids, -1 for a row without usable logits."""
-    suppress: Tensor | None = None
-    """[S] int32, nonzero where the row's suppressed ids may not be sampled now; None suppresses none."""
     allowed: Tensor | None = None
     """[S, ceil(V / 32)] int32, masks as in `apply_bitmask`; None allows everything."""
     needs: int = 0

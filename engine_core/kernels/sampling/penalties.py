@@ -21,6 +21,7 @@ from tandem.engine_core.kernels.sampling.rank import best_of, judge, load_logits
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
 
 PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
+MIN_TOKENS = tl.constexpr(INT_COLUMNS.index("min_tokens"))
 REPETITION = tl.constexpr(FLOAT_COLUMNS.index("repetition_penalty"))
 PRESENCE = tl.constexpr(FLOAT_COLUMNS.index("presence_penalty"))
 FREQUENCY = tl.constexpr(FLOAT_COLUMNS.index("frequency_penalty"))
@@ -43,7 +44,6 @@ MARK_BLOCK = 1024
 def _mark_kernel(
     rows_ptr,
     positions_ptr,
-    suppress_ptr,
     tokens_ptr,
     ints_ptr,
     floats_ptr,
@@ -74,9 +74,9 @@ def _mark_kernel(
     float_ptrs = floats_ptr + row * NUM_FLOATS
     penalizes = tl.load(float_ptrs + REPETITION) != 1.0
     penalizes |= (tl.load(float_ptrs + PRESENCE) != 0.0) | (tl.load(float_ptrs + FREQUENCY) != 0.0)
+    total = tl.load(positions_ptr + index) + 1
+    prompt = tl.load(ints_ptr + row * NUM_INTS + PROMPT_LEN)
     if penalizes:
-        total = tl.load(positions_ptr + index) + 1
-        prompt = tl.load(ints_ptr + row * NUM_INTS + PROMPT_LEN)
         for first in range(part * BLOCK, total, NUM_PARTS * BLOCK):
             positions = first + tl.arange(0, BLOCK)
             ids = tl.load(tokens_ptr + row * token_stride + positions, mask=positions < total, other=-1)
@@ -99,7 +99,7 @@ def _mark_kernel(
                     same = tl.sum(tl.where(ids == token, values, 0.0), axis=0)
                     tl.store(adjusted_ptr + start + token, same)
             tl.atomic_or(marks_ptr + start + ids, BIASED, mask=valid, sem="relaxed")
-        ending = tl.load(suppress_ptr + index) != 0
+        ending = total - prompt < tl.load(ints_ptr + row * NUM_INTS + MIN_TOKENS)
         if ending:
             end_offsets = tl.arange(0, ENDS_PAD)
             end_mask = end_offsets < NUM_ENDS
@@ -183,12 +183,10 @@ def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch)
 
     Writes `marks`, the biases into `adjusted`, and `touched`.
     """
-    suppress = scratch.no_suppression if batch.suppress is None else batch.suppress
     ends = tables.suppressed.shape[1]
     _mark_kernel[(HISTORY_PARTS, len(batch.rows))](
         batch.rows,
         batch.positions,
-        suppress,
         tables.tokens,
         tables.ints,
         tables.floats,

@@ -97,17 +97,18 @@ def token_of(rank):
 
 
 @triton.jit
-def write_token(sampled_ptr, tokens_ptr, token_stride, max_len, index, row, position, token):
-    """Write a sampled token to the result and to the token table.
+def write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token):
+    """Write a sampled token to the result and the token table, and the row's length.
 
     In the table it takes the position after `position`. A position past the end of the table is dropped, and the
-    padding row only ever writes position 1. For -1 the table gets id 0, because the next step, which may be launched
-    already, reads an embedding there.
+    padding row only ever writes position 1 and keeps its length. For -1 the table gets id 0, because the next step,
+    which may be launched already, reads an embedding there.
     """
     tl.store(sampled_ptr + index, token)
     offset = position.to(tl.int64) + 1
     mask = (offset < max_len) & ((row > 0) | (offset == 1))
     tl.store(tokens_ptr + row * token_stride + offset, tl.maximum(token, 0), mask=mask)
+    tl.store(lengths_ptr + row, (offset + 1).to(tl.int32), mask=mask & (row > 0))
 
 
 @triton.jit

@@ -40,8 +40,6 @@ class SamplingScratch:
     """Tokens of which only the largest counts when top-k looks for its bound, a power of two."""
     pdl: bool
     """Kernels overlap by programmatic dependent launch."""
-    no_suppression: Tensor
-    """[B] int32 zeros, for steps in which no row suppresses ids."""
     winner: Tensor
     """[B] int64, all NOTHING between kernels: the best rank that a tile has offered to its row."""
     arrivals: Tensor
@@ -103,7 +101,6 @@ class SamplingScratch:
             tile=tile,
             group=group,
             pdl=pdl,
-            no_suppression=buffer(dtype=torch.int32),
             winner=buffer(dtype=torch.int64, fill=NOTHING.value),
             arrivals=buffer(dtype=torch.int32),
             tile_best=buffer(tiles, dtype=torch.int64),

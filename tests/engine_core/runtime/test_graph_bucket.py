@@ -9,7 +9,7 @@ from tandem.engine_core.attention.base import Span
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs
-from tandem.engine_core.runtime.staging import Packed, capacity, pack
+from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
 LAYOUT = {"token_rows", "positions", "sample_index"}
@@ -35,7 +35,7 @@ def test_every_token_is_packed_into_its_slot_of_the_bucket(plan: StepPlan, free_
     total = sum(bucket)
     assert packed.fields["token_rows"] == (0, total) and packed.fields["positions"] == (total, total)
     tokens = list(zip(found["token_rows"], found["positions"], strict=True))
-    singles = [(row.row, row.start) for row in plan.rows if row.length == 1]
+    singles = [(row.row, NEWEST) for row in plan.rows if row.length == 1]
     longer = [(row.row, position) for row in plan.rows if row.length > 1 for position in range(row.start, row.end)]
     assert tokens[: bucket.num_decode_tokens] == singles + [(0, 0)] * free_rows
     assert tokens[bucket.num_decode_tokens :] == longer + [(0, 0)] * free_tokens
@@ -106,7 +106,7 @@ def test_a_decode_step_packs_alike_with_and_without_a_restricted_row() -> None:
     out, other = np.full(50, -77, dtype=np.int32), np.full(50, -77, dtype=np.int32)
     packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
     general = pack(other_plan, MAX_LEN, PAGES_PER_ROW, other, GraphBucket(4, 0))
-    assert out[:8].tolist() == other[:8].tolist() == [1, 2, 3, 0, 11, 12, 13, 0]
+    assert out[:8].tolist() == other[:8].tolist() == [1, 2, 3, 0, NEWEST, NEWEST, NEWEST, 0]
     assert packed.sample_rows.tolist() == general.sample_rows.tolist()
     assert packed.longest == general.longest == 14
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.masks import mask_indices
-from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, capacity, pack
+from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, NEWEST, capacity, pack
 from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -35,6 +35,7 @@ def params(draw: st.DrawFn) -> SamplingParams:
         choice=draw(st.integers(0, 2**31 - 1)),
         logit_bias_ids=pack_ids(list(biases)),
         logit_bias_values=pack_floats(list(biases.values())),
+        min_tokens=draw(st.integers(0, 9)),
     )
 
 
@@ -56,7 +57,6 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 start,
                 length,
                 samples=kind == "decode" or draw(st.booleans()),
-                suppress_ends=draw(st.booleans()) if kind != "decode" else draw(st.integers(0, 5)) == 0,
                 constrained=draw(st.integers(0, 3)) == 0,
                 tokens=b"" if kind == "decode" else pack_ids(ids),
                 new_pages=tuple(draw(st.lists(st.integers(1, 99), max_size=PAGES_PER_ROW - 3))),
@@ -81,10 +81,9 @@ def signed(value: int) -> int:
 
 def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in ("token_rows", "positions", "sample_index")}
-    fields |= {name: [] for name in ("sample_rows", "sample_positions")}
-    uploads: dict[str, list[int]] = {"upload_index": [], "upload_tokens": []}
+    fields["sample_rows"] = []
+    uploads: dict[str, list[int]] = {"upload_index": [], "upload_tokens": [], "length_rows": [], "lengths": []}
     pages: dict[str, list[int]] = {"page_index": [], "pages": []}
-    suppress: list[int] = []
     places: list[int] = []
     scored: list[int] = []
     targets: list[int] = []
@@ -94,24 +93,23 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
         targets += following
         for position in range(row.start, row.end):
             fields["token_rows"].append(row.row)
-            fields["positions"].append(position)
+            fields["positions"].append(position if row.length > 1 else NEWEST)
         if row.samples:
             fields["sample_index"].append(len(fields["positions"]) - 1)
             fields["sample_rows"].append(row.row)
-            fields["sample_positions"].append(row.end - 1)
-            suppress.append(int(row.suppress_ends))
             places.append(1 + max(places, default=0) if row.constrained else 0)
         for index, token in enumerate(unpack_ids(row.tokens)):
             uploads["upload_index"].append(row.row * MAX_LEN + row.start - row.skipped + index)
             uploads["upload_tokens"].append(token)
+        if row.tokens:
+            uploads["length_rows"].append(row.row)
+            uploads["lengths"].append(row.end)
         for index, page in enumerate(row.new_pages):
             pages["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
             pages["pages"].append(page)
     if targets:
         fields["targets"] = targets
         fields["sample_index"] += scored
-    if any(suppress):
-        fields["suppress"] = suppress
     if any(places):
         fields["mask_index"] = places
     for news in (uploads, pages):
@@ -125,7 +123,8 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in names}
     for a in plan.admitted:
         p = a.params
-        fields["ints"] += [a.row, a.prompt_len, p.choice, signed(p.seed % 2**32), p.seed >> 32, p.top_k]
+        fields["ints"] += [a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens]
+        fields["ints"] += [p.choice, signed(p.seed % 2**32), p.seed >> 32, p.top_k]
         floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         fields["floats"] += [bits(value) for value in floats]
         for index, (token, value) in enumerate(
@@ -151,26 +150,27 @@ def test_every_field_of_an_eager_step_equals_the_reference(plan: StepPlan) -> No
     places = {place for place in packed.fields.values() if place[1]}
     assert sum(length for _, length in places) == packed.total, "the fields fill it without a gap"
     assert packed.sample_rows.tolist() == found["sample_rows"]
+    assert packed.sample_positions.tolist() == [row.end - 1 for row in plan.rows if row.samples]
     assert packed.longest == max(row.end for row in plan.rows)
 
 
 @settings(deadline=None, max_examples=60, print_blob=True)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 40), st.booleans(), st.booleans(), st.lists(st.integers(1, 99), max_size=2)),
+        st.tuples(st.integers(0, 40), st.booleans(), st.lists(st.integers(1, 99), max_size=2)),
         min_size=1,
         max_size=ROWS,
     ),
     st.integers(0, 4),
 )
 def test_a_decode_step_is_packed_where_its_graph_reads_it(
-    drawn: list[tuple[int, bool, bool, list[int]]], padding: int
+    drawn: list[tuple[int, bool, list[int]]], padding: int
 ) -> None:
     rows = [
         ScheduledSequence(
-            50 + number, number + 1, start, 1, True, suppressed, constrained, new_pages=tuple(pages), first_page=number
+            50 + number, number + 1, start, 1, True, constrained, new_pages=tuple(pages), first_page=number
         )
-        for number, (start, suppressed, constrained, pages) in enumerate(drawn)
+        for number, (start, constrained, pages) in enumerate(drawn)
     ]
     plan, bucket = StepPlan.of(3, tuple(rows)), len(rows) + padding
     out = np.full(capacity(len(rows), bucket, 2 * len(rows), 0), -77, dtype=np.int32)
@@ -178,9 +178,10 @@ def test_a_decode_step_is_packed_where_its_graph_reads_it(
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     expected = by_hand(plan)
     assert found["token_rows"] == [row.row for row in rows] + [0] * padding
-    assert found["positions"] == [row.start for row in rows] + [0] * padding
+    assert found["positions"] == [NEWEST] * len(rows) + [0] * padding
+    assert packed.sample_positions.tolist() == [row.start for row in rows]
     assert packed.fields["token_rows"] == (0, bucket) and packed.fields["positions"] == (bucket, bucket)
-    for name in ("sample_rows", "sample_positions", "suppress", "mask_index", "page_index", "pages"):
+    for name in ("sample_rows", "mask_index", "page_index", "pages"):
         assert found.get(name) == expected.get(name), name
     assert (out[packed.total :] == -77).all()
     assert packed.sample_rows.tolist() == expected["sample_rows"]
@@ -213,7 +214,7 @@ def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
         tokens, targets = pack_ids([1] * (length + skipped)), pack_ids([1] * (length - 1))
         made.append(
             ScheduledSequence(
-                number, number + 1, skipped, length, True, True, True, tokens, mine, skipped=skipped, targets=targets
+                number, number + 1, skipped, length, True, True, tokens, mine, skipped=skipped, targets=targets
             )
         )
     admitted = [NewSequence(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
@@ -247,7 +248,7 @@ def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
     assert plan.is_unconstrained_decode
     out = np.zeros(100, dtype=np.int32)
     packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
-    assert out[: packed.total].tolist() == [1, 2, 0, 0, 8, 30, 0, 0, PAGES_PER_ROW + 2, 7]
+    assert out[: packed.total].tolist() == [1, 2, 0, 0, NEWEST, NEWEST, 0, 0, PAGES_PER_ROW + 2, 7]
     layout = {"token_rows": (0, 4), "positions": (4, 4), "page_index": (8, 1), "pages": (9, 1)}
-    assert packed.fields == layout | {"sample_rows": (0, 2), "sample_positions": (4, 2)}
+    assert packed.fields == layout | {"sample_rows": (0, 2)}
     assert packed.longest == 31

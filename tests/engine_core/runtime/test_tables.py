@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
@@ -12,9 +13,9 @@ from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.device import CpuDevice, open_device
 from tandem.engine_core.runtime.slots import StepSlot
-from tandem.engine_core.runtime.staging import Packed, capacity, pack
-from tandem.engine_core.runtime.tables import DeviceTables
-from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, TRUNCATES
+from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
+from tandem.engine_core.runtime.tables import DeviceTables, field
+from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.startup.warmup import warm_up
 from tandem.protocol.codec import pack_floats, pack_ids
@@ -37,6 +38,8 @@ def staged(plan: StepPlan) -> tuple[torch.Tensor, Packed]:
 def gathered(table: DeviceTables, inputs: torch.Tensor, packed: Packed) -> SamplingRows:
     """Gather what the torch sampler reads for the rows of a step that sample."""
     count = len(packed.sample_rows)
+    # As a forward pass does first.
+    table.sampling.find_positions(field(inputs, packed, "token_rows"), field(inputs, packed, "positions"))
     batch = table.sampling_batch(torch.zeros(count, 1), inputs, packed, None, torch.zeros(count, dtype=torch.int32))
     return TorchSampler(table.sampling).gather(batch)
 
@@ -44,7 +47,7 @@ def gathered(table: DeviceTables, inputs: torch.Tensor, packed: Packed) -> Sampl
 def first(
     row: int, params: SamplingParams, tokens: list[int], pages: tuple[int, ...], ends: tuple[int, ...] = ()
 ) -> StepPlan:
-    news = ScheduledSequence(row, row, 0, len(tokens), True, bool(ends), tokens=pack_ids(tokens), new_pages=pages)
+    news = ScheduledSequence(row, row, 0, len(tokens), True, tokens=pack_ids(tokens), new_pages=pages)
     return StepPlan.of(1, (news,), (NewSequence(row, row, len(tokens), params, ends),))
 
 
@@ -60,6 +63,7 @@ def test_updates_are_written_to_their_row_only() -> None:
     apply(table, first(2, GREEDY, [7, 8, 9], (3, 4)))
     assert table.tokens[2].tolist() == [7, 8, 9] + [0] * 17
     assert table.pages[2].tolist() == [3, 4, 0, 0, 0]
+    assert table.sampling.lengths.tolist() == [1, 1, 3, 1, 1]
     for row in (0, 1, 3, 4):
         assert not table.tokens[row].any()
         assert not table.pages[row].any()
@@ -109,21 +113,46 @@ def test_a_sample_is_written_where_the_next_forward_reads() -> None:
     TorchSampler(table.sampling).sample(table.sampling_batch(logits, inputs, packed, None, sampled))
     assert sampled.tolist() == [55]
     assert table.tokens[3, :4].tolist() == [7, 8, 55, 0]
+    assert table.sampling.lengths.tolist() == [1, 1, 1, 3, 1]
 
 
-def test_end_ids_are_suppressed_while_the_row_asks_for_it() -> None:
+def decoding(table: DeviceTables, *starts: int) -> tuple[torch.Tensor, Packed]:
+    """Stage a step of rows 1, 2, ... at these positions."""
+    rows = tuple(ScheduledSequence(row, row, start) for row, start in enumerate(starts, 1))
+    table.sampling.lengths[1 : 1 + len(starts)] = torch.tensor(starts) + 1
+    return staged(StepPlan.of(2, rows))
+
+
+def test_end_ids_are_suppressed_until_a_row_has_its_min_tokens() -> None:
+    """Two of them, and three: their samples at positions 1 and 2, and 1 to 3."""
     table = tables()
-    inputs, packed = apply(table, first(1, GREEDY, [5], (1,), ends=(8, 9)))
-    suppressed = gathered(table, inputs, packed).suppressed
-    assert suppressed is not None
-    assert suppressed[0, :3].tolist() == [8, 9, -1]
-    rows = (
-        ScheduledSequence(1, 1, 1, 1, True, suppress_ends=False),
-        ScheduledSequence(2, 2, 4, 1, True, suppress_ends=True),
-    )
-    suppressed = gathered(table, *staged(StepPlan.of(2, rows))).suppressed
-    assert suppressed is not None
-    assert (suppressed[0] == -1).all()
+    for row, least in ((1, 2), (2, 3)):
+        apply(table, first(row, structs.replace(GREEDY, min_tokens=least), [5], (1,), ends=(8, 9)))
+    for starts, expected in (((0, 1), (8, 8)), ((1, 2), (8, 8)), ((2, 2), (-1, 8)), ((2, 1), (-1, 8))):
+        inputs, packed = decoding(table, *starts)
+        suppressed = gathered(table, inputs, packed).suppressed
+        assert suppressed is not None
+        assert suppressed[:, 0].tolist() == list(expected), starts
+    inputs, packed = decoding(table, 2, 3)
+    assert table.sampling_needs(packed, False) == 0, "nothing is left to suppress"
+    assert gathered(table, inputs, packed).suppressed is None
+    apply(table, first(1, structs.replace(GREEDY, min_tokens=1), [5], (1,), ends=(8, 9)))
+    assert table.sampling_needs(decoding(table, 0)[1], False) == SUPPRESSES, "the next sequence of the row asks anew"
+
+
+def test_decode_rows_are_where_the_device_says() -> None:
+    table = tables()
+    apply(table, first(1, GREEDY, [5, 6, 7], (1,)))
+    apply(table, first(2, GREEDY, [5], (2,)))
+    table.sampling.lengths[1] = 5
+    rows = (ScheduledSequence(1, 1, 3), ScheduledSequence(2, 2, 1, 2, tokens=pack_ids([8, 9])))
+    inputs, packed = apply(table, StepPlan.of(2, rows))
+    positions = field(inputs, packed, "positions")
+    assert positions.tolist() == [NEWEST, 1, 2]
+    table.sampling.find_positions(field(inputs, packed, "token_rows"), positions)
+    assert positions.tolist() == [4, 1, 2], "whatever the host counts"
+    batch = table.sampling_batch(torch.zeros(2, 1), inputs, packed, None, torch.zeros(2, dtype=torch.int32))
+    assert batch.positions.tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

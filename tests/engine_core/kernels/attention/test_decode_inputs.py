@@ -1,26 +1,41 @@
-"""The Triton gather of a decode step's inputs against its oracle: integers, so they must be equal."""
+"""The Triton gather of a step's inputs against its oracle: integers, so they must be equal."""
 
 import pytest
 import torch
 
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
+from tests.support.length_tables import tables_of
 
 
 @pytest.mark.parametrize("batch", [1, 5, 130])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("page_stride", [8, 8 * 2 * 28])
 def test_gathered_inputs_equal_the_oracle(batch: int, dtype: torch.dtype, page_stride: int, device: str) -> None:
-    """Slots of the highest pages exceed 32 bits."""
-    tokens = torch.randint(0, 1000, (9, 64), dtype=torch.int32, device=device)
+    """Slots of the highest pages exceed 32 bits. Half of the positions are those of the rows' newest tokens."""
+    tables = tables_of(torch.randint(0, 1000, (9, 64), dtype=torch.int32, device=device))
     pages = torch.randint(0, 2**30, (9, 8), dtype=torch.int32, device=device)
     rows = torch.randint(0, 9, (batch,), dtype=dtype, device=device)
-    positions = torch.randint(0, 64, (batch,), dtype=dtype, device=device)
-    table = PageTable(pages, 8, page_stride)
-    found = decode_inputs(tokens, table, rows, positions)
-    for ours, expected in zip(found, decode_inputs_reference(tokens, table, rows, positions), strict=True):
+    positions = torch.randint(-64, 64, (batch,), dtype=dtype, device=device).clamp(min=-1)
+    table, again = PageTable(pages, 8, page_stride), positions.clone()
+    found = decode_inputs(tables, table, rows, positions)
+    for ours, expected in zip(found, decode_inputs_reference(tables, table, rows, again), strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, expected)
+    assert torch.equal(positions, again)
+
+
+def test_a_negative_position_is_that_of_the_rows_newest_token(device: str) -> None:
+    tables = tables_of(torch.arange(80, dtype=torch.int32, device=device).view(5, 16))
+    tables.lengths.copy_(torch.tensor([1, 4, 9, 9, 1]))
+    tables.ints[:, INT_COLUMNS.index("total_len")] = torch.tensor([0, 12, 9, 10, 1], device=device)
+    rows = torch.tensor([1, 2, 3, 0, 4, 1], dtype=torch.int32, device=device)
+    positions = torch.tensor([-1, -1, -1, -1, -1, 7], dtype=torch.int32, device=device)
+    pages = torch.zeros(5, 4, dtype=torch.int32, device=device)
+    input_ids, _ = decode_inputs(tables, PageTable(pages, 4, 24), rows, positions)
+    assert positions.tolist() == [3, 7, 8, 0, 0, 7], "a row with all of its tokens computes the last but one again"
+    assert input_ids.tolist() == [16 + 3, 32 + 7, 48 + 8, 0, 64, 16 + 7]
 
 
 def test_padding_rows_read_row_zero_and_write_page_zero(device: str) -> None:
@@ -30,13 +45,13 @@ def test_padding_rows_read_row_zero_and_write_page_zero(device: str) -> None:
     )
     tokens[1], pages[1] = 5, 3
     padding = torch.zeros(3, dtype=torch.int32, device=device)
-    input_ids, slot_mapping = decode_inputs(tokens, PageTable(pages, 4, 24), padding, padding)
+    input_ids, slot_mapping = decode_inputs(tables_of(tokens), PageTable(pages, 4, 24), padding, padding.clone())
     assert input_ids.tolist() == slot_mapping.tolist() == [0, 0, 0]
 
 
 def test_a_batch_of_no_rows_is_empty_and_scattered_tables_are_refused(device: str) -> None:
     table = torch.zeros(4, 4, dtype=torch.int32, device=device)
     none = torch.empty(0, dtype=torch.int32, device=device)
-    assert [t.shape[0] for t in decode_inputs(table, PageTable(table, 4, 4), none, none)] == [0, 0]
+    assert [t.shape[0] for t in decode_inputs(tables_of(table), PageTable(table, 4, 4), none, none)] == [0, 0]
     with pytest.raises(ValueError, match="contiguous"):
-        decode_inputs(table.T, PageTable(table, 4, 4), none, none)
+        decode_inputs(tables_of(table.T), PageTable(table, 4, 4), none, none)

@@ -8,6 +8,7 @@ import torch
 from tandem.engine_core.sampling.sampler import Mode
 from tests.support.sampling_case import (
     MIN_P,
+    MIN_TOKENS,
     REPETITION,
     TEMPERATURE,
     TOP_K,
@@ -70,7 +71,7 @@ def test_a_nan_is_found_behind_masks_suppression_and_bias(device: str) -> None:
     for row in case.rows[:3].tolist():
         case.bias[0, row, 0], case.bias[1, row, 0] = 7, torch.tensor(3.0).view(torch.int32)
         case.suppressed[row, 0] = 9
-    case.suppress[:3] = 1
+        case.ints[row, MIN_TOKENS] = 1000
     case.floats[case.rows[1].long(), REPETITION] = 1.5
     case.logits[0, 9] = torch.nan
     case.logits[1, 150] = torch.nan

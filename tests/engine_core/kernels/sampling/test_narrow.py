@@ -141,7 +141,7 @@ def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
     together = run(sampler, case, Mode.FULL)
     for index in (0, 3):
         one = slice(index, index + 1)
-        parts = (case.rows[one], case.positions[one], case.suppress[one], case.logits[one])
+        parts = (case.rows[one], case.positions[one], case.logits[one])
         case.tokens[:] = tokens
-        alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, *parts)
+        alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, case.lengths, *parts)
         assert run(sampler, alone, Mode.FULL).item() == together[index]
