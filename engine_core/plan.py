@@ -60,6 +60,8 @@ class NewSequence(Struct, frozen=True):
     params: SamplingParams
     end_ids: tuple[int, ...] = ()
     """Ids to suppress before `params.min_tokens` tokens were sampled."""
+    logprobs: bool = True
+    """True if log-probabilities of its tokens are wanted, in steps that have some."""
 
 
 class StepPlan(Struct, frozen=True):

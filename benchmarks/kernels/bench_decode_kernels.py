@@ -164,7 +164,7 @@ def bench_inputs(pdl: bool) -> Iterator[tuple[str, float, float]]:
     table = PageTable(tables.pages, PAGE, PAGE)
     for batch in (1, 256):
         rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
-        launches: list[Launch] = [partial(decode_inputs, tables.sampling, table, rows, rows.clone(), pdl)] * 32
+        launches: list[Launch] = [partial(decode_inputs, tables.sampling, table, rows, rows.clone(), pdl=pdl)] * 32
         yield f"decode_inputs {batch}", microseconds(launches), batch * 32
 
 

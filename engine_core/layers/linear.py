@@ -42,8 +42,11 @@ class LinearWeights(Protocol):
     do them in one launch.
     """
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return the product, [T, outputs]. x: [T, inputs]."""
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the product, [T, outputs].
+
+        x: [T, inputs]; out: memory for the result, contiguous.
+        """
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None

@@ -29,7 +29,7 @@ class UnfusedLinear(ABC):
         self.kernels = kernels
 
     @abstractmethod
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
 
     @abstractmethod
@@ -75,9 +75,12 @@ class TorchLinear(UnfusedLinear):
         super().__init__(bias, kernels)
         self.weight = weight
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        return functional.linear(x, self.weight, self.bias)
+        if out is None:
+            return functional.linear(x, self.weight, self.bias)
+        torch.mm(x, self.weight.t(), out=out)
+        return out if self.bias is None else out.add_(self.bias)
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """Implement `UnfusedLinear.weight_slots`: the tensor `weight`."""
@@ -96,13 +99,13 @@ class CpuLinear(TorchLinear):
     products are split by their number of rows, and are equal up to rounding only.
     """
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`, padding to 4 rows."""
         rows = x.shape[0]
-        if rows >= MIN_ROWS_ON_CPU:
-            return functional.linear(x, self.weight, self.bias)
-        padded = x.expand(MIN_ROWS_ON_CPU, -1) if rows == 1 else functional.pad(x, (0, 0, 0, MIN_ROWS_ON_CPU - rows))
-        return functional.linear(padded, self.weight, self.bias)[:rows]
+        if rows < MIN_ROWS_ON_CPU:
+            x = x.expand(MIN_ROWS_ON_CPU, -1) if rows == 1 else functional.pad(x, (0, 0, 0, MIN_ROWS_ON_CPU - rows))
+        product = functional.linear(x, self.weight, self.bias)[:rows]
+        return product if out is None else out.copy_(product)
 
 
 class TorchMethod:

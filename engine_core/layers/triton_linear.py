@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -99,15 +98,15 @@ class TritonLinear(TorchLinear):
         self.workspace = workspace
         self.gpu = gpu
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
         weight = self.weight
         plan = _choose(x.shape[0], *weight.shape, weight.itemsize, self.gpu) if _fits(x, weight) else None
         if isinstance(plan, GemvPlan):
-            return gemv(x, weight, self.bias, plan, pdl=self.gpu.pdl)
+            return gemv(x, weight, self.bias, plan, pdl=self.gpu.pdl, out=out)
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(x.shape[0], weight.shape[0], plan, False)):
-            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl)
-        return functional.linear(x, weight, self.bias)
+            return splitk_gemm(x, weight, self.bias, plan, *space, pdl=self.gpu.pdl, out=out)
+        return super().apply(x, out)
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None

@@ -109,9 +109,9 @@ class Decoder:
         hidden, _ = self.norm(update, residual)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `Model.logits`."""
-        logits, cap = self.head.apply(hidden), self.config.final_softcap
+        logits, cap = self.head.apply(hidden, out), self.config.final_softcap
         return logits if cap is None else self.kernels.soft_cap(logits, cap)
 
     def weight_slots(self) -> list[WeightSlot]:

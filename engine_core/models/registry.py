@@ -43,10 +43,10 @@ class Model(Loadable, Protocol):
         The new keys and values are written into kv.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of hidden states, [S, vocab] in the model's dtype.
 
-        hidden: [S, hidden].
+        hidden: [S, hidden]; out: memory for the result, contiguous.
         """
 
 

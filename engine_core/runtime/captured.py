@@ -50,17 +50,34 @@ class CudaGraphRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGraphs:
-    """Graphs of a decode step, in which every row is a single token.
+class SamplePlaces:
+    """Memory in which a forward pass leaves what sampling reads.
 
-    Their outputs are held, so that no other graph gets that memory.
+    These are P tokens, padding among them. The logits are those of all slots and graphs, because a step's are used up
+    before the next forward pass begins (I1).
     """
+
+    rows: Tensor
+    """[P] int32, row of each token; 0 for padding, which is not sampled from."""
+    positions: Tensor
+    """[P] int32, position of each token."""
+    logits: Tensor
+    """[P, V]."""
+
+    def first(self, count: int) -> "SamplePlaces":
+        """Return the first places, as views."""
+        return SamplePlaces(self.rows[:count], self.positions[:count], self.logits[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraphs:
+    """Graphs of a decode step, in which every row is a single token."""
 
     forward: Graph
     logits: Tensor
     """[bucket, V], written by `forward`."""
     sampling: dict[Mode, Graph]
-    """One graph per mode; that of MASKED reads the slot's `allowed`."""
+    """Sampling of as many places in each mode, also after other forward passes; MASKED reads the slot's `allowed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +102,8 @@ class MixedGraph:
     """Graph of a step with prompts, held together with the buffers that it writes to."""
 
     forward: Graph
+    logits: Tensor
+    """[places, V], written by `forward`; more than the samples that the step can have."""
     buffers: MixedBuffers
     """As long as the bucket: `hidden` holds the final states of all of its tokens."""
     prompts: GraphPromptPlanner

@@ -9,8 +9,10 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
+from tandem.engine_core.runtime.captured import SamplePlaces
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.tables import DeviceTables
 
@@ -35,14 +37,15 @@ class CudaForward:
         self.gpu = gpu
 
     @torch.inference_mode()
-    def decode(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the logits of one token per row, [B, V].
+    def decode(self, rows: Tensor, positions: Tensor, places: SamplePlaces) -> Tensor:
+        """Compute one token per row and return its logits, [B, V], those of `places`.
 
+        places: as many, written.
         rows, positions: [B] int32; negative positions are replaced by those of the rows' newest tokens.
         """
-        input_ids, slot_mapping = self._inputs(rows, positions)
+        input_ids, slot_mapping = self._inputs(rows, positions, (places.rows, places.positions))
         batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions))
-        return self.model.logits(self.model.forward(batch, self.kv))
+        return self.model.logits(self.model.forward(batch, self.kv), places.logits)
 
     @torch.inference_mode()
     def mixed(
@@ -59,8 +62,20 @@ class CudaForward:
         batch = ForwardBatch(input_ids, positions, slot_mapping, None, MixedStep(decode, prompts, attended))
         return self.model.forward(batch, self.kv)
 
-    def _inputs(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return decode_inputs(self.tables.sampling, self.page_table, rows, positions, pdl=self.gpu.pdl)
+    @torch.inference_mode()
+    def head(self, hidden: Tensor, rows: Tensor, positions: Tensor, index: Tensor, places: SamplePlaces) -> Tensor:
+        """Return the logits of a mixed step's samples, those of `places`.
+
+        hidden: [T, hidden], final states; rows, positions: [T] int32, as `mixed` leaves them; index: [P] int32, token
+        of each place, negative for padding; places: P, written.
+        """
+        given = hidden, rows, positions, index, places.rows, places.positions
+        return self.model.logits(gather_samples(*given, pdl=self.gpu.pdl), places.logits)
+
+    def _inputs(
+        self, rows: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return decode_inputs(self.tables.sampling, self.page_table, rows, positions, kept, pdl=self.gpu.pdl)
 
     def _decode_step(self, rows: Tensor, positions: Tensor) -> DecodeStep:
         _, kv_heads, head_dim = self.kv.keys[0].shape

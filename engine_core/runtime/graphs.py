@@ -1,10 +1,10 @@
 """Steps as CUDA graphs.
 
 A slot's inputs have fixed addresses; the CPU only fills them and replays the graphs. A step takes the graph of the
-smallest bucket that it fits; what it leaves free is padding: row 0, position 0, page 0. The forward pass of a step of
-single tokens and its sampling modes are captured separately and replayed one after the other, so the number of graphs
-is a sum, not a product. The forward pass of a step with prompts is captured as far as the final hidden states. All
-graphs share one memory pool: they run one at a time, in stream order (I1).
+smallest bucket that it fits; what it leaves free is padding: row 0, position 0, page 0. Forward passes, as far as the
+logits, and modes of sampling are captured separately and replayed one after the other, so the number of graphs is a
+sum, not a product. Sampling is captured by the number of samples alone: every forward pass leaves rows, positions and
+logits in the same memory. All graphs share one memory pool: they run one at a time, in stream order (I1).
 """
 
 from bisect import bisect_left
@@ -16,18 +16,28 @@ from torch import Tensor
 from tandem.engine_core.attention.base import GraphPromptPlanner, PromptStep
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.captured import DecodeGraphs, GraphRecorder, MixedBuffers, MixedGraph
+from tandem.engine_core.runtime.captured import (
+    DecodeGraphs,
+    Graph,
+    GraphRecorder,
+    MixedBuffers,
+    MixedGraph,
+    SamplePlaces,
+)
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.sampling.sampler import Mode
 
-Forward = Callable[[Tensor, Tensor], Tensor]
-"""Decode step: (rows [B] int32, positions [B] int32) -> logits [B, V]."""
+Forward = Callable[[Tensor, Tensor, SamplePlaces], Tensor]
+"""Decode step: (rows [B] int32, positions [B] int32, places of B samples) -> logits [B, V]."""
 Sampling = Callable[[Mode, SamplingBatch], None]
 """Sampling of a batch in one mode."""
 MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
 """Step with prompts: (rows [T] int32, positions [T] int32, bucket, prompts, attended [T, heads, head_dim]) -> hidden
 [T, hidden]."""
+Head = Callable[[Tensor, Tensor, Tensor, Tensor, SamplePlaces], Tensor]
+"""End of a step with prompts: (hidden [T, hidden], rows [T] int32, positions [T] int32, index [P] int32, places of P
+samples) -> logits [P, V]."""
 MAX_PROMPTS = 64
 """Most rows of several tokens that a graph has room for; a step with more runs eagerly. FlashInfer plans for each of
 them, used or not."""
@@ -75,6 +85,29 @@ class StepGraphs:
         singles = _at_least(wanted.num_decode_tokens, self.shapes[tokens])
         return None if singles is None else GraphBucket(singles, tokens)
 
+    def places(self, bucket: GraphBucket) -> int:
+        """Return the number of places for samples in a bucket with prompts, else 0."""
+        return len(self.mixed[0][bucket].logits) if bucket.num_prefill_tokens else 0
+
+    def sampling(self, slot: int, count: int, places: int) -> dict[Mode, Graph] | None:
+        """Return the sampling graphs for the first `count` of a forward pass's places.
+
+        They also touch the places up to their bucket, which must be padding. None: no bucket fits.
+        """
+        rows = _at_least(count, self.rows)
+        return None if rows is None or rows > places else self.decode[slot][rows].sampling
+
+
+def sample_places(bucket: GraphBucket, rows: Sequence[int], max_rows: int) -> int:
+    """Return the number of places for samples in a graph of a step with prompts.
+
+    It is the most samples that the step can have, or the smallest bucket of sampling that holds them. rows: these
+    buckets, ascending.
+    """
+    prompts = min(MAX_PROMPTS, max(1, bucket.num_prefill_tokens // 2))
+    most = min(bucket.num_decode_tokens + prompts, max_rows)
+    return _at_least(most, rows) or most
+
 
 def _is_sampled(row: ScheduledSequence) -> bool:
     """Return True if a row of a single token is sampled from and not scored.
@@ -93,6 +126,7 @@ def capture_decode(
     recorder: GraphRecorder,
     buckets: tuple[int, ...],
     slots: list[StepSlot],
+    logits: Tensor,
     forward: Forward,
     sampling: Sampling,
     progress: Callable[[int], None],
@@ -100,77 +134,92 @@ def capture_decode(
     """Capture the decode steps of every slot.
 
     The largest bucket is captured first, so that the smaller ones reuse its memory. Every path runs once before it is
-    captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. progress:
-    called with a percentage.
+    captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. logits: of
+    all graphs, [P, V]; progress: called with a percentage.
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
         for slot, captured in zip(slots, steps, strict=True):
             slot.device_inputs.zero_()
-            rows, positions = slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket]
+            places = places_of(slot, logits).first(bucket)
+            run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], places)
             if slot is slots[0]:
-                logits = forward(rows, positions)
+                run()
                 for mode in Mode:
-                    sampling(mode, _batch(slot, logits, mode))
+                    sampling(mode, _batch(slot, places, mode))
                 recorder.synchronize()
-            graph, captured_logits = recorder.record(partial(forward, rows, positions))
-            assert captured_logits is not None
-            sampled = {
-                mode: recorder.record(partial(sampling, mode, _batch(slot, captured_logits, mode)))[0] for mode in Mode
-            }
-            captured[bucket] = DecodeGraphs(graph, captured_logits, sampled)
+            graph, _ = recorder.record(run)
+            sampled = {mode: recorder.record(partial(sampling, mode, _batch(slot, places, mode)))[0] for mode in Mode}
+            captured[bucket] = DecodeGraphs(graph, places.logits, sampled)
         progress(100 * (done + 1) // len(buckets))
     return steps
 
 
 def capture_mixed(
     recorder: GraphRecorder,
-    shapes: Mapping[int, Sequence[int]],
+    shapes: Mapping[GraphBucket, int],
     slots: list[StepSlot],
+    logits: Tensor,
     forward: MixedForward,
+    head: Head,
     prompts: Callable[[int, int], GraphPromptPlanner],
     buffers: MixedBuffers,
     progress: Callable[[int], None],
 ) -> list[dict[GraphBucket, MixedGraph]]:
     """Capture the steps with prompts of every slot, the largest first.
 
-    shapes: numbers of single tokens that are captured beside each token count, both ascending; prompts: makes the
-    planner of a slot, by its number, for graphs with that many tokens of prompts. progress: called with a percentage.
+    shapes: buckets with the number of their samples' places; prompts: makes the planner of a slot, by its number, for
+    graphs with that many tokens of prompts; logits, progress: as for `capture_decode`.
     """
     steps: list[dict[GraphBucket, MixedGraph]] = [{} for _ in slots]
-    for done, count in enumerate(sorted(shapes, reverse=True)):
+    counts = sorted({bucket.num_prefill_tokens for bucket in shapes}, reverse=True)
+    for done, count in enumerate(counts):
+        of_count = sorted((bucket for bucket in shapes if bucket.num_prefill_tokens == count), reverse=True)
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
             planner = prompts(number, count)
-            for rows_before in reversed(shapes[count]):
-                bucket = GraphBucket(rows_before, count)
-                total = sum(bucket)
-                rows, positions = slot.device_inputs[:total], slot.device_inputs[total : 2 * total]
-                own = buffers.first(total)
-                run = partial(forward, rows, positions, bucket, planner.step, own.attended)
+            for bucket in of_count:
+                own, places = buffers.first(sum(bucket)), places_of(slot, logits).first(shapes[bucket])
+                run = partial(_run_mixed, slot, bucket, planner.step, own, places, forward, head)
                 if slot is slots[0]:
                     run()
                     recorder.synchronize()
-                graph, _ = recorder.record(partial(_copy_into, own.hidden, run))
-                captured[bucket] = MixedGraph(graph, own, planner)
-        progress(100 * (done + 1) // len(shapes))
+                graph, _ = recorder.record(run)
+                captured[bucket] = MixedGraph(graph, places.logits, own, planner)
+        progress(100 * (done + 1) // len(counts))
     return steps
 
 
-def _copy_into(out: Tensor, fn: Callable[[], Tensor]) -> None:
-    out.copy_(fn())
+def _run_mixed(
+    slot: StepSlot,
+    bucket: GraphBucket,
+    prompts: PromptStep,
+    buffers: MixedBuffers,
+    places: SamplePlaces,
+    forward: MixedForward,
+    head: Head,
+) -> Tensor:
+    """Compute the final states of all tokens, and the logits of the samples."""
+    total, inputs = sum(bucket), slot.device_inputs
+    rows, positions = inputs[:total], inputs[total : 2 * total]
+    index = inputs[2 * total : 2 * total + len(places.rows)]
+    buffers.hidden.copy_(forward(rows, positions, bucket, prompts, buffers.attended))
+    return head(buffers.hidden, rows, positions, index, places)
 
 
-def _batch(slot: StepSlot, logits: Tensor, mode: Mode) -> SamplingBatch:
-    """Return the sampling inputs of a slot's decode step.
+def places_of(slot: StepSlot, logits: Tensor) -> SamplePlaces:
+    """Return the places of a slot's samples. logits: of all slots, [P, V]."""
+    return SamplePlaces(slot.sample_rows[: len(logits)], slot.sample_positions[: len(logits)], logits)
 
-    logits: [rows, V], which determine the number of rows.
-    """
-    bucket = len(logits)
+
+def _batch(slot: StepSlot, places: SamplePlaces, mode: Mode) -> SamplingBatch:
+    """Return the sampling inputs of the places of a slot."""
+    count = len(places.rows)
     return SamplingBatch(
-        logits=logits,
-        rows=slot.device_inputs[:bucket],
-        positions=slot.device_inputs[bucket : 2 * bucket],
-        sampled=slot.sampled[:bucket],
-        allowed=slot.allowed[:bucket] if mode is Mode.MASKED else None,
+        logits=places.logits,
+        rows=places.rows,
+        positions=places.positions,
+        sampled=slot.sampled[:count],
+        allowed=slot.allowed[:count] if mode is Mode.MASKED else None,
+        masked=slot.masked[:count] if mode is Mode.MASKED else None,
     )

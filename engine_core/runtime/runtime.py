@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,9 +71,12 @@ class TorchRuntime:
         assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
         bucket = self.graphs.bucket(plan) if self.graphs is not None else None
         max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket)
+        places = self.graphs.places(bucket) if self.graphs is not None and bucket is not None else 0
+        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket, places)
         self.tables.note(plan.admitted)
-        s.plan, s.packed, s.graphs = plan, packed, None
+        if plan.logprobs >= 0:
+            packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
+        s.plan, s.packed, s.graphs, s.sampling = plan, packed, None, None
         if self.clock is not None:
             self.clock.begin(plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
         if self._enqueue(slot, packed, bucket):
@@ -118,10 +122,10 @@ class TorchRuntime:
         count = len(s.packed.sample_rows)
         if count:
             self._sample(s, s.logits[:count], self._upload_masks(s, masks) if masks is not None else None)
-        if s.plan.logprobs >= 0 and count:
+        if s.plan.logprobs >= 0 and s.packed.fields["record_index"][1]:
             # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
-            records = _record_view(s.records, 0, count, s.plan)
-            self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records)
+            records, index = _record_view(s.records, 0, count, s.plan), field(s.device_inputs, s.packed, "record_index")
+            self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records, index)
         # A step of chunks alone has no tokens, but its end must be awaited like that of any other step (I6).
         if self.clock is not None:
             # Before the event that the copy waits for: once the results are here, this mark has been reached too.
@@ -164,12 +168,16 @@ class TorchRuntime:
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
             s.graphs.forward.replay()
-            s.logits = s.graphs.logits
+            s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]
         mixed.prompts.plan(long_spans(s.plan))
         mixed.forward.replay()
-        self._compute_logits(s, mixed.buffers.hidden[field(inputs, s.packed, "sample_index").long()], inputs)
+        s.logits = mixed.logits
+        s.sampling = graphs.sampling(slot, len(s.packed.sample_rows), len(mixed.logits))
+        if "targets" in s.packed.fields:
+            scored = mixed.buffers.hidden[field(inputs, s.packed, "score_index").long()]
+            self._score_prompts(s, scored, field(inputs, s.packed, "targets"))
 
     def _compute_logits(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
         """Compute the logits of the rows that sample, and score prompt positions.
@@ -200,13 +208,13 @@ class TorchRuntime:
             self.scorer.run(logits, chosen, s.plan.logprobs, records)
 
     def _sample(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> None:
-        """Enqueue sampling, by a graph if the step has one.
+        """Enqueue sampling, by a graph if the forward pass came from one.
 
         logits: [S, V]; allowed: [S, words].
         """
         assert s.packed is not None
-        if s.graphs is not None:
-            s.graphs.sampling[Mode.of(self.tables.sampling_needs(s.packed, allowed is not None))].replay()
+        if s.sampling is not None:
+            s.sampling[Mode.of(self.tables.sampling_needs(s.packed, allowed is not None))].replay()
         else:
             out = s.sampled[: len(logits)]
             self.sampler.sample(self.tables.sampling_batch(logits, s.device_inputs, s.packed, allowed, out))
@@ -217,11 +225,14 @@ class TorchRuntime:
         rows, positions = field(inputs, packed, "token_rows"), field(inputs, packed, "positions")
         self.tables.sampling.find_positions(rows, positions)
         rows, positions = rows.long(), positions.long()
+        index = field(inputs, packed, "sample_index")
+        if "targets" in packed.fields:
+            index = torch.cat([index, field(inputs, packed, "score_index")])
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
             positions=positions,
             slot_mapping=self.page_table.slots(rows, positions),
-            sample_index=field(inputs, packed, "sample_index").long(),
+            sample_index=index.long(),
             attention=s.attention.plan(_spans(s.plan), self.page_table),
         )
 
@@ -233,12 +244,15 @@ class TorchRuntime:
         """
         assert s.plan is not None and s.packed is not None
         indices = mask_indices(s.plan)
+        if len(masks) < len(indices):
+            # Rows whose token is not needed any more must not depend on what an earlier step left here.
+            s.masks_view[: len(indices)] = -1
         if masks:
             self.filler.fill([(constraint, indices[row] - 1) for row, constraint in masks], s.masks_view)
         s.device_masks[1 : 1 + len(indices)].copy_(s.host_masks[: len(indices)], non_blocking=True)
-        allowed = s.allowed[: len(s.packed.sample_rows)]
-        torch.index_select(s.device_masks, 0, field(s.device_inputs, s.packed, "mask_index"), out=allowed)
-        return allowed
+        index = field(s.device_inputs, s.packed, "mask_index")
+        torch.add(index, 0, out=s.masked[: len(index)])
+        return torch.index_select(s.device_masks, 0, index, out=s.allowed[: len(index)])
 
 
 def _num_record_words(plan: StepPlan) -> int:

@@ -13,9 +13,10 @@ from torch import Tensor
 from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.captured import DecodeGraphs
+from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
 from tandem.engine_core.runtime.device import Device, Event
 from tandem.engine_core.runtime.staging import Packed
+from tandem.engine_core.sampling.sampler import Mode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
@@ -43,6 +44,12 @@ class StepSlot:
     """[1 + max_rows, words] int32, by mask index."""
     allowed: Tensor
     """[max_rows, words] int32 on the device: the masks of the rows that sample."""
+    masked: Tensor
+    """[max_rows] int32 on the device: the masks' indices, 0 for the mask that allows everything."""
+    sample_rows: Tensor
+    """[max_rows] int32 on the device, written by graphs: row of each token that is sampled from, 0 for padding."""
+    sample_positions: Tensor
+    """[max_rows] int32 on the device, written by graphs: position of each of these tokens."""
     sampled: Tensor
     """[max_rows] int32 on the device: sampled ids."""
     results: Tensor
@@ -60,6 +67,9 @@ class StepSlot:
     logits: Tensor | None = None
     graphs: DecodeGraphs | None = None
     """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
+    sampling: dict[Mode, Graph] | None = None
+    """Graphs that the step can be sampled by; None if its forward pass came from none, or if it has too many samples.
+    """
 
     @classmethod
     def allocate(
@@ -92,6 +102,9 @@ class StepSlot:
             masks_view=host_masks.numpy(),
             device_masks=device_masks,
             allowed=on_device(max_rows, words),
+            masked=on_device(max_rows),
+            sample_rows=on_device(max_rows),
+            sample_positions=on_device(max_rows),
             sampled=on_device(max_rows),
             results=device.host_buffer(max_rows),
             records=on_device(record_words),

@@ -7,12 +7,13 @@ Always there, in this order:
     token_rows, positions [T]: every token's row and position, -1 for that of the row's newest token, which the device
         knows. Without a bucket the tokens are in the plan's order. With one they are where its graph reads them, and T
         is the bucket's size, padded with row 0, position 0.
-    sample_index [S + P]: indices among the T tokens of the samples first and then of the scored positions; left out of
-        a decode step in a bucket for such steps, in which token i is sample i.
+    sample_index [S]: indices of the samples among the T tokens. In a bucket with prompts -1 fills up the graph's places
+        for samples; it is left out of a bucket without prompts, in which token i is sample i.
     sample_rows [S]: row of each token whose logits are sampled from.
 Only in steps that need them:
     mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything.
-    targets [P]: tokens that follow the scored positions.
+    score_index, targets [P]: indices of the scored positions among the T tokens, and the tokens that follow them.
+    record_index [R]: samples whose log-probabilities are wanted, added by the runtime.
     upload_index, upload_tokens [U]: new tokens, at indices of the flat token table.
     length_rows, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
     page_index, pages [G]: new pages, at indices of the flat page table.
@@ -88,17 +89,20 @@ def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> i
     return 6 * max_step_tokens + 2 * (uploads + pages) + 8 * max_rows + admissions
 
 
-def pack(plan: StepPlan, max_len: int, pages_per_row: int, out: Ints, bucket: GraphBucket | None = None) -> Packed:
+def pack(
+    plan: StepPlan, max_len: int, pages_per_row: int, out: Ints, bucket: GraphBucket | None = None, places: int = 0
+) -> Packed:
     """Write a plan into `out`, with the fields that the module docstring describes.
 
     max_len, pages_per_row: columns of the token and page tables; bucket: of the graph that runs the step, which the
-    plan has to fit, or None for a step that no graph holds.
+    plan has to fit, or None for a step that no graph holds; places: for samples in a bucket with prompts.
     """
     row = np.array([r.row for r in plan.rows], dtype=np.int32)
     start = np.array([r.start for r in plan.rows], dtype=np.int32)
-    packed = (
-        _pack_decode(row, start, out, bucket) if plan.is_decode_only else _pack_mixed(plan, row, start, out, bucket)
-    )
+    if plan.is_decode_only and (bucket is None or not bucket.num_prefill_tokens):
+        packed = _pack_decode(row, start, out, bucket)
+    else:
+        packed = _pack_mixed(plan, row, start, out, bucket, places)
     if plan.needs_mask:
         masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
         packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
@@ -120,12 +124,12 @@ def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) 
     packed.add("token_rows", row, size)
     packed.add("positions", np.full(count, NEWEST, dtype=np.int32), size)
     packed.share("sample_rows", "token_rows", count)
-    if bucket is None or bucket.num_prefill_tokens:
+    if bucket is None:
         packed.add("sample_index", np.arange(count, dtype=np.int32))
     return packed
 
 
-def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) -> Packed:
+def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None, places: int) -> Packed:
     """Pack the tokens of a step of rows of any length, some of which may not sample."""
     length = np.array([r.length for r in plan.rows], dtype=np.int32)
     samples = np.array([r.samples for r in plan.rows], dtype=bool)
@@ -141,14 +145,15 @@ def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: Graph
     packed = Packed(out, row[samples], end[samples] - 1, int(end.max()))
     packed.add("token_rows", token_rows)
     packed.add("positions", positions)
-    sample_index = (first + length - 1)[samples]
+    sample_index = np.full(max(places, len(packed.sample_rows)), -1, dtype=np.int32)
+    sample_index[: len(packed.sample_rows)] = (first + length - 1)[samples]
+    packed.add("sample_index", sample_index)
+    packed.add("sample_rows", packed.sample_rows)
     if any(r.targets for r in plan.rows):
         targets = [np.frombuffer(r.targets, dtype=np.int32) for r in plan.rows]
         scored = [np.arange(len(ids), dtype=np.int32) + at for ids, at in zip(targets, first, strict=True)]
-        sample_index = np.concatenate([sample_index, *scored])
+        packed.add("score_index", np.concatenate(scored))
         packed.add("targets", np.concatenate(targets))
-    packed.add("sample_index", sample_index)
-    packed.add("sample_rows", packed.sample_rows)
     return packed
 
 

@@ -35,6 +35,8 @@ class DeviceTables:
         """[rows] on the host: the bits of what sampling each row needs, as `needs_of` returns them."""
         self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
         """[rows] on the host: length of each row from which it suppresses no ids."""
+        self.scored = np.zeros(len(sampling.tokens), dtype=bool)
+        """[rows] on the host: True for rows whose tokens' log-probabilities are wanted."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_len: int, pages_per_row: int, device: torch.device) -> "DeviceTables":
@@ -64,6 +66,7 @@ class DeviceTables:
         for a in admitted:
             self.needs[a.row] = needs_of(a.params)
             self.free_lens[a.row] = a.prompt_len + a.params.min_tokens
+            self.scored[a.row] = a.logprobs
 
     def apply(self, inputs: Tensor, packed: Packed) -> None:
         """Write a step's updates into the tables, from its packed inputs on the device."""
@@ -111,6 +114,7 @@ class DeviceTables:
             positions=positions[: len(logits)],
             sampled=sampled,
             allowed=allowed,
+            masked=None if allowed is None else field(inputs, packed, "mask_index"),
             needs=self.sampling_needs(packed, allowed is not None),
             longest=packed.longest,
         )

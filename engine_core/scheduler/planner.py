@@ -104,6 +104,7 @@ def new_sequence(seq: Sequence) -> NewSequence:
         seq.prompt_len,
         seq.submit.sampling,
         tuple(seq.end_ids) if seq.min_tokens else (),
+        seq.submit.logprobs is not None,
     )
 
 

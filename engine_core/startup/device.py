@@ -5,7 +5,7 @@ The structure of an engine is the same on every device.
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CudaGraphRecorder, GraphRecorder, MixedBuffers, MixedGraph
 from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
-from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed
+from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed, sample_places
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
@@ -248,35 +248,41 @@ class CudaParts:
         forward = CudaForward(model, kv, tables, kv.page_table(tables.pages), self.gpu)
         recorder = self.new_recorder()
         with torch.inference_mode():
-            shapes = {tokens: config.mixed_rows(tokens) for tokens in config.graph_tokens}
-            mixed = self._mixed(recorder, config, shapes, forward, slots, lambda p: progress(p // 2))
             rows = config.graph_rows
+            shapes = {tokens: config.mixed_rows(tokens) for tokens in config.graph_tokens}
+            buckets = [GraphBucket(singles, tokens) for tokens in shapes for singles in shapes[tokens]]
+            places = {bucket: sample_places(bucket, rows, config.max_rows) for bucket in buckets}
+            logits = self._zeros(config, max(rows[-1], *places.values(), 0), model.config.vocab_size)
+            mixed = self._mixed(recorder, config, places, logits, forward, slots, lambda p: progress(p // 2))
             decode = capture_decode(
-                recorder, rows, slots, forward.decode, sampler.launch, lambda p: progress(50 + p // 2)
+                recorder, rows, slots, logits, forward.decode, sampler.launch, lambda p: progress(50 + p // 2)
             )
         return StepGraphs(rows, shapes, decode, mixed)
+
+    def _zeros(self, config: StepConfig, *shape: int) -> "Tensor":
+        return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)
 
     def _mixed(
         self,
         recorder: GraphRecorder,
         config: StepConfig,
-        shapes: Mapping[int, Sequence[int]],
+        places: Mapping[GraphBucket, int],
+        logits: "Tensor",
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> list[dict[GraphBucket, MixedGraph]]:
-        if not shapes:
+        if not places:
             return []
         model = forward.model.config
         eager = [slot.attention for slot in slots]
         prompts = GraphPlanners(self.device, self.gpu, model, config, forward.page_table, eager)
-        largest = max(tokens + rows[-1] for tokens, rows in shapes.items())
-
-        def zeros(*shape: int) -> "Tensor":
-            return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)
-
-        buffers = MixedBuffers(zeros(largest, model.heads, model.head_dim), zeros(largest, model.hidden_size))
-        return capture_mixed(recorder, shapes, slots, forward.mixed, prompts, buffers, progress)
+        largest = max(sum(bucket) for bucket in places)
+        attended = self._zeros(config, largest, model.heads, model.head_dim)
+        buffers = MixedBuffers(attended, self._zeros(config, largest, model.hidden_size))
+        return capture_mixed(
+            recorder, places, slots, logits, forward.mixed, forward.head, prompts, buffers, progress
+        )  # fmt: skip
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""

@@ -23,14 +23,14 @@ def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> 
     return device.held_bytes() - before
 
 
-def measure_graph_bytes(device: Device, config: StepConfig, row_bytes: int, trial: Callable[[int], object]) -> int:
+def measure_graph_bytes(device: Device, config: StepConfig, trial: Callable[[int], object]) -> int:
     """Estimate the bytes of all decode graphs from the largest.
 
     There is a graph for each row count and slot.
 
     trial: captures the graphs of the largest row count the given number of times, and returns what holds them. The
-    first brings the memory that all share; a further one costs the driver's part, the same for every row count, and
-    its logits, row_bytes for each row.
+    first brings the memory that all share, logits among it; a further one costs the driver's part, the same for every
+    row count.
     """
     if not config.graph_rows:
         return 0
@@ -39,10 +39,8 @@ def measure_graph_bytes(device: Device, config: StepConfig, row_bytes: int, tria
     first = _measure(device, trial, 1)
     further = max(0, _measure(device, trial, 2) - first)
     device.release_unused()
-    driver = max(0, further - config.graph_rows[-1] * row_bytes)
-    logits = config.depth * sum(config.graph_rows) * row_bytes
     captures = config.depth * len(config.graph_rows)
-    return first + (captures - 1) * driver + logits - config.graph_rows[-1] * row_bytes
+    return first + (captures - 1) * further
 
 
 def measure_mixed_graph_bytes(device: Device, config: StepConfig, further: int, trial: Callable[[int], object]) -> int:

@@ -139,10 +139,7 @@ class RuntimeBuilder(Struct, frozen=True):
         scratch: a pool of one page, freed when this returns.
         """
         device = self.parts.device
-        row_bytes = self.source.model.vocab_size * self.source.dtype.itemsize
-        graphs = measure_graph_bytes(
-            device, self.config, row_bytes, lambda count: self.capture_decode_trial(scratch, count)
-        )
+        graphs = measure_graph_bytes(device, self.config, lambda count: self.capture_decode_trial(scratch, count))
         further = self.parts.prompt_graph_bytes(self.config, self.slots)
         graphs += measure_mixed_graph_bytes(
             device, self.config, further, lambda count: self.capture_mixed_trial(scratch, count)

@@ -15,6 +15,7 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs_ref
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
+from tandem.engine_core.kernels.sampling.gather import gather_samples_reference
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context
@@ -133,7 +134,10 @@ def interpreted_parts(_kind: str) -> CudaParts:
 def oracle_attention() -> Iterator[None]:
     """Put the oracles in the place of the kernels that a forward pass launches itself."""
     kernels = {"paged_decode": _paged_decode, "paged_prefill": _paged_prefill}
-    inputs = {"decode_inputs": lambda *given, **_launch: decode_inputs_reference(*given)}
+    inputs = {
+        "decode_inputs": lambda *given, **_launch: decode_inputs_reference(*given),
+        "gather_samples": lambda *given, **_launch: gather_samples_reference(*given),
+    }
     with patch.multiple(triton_attention, **kernels), patch.multiple(cuda_forward, **inputs):
         yield
 

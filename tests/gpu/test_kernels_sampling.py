@@ -94,7 +94,7 @@ def test_a_graph_replays_like_eager_calls_whatever_the_rows_ask_for() -> None:
         other = case_of(16, 128256, torch.bfloat16, 10 + seed)
         ask_everything(other, seed)
         truncations(other, [0, 20 * seed, 0], [0.9, 0.8], [0.0, 0.02])
-        for name in ("tokens", "ints", "floats", "bias", "suppressed", "rows", "positions", "suppress", "logits"):
+        for name in ("tokens", "ints", "floats", "bias", "suppressed", "lengths", "rows", "positions", "logits"):
             getattr(case, name).copy_(getattr(other, name))
         expected = run(sampler, case, Mode.FULL)
         for _ in range(5):

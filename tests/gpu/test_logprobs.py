@@ -22,6 +22,7 @@ from tandem.protocol.codec import read_logprobs
 from tandem.protocol.commands import Abort
 from tandem.protocol.engine_options import Device, Dtype, EngineOptions
 from tandem.protocol.params import SamplingParams
+from tests.support.eager_places import places_like
 from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.launch_guards import PinnedCopies, around_launches, sync_is_an_error
 from tests.support.plan_recording import runtime_of
@@ -123,7 +124,8 @@ class Watch:
             return
         self.graphed += 1
         bucket = len(s.graphs.logits)
-        eager = self.forward.decode(s.device_inputs[:bucket], s.device_inputs[bucket : 2 * bucket])
+        inputs = s.device_inputs[:bucket], s.device_inputs[bucket : 2 * bucket]
+        eager = self.forward.decode(*inputs, places_like(s.graphs.logits))
         self.logits[slot] = eager[:count].clone()
 
     def _sample(self, slot: int, masks: Any) -> None:
@@ -135,13 +137,16 @@ class Watch:
             return
         width = 1 + 2 * top
         mine = s.records[: count * width].view(count, width).clone()
+        # Records of rows that want none hold anything.
+        rows = torch.from_numpy(self.runtime.tables.scored[s.packed.sample_rows].nonzero()[0]).to(mine.device)
         with torch.inference_mode():
             again = torch.zeros_like(mine)
             self.runtime.scorer.run(self.logits[slot], s.sampled[:count], top, again)
-            oracle = logprob_records(self.logits[slot], s.sampled[:count], top)
+            oracle = logprob_records(self.logits[slot], s.sampled[:count], top)[rows]
+        mine, again = mine[rows], again[rows]
         self.equal += [torch.equal(mine, again), torch.equal(mine[:, 1 + top :], oracle[:, 1 + top :])]
         values, expected = (x[:, : 1 + top].contiguous().view(torch.float32) for x in (mine, oracle))
-        if count:
+        if len(rows):
             self.errors.append((values - expected).abs().max().item())
         self.lines[slot] = s.records.clone()
 

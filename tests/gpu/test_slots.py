@@ -76,12 +76,14 @@ def test_padding_touches_no_other_row(runtime: TorchRuntime, live: list[int], pa
     tokens = runtime.collect(1).tokens
     after = state(runtime)
     for name, old in before.items():
-        changed = (old != after[name]).flatten(1).any(1).nonzero().flatten().tolist()
+        changed = (old != after[name]).reshape(len(old), -1).any(1).nonzero().flatten().tolist()
         if name == "tokens":
             assert set(changed) <= {row - 1 for row in live}
             places = (old != after[name]).nonzero()
             assert set(places[:, 1].tolist()) <= {length + 1}
             assert [int(after[name][row - 1, length + 1]) for row in live] == tokens
+        elif name == "lengths":
+            assert after[name].tolist() == [length + 1 + (row in live) for row in range(1, ROWS + 1)]
         elif name.startswith(("keys", "values")):
             # The reserved page is not part of the state: place 0 here is the first of page 1.
             assert set(changed) == {(pages(row)[0] - 1) * PAGE_SIZE + length for row in live}, name

@@ -44,6 +44,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm, splitk_gemm_kernel
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
+from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
@@ -275,7 +276,8 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     index = torch.zeros(2, dtype=torch.int32)
     table = PageTable(torch.zeros(2, 8, dtype=torch.int32), 16, 64)
     tables = tables_of(torch.zeros(2, 64, dtype=torch.int32))
-    yield lambda: decode_inputs(tables, table, index, index, gpu.pdl)
+    yield lambda: decode_inputs(tables, table, index, index, (index, index), pdl=gpu.pdl)
+    yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
 
 
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:

@@ -21,15 +21,23 @@ BLOCK = 128
 
 
 def decode_inputs_reference(
-    tables: SamplingTables, page_table: PageTable, rows: Tensor, positions: Tensor
+    tables: SamplingTables,
+    page_table: PageTable,
+    rows: Tensor,
+    positions: Tensor,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the input token and the KV slot of each token of a step.
 
     Token i feeds the model what the token table holds for its row at its position, and writes its key and value to the
     pool's slot that the page table has for that position. A negative position stands for that of the row's newest
-    token: `positions` gets it. Shapes and dtypes are those of `decode_inputs`, whose oracle this is.
+    token: `positions` gets it. `kept` gets copies of rows and positions. Shapes and dtypes are those of
+    `decode_inputs`, whose oracle this is.
     """
     tables.find_positions(rows, positions)
+    if kept is not None:
+        kept[0].copy_(rows)
+        kept[1].copy_(positions)
     row, position = rows.long(), positions.long()
     return tables.tokens[row, position].long(), page_table.slots(row, position)
 
@@ -44,12 +52,15 @@ def _decode_inputs_kernel(
     page_table_ptr,
     rows_ptr,
     positions_ptr,
+    kept_rows_ptr,
+    kept_positions_ptr,
     batch,
     token_stride,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -62,6 +73,9 @@ def _decode_inputs_kernel(
     limit = tl.load(ints_ptr + row * NUM_INTS + TOTAL_LEN, mask=ours, other=2).to(tl.int32)
     position = tl.where(given >= 0, given, tl.maximum(tl.minimum(newest, limit - 1) - 1, 0))
     tl.store(positions_ptr + offs, position, mask=mask)
+    if KEEP:
+        tl.store(kept_rows_ptr + offs, row.to(tl.int32), mask=mask)
+        tl.store(kept_positions_ptr + offs, position.to(tl.int32), mask=mask)
     position = position.to(tl.int64)
     token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)
     page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=mask, other=0)
@@ -70,13 +84,19 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    tables: SamplingTables, page_table: PageTable, rows: Tensor, positions: Tensor, pdl: bool = False
+    tables: SamplingTables,
+    page_table: PageTable,
+    rows: Tensor,
+    positions: Tensor,
+    kept: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gather the token ids and slots of a step; see `decode_inputs_reference`.
 
     tables: of R rows; page_table: of the same; rows, positions: [B] int32, contiguous, rows below R, positions below
-    max_len and within the rows' pages, or negative; these bounds are not checked, since the values are on the device.
-    Returns (input_ids, slot_mapping), each [B] int64, and replaces negative positions. Raises ValueError if the rows of
+    max_len and within the rows' pages, or negative; these bounds are not checked, since the values are on the device;
+    kept: [B] int32 each, written: rows, and positions without negative ones. Returns (input_ids, slot_mapping), each
+    [B] int64, and replaces negative positions. Raises ValueError if the rows of
     a table are not contiguous or the page size is not a power of two.
     """
     pages, tokens = page_table.pages, tables.tokens
@@ -97,10 +117,12 @@ def decode_inputs(
         pages,
         rows,
         positions,
+        *(kept or (rows, positions)),
         batch,
         tokens.stride(0),
         pages.stride(0),
         BLOCK=BLOCK,
+        KEEP=kept is not None,
         PDL=pdl,
         **page_table.constants,
         num_warps=BLOCK // 32,

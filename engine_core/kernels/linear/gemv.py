@@ -253,6 +253,7 @@ def _launch(
     total: Tensor | None = None,
     x_weight: Tensor | None = None,
     scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Check what the kernel assumes and run it.
 
@@ -267,7 +268,8 @@ def _launch(
     if scales is not None and scales.ndim == 2:
         assert SCALE_ROWS % (plan.rows * plan.tiles) == 0, "the rows of a program are in one block"
         assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
-    y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
+    y = torch.empty(1, outputs, device=x.device, dtype=x.dtype) if out is None else out
+    assert y.is_contiguous() and y.shape == (1, outputs), f"a result of {tuple(y.shape)} for 1 by {outputs}"
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
         x,
         weight,
@@ -311,6 +313,7 @@ def gemv(
     activation: Activation | None = None,
     pdl: bool = False,
     scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the product of one row and a weight, plain or gated.
 
@@ -318,10 +321,10 @@ def gemv(
 
     x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N].
     x, weight and bias have one dtype, here and below; or weight is int8, float8_e4m3fn or the bits of that as uint8.
-    Then scales are float32, [N] of each row or [N / 16, K / 128] of each block, rounded up. With `pdl` the kernel
-    right before may write all but the weights.
+    Then scales are float32, [N] of each row or [N / 16, K / 128] of each block, rounded up. out: memory for the result,
+    contiguous. With `pdl` the kernel right before may write all but the weights.
     """
-    return _launch(plan, x, weight, bias, activation, pdl, scales=scales)
+    return _launch(plan, x, weight, bias, activation, pdl, scales=scales, out=out)
 
 
 def norm_gemv(

@@ -173,10 +173,12 @@ def splitk_gemm(
     activation: Activation | None = None,
     pdl: bool = False,
     scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
-    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or a weight of bytes with scales as in `gemv`.
+    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or a weight of bytes with scales as in `gemv`; out: memory
+    for the result, contiguous.
 
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
     [M, N / 2]. partials: float32; counters: int32, zero before and after the call; at least `workspace_size` of each.
@@ -193,7 +195,8 @@ def splitk_gemm(
     if scales is not None and scales.ndim == 2:
         assert SCALE_COLUMNS % plan.block_k == 0, "a step of the loop is in one block"
         assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
-    y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
+    y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype) if out is None else out
+    assert y.is_contiguous() and y.shape == (rows, outputs), f"a result of {tuple(y.shape)} for {rows} by {outputs}"
     splitk_gemm_kernel[(triton.cdiv(outputs, plan.block_n), plan.split)](
         x,
         weight,

@@ -67,3 +67,5 @@ class SamplingBatch:
     """Bits of `sampling.sampler` for everything that at least one of the rows needs."""
     longest: int = 0
     """Number of leading token columns that hold the histories of all rows."""
+    masked: Tensor | None = None
+    """[S] int32, 0 where a row's mask allows everything, so that it need not be looked at; None: no row's does."""

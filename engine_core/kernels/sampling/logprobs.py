@@ -30,9 +30,10 @@ def _load_logits(logits_ptr, offsets, mask):
     return tl.where(x == x, x, float("-inf")) if INTERPRETED else tl.maximum(x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_top"])
+@triton.jit(do_not_specialize=["index_ptr", "num_top"])
 def _tile_kernel(
     logits_ptr,
+    index_ptr,
     tile_max_ptr,
     tile_sum_ptr,
     tile_best_ptr,
@@ -40,12 +41,14 @@ def _tile_kernel(
     vocab,
     num_top,
     BLOCK: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     index = tl.program_id(1)
+    row = tl.load(index_ptr + index) if INDEXED else index
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     mask = ids < vocab
-    x = _load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
+    x = _load_logits(logits_ptr + row.to(tl.int64) * logit_stride, ids, mask)
     top = tl.max(x, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     offset = index * tl.num_programs(0) + tile
@@ -58,9 +61,10 @@ def _tile_kernel(
         ranks = tl.where(ranks == largest, NOTHING, ranks)
 
 
-@triton.jit(do_not_specialize=["chosen_ptr", "records_ptr", "num_top"])
+@triton.jit(do_not_specialize=["index_ptr", "chosen_ptr", "records_ptr", "num_top"])
 def _merge_kernel(
     logits_ptr,
+    index_ptr,
     chosen_ptr,
     tile_max_ptr,
     tile_sum_ptr,
@@ -71,8 +75,10 @@ def _merge_kernel(
     num_top,
     TILES_PAD: tl.constexpr,
     BEST_PAD: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
+    row = tl.load(index_ptr + index).to(tl.int64) if INDEXED else index
     offsets = tl.arange(0, TILES_PAD)
     mask = offsets < tiles
     top = tl.load(tile_max_ptr + index * tiles + offsets, mask=mask, other=float("-inf"))
@@ -80,9 +86,9 @@ def _merge_kernel(
     largest = tl.max(top, axis=0)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     normalizer = shift + tl.log(tl.sum(mass * tl.exp(top - shift), axis=0))
-    record_ptr = records_ptr + index * (1 + 2 * num_top)
-    chosen = tl.load(chosen_ptr + index)
-    x = _load_logits(logits_ptr + index * logit_stride, chosen, chosen >= 0)
+    record_ptr = records_ptr + row * (1 + 2 * num_top)
+    chosen = tl.load(chosen_ptr + row)
+    x = _load_logits(logits_ptr + row * logit_stride, chosen, chosen >= 0)
     own = tl.where(x == float("-inf"), x, x - normalizer)
     tl.store(record_ptr, own.to(tl.int32, bitcast=True))
     best_offsets = tl.arange(0, BEST_PAD)
@@ -119,17 +125,18 @@ class TritonScorer:
         self._tile_sum = torch.zeros(shape, dtype=torch.float32, device=device)
         self._tile_best = torch.zeros((*shape, max_top), dtype=torch.int64, device=device)
 
-    def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor) -> None:
+    def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor, index: Tensor | None = None) -> None:
         """Write one record a row, as `logprob_records` makes them.
 
         records: [B, 1 + 2 * top] int32, contiguous, written.
 
         logits: [B, V] float32, bfloat16 or float16, rows contiguous, not modified; chosen: [B] int32, ids of the
-        vocabulary, or -1 for none; top: at most V and `max_top`. Raises ValueError for other logits, a larger batch or
+        vocabulary, or -1 for none; top: at most V and `max_top`; index: [K] int32, rows of which the records are
+        written, None for all. Raises ValueError for other logits, a larger batch or
         more alternatives.
         """
         check_logits(logits)
-        batch, vocab = logits.shape
+        vocab, batch = logits.shape[1], len(logits if index is None else index)
         if vocab != self.vocab_size or batch > self.max_batch or not 0 <= top <= min(self.max_top, vocab):
             raise ValueError(
                 f"{top} alternatives of logits of shape {tuple(logits.shape)} do not fit a vocabulary of "
@@ -139,13 +146,18 @@ class TritonScorer:
             return
         tiles, stride = self._tiles, logits.stride(0)
         scratch = (self._tile_max, self._tile_sum, self._tile_best)
+        rows, indexed = chosen if index is None else index, index is not None
         _tile_kernel[(tiles, batch)](
-            logits, *scratch, stride, vocab, top, BLOCK=self.tile, num_warps=num_warps_for(self.tile, per_thread=16)
+            *(logits, rows, *scratch, stride, vocab, top),
+            BLOCK=self.tile,
+            INDEXED=indexed,
+            num_warps=num_warps_for(self.tile, per_thread=16),
         )
         best_pad = triton.next_power_of_2(max(1, tiles * self.max_top))
         _merge_kernel[(batch,)](
-            *(logits, chosen, *scratch, records, stride, tiles, top),
+            *(logits, rows, chosen, *scratch, records, stride, tiles, top),
             TILES_PAD=triton.next_power_of_2(tiles),
             BEST_PAD=best_pad,
+            INDEXED=indexed,
             num_warps=num_warps_for(best_pad),
         )

@@ -50,6 +50,7 @@ def _mark_kernel(
     bias_ids_ptr,
     bias_values_ptr,
     suppressed_ptr,
+    masked_ptr,
     marks_ptr,
     adjusted_ptr,
     touched_ptr,
@@ -105,7 +106,10 @@ def _mark_kernel(
             end_mask = end_offsets < NUM_ENDS
             ends = tl.load(suppressed_ptr + row * NUM_ENDS + end_offsets, mask=end_mask, other=-1)
             tl.atomic_or(marks_ptr + start + ends, SUPPRESSED, mask=(ends >= 0) & (ends < vocab), sem="relaxed")
-        tl.store(touched_ptr + index, (penalizes | biased | ending | HAS_MASK).to(tl.int32))
+        touched = penalizes | biased | ending
+        if HAS_MASK:
+            touched |= tl.load(masked_ptr + index) != 0
+        tl.store(touched_ptr + index, touched.to(tl.int32))
 
 
 @triton.jit
@@ -193,6 +197,7 @@ def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch)
         tables.bias[0],
         tables.bias[1].view(tables.floats.dtype),
         tables.suppressed,
+        batch.rows if batch.masked is None else batch.masked,
         scratch.marks,
         scratch.adjusted,
         scratch.touched,

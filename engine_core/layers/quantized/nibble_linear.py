@@ -56,9 +56,10 @@ class NibbleLinear(QuantizedLinear):
         self.order: Tensor | None = None
         """Inputs sorted by group, [inputs] int64; None: they are as they come."""
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        return self.product(self.ordered(x))
+        product = self.product(self.ordered(x))
+        return product if out is None else out.copy_(product)
 
     def ordered(self, x: Tensor) -> Tensor:
         """Return inputs in the order of the weights, [T, inputs]."""

@@ -21,12 +21,12 @@ class QuantizedLinear(UnfusedLinear):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weights as numbers, [outputs, inputs]."""
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
         weight = self.dequantized(x.dtype)
         if x.device.type != "cpu":
-            return TorchLinear(weight, self.bias, self.kernels).apply(x)
-        return CpuLinear(weight.t().contiguous().t(), self.bias, self.kernels).apply(x)
+            return TorchLinear(weight, self.bias, self.kernels).apply(x, out)
+        return CpuLinear(weight.t().contiguous().t(), self.bias, self.kernels).apply(x, out)
 
     def embedding_table(self) -> Tensor:
         """Implement `LinearWeights.embedding_table`: quantized weights have none."""

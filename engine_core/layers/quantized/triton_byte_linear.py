@@ -105,13 +105,16 @@ class TritonByteLinear(ByteLinear):
         """Implement `QuantizedLinear.dequantized` in one launch."""
         return dequantize_bytes(self._stored, self.scales, dtype, self.gpu.pdl)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
         to = self.input_format(x.shape[0])
         if to is not None:
-            return self.apply_quantized(self.kernels.quantize(x, to))
-        product = self._planned(x, None) if x.shape[0] <= MAX_ROWS else None
-        return super().apply(x) if product is None else product
+            product: Tensor | None = self.apply_quantized(self.kernels.quantize(x, to))
+        else:
+            product = self._planned(x, None) if x.shape[0] <= MAX_ROWS else None
+        if product is None:
+            return super().apply(x, out)
+        return product if out is None else out.copy_(product)
 
     def input_format(self, rows: int) -> ByteFormat | None:
         """Implement `LinearWeights.input_format`: bytes for many rows.

@@ -36,6 +36,18 @@ def test_apply_is_a_product(method: LinearMethod, bias: bool) -> None:
         torch.testing.assert_close(linear.apply(x[:rows]).double(), expected[:rows], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("method", [TorchMethod(), CpuMethod()])
+def test_a_product_is_written_where_it_is_wanted(method: LinearMethod, bias: bool) -> None:
+    linear, x = filled(method, bias), torch.randn(37, 96)
+    for rows in (1, 3, 37):
+        space = torch.full((40, 200), torch.nan)
+        out = linear.apply(x[:rows], space[:rows])
+        assert out.data_ptr() == space.data_ptr()
+        torch.testing.assert_close(space[:rows], linear.apply(x[:rows]))
+        assert space[rows:].isnan().all()
+
+
 def test_few_rows_round_as_many_do_on_the_cpu() -> None:
     linear = filled(torch_build_context(CPU, torch.float32).linear_method, False)
     x = torch.randn(4, 96)

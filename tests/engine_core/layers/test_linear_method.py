@@ -33,8 +33,9 @@ class Int8Linear:
         self.scale = scale
         self.context = context
 
-    def apply(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        product = functional.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
+        return product if out is None else out.copy_(product)
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans
-from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs, sample_places
 from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
-LAYOUT = {"token_rows", "positions", "sample_index"}
+LAYOUT = {"token_rows", "positions", "sample_index", "score_index"}
 """Fields that depend on the layout; all others are the same in every one."""
 
 
@@ -21,13 +21,16 @@ def fields(packed: Packed, out: np.ndarray) -> dict[str, list[int]]:
 
 
 @settings(deadline=None, max_examples=80, print_blob=True)
-@given(plans(), st.integers(0, 3), st.integers(0, 5))
-def test_every_token_is_packed_into_its_slot_of_the_bucket(plan: StepPlan, free_rows: int, free_tokens: int) -> None:
+@given(plans(), st.integers(0, 3), st.integers(0, 5), st.integers(0, 3))
+def test_every_token_is_packed_into_its_slot_of_the_bucket(
+    plan: StepPlan, free_rows: int, free_tokens: int, free_places: int
+) -> None:
     tight = exact_bucket(plan)
     bucket = GraphBucket(tight.num_decode_tokens + free_rows, tight.num_prefill_tokens + free_tokens)
     out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     eager = fields(pack(plan, MAX_LEN, PAGES_PER_ROW, out), out)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, bucket)
+    samples = sum(row.samples for row in plan.rows)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, bucket, samples + free_places if bucket.num_prefill_tokens else 0)
     found = fields(packed, out)
     assert {name: found[name] for name in found.keys() - LAYOUT} == {
         name: eager[name] for name in eager.keys() - LAYOUT
@@ -42,7 +45,13 @@ def test_every_token_is_packed_into_its_slot_of_the_bucket(plan: StepPlan, free_
     in_order = list(zip(eager["token_rows"], eager["positions"], strict=True))
     # In a decode step token i is sample i, and its graph needs no indices.
     indices = found.get("sample_index", range(len(plan.rows)))
-    assert [tokens[index] for index in indices] == [in_order[index] for index in eager["sample_index"]]
+    assert [tokens[index] for index in indices[:samples]] == [in_order[index] for index in eager["sample_index"]]
+    assert list(indices[samples:]) == [-1] * (free_places if bucket.num_prefill_tokens else 0)
+    assert [tokens[index] for index in found.get("score_index", [])] == [
+        in_order[index] for index in eager.get("score_index", [])
+    ]
+    if bucket.num_prefill_tokens:
+        assert packed.fields["sample_index"] == (2 * total, samples + free_places), "where the graph reads it"
     spans = long_spans(plan)
     assert [(span.row, span.start, span.length) for span in spans] == [
         (row.row, row.start, row.length) for row in plan.rows if row.length > 1
@@ -90,6 +99,23 @@ GRAPHS = StepGraphs((1, 2, 4), {16: (0, 2, 8), 64: (0, 2, 8), 256: (0,)}, [], []
 )
 def test_a_step_takes_the_smallest_bucket_that_fits(rows: list[ScheduledSequence], bucket: GraphBucket | None) -> None:
     assert GRAPHS.bucket(plan_of(rows)) == bucket
+
+
+@pytest.mark.parametrize(
+    ("bucket", "places"),
+    [
+        (GraphBucket(0, 2), 1),
+        (GraphBucket(0, 16), 8),
+        (GraphBucket(2, 16), 16),
+        (GraphBucket(8, 64), 64),
+        (GraphBucket(0, 4096), 64),
+        (GraphBucket(8, 4096), 72),
+        (GraphBucket(32, 4096), 80),
+    ],
+)
+def test_places_hold_all_samples_of_a_step_and_a_bucket_of_sampling(bucket: GraphBucket, places: int) -> None:
+    """Of at most 80 rows; up to 64 samples are captured."""
+    assert sample_places(bucket, (1, 2, 4, 8, 16, 32, 64), max_rows=80) == places
 
 
 def test_a_step_of_more_prompts_than_a_graph_holds_takes_no_bucket() -> None:

@@ -108,8 +108,7 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
             pages["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
             pages["pages"].append(page)
     if targets:
-        fields["targets"] = targets
-        fields["sample_index"] += scored
+        fields |= {"score_index": scored, "targets": targets}
     if any(places):
         fields["mask_index"] = places
     for news in (uploads, pages):

@@ -17,9 +17,10 @@ from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
-from tandem.engine_core.startup.warmup import warm_up
+from tandem.engine_core.startup.warmup import run_step, warm_up
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_SEED, SamplingParams
+from tests.fakes.fixed_masks import FixedMask
 from tests.support.tiny_llama import MAX_LEN, VOCAB, Shape, build_runtime
 
 GREEDY = SamplingParams(4, temperature=0.0)
@@ -204,3 +205,18 @@ class TestCpuDevice:
         assert slot.host_masks[2].tolist() == [9, 9]
         assert slot.device_masks.tolist() == [[-1, -1]] + 4 * [[0, 0]], "one mask allows everything"
         assert slot.plan is None
+
+
+def test_a_constrained_row_without_a_mask_does_not_depend_on_earlier_steps(model: Decoder) -> None:
+    """Its token is not needed, but the same steps have to give the same results."""
+    found = []
+    for masks in ([(1, FixedMask(np.full(-(-VOCAB // 32), 1 << 5, dtype=np.int32)))], []):
+        runtime = build_runtime(model, Shape(depth=1))
+        run_step(runtime, 0, first(1, GREEDY, [5, 6], (1,)))
+        for step_id, now in ((2, masks), (3, [])):
+            row = ScheduledSequence(1, 1, step_id, constrained=True, tokens=pack_ids([7]))
+            runtime.launch(0, StepPlan.of(step_id, (row,)))
+            runtime.sample(0, now)
+            (token,) = runtime.collect(0).tokens
+        found.append(token)
+    assert found[0] == found[1] != 5

@@ -11,8 +11,8 @@ from tandem.engine_core.startup.warmup import full_step
 from tests.fakes.counted_device import CountedDevice, Held
 from tests.fakes.runtime import FakeRuntime
 
-SHARED, DRIVER, ROW, KERNELS = 5000, 300, 7, 900
-"""Bytes that all graphs share, of the driver for each capture, of a row's logits, and of code loaded once."""
+SHARED, DRIVER, KERNELS = 5000, 300, 900
+"""Bytes that all graphs share, of the driver for each capture, and of code loaded once."""
 BUFFERS, PROMPT = 800, 60
 """Bytes that all mixed graphs share, and those that the graphs of one token count share."""
 
@@ -32,33 +32,33 @@ class Captures:
         self.device = device
         self.code: list[Held] = []
 
-    def __call__(self, count: int, rows: int = 16) -> list[Held]:
+    def __call__(self, count: int) -> list[Held]:
         if not self.code:
             self.code.append(self.device.take(KERNELS))
-        return [self.device.take(SHARED), *(self.device.take(DRIVER + rows * ROW) for _ in range(count))]
+        return [self.device.take(SHARED), *(self.device.take(DRIVER) for _ in range(count))]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("graph_rows", [(16,), (1, 16), (1, 2, 4, 8, 16)])
 def test_bytes_of_all_decode_graphs_are_estimated_from_the_largest(graph_rows: tuple[int, ...], depth: int) -> None:
     device = CountedDevice()
-    found = measure_graph_bytes(device, config(graph_rows, depth), ROW, Captures(device))
-    assert found == SHARED + depth * sum(DRIVER + rows * ROW for rows in graph_rows)
+    found = measure_graph_bytes(device, config(graph_rows, depth), Captures(device))
+    assert found == SHARED + depth * len(graph_rows) * DRIVER
     assert device.held_bytes() == KERNELS, "nothing of the trial is left but code"
 
 
 def test_nothing_is_captured_without_graph_rows() -> None:
     device = CountedDevice()
     captures = Captures(device)
-    assert measure_graph_bytes(device, config(()), ROW, captures) == 0
+    assert measure_graph_bytes(device, config(()), captures) == 0
     assert not captures.code
 
 
 class MixedCaptures(Captures):
     """One decode graph, and mixed graphs that share buffers and the attention of their token count."""
 
-    def __call__(self, count: int, rows: int = 16) -> list[Held]:
-        held = super().__call__(1, rows)
+    def __call__(self, count: int) -> list[Held]:
+        held = super().__call__(1)
         if count:
             held.append(self.device.take(BUFFERS + PROMPT))
         return held + [self.device.take(DRIVER) for _ in range(count)]

@@ -19,11 +19,13 @@ def test_gathered_inputs_equal_the_oracle(batch: int, dtype: torch.dtype, page_s
     rows = torch.randint(0, 9, (batch,), dtype=dtype, device=device)
     positions = torch.randint(-64, 64, (batch,), dtype=dtype, device=device).clamp(min=-1)
     table, again = PageTable(pages, 8, page_stride), positions.clone()
-    found = decode_inputs(tables, table, rows, positions)
+    kept = torch.zeros(2, batch, dtype=torch.int32, device=device)
+    found = decode_inputs(tables, table, rows, positions, (kept[0], kept[1]))
     for ours, expected in zip(found, decode_inputs_reference(tables, table, rows, again), strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, expected)
     assert torch.equal(positions, again)
+    assert torch.equal(kept[0], rows.int()) and torch.equal(kept[1], positions.int())
 
 
 def test_a_negative_position_is_that_of_the_rows_newest_token(device: str) -> None:

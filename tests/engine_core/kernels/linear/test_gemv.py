@@ -36,7 +36,11 @@ def operands(outputs: int, inputs: int, device: str) -> tuple[Tensor, Tensor, Te
 def test_gemv_equals_the_library(outputs: int, inputs: int, plan: GemvPlan, with_bias: bool, device: str) -> None:
     x, weight, bias = operands(outputs, inputs, device)
     chosen = bias if with_bias else None
-    torch.testing.assert_close(gemv(x, weight, chosen, plan), functional.linear(x, weight, chosen))
+    y = gemv(x, weight, chosen, plan)
+    torch.testing.assert_close(y, functional.linear(x, weight, chosen))
+    space = torch.full((2, outputs), torch.nan, device=device)
+    gemv(x, weight, chosen, plan, out=space[:1])
+    assert torch.equal(space[:1], y) and space[1:].isnan().all()
 
 
 ACTIVATIONS = [Activation.SILU, Activation.GELU_TANH]

@@ -39,6 +39,9 @@ def test_splitk_equals_the_library_and_resets_its_counters(outputs: int, rows: i
     torch.testing.assert_close(y, functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
     assert not space[1].any(), "counters return to zero"
     assert torch.equal(splitk_gemm(x, weight, bias, plan, *space), y)
+    out = torch.full((rows + 1, outputs), torch.nan, device=device)
+    splitk_gemm(x, weight, bias, plan, *space, out=out[:rows])
+    assert torch.equal(out[:rows], y) and out[rows:].isnan().all()
 
 
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])

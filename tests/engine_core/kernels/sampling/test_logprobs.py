@@ -110,3 +110,13 @@ def test_run_raises_for_sizes_that_do_not_fit(rows: int, vocab: int, top: int, d
     logits = torch.zeros(rows, vocab, device=device)
     with pytest.raises(ValueError, match=f"{top} alternatives"):
         kernels.run(logits, torch.zeros(rows, dtype=torch.int32), top, torch.zeros(rows, 41, dtype=torch.int32))
+
+
+def test_only_the_rows_asked_for_get_their_records(device: str) -> None:
+    logits = torch.randn(6, 333, generator=torch.Generator().manual_seed(3)).to(device)
+    chosen = torch.arange(6, dtype=torch.int32, device=device)
+    lines = torch.full((6, 7), -77, dtype=torch.int32, device=device)
+    index = torch.tensor([4, 1], dtype=torch.int32, device=device)
+    TritonScorer(333, 6, MAX_TOP, logits.device, 64).run(logits, chosen, 3, lines, index)
+    assert (lines[[0, 2, 3, 5]] == -77).all()
+    assert torch.equal(lines[[1, 4]], found(logits, chosen, 3)[[1, 4]])

@@ -1,11 +1,22 @@
 """Sampling with everything in Triton: the oracle's kept tokens and the oracle's draw."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tandem.engine_core.kernels.reference.sampling import sample
 from tandem.engine_core.sampling.sampler import Mode
-from tests.support.sampling_case import TEMPERATURE, Case, ask_everything, check_full, make_case, run, truncations
+from tests.support.sampling_case import (
+    REPETITION,
+    TEMPERATURE,
+    Case,
+    ask_everything,
+    check_full,
+    make_case,
+    run,
+    truncations,
+)
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -145,3 +156,18 @@ def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
         case.tokens[:] = tokens
         alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, case.lengths, *parts)
         assert run(sampler, alone, Mode.FULL).item() == together[index]
+
+
+def test_only_rows_with_a_mask_of_their_own_are_adjusted(device: str) -> None:
+    """What is allowed to the others is not even looked at."""
+    case = make_case(5, 150, seed=4)
+    case.floats[case.rows[4].long(), REPETITION] = 1.5
+    case.allowed = torch.full((5, 5), -1, dtype=torch.int32)
+    case.allowed[2] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0])
+    case = case.to(device)
+    expected = run(case.sampler(**SIZES), case, Mode.FULL)
+    sampler, sampled = case.sampler(**SIZES), torch.zeros_like(case.rows)
+    masked = torch.tensor([0, 0, 1, 0, 0], dtype=torch.int32, device=device)
+    sampler.launch(Mode.MASKED, replace(case.batch(sampled, allowed=case.allowed), masked=masked))
+    assert torch.equal(sampled, expected)
+    assert sampler.scratch.touched.tolist() == [0, 0, 1, 0, 1]
