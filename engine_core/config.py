@@ -19,8 +19,13 @@ STEP_UPLOADS = 65_536
 """Cached tokens of the prompts that may begin in one step."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256)
+GRAPH_ROWS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+    *(320, 384, 448, 512, 640, 768, 896, 1024),
+)
+MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+WIDE_STEP = 256
+"""Rows from one captured row count to the next above the largest of these."""
 MIXED_GRAPH_TOKENS = 2048
 """Most prompt positions for which steps are captured that decode rows too: beside rows that decode, few prompts get
 more."""
@@ -187,7 +192,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) 
         max_sessions=_max_sessions(options, prefix_cache),
         session_ttl=SESSION_TTL if options.session_ttl is None else options.session_ttl,
         graph_rows=graph_rows,
-        mixed_graph_rows=() if cpu else _up_to(MIXED_GRAPH_ROWS, max_rows),
+        mixed_graph_rows=() if cpu else _up_to(_wide(MIXED_GRAPH_ROWS, max_rows), max_rows),
         graph_tokens=graph_tokens,
         options=options,
     )
@@ -218,7 +223,7 @@ def _graphs(
         _check_graphs(options, cpu)
     if not cpu:
         with problems.caught():
-            rows = _sizes("--graph-rows", options.graph_rows, GRAPH_ROWS, "--max-rows", max_rows)
+            rows = _graph_rows(options.graph_rows, max_rows)
         with problems.caught():
             tokens = _graph_tokens(options.graph_tokens, step_tokens, positions)
     return rows, tokens
@@ -333,6 +338,16 @@ def _page_size(asked: PageSize | None, max_len: int) -> int:
             f"--page-size {asked} is more than a sequence of --max-len {max_len} can use; use at most {whole}, or max"
         )
     return asked
+
+
+def _graph_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:
+    """Choose the row counts of decode graphs."""
+    return _sizes("--graph-rows", asked, _wide(GRAPH_ROWS, max_rows), "--max-rows", max_rows)
+
+
+def _wide(sizes: tuple[int, ...], max_rows: int) -> tuple[int, ...]:
+    """Return row counts that go on as far as the rows do."""
+    return (*sizes, *range(sizes[-1] + WIDE_STEP, max_rows + WIDE_STEP, WIDE_STEP))
 
 
 def _graph_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[int, ...]:

@@ -273,7 +273,7 @@ class EngineOptions(Struct, frozen=True):
         str | None,
         EngineFlag(
             "cuda: row counts of decode steps that are captured in CUDA graphs, a list like 1,2,4,8, or 'off' "
-            "(default: up to 256)",
+            "(default: up to --max-rows)",
             metavar="LIST",
         ),
     ] = None

@@ -22,6 +22,9 @@ GROUP = 64
 """Tokens of which only the largest counts when top-k looks for its bound."""
 CAPACITY = 2048
 """Tokens of a row among which its cutoff is searched fast."""
+MAX_ROWS = 256
+"""Most rows that are sampled at once, which are enough to fill a GPU; others follow in further launches. The scratch
+takes 8 bytes for each token of the vocabulary and such a row."""
 TRIES = 2
 """Draws of a row with top-p before its cutoff is searched: at 0.9 about one row in two hundred needs the search."""
 
@@ -40,12 +43,12 @@ class TritonSampler:
 
     @classmethod
     def allocate(cls, tables: SamplingTables, vocab_size: int, max_rows: int, pdl: bool) -> "TritonSampler":
-        """Allocate the kernels' scratch memory for steps of up to `max_rows` rows.
+        """Allocate the kernels' scratch memory.
 
-        pdl: chain the kernels by programmatic dependent launch.
+        max_rows: of a step; pdl: chain the kernels by programmatic dependent launch.
         """
-        device = tables.tokens.device
-        return cls(tables, SamplingScratch.allocate(vocab_size, max_rows, TILE, GROUP, CAPACITY, device, pdl))
+        size = (vocab_size, min(max_rows, MAX_ROWS), TILE, GROUP, CAPACITY)
+        return cls(tables, SamplingScratch.allocate(*size, tables.tokens.device, pdl))
 
     def sample(self, batch: SamplingBatch) -> None:
         self.launch(Mode.of(batch.needs), batch)
@@ -53,12 +56,14 @@ class TritonSampler:
     def launch(self, mode: Mode, batch: SamplingBatch) -> None:
         """Launch the kernels of one mode, regardless of the needs of the batch.
 
-        Raises ValueError for logits of another kind, vocabulary or batch size than the scratch is for, and for masks
-        that the mode would ignore.
+        Raises ValueError for logits of another kind or vocabulary than the scratch is for, or of another number of
+        rows, and for masks that the mode would ignore.
         """
         self._check(mode, batch)
-        if not len(batch.rows):
-            return
+        for first in range(0, len(batch.rows), self.scratch.max_batch):
+            self._launch(mode, batch.part(first, first + self.scratch.max_batch))
+
+    def _launch(self, mode: Mode, batch: SamplingBatch) -> None:
         if mode is Mode.GREEDY:
             sample_greedy(batch, self.tables, self.scratch)
         elif mode is Mode.UNTRUNCATED:
@@ -84,11 +89,10 @@ class TritonSampler:
     def _check(self, mode: Mode, batch: SamplingBatch) -> None:
         logits, count = batch.logits, len(batch.rows)
         check_logits(logits)
-        vocab_size, max_batch = self.scratch.vocab_size, self.scratch.max_batch
-        if logits.shape[1] != vocab_size or not count == len(logits) <= max_batch:
+        vocab_size = self.scratch.vocab_size
+        if logits.shape[1] != vocab_size or count != len(logits):
             raise ValueError(
-                f"logits of shape {tuple(logits.shape)} for {count} rows do not fit a vocabulary of {vocab_size} and "
-                f"steps of up to {max_batch} rows"
+                f"logits of shape {tuple(logits.shape)} for {count} rows do not fit a vocabulary of {vocab_size}"
             )
         if batch.allowed is not None and mode is not Mode.MASKED:
             raise ValueError(f"sampling mode {mode.value} ignores masks; use {Mode.MASKED.value}")

@@ -1,5 +1,6 @@
 """The settings that follow from options, model and machine."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -110,6 +111,16 @@ def test_mixed_graphs_need_decode_graphs() -> None:
     for off in ({"graph_rows": "off"}, {"graph_rows": "off", "graph_tokens": "off"}):
         assert (decide("cpu", **off).graph_rows, decide("cuda", **off).graph_rows) == ((), ())
     assert decide("cuda", graph_rows="4", graph_tokens="128").graph_tokens == (128,)
+
+
+@pytest.mark.parametrize("max_rows", [1, 100, 256, 300, 512, 1024, 1500, 4096])
+def test_graphs_hold_steps_of_all_rows(max_rows: int) -> None:
+    """Padding takes at most half of the rows again, beside prompts as many again, or a few."""
+    config = decide("cuda", max_rows=max_rows, max_step_tokens=8192)
+    for sizes, share, few in ((config.graph_rows, 1.5, 8), (config.mixed_graph_rows, 2.0, 32)):
+        assert sizes[-1] == max_rows and list(sizes) == sorted(set(sizes))
+        for rows, larger in itertools.pairwise(sizes):
+            assert larger <= max(share * (rows + 1), rows + few), (rows, larger)
 
 
 class TestDevice:

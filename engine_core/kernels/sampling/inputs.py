@@ -3,7 +3,7 @@
 This module does not use Triton, so that it serves every device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,3 +69,18 @@ class SamplingBatch:
     """Number of leading token columns that hold the histories of all rows."""
     masked: Tensor | None = None
     """[S] int32, 0 where a row's mask allows everything, so that it need not be looked at; None: no row's does."""
+
+    def part(self, first: int, last: int) -> "SamplingBatch":
+        """Return the rows from `first` to before `last`, as views."""
+        rows = slice(first, last)
+        if first == 0 and last >= len(self.rows):
+            return self
+        return replace(
+            self,
+            logits=self.logits[rows],
+            rows=self.rows[rows],
+            positions=self.positions[rows],
+            sampled=self.sampled[rows],
+            allowed=None if self.allowed is None else self.allowed[rows],
+            masked=None if self.masked is None else self.masked[rows],
+        )

@@ -25,7 +25,7 @@ def num_warps_for(block: int, per_thread: int = 32) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Buffers of the sampling kernels, for steps of up to B rows in T tiles.
+    """Buffers of the sampling kernels, for up to B rows at once in T tiles.
 
     They take about 8 bytes for each token of the vocabulary and row.
 

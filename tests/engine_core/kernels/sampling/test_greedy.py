@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tests.support.sampling_case import (
     MIN_P,
     MIN_TOKENS,
@@ -121,3 +122,9 @@ def test_launch_raises_for_masks_and_logits_that_do_not_fit(device: str) -> None
         sampler.launch(Mode.FULL, replace(batch, logits=case.logits[:, :99]))
     with pytest.raises(ValueError, match="do not fit"):
         sampler.launch(Mode.UNTRUNCATED, replace(batch, logits=torch.cat((case.logits, case.logits))))
+
+
+def test_scratch_does_not_grow_beyond_the_rows_that_are_sampled_at_once() -> None:
+    tables = make_case(3, 100).tables
+    sizes = [TritonSampler.allocate(tables, 1000, rows, pdl=False).scratch.num_bytes for rows in (64, 256, 512, 2048)]
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.reference.sampling import sample
+from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tests.support.sampling_case import (
     REPETITION,
     TEMPERATURE,
@@ -171,3 +173,22 @@ def test_only_rows_with_a_mask_of_their_own_are_adjusted(device: str) -> None:
     sampler.launch(Mode.MASKED, replace(case.batch(sampled, allowed=case.allowed), masked=masked))
     assert torch.equal(sampled, expected)
     assert sampler.scratch.touched.tolist() == [0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_more_rows_than_are_sampled_at_once_give_the_same_tokens(mode: Mode, device: str) -> None:
+    case = make_case(7, 150, seed=6)
+    ask_everything(case)
+    truncations(case, [0, 20, 0], [0.9, 0.7, 1.0], [0.0, 0.01])
+    case = case.to(device)
+    allowed = None
+    if mode is Mode.MASKED:
+        allowed = torch.full((7, 5), -1, dtype=torch.int32, device=device)
+        allowed[[1, 5]] = torch.tensor([1 << 7, 3, 0, 1 << 30, 0], dtype=torch.int32, device=device)
+    scratch = SamplingScratch.allocate(150, 3, 128, 8, 32, torch.device(device))
+    found, expected = torch.zeros_like(case.rows), torch.zeros_like(case.rows)
+    case.sampler(**SIZES).launch(mode, case.batch(expected, allowed=allowed))
+    masked = None if allowed is None else torch.tensor([0, 1, 0, 0, 0, 1, 0], dtype=torch.int32, device=device)
+    few = TritonSampler(case.tables, scratch)
+    few.launch(mode, replace(case.batch(found, allowed=allowed), masked=masked))
+    assert torch.equal(found, expected)
