@@ -3,7 +3,8 @@
     python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
 
 Random weights, greedy, no prefix cache. Rows decode throughout; for each chunk size their steps are timed first without
-prompts, then with prompts that arrive one after the other. The time of a step is that of one tick of the loop, which
+prompts, then with prompts that arrive one after the other. Only the chunk size limits a step then; chunk 0 stands for
+the default, a limit by time, or for that of --max-itl. The time of a step is that of one tick of the loop, which
 commits one step, in milliseconds. The mailbox is a test double, so the figures include neither sockets nor HTTP. The
 ceiling of a prompt is the time of its multiplications at 790 TFLOP/s.
 """
@@ -34,6 +35,9 @@ CLIENT, EPOCH = b"bench", 1
 OWN_PROMPT, SETTLED, ALONE, PROMPTS = 16, 500, 150, 3
 """Tokens of a decoding row's prompt, untimed steps, steps timed without prompts, and prompts per chunk size."""
 FLOPS = 7.9e14
+UNLIMITED_MS = 1e6
+LEAST_CHUNK, LARGEST_STEP = 64, 2048
+"""Prompt positions of a step that is limited by time: those assumed at least, and those possible at most."""
 Key = tuple[bytes, int]
 
 
@@ -43,6 +47,7 @@ class Figures:
 
     rows: int
     chunk: int
+    """Most prompt positions of a step; 0: limited by time."""
     alone: dict[str, float]
     beside: dict[str, float]
     """Milliseconds of the steps from a prompt's arrival to its first token."""
@@ -59,7 +64,9 @@ class Figures:
 class Bench:
     """One engine, whose chunk size changes between runs."""
 
-    def __init__(self, shape: Path, device: Device, rows: int, chunk: int, prompt: int, steps: int) -> None:
+    def __init__(
+        self, shape: Path, device: Device, rows: int, chunk: int, prompt: int, steps: int, max_itl: float | None
+    ) -> None:
         self.mailbox = FakeMailbox()
         max_len = max(prompt + 1, OWN_PROMPT + steps)
         options = EngineOptions(
@@ -67,7 +74,7 @@ class Bench:
             kv_tokens=rows * (OWN_PROMPT + steps) + 4 * max_len, max_step_tokens=chunk + rows + 4, prefix_cache="off",
         )  # fmt: skip
         self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
-        self.prompt, self.steps = prompt, steps
+        self.prompt, self.steps, self.max_itl = prompt, steps, max_itl
         self.requests = 0
         self.rng = random.Random(0)
         self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "bench")))
@@ -99,7 +106,8 @@ class Bench:
 
     def beside(self, rows: int, chunk: int) -> Figures:
         planner = self.engine.scheduler.planner
-        planner.budget = structs.replace(planner.budget, chunk=chunk)
+        longest, max_itl = (chunk, UNLIMITED_MS) if chunk else (planner.limits.max_step_tokens, self.max_itl)
+        planner.limits = structs.replace(planner.limits, prefill_chunk=longest, max_itl=max_itl)
         alone = [self.tick() for _ in range(ALONE)]
         loaded, ttft = [], []
         for _ in range(PROMPTS):
@@ -138,13 +146,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 1024, 512, 256, 128, 64])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 1024, 512, 256, 128, 64, 0])
+    parser.add_argument("--max-itl", type=float, metavar="MS", help="limit of chunk 0 (default: that of the engine)")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens (default 8192)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args(argv)
-    steps = SETTLED + sum(ALONE + PROMPTS * (arguments.prompt // chunk + 10) for chunk in arguments.chunks)
-    size = (max(arguments.rows), max(arguments.chunks), arguments.prompt, 2 * steps)
-    bench = Bench(arguments.shape, arguments.device, *size)
+    chunks = [chunk or LEAST_CHUNK for chunk in arguments.chunks]
+    steps = SETTLED + sum(ALONE + PROMPTS * (arguments.prompt // chunk + 10) for chunk in chunks)
+    size = (max(arguments.rows), max(*chunks, LARGEST_STEP), arguments.prompt, 2 * steps)
+    bench = Bench(arguments.shape, arguments.device, *size, arguments.max_itl)
     print(HEAD, flush=True)
     found = []
     for rows in arguments.rows:
@@ -152,7 +162,8 @@ def main(argv: list[str] | None = None) -> None:
             found.append(asdict(figures) | {"over_p50": figures.over("p50"), "over_p99": figures.over("p99")})
             print(line(figures), flush=True)
     if arguments.save:
-        config = {"shape": arguments.shape.name, "prompt": arguments.prompt, "device": arguments.device}
+        config = {name: vars(arguments)[name] for name in ("prompt", "device", "max_itl")}
+        config["shape"] = arguments.shape.name
         if arguments.device == "cuda":
             config["gpu"] = torch.cuda.get_device_name()
         print(save(arguments.save, config, {"steps": found}))
