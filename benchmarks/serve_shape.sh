@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Serve a shape with random weights through one engine core and N frontends, and load it with bench_serving, or with
-# bench_constrained if CONSTRAINED=1.
+# Serve a shape with random weights through one engine core and N frontends, and load it with bench_serving, with
+# bench_constrained if CONSTRAINED=1, or with side_by_side if SIDE_BY_SIDE=1.
 #   benchmarks/serve_shape.sh SHAPE_FOLDER FRONTENDS NAME [flags of that benchmark ...]
 # Results go to benchmarks/results/NAME.json; SERVE_FLAGS are added to `tandem serve`. Needs a CUDA device and the extras `engine`, `cuda`.
 set -euo pipefail
@@ -28,6 +28,8 @@ echo "ready after $((($(date +%s%N) - started) / 1000000)) ms"
 bench=(benchmarks.bench_serving --token-ids)
 if [[ -n ${CONSTRAINED:-} ]]; then
     bench=(benchmarks.bench_constrained --model-dir "$work/model")
+elif [[ -n ${SIDE_BY_SIDE:-} ]]; then
+    bench=(benchmarks.side_by_side --shape "$(basename "$shape")")
 fi
 python3 -m "${bench[@]}" --url "$urls" --model model --save "$name" "$@"
 curl -s http://127.0.0.1:8499/metrics | grep -E '^tandem_(gpu|engine_stage|engine_steps)'
