@@ -18,8 +18,9 @@ from tandem.protocol.engine_options import Policy
 LEAST_MS, SLOWDOWN = 5.0, 2.5
 """Milliseconds that a step in which rows decode may always take, and how often what those rows alone take; `--max-itl`
 replaces both."""
-IDLE_MS = 100.0
-"""Milliseconds that a step in which no row decodes may take: a request that arrives waits for two of them at most."""
+IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
+"""Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
+at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
 
 
 class SchedulerLimits(Struct, frozen=True):
@@ -228,8 +229,10 @@ class Planner:
                     context += seq.num_scheduled_tokens
                 else:
                     start = max(start, seq.num_scheduled_tokens)
-            alone = self.costs.milliseconds(StepWork(rows, context))
-            allowed = (limits.max_itl or max(LEAST_MS, SLOWDOWN * alone)) if rows else IDLE_MS
+            alone = self.costs.milliseconds(StepWork(max(rows, 1), context))
+            allowed = limits.max_itl or max(LEAST_MS, SLOWDOWN * alone)
+            if not rows:
+                allowed = max(IDLE_MS, IDLE_SLOWDOWN * alone)
             prompt_tokens = self._fitting_tokens(rows, context, start, allowed)
         return Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens)
 

@@ -1,6 +1,8 @@
 """Quantized weights on CUDA: products against the numbers that the weights stand for, and a model in FP8."""
 
 from itertools import product
+from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,12 +26,17 @@ from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
+from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
+from tests.support.eager_places import repeat_mixed
 from tests.support.engine_driver import DrivenEngine
+from tests.support.gpu_traffic import KINDS, requests
+from tests.support.plan_recording import drive, runtime_of
 
 pytestmark = pytest.mark.gpu
 
@@ -182,3 +189,28 @@ def test_an_engine_with_fp8_weights_says_what_one_with_16_bits_says() -> None:
         options = EngineOptions(device="cuda", quantize=quantize, max_rows=4, max_len=256, kv_tokens=2048)
         said[quantize] = DrivenEngine.build(options).generate(prompts, params)
     assert said["fp8"] == said["off"]
+
+
+def test_steps_with_prompts_from_graphs_have_the_bits_of_the_same_kernels_run_eagerly() -> None:
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", quantize="fp8", pipeline="on", max_rows=12, max_step_tokens=128, max_len=256,
+        kv_tokens=4096, prefill_chunk=96, graph_rows="1,2,4,8,12",
+    )  # fmt: skip
+    driven = DrivenEngine.build(options)
+    runtime = runtime_of(driven)
+    forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table, read_gpu_traits())
+    launch, equal, sizes = runtime.launch, list[Tensor](), set[int]()
+
+    def on_launch(slot: int, plan: StepPlan) -> None:
+        launch(slot, plan)
+        assert runtime.graphs is not None
+        bucket = runtime.graphs.bucket(plan)
+        if bucket is not None and bucket.num_prefill_tokens:
+            equal.extend(repeat_mixed(runtime, forward, slot, bucket))
+            sizes.add(sum(bucket))
+
+    with patch.object(runtime, "launch", on_launch):
+        drive(driven, requests(20, KINDS, Random(1), longest=90, most=40, vocab=4096), Random(2))
+    print(f"\n{len(equal)} comparisons, of steps of {sorted(sizes)} positions")
+    assert len(equal) > 20 and max(sizes) > 64, "some products are of decoded weights, some of bytes with bytes"
+    assert all(same.item() for same in equal)

@@ -20,7 +20,7 @@ from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
 from tandem.protocol.engine_options import EngineOptions
-from tests.support.eager_places import places_like
+from tests.support.eager_places import places_like, repeat_mixed
 from tests.support.engine_driver import DrivenEngine
 from tests.support.gpu_traffic import KINDS, requests
 from tests.support.plan_recording import (
@@ -145,16 +145,7 @@ class Eager:
                 places = places_like(s.graphs.logits)
                 self.equal.append((s.graphs.logits == self.forward.decode(*self.inputs(slot), places)).all())
             elif shape is not None:
-                mixed, total = graphs.mixed[slot][shape], sum(shape)
-                rows, positions = s.device_inputs[:total], s.device_inputs[total : 2 * total]
-                model = self.runtime.model.config
-                attended = torch.zeros(total, model.heads, model.head_dim, dtype=torch.bfloat16, device="cuda")
-                again = self.forward.mixed(rows, positions, shape, mixed.prompts.step, attended)
-                # Padding of both kinds writes to one place, in any order.
-                self.equal.append(((mixed.buffers.hidden == again).all(1) | (rows == 0)).all())
-                index = s.device_inputs[2 * total : 2 * total + len(mixed.logits)]
-                logits = self.forward.head(mixed.buffers.hidden, rows, positions, index, places_like(mixed.logits))
-                self.equal.append(((mixed.logits == logits).all(1) | (index < 0)).all())
+                self.equal += repeat_mixed(self.runtime, self.forward, slot, shape)
                 self.mixed += 1
 
         def on_sample(slot: int, masks: Any) -> None:

@@ -1,10 +1,12 @@
 """Prompts beside streams, in simulated time: what a step may take, and who waits how long."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.scheduler.planner import IDLE_MS, LEAST_MS, SLOWDOWN
+from tandem.engine_core.scheduler.planner import IDLE_MS, IDLE_SLOWDOWN, LEAST_MS, SLOWDOWN
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, num_pairs
 from tests.support.scheduling import new, sequence
@@ -24,8 +26,10 @@ LONG = 16_384
 class Simulation:
     """A scheduler with one step in flight, on a device that takes exactly as long as the table says."""
 
-    def __init__(self, max_itl: float | None = None, **settings: int) -> None:
-        self.costs = StepCosts(TABLE, SHARE)
+    def __init__(
+        self, max_itl: float | None = None, table: Mapping[tuple[int, int], float] = TABLE, **settings: int
+    ) -> None:
+        self.costs = StepCosts(table, SHARE)
         self.scheduler: Scheduler = new(
             rows=64, pages=40_000, step=8192, chunk=8192, page_size=16, cache=False, max_itl=max_itl, costs=self.costs,
             **settings,
@@ -99,6 +103,14 @@ def test_steps_without_streams_take_at_most_a_tenth_of_a_second() -> None:
     until_first = [milliseconds for plan, milliseconds in run.steps if all(row.length > 1 for row in plan.rows)]
     assert max(until_first) <= IDLE_MS
     assert run.steps[0][0].total_tokens == 8192
+
+
+def test_a_device_that_needs_long_for_one_position_computes_several_in_a_step() -> None:
+    slow = {(1, 0): 300.0} | {(0, size): 300.0 + 20 * (size - 1) for size in (1, 8, 32, 64, 512)}
+    run = Simulation(table=slow)
+    run.run_until(run.add(640))
+    assert [plan.total_tokens for plan, _ in run.steps] == [32] * 20
+    assert max(milliseconds for _, milliseconds in run.steps) <= IDLE_SLOWDOWN * 300
 
 
 def test_long_prompts_finish_one_after_the_other() -> None:
