@@ -159,7 +159,7 @@ class EngineOptions(Struct, frozen=True):
         float | None,
         EngineFlag(
             "milliseconds that prompts may make a step take in which others decode, as expected from measured steps "
-            "(default: 5, or 2.5 times what those others take alone, whichever is more)",
+            "(default: 5, or 2.5 times a decode step of all sequences that run; up to a quarter more while many wait)",
             bounds=(0.01, 1e6),
             metavar="MS",
             is_everyday=True,

@@ -11,13 +11,15 @@ from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
-from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, num_pairs
+from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, most_pairs
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
 
 LEAST_MS, SLOWDOWN = 5.0, 2.5
-"""Milliseconds that a step in which rows decode may always take, and how often what those rows alone take; `--max-itl`
-replaces both."""
+"""Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
+those of prompts among them; `--max-itl` replaces both."""
+MOST_STRETCH = 1.25
+"""How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
 IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
 """Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
 at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
@@ -220,38 +222,49 @@ class Planner:
 
         pending: positions that each candidate could compute.
         """
-        limits, sizes, prompt_tokens = self.limits, self.costs.token_sizes, 0
-        if sizes and limits.prefill_chunk and max(pending, default=1) > 1:
-            rows = context = start = 0
+        limits, prompt_tokens = self.limits, 0
+        if self.costs.token_sizes and limits.prefill_chunk and max(pending, default=1) > 1:
+            rows = context = 0
+            prompts: list[tuple[int, int]] = []
             for seq, wanted in zip(candidates, pending, strict=True):
                 if wanted == 1:
                     rows += 1
                     context += seq.num_scheduled_tokens
                 else:
-                    start = max(start, seq.num_scheduled_tokens)
-            alone = self.costs.milliseconds(StepWork(max(rows, 1), context))
-            allowed = limits.max_itl or max(LEAST_MS, SLOWDOWN * alone)
-            if not rows:
-                allowed = max(IDLE_MS, IDLE_SLOWDOWN * alone)
-            prompt_tokens = self._fitting_tokens(rows, context, start, allowed)
+                    prompts.append((seq.num_scheduled_tokens, wanted))
+            prompt_tokens = self._fitting_tokens(rows, context, prompts)
         return Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens)
 
-    def _fitting_tokens(self, rows: int, context: int, start: int, allowed: float) -> int:
+    def _fitting_tokens(self, rows: int, context: int, prompts: Items[tuple[int, int]]) -> int:
         """Return the largest size of the table with which a step is short enough.
 
-        allowed: milliseconds that the step may be expected to take.
-
-        It is at least the smallest size, so that prompts always go on. start: position from which the prompts'
-        positions are counted: the furthest of any prompt, since its attention takes longest.
+        It is at least the smallest size, so that prompts always go on. rows, context: of the rows that decode; prompts:
+        start and lacking positions of each prompt.
         """
-        sizes = self.costs.token_sizes
+        costs, sizes = self.costs, self.costs.mixed_token_sizes if rows else self.costs.token_sizes
+        allowed = self.allowed_milliseconds(rows, context, len(prompts))
         fitting = bisect_left(
             sizes,
             True,
             lo=1,
-            key=lambda size: self.costs.milliseconds(StepWork(rows, context, size, num_pairs(start, size))) > allowed,
+            key=lambda size: costs.milliseconds(StepWork(rows, context, size, most_pairs(prompts, size))) > allowed,
         )
         return sizes[fitting - 1]
+
+    def allowed_milliseconds(self, rows: int, context: int, prompts: int) -> float:
+        """Return how long a step with prompts may be expected to take.
+
+        The prompts' rows count as if they decoded too, and the limit grows as their share does: a prompt that waits
+        costs its stream more than a longer step costs the others. If fewer decoding rows meant shorter steps, prompts
+        would wait longer, fewer rows would decode yet, and under full load the engine would stay half empty. rows,
+        context: of the rows that decode; prompts: their number.
+        """
+        if not rows:
+            return max(IDLE_MS, IDLE_SLOWDOWN * self.costs.milliseconds(StepWork(1, 0)))
+        if self.limits.max_itl:
+            return self.limits.max_itl
+        alone = self.costs.milliseconds(StepWork(rows + prompts, context))
+        return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
 
     def _steady_rows(
         self, running: dict[int, Sequence], constrained: bool

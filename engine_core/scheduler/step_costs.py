@@ -12,9 +12,9 @@ NOISE = 0.1
 """Assumed deviation of a measured step from its expected duration, as a share of that duration."""
 DRIFT = 0.02
 """Assumed change of each factor from one measured step to the next, as a share of its first deviation."""
-FIRST_DEVIATION = (0.3, 1.0, 1.0)
+FIRST_DEVIATION = (0.3, 0.3, 1.0, 1.0)
 """Assumed deviation of each factor from 1 before anything was measured."""
-LEAST_FACTOR = (0.1, 0.0, 0.0)
+LEAST_FACTOR = (0.1, 0.1, 0.0, 0.0)
 """Lowest value of each factor. A table that expected nothing could not be corrected any more."""
 
 
@@ -52,6 +52,23 @@ def num_pairs(start: int, length: int) -> int:
     return length * start + length * (length + 1) // 2
 
 
+def most_pairs(prompts: Iterable[tuple[int, int]], tokens: int) -> int:
+    """Return the most pairs that a step's prompts can have in all.
+
+    It bounds every division of positions among them, is exact for a single prompt and close for prompts of like lengths.
+
+    prompts: the start of each, and the positions that it lacks; tokens: positions of all together.
+    """
+    # No prompt can have more pairs a position than if it alone took all it can. Those with the most are taken first.
+    shares = sorted([(2 * start + min(lacking, tokens) + 1, min(lacking, tokens)) for start, lacking in prompts])
+    doubled, left = 0, tokens
+    while left and shares:
+        pairs, length = shares.pop()
+        doubled += pairs * min(length, left)
+        left -= min(length, left)
+    return -(-doubled // 2)
+
+
 class AttentionShare(Struct, frozen=True):
     """Attention's part of a step's work by arithmetic, to begin with."""
 
@@ -64,9 +81,10 @@ class AttentionShare(Struct, frozen=True):
 class StepCosts:
     """Table of the durations of steps without context, and what context adds.
 
-    A step is expected to take `a * table(rows, tokens) + b * context + c * pairs`. The three factors follow the
-    measured steps through a Kalman filter (Kalman, 1960) with a random walk as its model, so that every measured step
-    corrects the expectation of all others.
+    A step is expected to take `a * table(rows, tokens) + b * context + c * pairs`, where steps with prompts have an `a`
+    of their own: they run other kernels, and the table's are measured without prompts to attend to. The four factors
+    follow the measured steps through a Kalman filter (Kalman, 1960) with a random walk as its model, so that every
+    measured step corrects the expectation of all others.
     """
 
     def __init__(self, table: Mapping[tuple[int, int], float], share: AttentionShare) -> None:
@@ -79,17 +97,28 @@ class StepCosts:
         self._rows = sorted(rows for rows, tokens in self._table if not tokens)
         self._tokens = sorted(tokens for rows, tokens in self._table if not rows)
         self._mixed_rows = sorted({rows for rows, tokens in self._table if tokens})
+        mixed = sorted({tokens for rows, tokens in self._table if rows and tokens})
+        self._mixed_tokens = mixed or self._tokens
         self._context_ms = self._pair_ms = 0.0
         if self._table:
             self._context_ms = share.context * self._table[self._rows[0], 0]
             self._pair_ms = share.pairs * self._table[0, self._tokens[-1]] / self._tokens[-1]
-        self._factors = [1.0, 1.0, 1.0]
-        self._covariance = [[(i == j) * first**2 for j in range(3)] for i, first in enumerate(FIRST_DEVIATION)]
+        count = len(FIRST_DEVIATION)
+        self._factors = [1.0] * count
+        self._covariance = [[(i == j) * first**2 for j in range(count)] for i, first in enumerate(FIRST_DEVIATION)]
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
         """Token counts of the table, ascending."""
         return tuple(self._tokens)
+
+    @property
+    def mixed_token_sizes(self) -> tuple[int, ...]:
+        """Token counts that the table holds beside rows, ascending.
+
+        They are those of `token_sizes` if it combines none.
+        """
+        return tuple(self._mixed_tokens)
 
     def milliseconds(self, work: StepWork) -> float:
         """Return the expected duration of a step; 0 without a table."""
@@ -124,8 +153,9 @@ class StepCosts:
             [entry * limit[i] * limit[j] for j, entry in enumerate(row)] for i, row in enumerate(walked)
         ]
 
-    def _features(self, work: StepWork) -> tuple[float, float, float]:
-        return self._base(work.rows, work.tokens), work.context * self._context_ms, work.pairs * self._pair_ms
+    def _features(self, work: StepWork) -> tuple[float, float, float, float]:
+        base, context, pairs = self._base(work.rows, work.tokens), work.context * self._context_ms, work.pairs
+        return (0.0, base, context, pairs * self._pair_ms) if work.tokens else (base, 0.0, context, 0.0)
 
     def _base(self, rows: int, tokens: int) -> float:
         """Return the duration of a step without context.
@@ -153,7 +183,7 @@ class StepCosts:
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
+    return one[0] * other[0] + one[1] * other[1] + one[2] * other[2] + one[3] * other[3]
 
 
 def _at_least(sizes: list[int], wanted: int) -> int:

@@ -13,6 +13,7 @@ from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
@@ -21,8 +22,8 @@ from tandem.engine_core.startup.warmup import GREEDY, padding_prompt, run_step
 
 Table = dict[tuple[int, int], float]
 
-LONG_TOKENS = 1024
-"""Prompt positions from which a graph is timed at its first replay: what that takes longer is nothing beside it."""
+LONG_MS = 20.0
+"""Milliseconds of a step from which the next is timed at its first replay: what that takes longer is little then."""
 
 
 @torch.inference_mode()
@@ -53,17 +54,23 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
     for rows, decode in graphs.decode[0].items():
         decode.forward.replay()
         table[rows, 0] = _milliseconds(runtime, decode.forward.replay, decode.sampling[Mode.GREEDY].replay)
-    for bucket, mixed in graphs.mixed[0].items() if graphs.mixed else ():
+    last = 0.0
+    for bucket, mixed in sorted(graphs.mixed[0].items(), key=_prompt_tokens) if graphs.mixed else ():
         # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.
         mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
-        if bucket.num_prefill_tokens < LONG_TOKENS:
+        if last < LONG_MS:
             mixed.forward.replay()
-        table[bucket.num_decode_tokens, bucket.num_prefill_tokens] = _milliseconds(runtime, mixed.forward.replay)
+        last = _milliseconds(runtime, mixed.forward.replay)
+        table[bucket.num_decode_tokens, bucket.num_prefill_tokens] = last
     longest, largest = _longest_step(config), max(graphs.shapes, default=0)
     if longest.total_tokens > largest:
         known = (largest, table[0, largest]) if largest else (1, table[graphs.rows[0], 0])
         table |= {(0, size): time for size, time in _line(known, _time_step(runtime, longest)) if size > largest}
     return table
+
+
+def _prompt_tokens(captured: tuple[GraphBucket, object]) -> int:
+    return captured[0].num_prefill_tokens
 
 
 def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:

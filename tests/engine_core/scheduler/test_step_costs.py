@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine_core.plan import ScheduledSequence
-from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, num_pairs
+from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, most_pairs, num_pairs
 
 TABLE = {(1, 0): 1.0, (8, 0): 2.0, (0, 64): 4.0, (8, 64): 5.0, (0, 128): 6.0, (8, 128): 8.0, (0, 512): 20.0}
 SHARE = AttentionShare(context=1e-3, pairs=1e-2)
@@ -58,8 +58,41 @@ def test_pairs_are_counted_as_one_by_one(start: int, length: int) -> None:
     assert num_pairs(start, length) == sum(range(start + 1, start + length + 1))
 
 
-@pytest.mark.parametrize("truth", [(1.0, 1.0, 1.0), (1.3, 0.4, 3.0), (0.8, 5.0, 0.2), (2.0, 1.0, 1.0)])
-def test_measured_steps_of_any_kind_correct_all_expectations(truth: tuple[float, float, float]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=6), st.data())
+def test_no_division_of_a_step_among_prompts_has_more_pairs_than_bounded(
+    prompts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    lengths = [data.draw(st.integers(0, lacking)) for _, lacking in prompts]
+    pairs = sum(num_pairs(start, length) for (start, _), length in zip(prompts, lengths, strict=True))
+    assert pairs <= most_pairs(prompts, sum(lengths))
+
+
+@given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 60))
+def test_the_bound_of_one_prompt_is_exact(start: int, lacking: int, tokens: int) -> None:
+    assert most_pairs([(start, lacking)], tokens) == num_pairs(start, min(lacking, tokens))
+
+
+def test_the_bound_of_whole_prompts_of_one_length_is_exact() -> None:
+    assert most_pairs([(0, 256)] * 5, 512) == 2 * num_pairs(0, 256)
+
+
+def test_sizes_beside_rows_are_those_that_the_table_combines() -> None:
+    assert StepCosts(TABLE, SHARE).mixed_token_sizes == (64, 128)
+    assert StepCosts({(1, 0): 1.0, (0, 64): 4.0, (0, 128): 6.0}, SHARE).mixed_token_sizes == (64, 128)
+
+
+def test_slow_steps_with_prompts_say_nothing_of_steps_without() -> None:
+    costs = StepCosts(TABLE, SHARE)
+    for _ in range(50):
+        costs.correct(StepWork(8, 0, 64), 7.5)
+    assert costs.milliseconds(StepWork(8, 0, 64)) == pytest.approx(7.5, rel=0.1)
+    assert costs.milliseconds(StepWork(8, 0)) == 2.0
+
+
+@pytest.mark.parametrize(
+    "truth", [(1, 1, 1, 1), (1.3, 1.1, 0.4, 3.0), (0.8, 1.2, 5.0, 0.2), (2.0, 2.0, 1.0, 1.0), (0.9, 1.5, 1.0, 1.0)]
+)
+def test_measured_steps_of_any_kind_correct_all_expectations(truth: tuple[float, float, float, float]) -> None:
     rng = random.Random(1)
     costs, exact = StepCosts(TABLE, SHARE), StepCosts(TABLE, SHARE)
     exact._factors[:] = truth
