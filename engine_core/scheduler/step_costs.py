@@ -55,7 +55,7 @@ def num_pairs(start: int, length: int) -> int:
 def most_pairs(prompts: Iterable[tuple[int, int]], tokens: int) -> int:
     """Return the most pairs that a step's prompts can have in all.
 
-    It bounds every division of positions among them, is exact for a single prompt and close for prompts of like lengths.
+    It bounds every division of positions among them; for one prompt it is exact, for prompts of like lengths close.
 
     prompts: the start of each, and the positions that it lacks; tokens: positions of all together.
     """
