@@ -65,7 +65,11 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
     longest, largest = _longest_step(config), max(graphs.shapes, default=0)
     if longest.total_tokens > largest:
         known = (largest, table[0, largest]) if largest else (1, table[graphs.rows[0], 0])
-        table |= {(0, size): time for size, time in _line(known, _time_step(runtime, longest)) if size > largest}
+        eager = {size: time for size, time in _line(known, _time_step(runtime, longest)) if size > largest}
+        table |= {(0, size): time for size, time in eager.items()}
+        if graphs.mixed:  # Beside rows too these sizes run: as no graph holds them, no graph is missed.
+            rows = config.max_rows
+            table |= {(rows, size): time * (rows + size) / size for size, time in eager.items()}
     return table
 
 

@@ -125,6 +125,7 @@ def test_every_bucket_was_timed_at_the_start(driven: DrivenEngine, runtime: Torc
     graphs, costs = runtime.graphs, driven.engine.scheduler.planner.costs
     assert graphs is not None
     assert costs.token_sizes == (24, 32), "the captured size, and that of the longest step"
+    assert costs.mixed_token_sizes == (24, 32), "a size that no graph holds is not avoided beside rows"
     works = [StepWork(rows, 0) for rows in graphs.rows]
     works += [StepWork(bucket.num_decode_tokens, 0, bucket.num_prefill_tokens) for bucket in graphs.mixed[0]]
     assert [costs.milliseconds(work) for work in works] == pytest.approx([1.0] * len(works), rel=0.5)
