@@ -108,6 +108,11 @@ class StepCosts:
         self._covariance = [[(i == j) * first**2 for j in range(count)] for i, first in enumerate(FIRST_DEVIATION)]
 
     @property
+    def table(self) -> dict[tuple[int, int], float]:
+        """Milliseconds by (rows, tokens), as measured at the start."""
+        return dict(self._table)
+
+    @property
     def token_sizes(self) -> tuple[int, ...]:
         """Token counts of the table, ascending."""
         return tuple(self._tokens)

@@ -1,0 +1,58 @@
+"""What the steps of a shape take, as an engine measures them when it starts.
+
+    python -m benchmarks.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 256] [--save NAME]
+
+Random weights. Milliseconds of each captured step by prompt positions and decoding rows, with next to no context: the
+table by which prompts are limited beside rows that decode (`engine_core/scheduler/step_costs.py`). The last column has
+the multiplications of the prompts alone, at 790 TFLOP/s.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+import torch
+
+from benchmarks.measuring.results import save
+from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.startup.engine import build_engine
+from tandem.engine_core.stats import new_stats
+from tandem.engine_core.wire.heartbeat import Status
+from tandem.protocol.engine_options import EngineOptions
+from tests.fakes.mailbox import FakeMailbox
+
+FLOPS = 7.9e14
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--max-rows", type=int, default=256, help="as of `tandem serve` (default 256)")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    arguments = parser.parse_args()
+    model = read_config(arguments.shape)
+    options = EngineOptions(
+        model=str(arguments.shape), load_format="dummy", device=arguments.device, max_rows=arguments.max_rows,
+        max_len=min(4096, model.max_positions), kv_tokens=65_536,
+    )  # fmt: skip
+    engine = build_engine(options, FakeMailbox(), Status(1, new_stats()))
+    found = engine.scheduler.planner.costs.table
+    rows = sorted({rows for rows, tokens in found if tokens})
+    heads = model.heads * model.head_dim
+    layer = model.hidden_size * (2 * heads + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)
+    print("decode steps: " + ", ".join(f"{size} rows {found[size, 0]:.2f}" for size, none in sorted(found) if not none))
+    print("tokens" + "".join(f"{count:>9}" for count in rows) + "  ceiling")
+    for tokens in sorted({tokens for _, tokens in found if tokens}):
+        cells = "".join(f"{found[count, tokens]:>9.2f}" if (count, tokens) in found else f"{'-':>9}" for count in rows)
+        print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * layer / FLOPS:>9.2f}", flush=True)
+    if arguments.save:
+        steps = [{"rows": rows, "tokens": tokens, "ms": ms} for (rows, tokens), ms in sorted(found.items())]
+        config = {"shape": arguments.shape.name, "max_rows": arguments.max_rows, "device": arguments.device}
+        config |= {"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}
+        print(save(arguments.save, config, {"steps": steps}))
+
+
+if __name__ == "__main__":
+    main()
