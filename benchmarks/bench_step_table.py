@@ -1,4 +1,4 @@
-"""What the steps of a shape take, as an engine measures them when it starts.
+"""Durations of a shape's steps, as an engine measures them at its start.
 
     python -m benchmarks.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 256] [--save NAME]
 
