@@ -3,10 +3,11 @@
     python -m benchmarks.side_by_side --url http://host:port[,http://host:port2] --model NAME --shape llama-3.2-1b
         [--loads 1b-256 ...] [--trials 3] [--save NAME]
 
-The loads and vLLM's figures are in `benchmarks/reference/side_by_side.json`, with their origin. A load is a number of
-streams, each of which sends its next request as soon as the last one is answered, after one request to warm up. Every
-trial has prompts of its own, so that no prefix cache helps. Reported are the medians of the trials, with the least and
-the most: output tokens/s, TTFT p50 and ITL p99 in milliseconds. ITL is that of `bench_serving` without token ids.
+The loads and vLLM's figures are in `benchmarks/reference/side_by_side.json`, with their origin; loads without figures
+are of our own choosing, so that nothing is tuned to those of the comparison alone. A load is a number of streams, each
+of which sends its next request as soon as the last one is answered, after one request to warm up. Every trial has
+prompts of its own, so that no prefix cache helps. Reported are the medians of the trials, with the least and the most:
+output tokens/s, TTFT p50 and ITL p99 in milliseconds. ITL is that of `bench_serving` without token ids.
 """
 
 import argparse
