@@ -1,20 +1,26 @@
 """Durations of a shape's steps, as an engine measures them at its start.
 
-    python -m benchmarks.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 256] [--save NAME]
+    python -m benchmarks.kernels.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 256]
+        [--profile 256:0 256:512] [--save NAME]
 
 Random weights. Milliseconds of each captured step by prompt positions and decoding rows, with next to no context: the
 table by which prompts are limited beside rows that decode (`engine_core/scheduler/step_costs.py`). The last column has
-the multiplications of the prompts alone, at 790 TFLOP/s.
+the multiplications of the prompts alone, at 790 TFLOP/s. --profile lists the kernels of single steps, named by rows and
+positions of one prompt, with the microseconds and the number of launches of each.
 """
 
 import argparse
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.measuring.results import save
+from tandem.engine_core.attention.base import Span
 from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.plan import PADDING_ROW
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
@@ -22,6 +28,31 @@ from tandem.protocol.engine_options import EngineOptions
 from tests.fakes.mailbox import FakeMailbox
 
 FLOPS = 7.9e14
+REPLAYS, KERNELS = 10, 24
+"""Replays of a profiled step, and kernels that are listed of it."""
+
+
+def profile(runtime: Any, rows: int, tokens: int) -> None:
+    """Print what each kernel of a captured step takes, with one prompt of all positions and rows without context."""
+    if tokens:
+        mixed = runtime.graphs.mixed[0][GraphBucket(rows, tokens)]
+        mixed.prompts.plan([Span(PADDING_ROW, 0, 0, tokens)])
+        graph = mixed.forward
+    else:
+        graph = runtime.graphs.decode[0][rows].forward
+    runtime.slots[0].device_inputs.zero_()
+    graph.replay()
+    runtime.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for _ in range(REPLAYS):
+            graph.replay()
+        runtime.synchronize()
+    events = sorted(profiled.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events) / REPLAYS
+    print(f"{rows} rows, {tokens} positions of a prompt: kernels {total:.0f} us")
+    for event in events[:KERNELS]:
+        share = event.self_device_time_total / REPLAYS
+        print(f"  {share:>8.1f} us {event.count / REPLAYS:>6.1f} launches  {event.key[:120]}")
 
 
 def main() -> None:
@@ -30,6 +61,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--max-rows", type=int, default=256, help="as of `tandem serve` (default 256)")
+    parser.add_argument("--profile", nargs="+", default=[], metavar="ROWS:TOKENS", help="captured steps to profile")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     model = read_config(arguments.shape)
@@ -47,6 +79,8 @@ def main() -> None:
     for tokens in sorted({tokens for _, tokens in found if tokens}):
         cells = "".join(f"{found[count, tokens]:>9.2f}" if (count, tokens) in found else f"{'-':>9}" for count in rows)
         print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * layer / FLOPS:>9.2f}", flush=True)
+    for step in arguments.profile:
+        profile(engine.runtime, *map(int, step.split(":")))
     if arguments.save:
         steps = [{"rows": rows, "tokens": tokens, "ms": ms} for (rows, tokens), ms in sorted(found.items())]
         config = {"shape": arguments.shape.name, "max_rows": arguments.max_rows, "device": arguments.device}
