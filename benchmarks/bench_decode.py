@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.1-8b --weights fp8-blocks --prompt 8192
+    python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b --max-len 131072
 
 Prompts of 256 random tokens, random weights, greedy; measured in milliseconds per step while the context grows from
 320 to 576. Reported with every step: the floor (weights and KV read once at the read bandwidth measured in the same
@@ -9,7 +10,8 @@ run); the linear layers through cuBLAS in a CUDA graph; the GPU's own time of a 
 back, with nothing from the host between them, at the middle of the range); the CPU time of a tick (C; without the wire,
 which is a test double here); and the GPU's idle time: the step minus F, and by timed events only the gap between two
 steps. Of quantized weights (--weights, --quantize) the time to read them once stands for the linear layers. --prompt
-measures a lone prompt too, from its submission to its first token.
+measures a lone prompt too, from its submission to its first token; --max-len allows longer contexts, which should cost
+these steps nothing.
 """
 
 import argparse
@@ -86,7 +88,13 @@ class Bench:
     """
 
     def __init__(
-        self, shape: Path, max_rows: int, weights: str = "16-bit", quantize: str = "off", prompt: int = 0
+        self,
+        shape: Path,
+        max_rows: int,
+        weights: str = "16-bit",
+        quantize: str = "off",
+        prompt: int = 0,
+        max_len: int | None = None,
     ) -> None:
         self.mailbox = FakeMailbox()
         self.is_quantized = weights != "16-bit" or quantize != "off"
@@ -98,8 +106,8 @@ class Bench:
                 dtype="bfloat16",
                 quantize="fp8" if quantize == "fp8" else "off",
                 max_rows=max_rows,
-                max_len=max(1024, prompt + 16),
-                kv_tokens=max(max_rows * 768, 2 * prompt + 32),
+                max_len=max_len or max(1024, prompt + 16),
+                kv_tokens=max(max_rows * 768, 2 * prompt + 32, max_len or 0),
             )
             started = time.perf_counter()
             self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
@@ -295,11 +303,12 @@ def main() -> None:
     parser.add_argument("--weights", default="16-bit", choices=FORMATS, help="format of the random weights")
     parser.add_argument("--quantize", default="off", choices=("off", "fp8"), help="as of `tandem serve`")
     parser.add_argument("--prompt", type=int, default=0, help="length of a lone prompt to measure too")
+    parser.add_argument("--max-len", type=int, help="as of `tandem serve` (default 1024, or what --prompt needs)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     bandwidth = read_bandwidth()
     weights, quantize, prompt = arguments.weights, arguments.quantize, arguments.prompt
-    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt)
+    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, arguments.max_len)
     print(
         f"{arguments.shape.name} --weights {weights} --quantize {quantize}: read bandwidth {bandwidth / 1e9:.0f} GB/s, "
         f"ready in {bench.ready_seconds:.1f} s",
@@ -312,7 +321,13 @@ def main() -> None:
     figures = measure(bench, arguments.batches, bandwidth)
     if arguments.save:
         config = {"shape": arguments.shape.name, "batches": arguments.batches, "prompt": PROMPT, "context": [320, 576]}
-        config |= {"weights": weights, "quantize": quantize, "lone_prompt": prompt, "lone_prompt_ms": prompt_ms}
+        config |= {
+            "max_len": arguments.max_len,
+            "weights": weights,
+            "quantize": quantize,
+            "lone_prompt": prompt,
+            "lone_prompt_ms": prompt_ms,
+        }
         result = {"bandwidth": bandwidth, "ready_seconds": bench.ready_seconds, "steps": [asdict(f) for f in figures]}
         print(save(arguments.save, config | {"gpu": torch.cuda.get_device_name()}, result))
 

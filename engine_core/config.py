@@ -10,11 +10,17 @@ from tandem.engine_core.errors import ConfigError, ConfigProblems
 from tandem.engine_core.integers import ceil_div
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
 
-CPU_MAX_ROWS, CUDA_MAX_ROWS = 32, 256
+CPU_MAX_ROWS = 32
+CUDA_MAX_ROWS = (1024, 512, 256)
+"""Default rows on cuda: the first of these for each of which ROW_BYTES of the GPU's memory are left beside the weights,
+else the last."""
+ROW_BYTES = 24 * 2**20
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 8192
 """Default positions of a step, enough for a burst of prompts to be computed about as fast as possible."""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
+GPU_SHARE = 0.9
+"""Share of a GPU's memory for everything an engine holds there. The rest is for what the allocator cannot place."""
 STEP_UPLOADS = 65_536
 """Cached tokens of the prompts that may begin in one step."""
 
@@ -23,7 +29,8 @@ GRAPH_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
     *(320, 384, 448, 512, 640, 768, 896, 1024),
 )
-MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+MIXED_GRAPH_ROWS = (0, 32, 64, 128, 192, 256, 512, 1024)
+"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short."""
 WIDE_STEP = 256
 """Rows from one captured row count to the next above the largest of these."""
 MIXED_GRAPH_TOKENS = 2048
@@ -39,6 +46,8 @@ class ModelShape(Struct, frozen=True):
     max_positions: int
     longest_context: int = 0
     """Largest --max-len, if above `max_positions`."""
+    weight_bytes: int = 0
+    """Bytes of its weights in the engine's dtype, about."""
 
 
 class StepConfig(Struct, frozen=True, kw_only=True):
@@ -152,16 +161,26 @@ def resolve_threads(options: EngineOptions, cores: int) -> int:
     return options.threads or max(1, cores - 1)
 
 
-def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str) -> StepConfig:
+def default_cuda_rows(room: int, most: int) -> int:
+    """Choose the default rows on cuda.
+
+    room: bytes of the GPU's memory beside the weights; most: rows that other settings allow.
+    """
+    fitting = (rows for rows in CUDA_MAX_ROWS if rows <= most and rows * ROW_BYTES <= room)
+    return next(fitting, CUDA_MAX_ROWS[-1])
+
+
+def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, gpu_bytes: int = 0) -> StepConfig:
     """Resolve the settings of an engine core.
 
-    Raises ConfigError, with the numbers and what to change, for settings that contradict each other.
+    gpu_bytes: memory of the GPU, 0 if it is not known. Raises ConfigError, with the numbers and what to change, for
+    settings that contradict each other.
     """
     if wrong := wrong_numbers(options):
         raise ConfigError(*wrong.values())
     cpu, problems = device == "cpu", ConfigProblems()
-    max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else CUDA_MAX_ROWS)
     max_len = _max_len(options, model, problems)
+    max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else _cuda_rows(options, model, max_len, gpu_bytes))
     with problems.caught():
         _check_switches(options)
     step_tokens, chunk = CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, 0
@@ -229,6 +248,23 @@ def _graphs(
     return rows, tokens
 
 
+def _cuda_rows(options: EngineOptions, model: ModelShape, max_len: int, gpu_bytes: int) -> int:
+    """Choose the default rows on cuda.
+
+    They are no more than a given --max-step-tokens has room for.
+    """
+    share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
+    most = max(CUDA_MAX_ROWS)
+    if options.max_step_tokens is not None:
+        most = options.max_step_tokens - (max_len if _whole_prompts(options) else 0)
+    return default_cuda_rows(int(gpu_bytes * share) - model.weight_bytes, most)
+
+
+def _whole_prompts(options: EngineOptions) -> bool:
+    """Return True if prompts are computed whole."""
+    return options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
+
+
 def _check_switches(options: EngineOptions) -> None:
     """Raise ConfigError for switches that exclude each other, naming both."""
     static = options.batching == "static"
@@ -279,7 +315,7 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
     The second is 0 if prompts are computed whole. Raises ConfigError if either is too small for the rows, the sequences
     or the other.
     """
-    whole = options.prefill_chunk == "off" or (options.prefill_chunk is None and options.batching == "static")
+    whole = _whole_prompts(options)
     least = max_len + max_rows if whole else max_rows
     asked = None if options.prefill_chunk == "off" else options.prefill_chunk
     chunk = 0 if asked is None else min(asked, max_len)

@@ -59,6 +59,22 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return len(self.attention)
 
     @property
+    def layer_weights(self) -> int:
+        """Weights of one layer: those of its projections."""
+        heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all weights, about.
+
+        A quantized projection has one for each weight.
+
+        itemsize: bytes of an element that is not quantized.
+        """
+        projections = self.layers * self.layer_weights * (itemsize if self.quantization is None else 1)
+        return projections + (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size * itemsize
+
+    @property
     def attention_kinds(self) -> tuple[LayerAttention, ...]:
         """The distinct kinds of attention among the layers.
 

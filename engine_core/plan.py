@@ -86,6 +86,21 @@ class StepPlan(Struct, frozen=True):
     updated_rows: tuple[ScheduledSequence, ...] = ()
     """Rows that bring tokens or pages."""
 
+    @property
+    def is_unconstrained(self) -> bool:
+        """True if no row has a grammar."""
+        return self.is_unconstrained_decode or not any(row.constrained for row in self.rows)
+
+    @property
+    def sampled_rows(self) -> tuple[ScheduledSequence, ...]:
+        """Rows that are sampled from."""
+        return self.rows if self.is_decode_only else tuple([row for row in self.rows if row.samples])
+
+    @property
+    def chunk_rows(self) -> tuple[ScheduledSequence, ...]:
+        """Rows that are not sampled from: parts of prompts but the last."""
+        return () if self.is_decode_only else tuple([row for row in self.rows if not row.samples])
+
     @classmethod
     def of(
         cls,

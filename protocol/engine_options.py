@@ -117,7 +117,8 @@ class EngineOptions(Struct, frozen=True):
     max_rows: Annotated[
         int | None,
         EngineFlag(
-            "maximum number of sequences decoded at once (default: 256 on cuda, 32 on cpu)",
+            "maximum number of sequences decoded at once (default: 32 on cpu; on cuda 1024, 512 or 256, the most of "
+            "which each has 24 MiB of memory beside the weights)",
             bounds=(1, 16_384),
             is_everyday=True,
         ),

@@ -1,6 +1,6 @@
 """Durations of a shape's steps, as an engine measures them at its start.
 
-    python -m benchmarks.kernels.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 256]
+    python -m benchmarks.kernels.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 1024]
         [--profile 256:0 256:512] [--save NAME]
 
 Random weights. Milliseconds of each captured step by prompt positions and decoding rows, with next to no context: the
@@ -33,7 +33,10 @@ REPLAYS, KERNELS = 10, 24
 
 
 def profile(runtime: Any, rows: int, tokens: int) -> None:
-    """Print what each kernel of a captured step takes, with one prompt of all positions and rows without context."""
+    """Print what each kernel of a captured step takes.
+
+    It has one prompt of all positions, and rows without context.
+    """
     if tokens:
         mixed = runtime.graphs.mixed[0][GraphBucket(rows, tokens)]
         mixed.prompts.plan([Span(PADDING_ROW, 0, 0, tokens)])
@@ -60,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--max-rows", type=int, default=256, help="as of `tandem serve` (default 256)")
+    parser.add_argument("--max-rows", type=int, help="as of `tandem serve`")
     parser.add_argument("--profile", nargs="+", default=[], metavar="ROWS:TOKENS", help="captured steps to profile")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
@@ -72,13 +75,11 @@ def main() -> None:
     engine = build_engine(options, FakeMailbox(), Status(1, new_stats()))
     found = engine.scheduler.planner.costs.table
     rows = sorted({rows for rows, tokens in found if tokens})
-    heads = model.heads * model.head_dim
-    layer = model.hidden_size * (2 * heads + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)
     print("decode steps: " + ", ".join(f"{size} rows {found[size, 0]:.2f}" for size, none in sorted(found) if not none))
     print("tokens" + "".join(f"{count:>9}" for count in rows) + "  ceiling")
     for tokens in sorted({tokens for _, tokens in found if tokens}):
         cells = "".join(f"{found[count, tokens]:>9.2f}" if (count, tokens) in found else f"{'-':>9}" for count in rows)
-        print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * layer / FLOPS:>9.2f}", flush=True)
+        print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * model.layer_weights / FLOPS:>9.2f}", flush=True)
     for step in arguments.profile:
         profile(engine.runtime, *map(int, step.split(":")))
     if arguments.save:

@@ -215,10 +215,8 @@ class Scheduler:
             self.planner.costs.correct(StepWork.of(plan.rows), result.milliseconds)
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
-        tokens = result.tokens
-        one_each = len(tokens) == len(plan.rows) and 0 not in result.counts and NO_TOKEN not in tokens
-        if one_each and plan.is_unconstrained_decode:
-            self._commit_single_tokens(plan, tokens)
+        if result.has_single_tokens(plan) and plan.is_unconstrained:
+            self._commit_single_tokens(plan, result.tokens)
         else:
             self._commit_runs(plan, result)
         if result.logprobs is not None:
@@ -248,7 +246,7 @@ class Scheduler:
                     self._leave_steady_decode(seq)
 
     def _commit_single_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
-        """Commit one token for each row of an unconstrained decode step.
+        """Commit one token for each row that samples, of a step without grammars.
 
         The effect is that of `_commit_runs`. The loop is written out for speed: a call of `append_tokens` for each row
         makes a tick of 256 rows 7 % longer.
@@ -256,7 +254,11 @@ class Scheduler:
         held = self._held
         client, delta = None, TokenDelta([], [])
         append_id, append_token = delta.request_ids.append, delta.tokens.append
-        for row, token in zip(plan.rows, tokens, strict=True):
+        for seq in [held[row.seq_id] for row in plan.chunk_rows]:
+            seq.inflight -= 1
+            if seq.outcome is not None:
+                self._on_zombie(seq)
+        for row, token in zip(plan.sampled_rows, tokens, strict=True):
             seq = held[row.seq_id]
             seq.inflight -= 1
             seq.num_inflight_samples -= 1

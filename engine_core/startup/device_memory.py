@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from tandem.engine_core.config import StepConfig
+from tandem.engine_core.config import GPU_SHARE, StepConfig
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.runtime.device import Device
-from tandem.engine_core.startup.kv_sizing import GIB, GPU_SHARE
+from tandem.engine_core.startup.kv_sizing import GIB
 from tandem.engine_core.startup.runtime import ModelSource
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.events import Phase

@@ -62,10 +62,11 @@ class ResolvedEngine(Struct, frozen=True):
     config: StepConfig
 
 
-def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
+def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> ResolvedEngine:
     """Resolve all settings but the size of the KV pool.
 
-    Of the model only the configuration is read. cuda: True if torch sees a CUDA device.
+    Of the model only the configuration is read. cuda: True if torch sees a CUDA device; gpu_bytes: its memory, 0 if it
+    is not known.
 
     Raises ConfigError if the engine cannot start as asked.
     """
@@ -84,9 +85,10 @@ def resolve_engine(options: EngineOptions, cuda: bool) -> ResolvedEngine:
     with problems.caught():
         dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
-    shape = ModelShape(name, model_config.max_positions, model_config.longest_context)
+    weight_bytes = model_config.weight_bytes(getattr(torch, dtype).itemsize)
+    shape = ModelShape(name, model_config.max_positions, model_config.longest_context, weight_bytes)
     with problems.caught():
-        step_config = configuration.resolve(options, shape, kind, dtype)
+        step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes)
     problems.check()
     groups = _kv_groups(model_config)
     layout = _kv_layout(groups[0], step_config, model_config)
@@ -119,7 +121,8 @@ def build_engine(
     could with the memory that another process holds.
     """
     status.enter(Phase.LOADING)
-    resolved = resolve_engine(options, torch.cuda.is_available())
+    cuda = torch.cuda.is_available()
+    resolved = resolve_engine(options, cuda, torch.cuda.mem_get_info()[1] if cuda else 0)
     source, kind = resolved.source, resolved.config.device
     if kind == "cpu":
         torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))

@@ -64,7 +64,7 @@ def forecast(
         config = resolve_source(source)
         model |= {"dtype": config.dtype or "not named", "positions": str(config.max_positions)}
         model["supported"] = "yes"
-        resolved = resolve_engine(options, cuda=bool(gpus))
+        resolved = resolve_engine(options, cuda=bool(gpus), gpu_bytes=gpus[0].total if gpus else 0)
         if resolved.config.device == "cuda":
             check_installed()
             check_gpu(gpus[0].traits)
@@ -130,11 +130,12 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
         (flag for flag, value in (("--kv-tokens", options.kv_tokens), ("--kv-memory", options.kv_memory)) if value), ""
     )
     share = f"--gpu-memory {options.gpu_memory or 0.9:g} less weights; steps and CUDA graphs take some of it"
+    usual_rows = "by the memory beside the weights" if device == "cuda" else f"default on {device}"
     usual = share if device == "cuda" else f"a share of {memory.free / GIB:.2f} GiB free after weights"
     return {
         "device": f"{device} ({chosen('--device', options.device, seen)})",
         "dtype": f"{config.dtype} ({chosen('--dtype', options.dtype, kept)})",
-        "rows": f"{config.max_rows} ({chosen('--max-rows', options.max_rows, f'default on {device}')})",
+        "rows": f"{config.max_rows} ({chosen('--max-rows', options.max_rows, usual_rows)})",
         "context": f"{config.max_len} ({chosen('--max-len', options.max_len, 'positions of the model')})",
         "step tokens": f"{config.max_step_tokens} "
         f"({chosen('--max-step-tokens', options.max_step_tokens, f'default on {device}')})",

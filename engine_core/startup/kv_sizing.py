@@ -5,14 +5,12 @@ It follows from the flags and the memory that the rest of the engine leaves. All
 
 from msgspec import Struct, structs
 
-from tandem.engine_core.config import EngineConfig, StepConfig
+from tandem.engine_core.config import GPU_SHARE, EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, MemoryTooSmallError
 from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
 """Bounds of the pool on a CPU: bytes, and share of the free memory. It takes no more than all rows could fill."""
-GPU_SHARE = 0.9
-"""Share of a device's memory for everything an engine holds there. The rest is for what the allocator cannot place."""
 GIB = 2**30
 
 

@@ -31,18 +31,32 @@ def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig,
     """Return the expected durations of a runtime's steps."""
     graphs = runtime.graphs
     table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
-    return StepCosts(table, attention_share(model, layout))
+    return StepCosts(without_outliers(table), attention_share(model, layout))
+
+
+def without_outliers(table: Table) -> Table:
+    """Return a table in which no step takes longer than a larger one.
+
+    Each was timed once or twice, and something else may have held it up. Steps with prompts and those without run
+    other kernels, and are not compared.
+    """
+    return {
+        (rows, tokens): min(
+            milliseconds
+            for (more_rows, more_tokens), milliseconds in table.items()
+            if more_rows >= rows and more_tokens >= tokens and bool(more_tokens) == bool(tokens)
+        )
+        for rows, tokens in table
+    }
 
 
 def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
     """Reckon the work of attention beside that of the products, from a model's sizes."""
-    heads = model.heads * model.head_dim
-    layer = model.hidden_size * (2 * heads + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)
-    weights = model.layers * layer + model.vocab_size * model.hidden_size
+    weights = model.layers * model.layer_weights + model.vocab_size * model.hidden_size
     # A pair is two products of a head's size for each head and layer, a position one product with each weight.
     return AttentionShare(
         context=layout.token_bytes / (weights * layout.dtype.itemsize),
-        pairs=2 * model.layers * heads / weights,
+        pairs=2 * model.layers * model.heads * model.head_dim / weights,
     )
 
 

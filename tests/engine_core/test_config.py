@@ -14,8 +14,11 @@ from tandem.protocol.engine_options import EngineOptions
 MODEL = ModelShape("tiny", max_positions=2048)
 
 
-def decide(device: str = "cpu", model: ModelShape = MODEL, **options: Any) -> StepConfig:
-    return resolve(EngineOptions(**options), model, device, "float32")
+GIB = 2**30
+
+
+def decide(device: str = "cpu", model: ModelShape = MODEL, gpu_bytes: int = 0, **options: Any) -> StepConfig:
+    return resolve(EngineOptions(**options), model, device, "float32", gpu_bytes)
 
 
 class TestDefaults:
@@ -28,6 +31,31 @@ class TestDefaults:
     def test_cuda_has_large_steps_and_two_in_flight(self) -> None:
         config = decide("cuda")
         assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (2, 256, 8192, 8192)
+
+    @pytest.mark.parametrize(
+        ("gpu", "weights", "options", "rows"),
+        [
+            (80, 15, {}, 1024),
+            (80, 2.3, {}, 1024),
+            (40, 15, {}, 512),
+            (24, 2.3, {}, 512),
+            (24, 15, {}, 256),
+            (15.6, 2.3, {}, 256),
+            (15.6, 15, {}, 256),
+            (80, 15, {"gpu_memory": 0.4}, 512),
+            (24, 15, {"max_rows": 2000}, 2000),
+            (80, 15, {"max_step_tokens": 700}, 512),
+            (80, 15, {"max_step_tokens": 2400, "prefill_chunk": "off"}, 256),
+            (80, 15, {"max_step_tokens": 4096, "batching": "static"}, 1024),
+        ],
+    )
+    def test_rows_on_cuda_follow_the_memory_beside_the_weights(
+        self, gpu: float, weights: float, options: dict[str, Any], rows: int
+    ) -> None:
+        model = ModelShape("some", max_positions=2048, weight_bytes=int(weights * GIB))
+        config = decide("cuda", model, int(gpu * GIB), **options)
+        assert (config.max_rows, config.graph_rows[-1], config.mixed_graph_rows[-1]) == (rows, rows, rows)
+        assert config.max_step_tokens == options.get("max_step_tokens", 8192)
 
     def test_a_small_pool_leaves_the_context_to_the_model(self) -> None:
         """A request that does not fit the pool is refused with the pool's numbers, not as too long for the model."""

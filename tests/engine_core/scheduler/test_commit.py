@@ -119,6 +119,37 @@ class TestCompiling:
             scheduler.add(sequence(4))
 
 
+class TestStepsWithPrompts:
+    def test_tokens_ends_and_chunks_of_one_step_are_committed_alike(self) -> None:
+        """The step holds a token, the end of a sequence, and a chunk of a prompt that is not sampled from."""
+        scheduler = new(step=9)
+        one, two = sequence(1, max_tokens=3), sequence(2)
+        began(one, scheduler)
+        began(two, scheduler)
+        assert step(scheduler, 1, 20, 21) == [20, 21]
+        long = submitted(3, list(range(10, 30)), SamplingParams(10), frozenset({END}))
+        began(long, scheduler)
+        (plan,) = launched(scheduler, 2)
+        assert [row.seq_id for row in plan.chunk_rows] == [3] and plan.is_unconstrained
+        updates = commit(scheduler, plan, [22, END, 0])
+        assert sent(updates) == [22, END] and [seq.id for seq in updates.ended] == [2]
+        assert (one.inflight, long.inflight, one.num_inflight_samples) == (0, 0, 0)
+        assert step(scheduler, 3, 23, 0) == [23]
+        assert list(one.tokens) == [*PROMPT, 20, 22, 23] and one.outcome is not None
+
+    def test_a_chunk_of_an_aborted_prompt_gives_back_its_row(self) -> None:
+        scheduler = new(step=9)
+        began(sequence(1), scheduler)
+        step(scheduler, 1, 20)
+        long = submitted(2, list(range(10, 30)), SamplingParams(10), frozenset({END}))
+        began(long, scheduler)
+        (plan,) = launched(scheduler, 2)
+        scheduler.abort(long.client, long.request_id)
+        free = scheduler.rows.free
+        updates = commit(scheduler, plan, [21, 0])
+        assert updates.num_zombies == 1 and scheduler.rows.free == free + 1
+
+
 class TestVerdicts:
     def test_rejected_token_ends_only_its_request_and_is_not_sent(self) -> None:
         scheduler, _ = began(one := sequence(1, "breaks 1"))

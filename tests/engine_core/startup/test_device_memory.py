@@ -113,6 +113,7 @@ class TestStart:
         write_model(tmp_path)
         options = EngineOptions(model=str(tmp_path), device="cuda", max_rows=2, load_format="dummy")
         monkeypatch.setattr(startup.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(startup.torch.cuda, "mem_get_info", lambda: (0, 80 * GIB))
 
         def too_small(*_: object) -> None:
             raise MemoryTooSmallError("the KV pool has 0 tokens")

@@ -64,7 +64,7 @@ def test_a_gpu_is_chosen_with_its_share_of_memory(folder: Path) -> None:
     assert found.gpus == ["NVIDIA L4, compute capability 8.9, 58 multiprocessors, 24.0 GiB, 20.0 free"]
     assert found.choices["device"] == "cuda (torch sees a CUDA device)"
     assert found.choices["dtype"] == "bfloat16 (auto on cuda; the checkpoint is bfloat16)"
-    assert found.choices["rows"] == "256 (default on cuda)"
+    assert found.choices["rows"] == "512 (by the memory beside the weights)"
     assert found.choices["KV cache"].startswith("at most ")
     assert "20.00 GiB (--gpu-memory 0.9 less weights" in found.choices["KV cache"]
 

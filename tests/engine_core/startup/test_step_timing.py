@@ -9,7 +9,7 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.scheduler.step_costs import StepWork
-from tandem.engine_core.startup.step_timing import attention_share
+from tandem.engine_core.startup.step_timing import attention_share, without_outliers
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.engine_driver import DrivenEngine
 
@@ -41,3 +41,9 @@ def test_without_graphs_durations_grow_with_rows_and_tokens() -> None:
     assert rows == sorted(rows) and tokens == sorted(tokens)
     assert rows[0] > 0.0 and tokens[0] > 0.0
     driven.engine.compiler.close()
+
+
+def test_a_step_that_was_held_up_counts_as_the_next_larger_one() -> None:
+    measured = {(1, 0): 1.0, (8, 0): 9.0, (16, 0): 2.0, (0, 64): 3.0, (0, 128): 2.5, (16, 64): 8.0, (16, 128): 6.0}
+    expected = measured | {(8, 0): 2.0, (0, 64): 2.5, (16, 64): 6.0}
+    assert without_outliers(measured) == expected
