@@ -6,7 +6,9 @@ They are resolved here, once, from its options, the model and the machine: `reso
 
 from msgspec import Struct
 
+from tandem.engine_core import graph_sizes
 from tandem.engine_core.errors import ConfigError, ConfigProblems
+from tandem.engine_core.graph_sizes import MIXED_GRAPH_TOKENS
 from tandem.engine_core.integers import ceil_div
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
 
@@ -25,18 +27,6 @@ STEP_UPLOADS = 65_536
 """Cached tokens of the prompts that may begin in one step."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-GRAPH_ROWS = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
-    *(320, 384, 448, 512, 640, 768, 896, 1024),
-)
-MIXED_GRAPH_ROWS = (0, 32, 64, 128, 192, 256, 512, 1024)
-"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short."""
-WIDE_STEP = 256
-"""Rows from one captured row count to the next above the largest of these."""
-MIXED_GRAPH_TOKENS = 2048
-"""Most prompt positions for which steps are captured that decode rows too: beside rows that decode, few prompts get
-more."""
-GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 class ModelShape(Struct, frozen=True):
@@ -211,7 +201,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
         max_sessions=_max_sessions(options, prefix_cache),
         session_ttl=SESSION_TTL if options.session_ttl is None else options.session_ttl,
         graph_rows=graph_rows,
-        mixed_graph_rows=() if cpu else _up_to(_wide(MIXED_GRAPH_ROWS, max_rows), max_rows),
+        mixed_graph_rows=() if cpu else graph_sizes.mixed_rows(max_rows),
         graph_tokens=graph_tokens,
         options=options,
     )
@@ -242,9 +232,9 @@ def _graphs(
         _check_graphs(options, cpu)
     if not cpu:
         with problems.caught():
-            rows = _graph_rows(options.graph_rows, max_rows)
+            rows = graph_sizes.decode_rows(options.graph_rows, max_rows)
         with problems.caught():
-            tokens = _graph_tokens(options.graph_tokens, step_tokens, positions)
+            tokens = graph_sizes.prompt_tokens(options.graph_tokens, step_tokens, positions)
     return rows, tokens
 
 
@@ -374,46 +364,3 @@ def _page_size(asked: PageSize | None, max_len: int) -> int:
             f"--page-size {asked} is more than a sequence of --max-len {max_len} can use; use at most {whole}, or max"
         )
     return asked
-
-
-def _graph_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:
-    """Choose the row counts of decode graphs."""
-    return _sizes("--graph-rows", asked, _wide(GRAPH_ROWS, max_rows), "--max-rows", max_rows)
-
-
-def _wide(sizes: tuple[int, ...], max_rows: int) -> tuple[int, ...]:
-    """Return row counts that go on as far as the rows do."""
-    return (*sizes, *range(sizes[-1] + WIDE_STEP, max_rows + WIDE_STEP, WIDE_STEP))
-
-
-def _graph_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[int, ...]:
-    """Choose the prompt positions of mixed graphs. positions: of all rows together."""
-    sizes = _sizes("--graph-tokens", asked, GRAPH_TOKENS, "--max-step-tokens", step_tokens)
-    return tuple(size for size in sizes if size <= positions)
-
-
-def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str, limit: int) -> tuple[int, ...]:
-    """Choose the sizes that graphs are captured for.
-
-    A step between two sizes is padded to the larger one; a step above all of them runs eagerly. Raises ConfigError for
-    a list that is malformed or beyond the limit.
-    """
-    if asked == "off":
-        return ()
-    if asked is None:
-        return _up_to(usual, limit)
-    try:
-        counts = sorted({int(part) for part in asked.split(",")})
-    except ValueError:
-        raise ConfigError(f"{flag} {asked}: must be a list of sizes like 1,2,4,8, or off") from None
-    if counts[0] < 1 or counts[-1] > limit:
-        raise ConfigError(f"{flag} {asked}: sizes must be from 1 to {limit_flag} {limit}")
-    return tuple(counts)
-
-
-def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Return the sizes below the limit, and the limit itself.
-
-    The limit is left out if it is above every size.
-    """
-    return tuple(sorted({*(size for size in sizes if size < limit), min(limit, sizes[-1])}))

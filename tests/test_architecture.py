@@ -18,6 +18,7 @@ L1 = {
     f"tandem.engine_core.{name}"
     for name in (
         "config",
+        "graph_sizes",
         "errors",
         "plan",
         "contracts",

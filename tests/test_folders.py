@@ -36,7 +36,7 @@ LEVELS = {
     ),
     "engine_core": (
         {"errors", "integers"},
-        {"kernels", "plan", "quantization", "rope_config"},
+        {"graph_sizes", "kernels", "plan", "quantization", "rope_config"},
         {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
         {"model_config"},
         {"constraints", "layers", "sequence", "wire"},
@@ -50,7 +50,7 @@ LEVELS = {
     ),
 }
 """Rooms (the folders and the loose modules of a package), from the ground up. One imports only from lower levels."""
-MAX_ROOMS = {"frontend": 27, "engine_core": 27}
+MAX_ROOMS = {"frontend": 27, "engine_core": 28}
 MAX_ARROWS = {"frontend": 96}
 """Pairs of rooms of which the first imports the second."""
 

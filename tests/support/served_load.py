@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 
 from msgspec import Struct
 
-from tandem.engine_core.config import GRAPH_ROWS, GRAPH_TOKENS, MIXED_GRAPH_ROWS, MIXED_GRAPH_TOKENS
 from tandem.engine_core.contracts import StepResult
+from tandem.engine_core.graph_sizes import GRAPH_ROWS, GRAPH_TOKENS, MIXED_GRAPH_ROWS, MIXED_GRAPH_TOKENS
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork

@@ -1,0 +1,64 @@
+"""The sizes of steps that are captured in CUDA graphs."""
+
+from tandem.engine_core.errors import ConfigError
+
+GRAPH_ROWS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+    *(320, 384, 448, 512, 640, 768, 896, 1024),
+)
+MIXED_GRAPH_ROWS = (0, 32, 64, 128, 192, 256, 512, 1024)
+"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short."""
+WIDE_STEP = 256
+"""Rows from one captured row count to the next above the largest of these."""
+MIXED_GRAPH_TOKENS = 2048
+"""Most prompt positions for which steps are captured that decode rows too: beside rows that decode, few prompts get
+more."""
+GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
+def decode_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:
+    """Choose the row counts of decode graphs."""
+    return _sizes("--graph-rows", asked, _wide(GRAPH_ROWS, max_rows), "--max-rows", max_rows)
+
+
+def mixed_rows(max_rows: int) -> tuple[int, ...]:
+    """Choose the row counts that are captured beside prompts."""
+    return _up_to(_wide(MIXED_GRAPH_ROWS, max_rows), max_rows)
+
+
+def _wide(sizes: tuple[int, ...], max_rows: int) -> tuple[int, ...]:
+    """Return row counts that go on as far as the rows do."""
+    return (*sizes, *range(sizes[-1] + WIDE_STEP, max_rows + WIDE_STEP, WIDE_STEP))
+
+
+def prompt_tokens(asked: str | None, step_tokens: int, positions: int) -> tuple[int, ...]:
+    """Choose the prompt positions of mixed graphs. positions: of all rows together."""
+    sizes = _sizes("--graph-tokens", asked, GRAPH_TOKENS, "--max-step-tokens", step_tokens)
+    return tuple(size for size in sizes if size <= positions)
+
+
+def _sizes(flag: str, asked: str | None, usual: tuple[int, ...], limit_flag: str, limit: int) -> tuple[int, ...]:
+    """Choose the sizes that graphs are captured for.
+
+    A step between two sizes is padded to the larger one; a step above all of them runs eagerly. Raises ConfigError for
+    a list that is malformed or beyond the limit.
+    """
+    if asked == "off":
+        return ()
+    if asked is None:
+        return _up_to(usual, limit)
+    try:
+        counts = sorted({int(part) for part in asked.split(",")})
+    except ValueError:
+        raise ConfigError(f"{flag} {asked}: must be a list of sizes like 1,2,4,8, or off") from None
+    if counts[0] < 1 or counts[-1] > limit:
+        raise ConfigError(f"{flag} {asked}: sizes must be from 1 to {limit_flag} {limit}")
+    return tuple(counts)
+
+
+def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """Return the sizes below the limit, and the limit itself.
+
+    The limit is left out if it is above every size.
+    """
+    return tuple(sorted({*(size for size in sizes if size < limit), min(limit, sizes[-1])}))
