@@ -16,6 +16,7 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.attention.row_lengths import RowLengths
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
@@ -189,7 +190,7 @@ class FlashInferPlanner:
                 logits_soft_cap=layer.softcap,
                 q_data_type=self.heads.dtype,
                 kv_data_type=self.heads.kv_dtype,
-                seq_lens=self._host(3, count),
+                seq_lens=self._host(3, count).as_subclass(RowLengths),
                 max_token_per_sequence=int(lengths.max()),
             )
         return FlashInferStep(self.wrappers, int(queries[-1]), page_table)

@@ -38,9 +38,10 @@ class Instant(Protocol):
 class StepClock:
     """Timer of one step in EVERY, and of the gap after it.
 
-    It times step n on the device from its first enqueued work to the end of its sampling, and the gap from there to
-    step n + 1. `begin` and `end` are called around what a step enqueues, `read` once the step's results are on the
-    host: by then its events, and all before them, have been reached.
+    It times step n on the device from the beginning of its forward pass to the end of its sampling, and the gap from
+    there to the forward pass of step n + 1. Copies and updates of tables before a forward pass, some microseconds,
+    count to the gap. `read` is called once the step's results are on the host: by then its events, and all before them,
+    have been reached.
     """
 
     def __init__(self, event: Callable[[], Instant]) -> None:
@@ -50,7 +51,7 @@ class StepClock:
         self._gap = False
 
     def begin(self, step_id: int, follows: bool) -> None:
-        """Mark the first enqueued work of a step.
+        """Mark the beginning of a step's forward pass.
 
         follows: True if the step before was still in flight or has only just been collected.
         """

@@ -77,8 +77,6 @@ class TorchRuntime:
         if plan.logprobs >= 0:
             packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
         s.plan, s.packed, s.graphs, s.sampling = plan, packed, None, None
-        if self.clock is not None:
-            self.clock.begin(plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
         if self._enqueue(slot, packed, bucket):
             return
         # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
@@ -102,8 +100,9 @@ class TorchRuntime:
             inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
             self.tables.apply(inputs, packed)
             if bucket is None:
-                hidden = self.model.forward(self._batch(s, inputs), self.kv)
-                self._compute_logits(s, hidden, inputs)
+                batch = self._batch(s, inputs)
+                self._begin(s)
+                self._compute_logits(s, self.model.forward(batch, self.kv), inputs)
             else:
                 self._replay(slot, bucket, inputs)
         except torch.OutOfMemoryError:
@@ -167,17 +166,30 @@ class TorchRuntime:
         assert graphs is not None and s.plan is not None and s.packed is not None
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
+            self._begin(s)
             s.graphs.forward.replay()
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]
         mixed.prompts.plan(long_spans(s.plan))
+        self._begin(s)
         mixed.forward.replay()
         s.logits = mixed.logits
         s.sampling = graphs.sampling(slot, len(s.packed.sample_rows), len(mixed.logits))
         if "targets" in s.packed.fields:
             scored = mixed.buffers.hidden[field(inputs, s.packed, "score_index").long()]
             self._score_prompts(s, scored, field(inputs, s.packed, "targets"))
+
+    def _begin(self, s: StepSlot) -> None:
+        """Start the clock of a step, right before its forward pass.
+
+        Where the host plans prompts for longer than the device computes the step before, that is a gap: a step counted
+        from its first copy would look long instead, and the limit of prompts would fall just when fewer, larger steps
+        are what the host can keep up with.
+        """
+        if self.clock is not None:
+            assert s.plan is not None
+            self.clock.begin(s.plan.step_id, time.monotonic() - self._collected < CONTINUOUS_SECONDS)
 
     def _compute_logits(self, s: StepSlot, hidden: Tensor, inputs: Tensor) -> None:
         """Compute the logits of the rows that sample, and score prompt positions.

@@ -1,7 +1,7 @@
 """Packing of a step plan into one array of int32.
 
 A single copy takes everything to the device. The fields follow one another, each as long as this step needs it; floats
-travel as their bits.
+travel as their bits, integers of 64 bits as two words from an even place on.
 
 Always there, in this order:
     token_rows, positions [T]: every token's row and position, -1 for that of the row's newest token, which the device
@@ -17,9 +17,9 @@ Only in steps that need them:
     upload_index, upload_tokens [U]: new tokens, at indices of the flat token table.
     length_rows, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
     page_index, pages [G]: new pages, at indices of the flat page table.
-    ints [A * INT_COLUMNS], floats [A * FLOAT_COLUMNS]: parameters of A admitted rows, as in the sampling tables.
-    bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table.
-    suppress_index, suppressed [E]: their suppressed ids, at indices of the flat table of those.
+    ints [A * INT_COLUMNS] int64, floats [A * FLOAT_COLUMNS], suppressed [A * MAX_SUPPRESSED]: parameters of A admitted
+        rows, as in the sampling tables.
+    bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table, if any row has one.
 """
 
 from array import array
@@ -75,6 +75,16 @@ class Packed:
         self.fields[name] = (start, length)
         self.total = start + length
 
+    def add_wide(self, name: str, values: NDArray[np.int64]) -> None:
+        """Append a field of 64-bit integers, which the device can read without converting them."""
+        self.total += self.total % 2
+        self.add(name, values.view(np.int32))
+
+    def read(self, name: str) -> Ints:
+        """Return a field's words on the host."""
+        start, length = self.fields[name]
+        return self.out[start : start + length]
+
     def share(self, name: str, other: str, length: int) -> None:
         """Let a field be the beginning of another field with the same content."""
         self.fields[name] = (self.fields[other][0], length)
@@ -85,7 +95,7 @@ def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> i
 
     pages: entries of page tables that it can bring; uploads: tokens that it can bring beyond those that it computes.
     """
-    admissions = max_rows * (len(INT_COLUMNS) + len(FLOAT_COLUMNS) + 3 * (MAX_LOGIT_BIAS + MAX_SUPPRESSED))
+    admissions = max_rows * (2 * len(INT_COLUMNS) + len(FLOAT_COLUMNS) + MAX_SUPPRESSED + 3 * MAX_LOGIT_BIAS) + 1
     return 6 * max_step_tokens + 2 * (uploads + pages) + 8 * max_rows + admissions
 
 
@@ -197,30 +207,27 @@ def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packe
 
 def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
     """Add the sampling parameters of admitted rows."""
-    ints, floats = array("I"), array("f")
+    ints, floats = array("q"), array("f")
+    suppressed = np.full((len(admitted), MAX_SUPPRESSED), -1, dtype=np.int32)
     bias_index: list[int] = []
     bias_ids: list[int] = []
     biases: list[float] = []
-    suppress_index: list[int] = []
-    suppressed: list[int] = []
-    for a in admitted:
+    for a, ends in zip(admitted, suppressed, strict=True):
         p = a.params
         ids = unpack_ids(p.logit_bias_ids)
         # Requests beyond these limits are refused on arrival; the next row's entries would be overwritten.
         assert len(ids) <= MAX_LOGIT_BIAS and len(a.end_ids) <= MAX_SUPPRESSED, f"{len(ids)} biases, {a.end_ids}"
-        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens))
-        ints.extend((p.choice, p.seed & 0xFFFF_FFFF, p.seed >> 32))
+        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed))
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
+        ends[: len(a.end_ids)] = a.end_ids
         bias_index += range(a.row * MAX_LOGIT_BIAS, a.row * MAX_LOGIT_BIAS + len(ids))
         bias_ids += ids
         biases += unpack_floats(p.logit_bias_values)
-        suppress_index += range(a.row * MAX_SUPPRESSED, a.row * MAX_SUPPRESSED + len(a.end_ids))
-        suppressed += a.end_ids
-    packed.add("ints", np.frombuffer(ints, dtype=np.int32))
+    packed.add_wide("ints", np.frombuffer(ints, dtype=np.int64))
     packed.add("floats", np.frombuffer(floats, dtype=np.int32))
-    packed.add("bias_index", np.array(bias_index, dtype=np.int32))
-    packed.add("bias_ids", np.array(bias_ids, dtype=np.int32))
-    packed.add("biases", np.array(biases, dtype=np.float32).view(np.int32))
-    packed.add("suppress_index", np.array(suppress_index, dtype=np.int32))
-    packed.add("suppressed", np.array(suppressed, dtype=np.int32))
+    packed.add("suppressed", suppressed.reshape(-1))
+    if bias_index:
+        packed.add("bias_index", np.array(bias_index, dtype=np.int32))
+        packed.add("bias_ids", np.array(bias_ids, dtype=np.int32))
+        packed.add("biases", np.array(biases, dtype=np.float32).view(np.int32))

@@ -7,6 +7,7 @@ page 0 are padding.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
@@ -14,8 +15,6 @@ from tandem.engine_core.plan import NewSequence
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, Packed
 from tandem.engine_core.sampling.sampler import MASKED, SUPPRESSES, needs_of
 from tandem.protocol.params import MAX_LOGIT_BIAS
-
-_SEED, _SEED_HIGH = INT_COLUMNS.index("seed"), INT_COLUMNS.index("seed_high")
 
 
 class DeviceTables:
@@ -37,6 +36,8 @@ class DeviceTables:
         """[rows] on the host: length of each row from which it suppresses no ids."""
         self.scored = np.zeros(len(sampling.tokens), dtype=bool)
         """[rows] on the host: True for rows whose tokens' log-probabilities are wanted."""
+        self.biased = np.zeros(len(sampling.tokens), dtype=bool)
+        """[rows] on the host: True for rows whose biased ids on the device are not all -1."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_len: int, pages_per_row: int, device: torch.device) -> "DeviceTables":
@@ -50,7 +51,7 @@ class DeviceTables:
             tokens=zeros(rows, max_len),
             ints=zeros(rows, len(INT_COLUMNS), dtype=torch.int64),
             floats=zeros(rows, len(FLOAT_COLUMNS), dtype=torch.float32),
-            bias=zeros(2, rows, MAX_LOGIT_BIAS),
+            bias=torch.stack([zeros(rows, MAX_LOGIT_BIAS) - 1, zeros(rows, MAX_LOGIT_BIAS)]),
             suppressed=zeros(rows, MAX_SUPPRESSED),
             lengths=torch.ones(rows, dtype=torch.int32, device=device),
         )
@@ -84,18 +85,31 @@ class DeviceTables:
         self.pages.view(-1).index_copy_(0, wide, pages)
 
     def _admit(self, inputs: Tensor, packed: Packed) -> None:
-        table = self.sampling
-        ints = field(inputs, packed, "ints").view(-1, len(INT_COLUMNS)).long()
+        """Write the parameters of admitted rows. The fewer operations, the sooner the step starts."""
+        table, columns = self.sampling, len(INT_COLUMNS)
+        ints = field(inputs, packed, "ints").view(torch.int64).view(-1, columns)
         rows = ints[:, 0]
-        ints[:, _SEED] = (ints[:, _SEED] & 0xFFFF_FFFF) | (ints[:, _SEED_HIGH] << 32)
-        table.ints[rows] = ints
-        table.floats[rows] = field(inputs, packed, "floats").view(torch.float32).view(-1, len(FLOAT_COLUMNS))
-        ids, values = table.bias[0], table.bias[1]
+        table.ints.index_copy_(0, rows, ints)
+        floats = field(inputs, packed, "floats").view(torch.float32)
+        table.floats.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
+        table.suppressed.index_copy_(0, rows, field(inputs, packed, "suppressed").view(-1, MAX_SUPPRESSED))
+        admitted = packed.read("ints").view(np.int64)[::columns]
+        if "bias_index" in packed.fields or self.biased[admitted].any():
+            self._write_biases(inputs, packed, rows, admitted)
+
+    def _write_biases(self, inputs: Tensor, packed: Packed, rows: Tensor, admitted: NDArray[np.int64]) -> None:
+        """Replace the biases of rows by those that a step brings.
+
+        rows: [A] int64; admitted: the same on the host.
+        """
+        ids, values = self.sampling.bias[0], self.sampling.bias[1]
         ids.index_fill_(0, rows, -1)
-        _scatter(ids, field(inputs, packed, "bias_index"), field(inputs, packed, "bias_ids"))
-        _scatter(values, field(inputs, packed, "bias_index"), field(inputs, packed, "biases"))
-        table.suppressed.index_fill_(0, rows, -1)
-        _scatter(table.suppressed, field(inputs, packed, "suppress_index"), field(inputs, packed, "suppressed"))
+        self.biased[admitted] = False
+        if "bias_index" in packed.fields:
+            index = field(inputs, packed, "bias_index")
+            _scatter(ids, index, field(inputs, packed, "bias_ids"))
+            _scatter(values, index, field(inputs, packed, "biases"))
+            self.biased[packed.read("bias_index") // MAX_LOGIT_BIAS] = True
 
     def sampling_batch(
         self, logits: Tensor, inputs: Tensor, packed: Packed, allowed: Tensor | None, sampled: Tensor

@@ -11,11 +11,11 @@ from torch import Tensor
 from tandem.protocol.params import SAMPLING_FIELDS
 
 INT_COLUMNS = (
-    *("row", "prompt_len", "total_len", "min_tokens", "choice", "seed", "seed_high"),
+    *("row", "prompt_len", "total_len", "min_tokens", "choice", "seed"),
     *(field.name for field in SAMPLING_FIELDS if field.is_integer),
 )
 """Columns of the integer table. `total_len` is the largest length that a row can have, `min_tokens` the number of
-tokens that it samples without an end. A step brings a seed in two halves; the table holds all of it in `seed`."""
+tokens that it samples without an end."""
 FLOAT_COLUMNS = tuple(field.name for field in SAMPLING_FIELDS if not field.is_integer)
 """Columns of the float table, each named as in `SamplingParams`."""
 

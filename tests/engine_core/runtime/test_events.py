@@ -1,5 +1,9 @@
 """I3 and I6: what `collect` waits for is recorded by the step itself, whatever the step holds."""
 
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import HostInstant, StepClock
@@ -50,6 +54,40 @@ def test_a_step_that_is_timed_has_ended_when_its_results_are_waited_for(model: D
     begun = [number for number, what in enumerate(order) if what == "started"]
     assert len(begun) >= 2
     assert [order[number : number + 3] for number in begun] == [["started", "ended", "done"]] * len(begun)
+
+
+def test_the_clock_of_a_step_starts_behind_all_that_the_host_prepares(model: Decoder) -> None:
+    """Time in which the device waits for the host is a gap, and none of the step's own."""
+    engine = TinyEngine(model, Shape())
+    runtime, order = engine.runtime, list[str]()
+
+    class Noting(HostInstant):
+        def record(self) -> None:
+            order.append("instant")
+            super().record()
+
+    runtime.clock = StepClock(Noting)
+    planners = [slot.attention for slot in runtime.slots]
+    plans = [planner.plan for planner in planners]
+    forward = runtime.model.forward
+
+    def note_plan(number: int, *given: Any) -> Any:
+        order.append("plan")
+        return plans[number](*given)
+
+    def note_forward(*given: Any) -> Any:
+        order.append("forward")
+        return forward(*given)
+
+    for number, planner in enumerate(planners):
+        planner.plan = partial(note_plan, number)  # type: ignore[method-assign]
+    with patch.object(type(runtime.model), "forward", staticmethod(note_forward)):
+        engine.generate([list(range(2, 12))], [SamplingParams(20, temperature=0.0)])
+    started = [
+        number for number, what in enumerate(order) if order[number - 1 : number + 2] == ["plan", what, "forward"]
+    ]
+    assert len(started) >= 2
+    assert all(order[number] == "instant" for number in started), order
 
 
 def test_every_step_is_waited_for_even_if_it_samples_nothing(model: Decoder) -> None:

@@ -220,3 +220,15 @@ def test_a_constrained_row_without_a_mask_does_not_depend_on_earlier_steps(model
             (token,) = runtime.collect(0).tokens
         found.append(token)
     assert found[0] == found[1] != 5
+
+
+def test_a_new_sequence_in_a_row_has_none_of_the_biases_of_the_last() -> None:
+    table = tables()
+    biased = SamplingParams(4, logit_bias_ids=pack_ids([5, 6]), logit_bias_values=pack_floats([1.0, -2.0]))
+    assert (table.sampling.bias[0] == -1).all()
+    for params, expected in ((biased, [5, 6]), (GREEDY, []), (GREEDY, []), (biased, [5, 6]), (biased, [5, 6])):
+        apply(table, first(2, params, [7], (1,)))
+        ids, values = table.sampling.bias[:, 2]
+        assert ids[ids >= 0].tolist() == expected
+        assert values[ids >= 0].view(torch.float32).tolist() == [1.0, -2.0][: len(expected)]
+        assert (table.sampling.bias[0][[0, 1, 3, 4]] == -1).all()
