@@ -5,10 +5,8 @@ because planning writes into pinned memory that the device still reads (I6). Eve
 pinned buffer of the planner: from pageable memory its copies would synchronise (I7).
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -224,22 +222,6 @@ class FlashInferPlanner:
         return self.host[index * self._stride : index * self._stride + length]
 
 
-def largest(*values: Any, **options: Any) -> Any:
-    """Return the largest value as Python's `max` does, but of a tensor at once."""
-    if len(values) == 1 and isinstance(values[0], Tensor) and not options:
-        return values[0].max()
-    return max(*values, **options)
-
-
-def hasten_plans() -> None:
-    """Let the library's module find `largest` before the built-in `max`.
-
-    Its `plan` calls `max` over the lengths of a step's rows, which compares them one by one as tensors: 0.2 ms for the
-    64 rows of a graph, in each step with prompts.
-    """
-    vars(sys.modules[BatchPrefillWithPagedKVCacheWrapper.__module__])["max"] = largest
-
-
 def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> str:
     """Load the kernel for a kind of layer.
 
@@ -247,7 +229,6 @@ def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: t
     library compiles a kernel that does not come prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises
     RuntimeError or OSError if it cannot be compiled, for example without a CUDA compiler.
     """
-    hasten_plans()
     planner = FlashInferPlanner.allocate([kind], pinned, device, heads, 1, 1)
     page = torch.zeros(1, 1, dtype=torch.int32, device=device)
     planner.plan([Span(0, 0, 0, 1)], PageTable(page, page_size=1, page_stride=1))

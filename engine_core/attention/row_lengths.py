@@ -1,4 +1,4 @@
-"""Lengths of a step's rows, in the form in which FlashInfer's planning takes the longest quickly."""
+"""Lengths of a step's rows, of which FlashInfer takes the longest quickly."""
 
 from collections.abc import Iterator
 

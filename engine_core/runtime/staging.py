@@ -76,7 +76,7 @@ class Packed:
         self.total = start + length
 
     def add_wide(self, name: str, values: NDArray[np.int64]) -> None:
-        """Append a field of 64-bit integers, which the device can read without converting them."""
+        """Append a field of 64-bit integers, to be read as they are."""
         self.total += self.total % 2
         self.add(name, values.view(np.int32))
 

@@ -85,7 +85,10 @@ class DeviceTables:
         self.pages.view(-1).index_copy_(0, wide, pages)
 
     def _admit(self, inputs: Tensor, packed: Packed) -> None:
-        """Write the parameters of admitted rows. The fewer operations, the sooner the step starts."""
+        """Write the parameters of admitted rows.
+
+        The fewer operations, the sooner the step starts.
+        """
         table, columns = self.sampling, len(INT_COLUMNS)
         ints = field(inputs, packed, "ints").view(torch.int64).view(-1, columns)
         rows = ints[:, 0]

@@ -92,14 +92,3 @@ def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer:
 def test_a_graph_of_more_rows_than_its_planner_is_refused(flashinfer: ModuleType) -> None:
     with pytest.raises(AssertionError, match="a graph of 9 rows does not fit a planner of 8"):
         planner_of(flashinfer, 8).for_graph(9, 64)
-
-
-def test_the_library_takes_the_largest_length_at_once(flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = ModuleType("library")
-    monkeypatch.setitem(sys.modules, "library", library)
-    monkeypatch.setattr(Wrapper, "__module__", "library")
-    flashinfer.hasten_plans()
-    found = library.max(torch.tensor([3, 9, 5]))  # type: ignore[attr-defined]
-    assert isinstance(found, Tensor) and found.item() == 9
-    for given, options in (((2, 7), {}), (([4, 1],), {}), (((),), {"default": 6})):
-        assert library.max(*given, **options) == max(*given, **options)  # type: ignore[attr-defined, call-overload]
