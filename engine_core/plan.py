@@ -67,7 +67,7 @@ class NewSequence(Struct, frozen=True):
 class StepPlan(Struct, frozen=True):
     """One step, with at most one row for each sequence.
 
-    Build it with `of` or `decode_only`.
+    Build it with `of`, `decode_only` or `followed_by`.
     """
 
     step_id: int
@@ -148,4 +148,21 @@ class StepPlan(Struct, frozen=True):
             is_decode_only=True,
             logprobs=logprobs,
             updated_rows=updated_rows,
+        )
+
+    def followed_by(self, others: "StepPlan") -> "StepPlan":
+        """Return the plan of a step with all rows of two plans, those of this one first.
+
+        The result has the step id and `logprobs` of this one, and equals `of` for the rows of both.
+        """
+        return StepPlan(
+            self.step_id,
+            (*self.rows, *others.rows),
+            (*self.admitted, *others.admitted),
+            total_tokens=self.total_tokens + others.total_tokens,
+            needs_mask=self.needs_mask or others.needs_mask,
+            is_unconstrained_decode=self.is_unconstrained_decode and others.is_unconstrained_decode,
+            is_decode_only=self.is_decode_only and others.is_decode_only,
+            logprobs=self.logprobs,
+            updated_rows=(*self.updated_rows, *others.updated_rows),
         )

@@ -166,21 +166,58 @@ class Planner:
 
         held: all sequences that have pages.
         """
-        members, constrained = running.members, bool(running.constrained)
+        members = running.members
         if not running.unsteady and len(members) <= self.limits.max_step_tokens:
-            rows, updated_rows = self._steady_rows(members, constrained)
-            if updated_rows is not None:
-                if not rows:
-                    return None
-                needs_mask = constrained and any(row.constrained for row in rows)
-                return StepPlan.decode_only(
-                    step_id, rows, needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
-                )
+            steady = self._plan_steady(step_id, list(members.values()), running)
+            if steady is not None:
+                return steady if steady.rows else None
         for seq_id in running.unsteady:
             seq = members[seq_id]
             if seq.num_scheduled_tokens < seq.device.upload_end:
                 self.memory.rematch(seq)
-        candidates, lengths = self._choose(members, held)
+        # Under the other policies, and where a step has few positions, decoding rows may have to wait.
+        if self.policy == "fcfs" and 2 * len(members) <= self.limits.max_step_tokens:
+            plan = self._plan_beside_steady(step_id, running, held)
+            if plan is not None:
+                return plan
+        return self.plan_each(step_id, running, held)
+
+    def plan_each(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
+        """Return the next step, with a choice among all rows, or None if no row can compute anything."""
+        members = running.members
+        candidates = [seq for seq in members.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
+        return self._plan_chosen(step_id, running, *self._choose(candidates, members, held))
+
+    def _plan_beside_steady(
+        self, step_id: int, running: RunningSequences, held: Collection[Sequence]
+    ) -> StepPlan | None:
+        """Return the next step, in which all rows in steady decode are served and the policy chooses among the others.
+
+        It has the rows of `plan_each`, and saves the time of choosing what is not chosen. None: no row is in steady
+        decode, or pages are missing.
+        """
+        members = running.members
+        steady = self._plan_steady(step_id, [seq for seq in members.values() if seq.in_steady_decode], running)
+        if steady is None or not steady.rows:
+            return None
+        others = [
+            seq
+            for seq in members.values()
+            if not seq.in_steady_decode and len(seq.tokens) + seq.num_inflight_samples < seq.total_len
+        ]
+        if not others:
+            return steady
+        before = len(members)
+        chosen = self._choose(others, members, held, len(steady.rows), sum([row.start for row in steady.rows]))
+        if len(members) < before:  # One of the rows in steady decode may have been preempted.
+            return None
+        plan = self._plan_chosen(step_id, running, *chosen)
+        return steady if plan is None else steady.followed_by(plan)
+
+    def _plan_chosen(
+        self, step_id: int, running: RunningSequences, candidates: Items[Sequence], lengths: Items[int]
+    ) -> StepPlan | None:
+        """Return the step that computes so many positions of each candidate, or None if it computes nothing."""
         rows = tuple(
             [
                 ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
@@ -195,9 +232,18 @@ class Planner:
         new = [seq for seq, length in zip(candidates, lengths, strict=True) if length and not seq.device.uploaded_len]
         return StepPlan.of(step_id, rows, tuple([new_sequence(seq) for seq in new]), running.logprobs)
 
-    def _choose(self, running: dict[int, Sequence], held: Collection[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences that could compute, and the positions of each."""
-        candidates = [seq for seq in running.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
+    def _choose(
+        self,
+        candidates: list[Sequence],
+        running: dict[int, Sequence],
+        held: Collection[Sequence],
+        rows: int = 0,
+        context: int = 0,
+    ) -> tuple[list[Sequence], list[int]]:
+        """Return the sequences that could compute, and the positions of each.
+
+        rows, context: number of the rows that decode besides, and of the positions that they attend to.
+        """
         self._reserver.out_of_pages = False
         while True:
             demand = RowDemand(
@@ -205,7 +251,8 @@ class Planner:
                 [seq.steps_skipped for seq in candidates],
                 [seq.priority for seq in candidates],
             )
-            lengths = choose_rows(POLICIES[self.policy], demand, self._budget(candidates, demand.pending))
+            budget = self._budget(candidates, demand.pending, rows, context)
+            lengths = choose_rows(POLICIES[self.policy], demand, budget)
             limit_uploads(candidates, lengths, self.limits.max_uploads)
             chosen = list(lengths)
             self._reserver.reserve(candidates, lengths, running, held)
@@ -217,14 +264,13 @@ class Planner:
                 seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
             ]
 
-    def _budget(self, candidates: list[Sequence], pending: Items[int]) -> Budget:
+    def _budget(self, candidates: list[Sequence], pending: Items[int], rows: int, context: int) -> Budget:
         """Return the limits of a step.
 
-        pending: positions that each candidate could compute.
+        pending: positions that each candidate could compute; rows, context: as for `_choose`.
         """
-        limits, prompt_tokens = self.limits, 0
+        limits, prompt_tokens, beside = self.limits, 0, rows
         if self.costs.token_sizes and limits.prefill_chunk and max(pending, default=1) > 1:
-            rows = context = 0
             prompts: list[tuple[int, int]] = []
             for seq, wanted in zip(candidates, pending, strict=True):
                 if wanted == 1:
@@ -233,7 +279,8 @@ class Planner:
                 else:
                     prompts.append((seq.num_scheduled_tokens, wanted))
             prompt_tokens = self._fitting_tokens(rows, context, prompts)
-        return Budget(limits.max_step_tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens)
+        tokens = limits.max_step_tokens - beside
+        return Budget(tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens, beside > 0)
 
     def _fitting_tokens(self, rows: int, context: int, prompts: Items[tuple[int, int]]) -> int:
         """Return the largest size of the table with which a step is short enough.
@@ -266,23 +313,25 @@ class Planner:
         alone = self.costs.milliseconds(StepWork(rows + prompts, context))
         return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
 
-    def _steady_rows(
-        self, running: dict[int, Sequence], constrained: bool
-    ) -> tuple[tuple[ScheduledSequence, ...], tuple[ScheduledSequence, ...] | None]:
-        """Return the rows of a step in which every sequence is in steady decode.
+    def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
+        """Return a step of sequences in steady decode, perhaps of no rows, or None if a page is missing.
 
-        The second value holds the rows that bring pages, or is None if a page is missing. Nothing has to be chosen in
-        such a step: each sequence has one position pending, at `num_scheduled_tokens`, and the budget serves all.
+        Nothing has to be chosen in such a step: each sequence has one position pending, at `num_scheduled_tokens`, and
+        the budget serves all.
         """
-        sequences = list(running.values())
+        constrained = bool(running.constrained)
         rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
         updated_rows: tuple[ScheduledSequence, ...] = ()
-        if len(rows) < len(running):
+        if len(rows) < len(sequences):
             at_boundary = [
                 seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
             ]
             if not self.memory.grow_each(at_boundary):
-                return (), None
+                return None
             updated_rows = tuple([build_paged_row(seq) for seq in at_boundary])
         self._reserver.out_of_pages = False
-        return (*rows, *updated_rows), updated_rows
+        all_rows = (*rows, *updated_rows)
+        needs_mask = constrained and any(row.constrained for row in all_rows)
+        return StepPlan.decode_only(
+            step_id, all_rows, needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
+        )

@@ -240,6 +240,8 @@ class Scheduler:
                 elif len(run) > 1:
                     assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"
                     self._leave_steady_decode(seq)
+            elif row.samples and not run:
+                self._leave_steady_decode(seq)  # Its next position has no token yet.
 
     def _commit_single_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
         """Commit one token for each row that samples, of a step without grammars.

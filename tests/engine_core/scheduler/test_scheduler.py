@@ -171,10 +171,10 @@ def test_commit_takes_runs_of_any_length() -> None:
     assert (delta.request_ids, delta.tokens) == ([1, 1, 1, 3], [20, 21, 22, 23])
     plan = launched(scheduler, 2)
     assert [(row.seq_id, row.start, row.length, row.samples, row.tokens) for row in plan.rows] == [
-        (1, 5, 3, True, b""),
         (3, 5, 1, True, b""),
-    ], "sequence 2 has nothing to compute"
-    scheduler.commit(plan, result_of([24], [25, 26]))
+        (1, 5, 3, True, b""),
+    ], "rows of one position come first; sequence 2 has nothing to compute"
+    scheduler.commit(plan, result_of([25, 26], [24]))
     plan = launched(scheduler, 3)
     assert [(row.seq_id, row.start, row.length) for row in plan.rows] == [(1, 8, 1), (3, 6, 2)]
     assert scheduler.audit() == []
