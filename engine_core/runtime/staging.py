@@ -76,12 +76,15 @@ class Packed:
         self.total = start + length
 
     def add_wide(self, name: str, values: NDArray[np.int64]) -> None:
-        """Append a field of 64-bit integers, to be read as they are."""
+        """Append a field of 64-bit integers.
+
+        The device can read them as they are.
+        """
         self.total += self.total % 2
         self.add(name, values.view(np.int32))
 
     def read(self, name: str) -> Ints:
-        """Return a field's words on the host."""
+        """Return the words of a field on the host."""
         start, length = self.fields[name]
         return self.out[start : start + length]
 

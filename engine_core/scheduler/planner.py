@@ -183,7 +183,10 @@ class Planner:
         return self.plan_each(step_id, running, held)
 
     def plan_each(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
-        """Return the next step, with a choice among all rows, or None if no row can compute anything."""
+        """Return the next step, with a choice among all rows.
+
+        None if no row can compute anything.
+        """
         members = running.members
         candidates = [seq for seq in members.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
         return self._plan_chosen(step_id, running, *self._choose(candidates, members, held))
@@ -191,9 +194,9 @@ class Planner:
     def _plan_beside_steady(
         self, step_id: int, running: RunningSequences, held: Collection[Sequence]
     ) -> StepPlan | None:
-        """Return the next step, in which all rows in steady decode are served and the policy chooses among the others.
+        """Return the next step, with all rows that are in steady decode.
 
-        It has the rows of `plan_each`, and saves the time of choosing what is not chosen. None: no row is in steady
+        The policy chooses among the others. It has the rows of `plan_each`, and saves the time of choosing what is not chosen. None: no row is in steady
         decode, or pages are missing.
         """
         members = running.members
@@ -217,7 +220,10 @@ class Planner:
     def _plan_chosen(
         self, step_id: int, running: RunningSequences, candidates: Items[Sequence], lengths: Items[int]
     ) -> StepPlan | None:
-        """Return the step that computes so many positions of each candidate, or None if it computes nothing."""
+        """Return the step with these positions of each candidate.
+
+        None if it computes nothing.
+        """
         rows = tuple(
             [
                 ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
@@ -314,9 +320,9 @@ class Planner:
         return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
 
     def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
-        """Return a step of sequences in steady decode, perhaps of no rows, or None if a page is missing.
+        """Return a step of sequences in steady decode, perhaps of no rows.
 
-        Nothing has to be chosen in such a step: each sequence has one position pending, at `num_scheduled_tokens`, and
+        None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at `num_scheduled_tokens`, and
         the budget serves all.
         """
         constrained = bool(running.constrained)
