@@ -196,8 +196,8 @@ class Planner:
     ) -> StepPlan | None:
         """Return the next step, with all rows that are in steady decode.
 
-        The policy chooses among the others. It has the rows of `plan_each`, and saves the time of choosing what is not chosen. None: no row is in steady
-        decode, or pages are missing.
+        The policy chooses among the others. The step has the rows of `plan_each`, without the time of choosing what is
+        not chosen. None: no row is in steady decode, or pages are missing.
         """
         members = running.members
         steady = self._plan_steady(step_id, [seq for seq in members.values() if seq.in_steady_decode], running)
@@ -322,8 +322,8 @@ class Planner:
     def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
         """Return a step of sequences in steady decode, perhaps of no rows.
 
-        None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at `num_scheduled_tokens`, and
-        the budget serves all.
+        None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at
+        `num_scheduled_tokens`, and the budget serves all.
         """
         constrained = bool(running.constrained)
         rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
