@@ -109,10 +109,12 @@ class DeviceTables:
         ids.index_fill_(0, rows, -1)
         self.biased[admitted] = False
         if "bias_index" in packed.fields:
+            # Before the writes: one for which there is too little memory may leave a part, which the row's next
+            # sequence has to clear.
+            self.biased[packed.read("bias_index") // MAX_LOGIT_BIAS] = True
             index = field(inputs, packed, "bias_index")
             _scatter(ids, index, field(inputs, packed, "bias_ids"))
             _scatter(values, index, field(inputs, packed, "biases"))
-            self.biased[packed.read("bias_index") // MAX_LOGIT_BIAS] = True
 
     def sampling_batch(
         self, logits: Tensor, inputs: Tensor, packed: Packed, allowed: Tensor | None, sampled: Tensor

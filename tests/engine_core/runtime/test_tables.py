@@ -1,5 +1,7 @@
 """Device tables between steps, and what warm-up leaves in them."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tandem.engine_core.kernels.reference.sampling import SamplingRows
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.runtime import tables as tables_module
 from tandem.engine_core.runtime.device import CpuDevice, open_device
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
@@ -232,3 +235,22 @@ def test_a_new_sequence_in_a_row_has_none_of_the_biases_of_the_last() -> None:
         assert ids[ids >= 0].tolist() == expected
         assert values[ids >= 0].view(torch.float32).tolist() == [1.0, -2.0][: len(expected)]
         assert (table.sampling.bias[0][[0, 1, 3, 4]] == -1).all()
+
+
+def test_biases_that_were_written_in_part_are_cleared_for_the_next_sequence() -> None:
+    """As where memory for their update runs out, and with it the request ends."""
+    table = tables()
+    biased = structs.replace(GREEDY, logit_bias_ids=pack_ids([5, 6]), logit_bias_values=pack_floats([1.0, 2.0]))
+    scatter, calls = tables_module._scatter, list[int]()
+
+    def fail_at_values(target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        calls.append(len(index))
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError
+        scatter(target, index, values)
+
+    with patch.object(tables_module, "_scatter", fail_at_values), pytest.raises(torch.OutOfMemoryError):
+        apply(table, first(2, biased, [7], (3,)))
+    assert table.sampling.bias[0, 2, :2].tolist() == [5, 6]
+    apply(table, first(2, GREEDY, [8], (3,)))
+    assert (table.sampling.bias[0, 2] == -1).all()
