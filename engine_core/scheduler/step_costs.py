@@ -169,7 +169,7 @@ class StepCosts:
         """
         if not rows or not tokens:
             return self._smallest(rows, tokens)
-        more, size = _at_least(self._mixed_rows, rows), _at_least(self._tokens, tokens)
+        more, size = _at_least(self._mixed_rows, rows), _at_least(self._mixed_tokens, tokens)
         if more >= rows and size >= tokens and (more, size) in self._table:
             return self._table[more, size]
         # Where the table does not combine them, rows cost as much as tokens.

@@ -84,7 +84,21 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
         if graphs.mixed:  # Beside rows too these sizes run: as no graph holds them, no graph is missed.
             rows = config.max_rows
             table |= {(rows, size): time * (rows + size) / size for size, time in eager.items()}
+    if graphs.mixed and not any(bucket.num_decode_tokens for bucket in graphs.mixed[0]):
+        # Beside rows every step with prompts runs as it is. Without these, the smallest would be the longest of all.
+        table |= _beside_rows((1, table[graphs.rows[0], 0]), _time_step(runtime, longest), config)
     return table
+
+
+def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: StepConfig) -> Table:
+    """Return the times of steps that no graph holds, of rows and prompts.
+
+    Rows count like prompts. The times lie on the line through two points, each a size and its time.
+    """
+    line = _line(least, most)
+    (small, fast), (large, slow) = line[0], line[-1]
+    rise = (slow - fast) / max(1, large - small)
+    return {(rows, size): time + rise * rows for rows in config.mixed_graph_rows if rows for size, time in line}
 
 
 def _prompt_tokens(captured: tuple[GraphBucket, object]) -> int:

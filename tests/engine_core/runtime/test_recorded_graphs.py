@@ -149,6 +149,22 @@ def test_without_graphs_of_prompts_the_longest_step_is_timed(tmp_path: Path) -> 
         answer(driven, [GREEDY, DRAWN, FULL])
 
 
+def test_where_no_size_is_captured_beside_rows_prompts_may_still_be_short(tmp_path: Path) -> None:
+    """As with `--graph-tokens 4096`: the limit by time would not hold if a step beside rows took at least so many."""
+    configuration = startup_engine.configuration
+    settings = configuration.resolve
+    none_beside = patch.object(
+        configuration, "resolve", lambda *given: structs.replace(settings(*given), max_mixed_tokens=16)
+    )
+    with oracle_attention(), none_beside:
+        driven = build(tmp_path)
+        graphs, costs = runtime_of(driven).graphs, driven.engine.scheduler.planner.costs
+        assert graphs is not None and list(graphs.mixed[0]) == [GraphBucket(0, 24)]
+        assert costs.mixed_token_sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+        assert all((6, size) in costs.table for size in costs.mixed_token_sizes)
+        answer(driven, [GREEDY, DRAWN, FULL, GREEDY])
+
+
 @pytest.mark.parametrize(
     ("params", "mode"),
     [(GREEDY, Mode.GREEDY), (DRAWN, Mode.UNTRUNCATED), (FULL, Mode.FULL)],
