@@ -58,6 +58,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"batching": "static", "policy": "decode_first"}, ["--batching static", "--policy decode_first"]),
     ({"batching": "static", "prefill_chunk": 64}, ["--batching static", "--prefill-chunk 64"]),
     ({"batching": "static", "prefix_cache": "on"}, ["--batching static", "--prefix-cache on"]),
+    ({"batching": "static", "max_itl": 20.0}, ["--batching static", "--max-itl 20"]),
+    ({"prefill_chunk": "off", "max_itl": 2.5}, ["--prefill-chunk off", "--max-itl 2.5"]),
     ({"page_size": "max", "prefix_cache": "on"}, ["--page-size max", "--prefix-cache on"]),
     ({"prefix_cache": "off", "max_sessions": 4}, ["--prefix-cache off", "--max-sessions 4"]),
     ({"batching": "static", "max_sessions": 4}, ["--batching static", "--max-sessions 4"]),

@@ -83,7 +83,7 @@ FOREIGN_FLAGS = {
     "--max-logprobs": ForeignFlag("--max-top-logprobs"),
     "--num-gpu-blocks-override": ForeignFlag("--kv-tokens", "tokens, not blocks"),
     "--long-prefill-token-threshold": _CHUNK,
-    "--no-enable-chunked-prefill": ForeignFlag("--prefill-chunk", "a chunk as long as --max-len is the whole prompt"),
+    "--no-enable-chunked-prefill": ForeignFlag("--prefill-chunk", "off computes prompts whole"),
     "--shutdown-timeout": ForeignFlag("--drain-timeout"), "--timeout-graceful-shutdown": ForeignFlag("--drain-timeout"),
     "--max-queued-requests": ForeignFlag("--max-waiting"),
     "--enable-prompt-tokens-details": ForeignFlag(reason="usage.prompt_tokens_details is always there"),
