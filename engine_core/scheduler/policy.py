@@ -9,8 +9,9 @@ the quarter, and that no shorter one fills, is in the next step however long the
 priority never share in this way.
 
 Under every policy a row that could compute is served at least once in `PATIENCE` planned steps: a row that was skipped
-that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, or only whole ones,
-overdue prompts are served K, or one, in each step, the longest waiting first.
+that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, has room for only K
+positions of prompts, or takes only whole ones, overdue prompts are served K, or one, in each step, the longest waiting
+first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
