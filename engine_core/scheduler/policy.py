@@ -83,7 +83,8 @@ class StepDraft:
                 return
             if self.demand.pending[index] > 1:
                 if not closed and not self._extend(index, share or self.left):
-                    closed = not self.chunk  # A whole prompt that does not fit is not overtaken by a shorter one.
+                    # A whole prompt that does not fit is not overtaken by a shorter one.
+                    closed = not self.chunk or not self.prompt_room
             elif not self.lengths[index]:
                 self.lengths[index] = 1
                 self.left -= 1

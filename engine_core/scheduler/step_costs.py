@@ -60,12 +60,18 @@ def most_pairs(prompts: Iterable[tuple[int, int]], tokens: int) -> int:
     prompts: the start of each, and the positions that it lacks; tokens: positions of all together.
     """
     # No prompt can have more pairs a position than if it alone took all it can. Those with the most are taken first.
-    shares = sorted([(2 * start + min(lacking, tokens) + 1, min(lacking, tokens)) for start, lacking in prompts])
+    shares = [
+        (2 * start + lacking + 1, lacking) if lacking < tokens else (2 * start + tokens + 1, tokens)
+        for start, lacking in prompts
+    ]
+    shares.sort(reverse=True)
     doubled, left = 0, tokens
-    while left and shares:
-        pairs, length = shares.pop()
-        doubled += pairs * min(length, left)
-        left -= min(length, left)
+    for pairs, length in shares:
+        if length >= left:
+            doubled += pairs * left
+            break
+        doubled += pairs * length
+        left -= length
     return -(-doubled // 2)
 
 
