@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.policy import POLICIES, Budget, RowDemand, choose_rows
+from tandem.engine_core.scheduler.policy import PATIENCE, POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
 from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, most_pairs
@@ -152,6 +152,11 @@ class Planner:
         self._reserver = PageReserver(memory, preempt)
 
     @property
+    def _is_limited_by_time(self) -> bool:
+        """True if the expected duration of steps limits prompts."""
+        return bool(self.costs.token_sizes and self.limits.prefill_chunk)
+
+    @property
     def out_of_pages(self) -> bool:
         """True if a row of the last planned step found no page."""
         return self._reserver.out_of_pages
@@ -197,9 +202,13 @@ class Planner:
         """Return the next step, with all rows that are in steady decode.
 
         The policy chooses among the others. The step has the rows of `plan_each`, without the time of choosing what is
-        not chosen. None: no row is in steady decode, or pages are missing.
+        not chosen. None: no row is in steady decode, pages are missing, or prompts are overdue that time does not
+        limit, before which decoding rows may have to wait.
         """
         members = running.members
+        overdue = any(members[seq_id].steps_skipped >= PATIENCE - 1 for seq_id in running.unsteady)
+        if overdue and not self._is_limited_by_time:
+            return None
         steady = self._plan_steady(step_id, [seq for seq in members.values() if seq.in_steady_decode], running)
         if steady is None or not steady.rows:
             return None
@@ -276,7 +285,7 @@ class Planner:
         pending: positions that each candidate could compute; rows, context: as for `_choose`.
         """
         limits, prompt_tokens, beside = self.limits, 0, rows
-        if self.costs.token_sizes and limits.prefill_chunk and max(pending, default=1) > 1:
+        if self._is_limited_by_time and max(pending, default=1) > 1:
             prompts: list[tuple[int, int]] = []
             for seq, wanted in zip(candidates, pending, strict=True):
                 if wanted == 1:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
+from tandem.engine_core.scheduler.policy import PATIENCE
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import END, commit, new, sequence
@@ -60,3 +61,24 @@ def test_rows_in_steady_decode_need_no_choice(cache: bool, chunk: int, max_itl: 
         assert scheduler.audit() == []
     assert mixed > 20, "steps of both kinds of rows"
     assert not scheduler.num_open
+
+
+def test_overdue_prompts_are_planned_as_with_a_choice_among_all_rows() -> None:
+    """Eight prompts of which the first takes most of a step: the others are overdue together, and ask for all of it."""
+    scheduler = new(rows=32, pages=4000, step=64, chunk=24, cache=False)
+    for number in range(1, 21):
+        scheduler.add(sequence(number, 1, 400, first=number))
+    overdue = 0
+    for step in range(1, 80):
+        if step == 3:
+            for number in range(30, 38):
+                scheduler.add(sequence(number, 900, 9, first=number))
+        scheduler.admit_waiting()
+        running, held = scheduler._running, scheduler._held.values()
+        plan = scheduler.plan_step(step)
+        assert plan is not None
+        assert content(plan) == content(scheduler.planner.plan_each(step, running, held))
+        overdue += any(seq.steps_skipped >= PATIENCE - 1 for seq in scheduler.running.values())
+        scheduler.on_launch(plan)
+        commit(scheduler, plan, [20] * len(plan.rows))
+    assert overdue
