@@ -83,14 +83,19 @@ def find_model(
     tokenizer and templates only. may_download: False to take what is in the cache without asking the hub. stop: ends a
     download early.
 
-    Raises LaunchError if the model is found nowhere, or if it cannot be downloaded or converted; NotDownloadedError if
-    it would have to be downloaded.
+    Raises LaunchError if the model is found nowhere, or if it cannot be read, downloaded or converted;
+    NotDownloadedError if it would have to be downloaded.
     """
-    found = _find(model, hub, with_weights, stop or threading.Event(), may_download)
     try:
+        found = _find(model, hub, with_weights, stop or threading.Event(), may_download)
         folder = with_tokenizer(found.folder, cache_folder())
     except ConversionError as error:
         raise LaunchError(str(error)) from None
+    except PermissionError as error:
+        raise LaunchError(
+            f"the model {model}: {error.filename} cannot be accessed by the user with the id {os.geteuid()}; give it "
+            "the right to read the folder and its files"
+        ) from None
     if folder == found.folder:
         return found
     return ModelFolder(folder, found.name or found.folder.resolve().name, found.commit)

@@ -45,13 +45,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
         result = Result(
             model, arguments.request_rate, arguments.max_concurrency, percentiles, bool(objectives), level
         )  # fmt: skip
+        print("\n".join(result.lines(arguments.percentile_metrics)))
         if (path := result_path(arguments, result)) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(result.figures())) + b"\n")
     except (OSError, ValueError, ClientDiedError) as error:
         print(f"tandem bench: {error}", file=sys.stderr)
         return 1
-    print("\n".join(result.lines(arguments.percentile_metrics)))
     return 1 if level.errors else 0
 
 

@@ -1,5 +1,6 @@
 """The check that a server answers, before it is measured."""
 
+import json
 import ssl
 import sys
 import time
@@ -38,6 +39,10 @@ def wait_for_model(url: str, key: str, context: ssl.SSLContext, seconds: float) 
                 reason = connection_failure(url, error)
                 if is_permanent(error):
                     raise ValueError(reason) from None
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                raise ValueError(
+                    f"{url}/v1/models did not answer JSON; give --url the address of an OpenAI-compatible server"
+                ) from None
             except (KeyError, IndexError, TypeError):
                 raise ValueError(f"{url}/v1/models lists no model") from None
             if attempts >= _ATTEMPTS and time.monotonic() >= deadline:

@@ -1,6 +1,7 @@
 """Folders that hold no model: what they hold is named, and what to give in their place."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,21 @@ def test_a_folder_of_the_cache_is_named_as_on_the_hub(tmp_path: Path) -> None:
 )
 def test_other_folders_are_left_to_the_engine(files: dict[str, str], tmp_path: Path) -> None:
     assert find_model(str(folder_of(tmp_path, files)), HubOptions()) == ModelFolder(tmp_path)
+
+
+def test_a_folder_of_another_user_is_refused_with_who_may_not_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat_of_another(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat_of_another)
+    said = rf"the model {tmp_path}: {tmp_path}/\S+ cannot be accessed by the user with the id {os.geteuid()}; give it"
+    for with_weights in (True, False):
+        with pytest.raises(LaunchError, match=said):
+            find_model(str(tmp_path), HubOptions(), with_weights=with_weights)
 
 
 def test_a_frontend_takes_the_tokenizer_of_any_folder(tmp_path: Path) -> None:

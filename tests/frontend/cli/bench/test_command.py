@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,17 @@ def test_bench_prints_and_saves_figures_by_the_names_of_vllm(
     assert f"{saved['p99.5_itl_ms']:.2f}" == rows["P99.5 ITL (ms)"] and saved["mean_tpot_ms"] >= 0
 
 
+def test_figures_are_printed_where_their_file_cannot_be_written(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    flags = ["--save-result", "--result-dir", str(tmp_path / "file" / "results")]
+    assert bench(server, "--num-prompts", "2", *flags) == 1
+    printed = capsys.readouterr()
+    assert rows_of(printed.out)["Successful requests"] == "2"
+    assert "tandem bench: " in printed.err and str(tmp_path / "file") in printed.err
+
+
 def test_bench_takes_former_names_of_its_flags(server: RunningServer, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     assert bench(server, "--num-prompts", "2", "--wait", "30", "--json", str(path)) == 0
@@ -98,6 +111,35 @@ def test_bench_without_the_key_of_a_server_asks_for_it(
         assert "/v1/models: a valid API key is required" in error and "give --api-key" in error
     finally:
         guarded.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>a page</html>", "/v1/models did not answer JSON; give --url the address"),
+        (b"\xff", "/v1/models did not answer JSON"),
+        (b'{"data": []}', "/v1/models lists no model"),
+        (b"[]", "/v1/models lists no model"),
+    ],
+)
+def test_a_server_of_another_kind_is_told_apart(body: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other, ThreadPoolExecutor(1) as threads:
+        threads.submit(other.serve_forever, 0.05)
+        try:
+            assert main(["bench", "--url", f"http://127.0.0.1:{other.server_port}"]) == 1
+        finally:
+            other.shutdown()
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
