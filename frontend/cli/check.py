@@ -51,6 +51,7 @@ from tandem.protocol.forecast import Forecast, Section
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
 from tandem.protocol.sockets import check_ipc_place, check_server_keys
 
+_MAX_PORT = 65_535
 _REFUSALS = (LaunchError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
 """What the parts of a start raise for settings that cannot work."""
 _PRIVATE_ENDPOINT = "ipc:///private"
@@ -189,9 +190,10 @@ def _check_addresses(arguments: argparse.Namespace, found: Findings) -> None:
         if arguments.command != "engine":
             _listen_api(arguments, stack, found)
         port = arguments.ops_port
-        with found.caught(port or 0):
-            sock = stack.enter_context(listen_ops(arguments.ops_host, port))
-            found.facts["ops port"] = url_of(sock) if port != 0 else "any free port"
+        if _is_possible(port or 0):
+            with found.caught(port or 0):
+                sock = stack.enter_context(listen_ops(arguments.ops_host, port))
+                found.facts["ops port"] = url_of(sock) if port != 0 else "any free port"
         _check_endpoint(arguments, found)
 
 
@@ -205,7 +207,7 @@ def _listen_api(arguments: argparse.Namespace, stack: ExitStack, found: Findings
             tcp_addresses([host])
             known.append(host)
     resolved: list[TcpAddress] = tcp_addresses(known)
-    for given in dict.fromkeys(address.given for address in resolved):
+    for given in dict.fromkeys(address.given for address in resolved if _is_possible(port)):
         with found.caught(port):
             opened = listen_tcp([address for address in resolved if address.given == given], port, 1)
             urls += [url_of(stack.enter_context(sock), scheme) for group in opened for sock in group]
@@ -218,6 +220,11 @@ def _listen_api(arguments: argparse.Namespace, stack: ExitStack, found: Findings
         found.warnings.append(warning)
     if urls:
         found.facts["API"] = ", ".join(urls) if port else "any free port"
+
+
+def _is_possible(port: int) -> bool:
+    """Return True for a port that a socket can have; the bounds of its flag refuse others."""
+    return 0 <= port <= _MAX_PORT
 
 
 def _check_endpoint(arguments: argparse.Namespace, found: Findings) -> None:

@@ -192,6 +192,17 @@ def test_an_address_that_this_machine_lacks_is_a_problem(capsys: pytest.CaptureF
     assert problem.startswith("--endpoint tcp://192.0.2.1:5555 cannot be listened on")
 
 
+def test_ports_that_no_socket_can_have_are_told_with_the_other_problems(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    command = ["frontend", "--model-dir", str(model), "--endpoint", "http://x", "--port", "65536", "--ops-port", "-1"]
+    assert main([*command, "--check"]) == 2
+    problems = capsys.readouterr().err.splitlines()
+    assert "problem: --port must be between 0 and 65535, not 65536" in problems
+    assert "problem: --ops-port must be between 0 and 65535, not -1" in problems
+    assert [line for line in problems if "is neither ipc:// nor tcp://" in line] and len(problems) == 3
+
+
 def test_an_open_host_without_keys_is_a_warning(
     capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
