@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +28,19 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer
 from tests.support.certificate import write_certificate
 
+WAITING = """
+import sys
+from tandem.frontend.cli.bench.client import Job
+from tandem.frontend.cli.bench.clients import Clients
+from tandem.frontend.cli.bench.completion import Dialect
+from tandem.frontend.cli.bench.connection import Endpoint
+from tandem.frontend.cli.bench.workloads import Load, Span, Workload
+from tandem.frontend.progress import Progress
+workload = Workload(0, Span(5, 5), Span(7, 7), Span(10, 20))
+job = Job([Endpoint.parse(sys.argv[1])], Dialect("any"), workload, Load("bench", 1, requests=1), 300.0)
+with Clients(1) as clients:
+    clients.run(job, Progress("bench", 1))
+"""
 SHAPE = ["--random-input-len", "5", "--random-output-len", "7", "--clients", "1"]
 
 
@@ -202,6 +218,22 @@ def test_ctrl_c_is_left_to_the_parent_of_the_clients(server: RunningServer, engi
         os.kill(process.pid or 0, signal.SIGINT)
         assert send(clients, "second") == [None]
     assert process.exitcode == 0 and len(engine.submits) == 2
+
+
+def test_clients_end_with_a_parent_that_is_killed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        parent = subprocess.Popen([sys.executable, "-c", WAITING, url], stdout=subprocess.PIPE)
+        try:
+            connection, _ = silent.accept()
+            connection.settimeout(30)
+            assert connection.recv(4) == b"POST"
+        finally:
+            parent.kill()
+        with connection:
+            # The client has the same stdout, which ends with the last of both.
+            assert parent.communicate(timeout=30)[0] == b""
 
 
 def test_server_names_its_model(server: RunningServer) -> None:
