@@ -30,8 +30,9 @@ class KeyAccount:
         """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
         self._seconds: dict[int, int] = {}
         """Tokens by second, the oldest first."""
-        self._ends: dict[int, tuple[int, int]] = {}
-        """By second, the oldest first: sequences that ended, and the second in which the first of them was taken."""
+        self._ends: dict[int, tuple[int, int, float]] = {}
+        """By second, the oldest first: sequences that ended, the second in which the first of them was taken, and the
+        longest time that one took, in seconds."""
 
     @property
     def left(self) -> int:
@@ -64,8 +65,8 @@ class KeyAccount:
                 self.open[seq] = taken_in, seq.generated
                 continue
             del self.open[seq]
-            ended, first_taken = self._ends.get(second, (0, taken_in))
-            self._ends[second] = ended + 1, min(first_taken, taken_in)
+            ended, first_taken, longest = self._ends.get(second, (0, taken_in, 0.0))
+            self._ends[second] = ended + 1, min(first_taken, taken_in), max(longest, now - taken_in)
             if seq.wire.reported_cached < 0 and taken_in in self._seconds:
                 self._spend(taken_in, -charge(seq))
         if spent:
@@ -88,13 +89,15 @@ class KeyAccount:
         """Estimate the seconds until this many sequences have ended.
 
         They are the key's, and end as fast as those of the last minute did, counted from the time at which the first of
-        these was taken. The estimate is at most a minute, and None if none has ended in the last one.
+        these was taken. A key that was idle in between seems slower than it is: they take no longer than the longest of
+        those. The estimate is at most a minute, and None if none has ended in the last one.
         """
         if not self._ends:
             return None
-        ended = sum(number for number, _ in self._ends.values())
-        begin = max(min(taken for _, taken in self._ends.values()), now - _KEPT_SECONDS)
-        return min(count * (now - begin) / ended, _KEPT_SECONDS - 1)
+        ended = sum(number for number, _, _ in self._ends.values())
+        begin = max(min(taken for _, taken, _ in self._ends.values()), now - _KEPT_SECONDS)
+        longest = max(seconds for _, _, seconds in self._ends.values())
+        return min(count * (now - begin) / ended, longest, _KEPT_SECONDS - 1)
 
     def seconds_until(self, tokens: int, now: float) -> int:
         """Return the whole seconds until this many tokens are left of the minute's."""

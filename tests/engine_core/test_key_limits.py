@@ -257,6 +257,23 @@ def test_wait_for_a_place_counts_the_time_that_the_ended_sequences_took() -> Non
     assert news is not None and (news.remaining_requests, news.reset_requests) == (0, 21.0), "both of those in progress"
 
 
+def test_idle_time_of_a_key_is_not_taken_for_the_time_of_its_sequences() -> None:
+    traffic, key = Traffic(0), claim(concurrent=1)
+    for number in (1, 2):
+        submit = Submit(number, b"", SamplingParams(4), key=key)
+        seq = Sequence(number, b"a", submit, array("i", [5]), frozenset())
+        traffic.limits.begin(key, seq)
+        if number == 1:
+            traffic.pass_time(2)
+            seq.outcome = Finished(number, FinishReason.LENGTH)
+            traffic.pass_time(1)
+            traffic.pass_time(40)
+    refusal = traffic.limits.refusal(key, True)
+    assert refusal is not None and refusal[1] == 3, "the first was seen to end 3 s after its start"
+    news = traffic.limits.take_news()
+    assert news is not None and (news.remaining_requests, news.reset_requests) == (0, 3.0)
+
+
 def test_time_until_a_key_s_sequences_have_ended_is_unknown_before_the_first_has() -> None:
     traffic, key = Traffic(0), claim(concurrent=2)
     traffic.limits.begin(
