@@ -223,7 +223,10 @@ def _listen_api(arguments: argparse.Namespace, stack: ExitStack, found: Findings
 
 
 def _is_possible(port: int) -> bool:
-    """Return True for a port that a socket can have; the bounds of its flag refuse others."""
+    """Return True for a port that a socket can have.
+
+    The bounds of its flag refuse others.
+    """
     return 0 <= port <= _MAX_PORT
 
 

@@ -151,7 +151,10 @@ async def take_part(
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, however that ends, so that nobody goes on loading the server."""
+    """Wait for the parent to end, then end this process.
+
+    A parent that is killed leaves no client behind that would load the server further.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
