@@ -146,12 +146,13 @@ class KeyLimits:
         """
         account, size = self._account(claim), claim.num_sequences if is_first else 1
         # Bringing an account up to date looks at each of its sequences: `advance` does it often enough for a request
-        # that fits anyway.
-        is_full = 0 < account.max_concurrent < len(account.open) + size
-        if is_full or (is_first and account.tokens_per_minute > 0 and account.left < claim.prompt_tokens):
+        # that fits anyway. Each sequence may have a token that is not counted yet.
+        num_open, limit, wanted = len(account.open), account.tokens_per_minute, claim.prompt_tokens
+        is_full = 0 < account.max_concurrent < num_open + size
+        if is_full or (is_first and limit > 0 and account.left < wanted + num_open):
             account.settle(now := self._clock())
             self.news = account.usage(claim.name, now)
-        num_open = len(account.open)
+            num_open = len(account.open)
         if account.max_concurrent and num_open + size > account.max_concurrent:
             wait = account.time_until_ended(num_open + size - account.max_concurrent, self._clock())
             seconds = 0 if wait is None else max(math.ceil(wait), 1)
@@ -160,7 +161,6 @@ class KeyLimits:
                 f"more; its limit is {account.max_concurrent} (max_concurrent); try again "
                 + (f"in about {seconds} s" if seconds else "later")
             ), seconds
-        limit, wanted = account.tokens_per_minute, claim.prompt_tokens
         if limit and is_first and account.left < min(wanted, limit):
             seconds = account.seconds_until(wanted, self._clock())
             return (

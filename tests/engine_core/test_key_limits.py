@@ -212,6 +212,17 @@ def test_greedy_key_gets_its_tokens_a_minute_within_a_tenth(limit: int, output: 
     assert traffic.sums[-1] == pytest.approx(limit * minutes, rel=0.1)
 
 
+def test_prompt_that_fits_but_for_tokens_just_generated_is_refused() -> None:
+    traffic = Traffic(60)
+    traffic.pass_time(1.0)
+    assert traffic.ask(1, 30, 5)
+    traffic.step()
+    traffic.pass_time(0.125)
+    assert not traffic.ask(2, 30, 1), "30 and 1 of the 60 tokens are spent"
+    assert traffic.ask(2, 29, 1)
+    assert traffic.last(60) == 60
+
+
 def test_tokens_are_free_again_when_the_seconds_that_they_were_spent_in_are_over() -> None:
     traffic = Traffic(100)
     for number, seconds in enumerate((0.5, 10, 10), 1):
