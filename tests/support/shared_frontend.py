@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from msgspec import Struct
 
 from tandem.frontend.config import FrontendConfig
@@ -47,3 +49,27 @@ def shared_frontend(
     finally:
         engine.die()
         shutil.rmtree(folder)
+
+
+def shared_fixtures(
+    configure: Callable[[FrontendConfig], FrontendConfig] = lambda config: config,
+) -> tuple[Any, Any, Any]:
+    """Return fixtures for a file of tests: the frontend that all share, its engine, renewed for each, and its server.
+
+    The file assigns them to `shared`, `engine` and `server`, and has a fixture `model_dir` of its own.
+    """
+
+    @pytest.fixture(scope="module")
+    def shared(model_dir: Path) -> Iterator[SharedFrontend]:
+        with shared_frontend(model_dir, configure) as running:
+            yield running
+
+    @pytest.fixture(autouse=True)
+    def engine(shared: SharedFrontend) -> FakeEngine:
+        return shared.renewed_engine()
+
+    @pytest.fixture
+    def server(shared: SharedFrontend) -> RunningServer:
+        return shared.server
+
+    return shared, engine, server

@@ -1,7 +1,6 @@
 """Streams with `"stream_format": "events"` on both routes: an event for each token, then one end."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.fakes.engine import END_ID, FakeEngine
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import RunningServer, post
 from tests.support.broken_stream import LONG, post_broken_stream
-from tests.support.shared_frontend import SharedFrontend, shared_frontend
+from tests.support.shared_frontend import shared_fixtures
 
 RAW = byte_level_tokenizer()
 TEXT = "one köln two three"
@@ -36,20 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shared(model_dir: Path) -> Iterator[SharedFrontend]:
-    with shared_frontend(model_dir) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def engine(shared: SharedFrontend) -> FakeEngine:
-    return shared.renewed_engine()
-
-
-@pytest.fixture
-def server(shared: SharedFrontend) -> RunningServer:
-    return shared.server
+shared, engine, server = shared_fixtures()
 
 
 def ask(server: RunningServer, path: str, **fields: Any) -> httpx.Response:

@@ -11,7 +11,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer
-from tests.support.shared_frontend import SharedFrontend, shared_frontend
+from tests.support.shared_frontend import shared_fixtures
 
 RAW = byte_level_tokenizer()
 TEXT = "one 🙃 two"
@@ -25,20 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def shared(model_dir: Path) -> Iterator[SharedFrontend]:
-    with shared_frontend(model_dir) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def engine(shared: SharedFrontend) -> FakeEngine:
-    return shared.renewed_engine()
-
-
-@pytest.fixture
-def server(shared: SharedFrontend) -> RunningServer:
-    return shared.server
+shared, engine, server = shared_fixtures()
 
 
 @pytest.fixture

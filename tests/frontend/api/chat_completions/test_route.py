@@ -17,7 +17,7 @@ from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream
 from tests.support.event_stream import events
 from tests.support.reasoning_model import RAW, answer_with, encode, with_reasoning, write_reasoning_model
-from tests.support.shared_frontend import SharedFrontend, shared_frontend
+from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | length if tools else '' }}"
@@ -34,20 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def shared(model_dir: Path) -> Iterator[SharedFrontend]:
-    with shared_frontend(model_dir, with_reasoning) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def engine(shared: SharedFrontend) -> FakeEngine:
-    return shared.renewed_engine()
-
-
-@pytest.fixture
-def server(shared: SharedFrontend) -> RunningServer:
-    return shared.server
+shared, engine, server = shared_fixtures(with_reasoning)
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:

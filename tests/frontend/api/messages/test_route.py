@@ -24,7 +24,7 @@ from tests.frontend.conftest import RunningServer, get
 from tests.frontend.conftest import post as send
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 from tests.support.rendering import rendered
-from tests.support.shared_frontend import SharedFrontend, shared_frontend
+from tests.support.shared_frontend import shared_fixtures
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}|{{ m.content }}"
@@ -52,20 +52,7 @@ def configured(config: FrontendConfig) -> FrontendConfig:
     return structs.replace(with_reasoning(config), api_keys=("key-one",), max_body=100_000)
 
 
-@pytest.fixture(scope="module")
-def shared(model_dir: Path) -> Iterator[SharedFrontend]:
-    with shared_frontend(model_dir, configured) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def engine(shared: SharedFrontend) -> FakeEngine:
-    return shared.renewed_engine()
-
-
-@pytest.fixture
-def server(shared: SharedFrontend) -> RunningServer:
-    return shared.server
+shared, engine, server = shared_fixtures(configured)
 
 
 @pytest.fixture

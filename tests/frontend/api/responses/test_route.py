@@ -1,6 +1,5 @@
 """`POST /v1/responses` over a real socket, in front of a scripted fake engine."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.frontend.conftest import RunningServer
 from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
-from tests.support.shared_frontend import SharedFrontend, shared_frontend
+from tests.support.shared_frontend import shared_fixtures
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
@@ -32,20 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reasoning_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def shared(model_dir: Path) -> Iterator[SharedFrontend]:
-    with shared_frontend(model_dir, with_reasoning) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def engine(shared: SharedFrontend) -> FakeEngine:
-    return shared.renewed_engine()
-
-
-@pytest.fixture
-def server(shared: SharedFrontend) -> RunningServer:
-    return shared.server
+shared, engine, server = shared_fixtures(with_reasoning)
 
 
 def post(server: RunningServer, **fields: Any) -> httpx.Response:
