@@ -241,7 +241,7 @@ def _graphs(
 def _cuda_rows(options: EngineOptions, model: ModelShape, max_len: int, gpu_bytes: int) -> int:
     """Choose the default rows on cuda.
 
-    They are no more than a given --max-step-tokens has room for.
+    A step of --max-step-tokens, if given, has room for all of them.
     """
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     most = max(CUDA_MAX_ROWS)

@@ -56,9 +56,12 @@ class StepResult(Struct, frozen=True):
     milliseconds: float = 0.0
     """Time that the device took for the step; 0 for a step that was not timed."""
 
-    def has_single_tokens(self, plan: StepPlan) -> bool:
-        """Return True if each row that samples has one token, and none failed."""
-        one_each = len(self.tokens) == len(plan.sampled_rows) and max(self.counts, default=0) <= 1
+    def has_single_tokens(self, rows: int) -> bool:
+        """Return True if each row that samples has one token, and none failed.
+
+        rows: number of those.
+        """
+        one_each = len(self.tokens) == rows and max(self.counts, default=0) <= 1
         return one_each and NO_TOKEN not in self.tokens
 
     def runs(self) -> Iterator[Sequence[int]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
-from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, append_tokens, check_stop, get_masks, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
@@ -211,8 +211,8 @@ class Scheduler:
             self.planner.costs.correct(StepWork.of(plan.rows), result.milliseconds)
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
-        if result.has_single_tokens(plan) and plan.is_unconstrained:
-            self._commit_single_tokens(plan, result.tokens)
+        if plan.is_unconstrained and result.has_single_tokens(len(sampled := plan.sampled_rows)):
+            self._commit_single_tokens(plan, sampled, result.tokens)
         else:
             self._commit_runs(plan, result)
         if result.logprobs is not None:
@@ -243,8 +243,8 @@ class Scheduler:
             elif row.samples and not run:
                 self._leave_steady_decode(seq)  # Its next position has no token yet.
 
-    def _commit_single_tokens(self, plan: StepPlan, tokens: list[int]) -> None:
-        """Commit one token for each row that samples, of a step without grammars.
+    def _commit_single_tokens(self, plan: StepPlan, sampled: tuple[ScheduledSequence, ...], tokens: list[int]) -> None:
+        """Commit one token for each of the rows that sample, of a step without grammars.
 
         The effect is that of `_commit_runs`. The loop is written out for speed: a call of `append_tokens` for each row
         makes a tick of 256 rows 7 % longer.
@@ -256,7 +256,7 @@ class Scheduler:
             seq.inflight -= 1
             if seq.outcome is not None:
                 self._on_zombie(seq)
-        for row, token in zip(plan.sampled_rows, tokens, strict=True):
+        for row, token in zip(sampled, tokens, strict=True):
             seq = held[row.seq_id]
             seq.inflight -= 1
             seq.num_inflight_samples -= 1

@@ -109,7 +109,7 @@ class Load:
     def in_flight_of(self, process: int, processes: int) -> int | None:
         """Return the part of `in_flight` that one of several client processes has.
 
-        It is at least 1 if there are no more processes than `in_flight`.
+        Each has at least 1, unless there are more processes than `in_flight`.
         """
         return None if self.in_flight is None else len(range(process, self.in_flight, processes))
 
