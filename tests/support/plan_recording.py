@@ -96,13 +96,15 @@ def table_tensors(runtime: TorchRuntime) -> dict[str, Tensor]:
 
 
 def reset(runtime: TorchRuntime) -> None:
-    """Zero tables and pool, as if nothing had run yet."""
+    """Zero tables and pool and clear the biases, as if nothing had run yet."""
     runtime.synchronize()
     with torch.inference_mode():
         for table in table_tensors(runtime).values():
             table.zero_()
+        runtime.tables.sampling.bias[0].fill_(-1)
         runtime.kv.pool.zero_()
     runtime.tables.needs[:] = 0
+    runtime.tables.biased[:] = False
     runtime.synchronize()
 
 
