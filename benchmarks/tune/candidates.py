@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, split_inputs
+from tandem.engine_core.kernels.linear.plans import PIECE, choose, choose_gated, choose_normed, split_inputs
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_bytes,
     choose_bytes_gated,
@@ -22,14 +22,14 @@ from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_
 
 GROUP = 128
 """Inputs of a group of weights of four bits."""
-LEAST_A_THREAD, MOST_A_THREAD = 16, {16: 128, 8: 256, 4: 256}
+LEAST_A_THREAD, MOST_A_THREAD = 16, {16: 128, 8: 256, 4: 512}
 """Fewest and most weights, by their bits, that a thread of a GEMV holds.
 
 Fewer wait too often, more spill from its registers.
 """
 WAVES = 3
 """Most programs that a split-K product has for each multiprocessor when its inputs are divided."""
-SPLITK_TILES = ((64, 128, 4), (64, 128, 6), (64, 64, 6), (64, 256, 3), (128, 64, 4), (128, 128, 3))
+SPLITK_TILES = ((64, 128, 4), (64, 128, 6), (64, 128, 3), (64, 64, 6), (64, 256, 3), (128, 64, 4), (128, 128, 3))
 """block_n, block_k and stages."""
 DECODE_TILES = (
     *((64, 4, 4), (64, 4, 3), (64, 4, 2), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 2, 4)),
@@ -91,18 +91,28 @@ def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
     whole = 1 << (key.inputs - 1).bit_length()
     fused = key.operation != "product"
     wide = (1024, 2048) if key.bits == 16 else (1024, 2048, 4096)
-    sizes = (whole,) if fused else tuple(size for size in wide if size < 2 * key.inputs)
+    sizes = _whole_sizes(key, whole) if fused else tuple(size for size in wide if size < 2 * key.inputs)
     for block_k in sizes:
         for rows in (2, 4, 8) if key.bits == 16 else (2, 4, 8, 16):
             for tiles in _tiles(key, block_k):
                 for warps in (4, 8, 16) if fused else (4, 8):
-                    held = rows * block_k // (32 * warps) * (2 if "gated" in key.operation else 1)
+                    columns = ceil_div(key.inputs, block_k) * block_k if fused else block_k
+                    held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
                     if LEAST_A_THREAD <= held <= MOST_A_THREAD[key.bits] and rows * tiles <= 16:
                         yield GemvPlan(rows, block_k, tiles, warps)
 
 
+def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
+    """List the sizes of blocks that hold rows whole.
+
+    It is one block, or pieces too where those are shorter together.
+    """
+    in_pieces = key.bits == 16 and key.operation != "gated" and ceil_div(key.inputs, PIECE) * PIECE < whole
+    return (whole, PIECE) if in_pieces else (whole,)
+
+
 def _tiles(key: ProductKey, block_k: int) -> tuple[int, ...]:
-    if block_k < key.inputs or key.bits == 4:
+    if (block_k < key.inputs and key.operation in ("product", "gated")) or key.bits == 4:
         return (1,)
     return (1, 2) if key.bits == 16 else (1, 2, 4)
 

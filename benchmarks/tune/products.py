@@ -16,6 +16,7 @@ from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
+from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.norm import add_rms_norm
@@ -100,8 +101,10 @@ class Product:
         if weight.zeros is not None and weight.scales is not None:
             stored = (weight.values, weight.scales, weight.zeros, None)
             return nibble_gemv(self.x, *stored, plan, self.activation, self.pdl, self.norm, EPS, self.stream)[0]
-        given = (self.x, self.stream, self.norm, EPS, weight.values, None, plan, self.activation, self.pdl)
-        return add_norm_gemv(*given, scales=weight.scales)[0]
+        given = (self.norm, EPS, weight.values, None, plan, self.activation, self.pdl)
+        if weight.scales is None:
+            return normed_product(self.x, self.stream, None, *given)[0]
+        return add_norm_gemv(self.x, self.stream, *given, scales=weight.scales)[0]
 
 
 def space_of(key: ProductKey, plan: Plan, device: str) -> tuple[Tensor, Tensor]:

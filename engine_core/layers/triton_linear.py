@@ -12,7 +12,8 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
+from tandem.engine_core.kernels.linear.gemv import gemv
+from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
@@ -115,12 +116,12 @@ class TritonLinear(TorchLinear):
         fused = x.shape[0] == 1 and _fits(x, weight)
         gated = activation is not None
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu) if fused else None
-        if plan is not None and residual is None:
-            return norm_gemv(x, norm.weight, norm.eps, weight, self.bias, plan, activation, self.gpu.pdl), x
-        if plan is not None and residual is not None and residual.is_contiguous():
-            given = (x, residual, norm.weight, norm.eps, weight, self.bias, plan, activation)
-            return add_norm_gemv(*given, self.gpu.pdl, norm.update_weight)
+        update_weight = None if residual is None else norm.update_weight
+        norms = 1 if update_weight is None else 2
+        plan = _choose_normed(outputs, weight.shape[1], gated, self.gpu, norms=norms) if fused else None
+        if plan is not None and (residual is None or residual.is_contiguous()):
+            given = (x, residual, update_weight, norm.weight, norm.eps, weight, self.bias, plan, activation)
+            return normed_product(*given, self.gpu.pdl)
         return super().apply_normed(x, residual, norm, activation)
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:

@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
+from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference import layer as oracle
@@ -107,6 +108,34 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
     )
     without_norm = gated_activation(product(x, weight, None), activation)
     assert error(gemv(x, weight, None, plan, activation, pdl=True), without_norm) < FUSED_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "norms"),
+    [*((2560, torch.bfloat16, norms) for norms in range(3)), *((2560, dtype, 2) for dtype in DTYPES[1:]),
+     (3072, torch.bfloat16, 1)],
+)  # fmt: skip
+def test_product_of_a_row_in_pieces_is_exact_enough(
+    inputs: int, dtype: torch.dtype, norms: int, activation: Activation | None
+) -> None:
+    """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalised and added to it."""
+    x, weight, bias = operands(1, 4098, inputs, dtype)
+    factors, norm_weight = (torch.rand(inputs, device="cuda") + 0.5 for _ in range(2))
+    residual = torch.randn(1, inputs, device="cuda", dtype=dtype)
+    if norms == 0:
+        normed, total = rms_norm(x, norm_weight, EPS), x
+    elif norms == 1:
+        normed, total = add_rms_norm(x, residual, norm_weight, EPS)
+    else:
+        normed, total = oracle.norm_add_rms_norm(x, factors, residual, norm_weight, EPS)
+    exact = product(normed, weight, bias)
+    exact = exact if activation is None else gated_activation(exact, activation)
+    plan = GemvPlan(4, 1024, 2) if activation is None else GemvPlan(4, 1024)
+    given = (x, residual if norms else None, factors if norms == 2 else None, norm_weight, EPS, weight, bias)
+    y, stream = normed_product(*given, plan, activation, True)
+    assert error(y, exact) < FUSED_TOLERANCE[dtype]
+    assert error(stream, total.double()) < FUSED_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [2, 7, 16, 33, 64, 128])

@@ -29,9 +29,10 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv
+from tandem.engine_core.kernels.linear.gemv import gemv
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
+from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_byte_gemm,
@@ -149,6 +150,20 @@ def products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[L
             yield lambda call=call: splitk_gemm(*call)
         elif isinstance(plan, GemvPlan):
             yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
+
+
+def normed_products(gpu: GpuTraits, outputs: int, inputs: int) -> Iterator[Launch]:
+    """The products of one row behind a norm, and behind two, that the chooser takes for a weight."""
+    x, weight = half(1, inputs), half(outputs, inputs)
+    for gated in (True, False):
+        shape = outputs // (1 + gated), inputs, gated
+        plan, sandwiched = choose_normed(*shape, gpu), choose_normed(*shape, gpu, norms=2)
+        if plan is not None and sandwiched is not None:
+            one = (x, x, None, half(inputs), 1e-5, weight, None, plan, Activation.SILU if gated else None, gpu.pdl)
+            yield lambda one=one: normed_product(*one)
+            factors, activation = half(inputs, dtype=torch.float32), Activation.GELU_TANH if gated else None
+            two = (x, x, factors, factors, 1e-6, weight, None, sandwiched, activation, gpu.pdl)
+            yield lambda two=two: normed_product(*two)
 
 
 def byte_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
@@ -269,6 +284,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     """The tiles that need the most shared memory, where a kernel has several, and small ones elsewhere."""
     yield from layer_kernels(gpu)
     yield from products(gpu, 1, 256, 512)
+    yield from normed_products(gpu, 20480, 2560)
     yield from products(gpu, 16, 3072, 2048)
     yield list(byte_products(gpu, 16, 3072, 2048))[-1]
     yield list(rounding(gpu))[-3]
@@ -293,15 +309,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             yield from nibble_products(gpu, rows, outputs, inputs)
         for rows in (128, 2048):
             yield from products_of_bytes(gpu, rows, outputs, inputs)
-        for gated in (False, True):
-            normed = choose_normed(outputs // (1 + gated), inputs, gated, gpu)
-            if normed is not None:
-                x, weight = half(1, inputs), half(outputs, inputs)
-                call = (x, x, half(inputs), 1e-5, weight, None, normed, Activation.SILU if gated else None, gpu.pdl)
-                yield lambda call=call: add_norm_gemv(*call)
-                factors = half(inputs, dtype=torch.float32)
-                call = (x, x, factors, 1e-5, weight, None, normed, Activation.GELU_TANH if gated else None, gpu.pdl)
-                yield lambda call=call, factors=factors: add_norm_gemv(*call, factors)
+        yield from normed_products(gpu, outputs, inputs)
     for head_dim in HEAD_DIMS:
         tiles = TILES[head_width(head_dim)]
         for pairs in (max(1, least) for least in tiles):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.fast_math import floats_of_int8
 from tandem.engine_core.kernels.gated_activation import activated
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.norm import normalised
@@ -39,6 +40,8 @@ def widened(stored, dtype: tl.constexpr):
         bits = stored.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+    if stored.dtype == tl.int8:
+        return floats_of_int8(stored).to(dtype)
     if stored.dtype.is_fp8() and dtype == tl.bfloat16:
         # From float16 straight to bfloat16 there is only a slow instruction, for one number at a time.
         return stored.to(tl.float32).to(dtype)
@@ -46,10 +49,33 @@ def widened(stored, dtype: tl.constexpr):
 
 
 @triton.jit
-def block_scales(scale_ptr, row, offs_k, mask_k, K: tl.constexpr):
-    """Load the scale of each of a row's columns, [BLOCK_K]."""
+def block_scales(scale_ptr, row, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the scale of each of a row's columns in a step, [BLOCK_K].
+
+    One number is loaded for each block, because such a load takes the layout of what it is for.
+    """
     WIDE: tl.constexpr = (K + 127) // 128
-    return tl.load(scale_ptr + (row // 16) * WIDE + offs_k // 128, mask=mask_k, other=0.0)
+    SHARE: tl.constexpr = min(BLOCK_K, 128)
+    COUNT: tl.constexpr = BLOCK_K // SHARE
+    columns = (step * BLOCK_K + tl.arange(0, COUNT) * SHARE) // 128
+    scales = tl.load(scale_ptr + (row // 16) * WIDE + columns, mask=columns < WIDE, other=0.0)
+    return tl.reshape(tl.broadcast_to(scales[:, None], [COUNT, SHARE]), [BLOCK_K])
+
+
+@triton.jit
+def input_part(x_ptr, step, K: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
+    """Load the inputs of a step, [BLOCK_K] float32.
+
+    RUN: columns that follow one another in a thread's part of the weights. A load gives a thread 16 bytes at most; two
+    of them, side by side, spare inputs of 16 bits for weights of 8 the way through shared memory and its barriers.
+    """
+    if RUN == 16:
+        offs = step * BLOCK_K + tl.arange(0, BLOCK_K // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+        low = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
+        high = tl.load(x_ptr + offs + 8, mask=offs + 8 < K, other=0.0).to(tl.float32)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_K])
+    columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    return tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -144,6 +170,8 @@ def gemv_kernel(
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATED: tl.constexpr = ACTIVATION > 0
+    ITEM: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
+    RUN: tl.constexpr = 16 if ITEM == 8 and BLOCK_K % 16 == 0 else 8
     first = tl.program_id(0) * (ROWS * TILES)
     last = N - 1 - first
     rows = tl.arange(0, ROWS)
@@ -165,13 +193,13 @@ def gemv_kernel(
     if MODE > 0:
         vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
     elif STEPS == 1:
-        vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+        vector = input_part(x_ptr, 0, K, BLOCK_K, RUN)
     if STEPS == 1:
         upper_vector = vector
         if SCALES == 2:
             if GATED:
-                upper_vector = vector * block_scales(scale_ptr, N + first, offs_k, mask_k, K)
-            vector = vector * block_scales(scale_ptr, first, offs_k, mask_k, K)
+                upper_vector = vector * block_scales(scale_ptr, N + first, 0, K, BLOCK_K)
+            vector = vector * block_scales(scale_ptr, first, 0, K, BLOCK_K)
     for t in tl.static_range(TILES):
         offs_n = first + t * ROWS + rows
         mask_n = offs_n < N
@@ -191,17 +219,22 @@ def gemv_kernel(
                 up = with_bias(sums, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
                 result = gated(result, up, ACTIVATION)
         else:
-            parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
+            # Weights of one byte leave a thread many columns at a time, of which it keeps one sum to spare registers.
+            SUMMED: tl.constexpr = 16 if RUN == 16 else 1
+            parts = tl.zeros([ROWS, BLOCK_K // SUMMED], tl.float32)
             for step in tl.static_range(STEPS):
                 now = widened(tile, tl.float32)
                 offs_step = step * BLOCK_K + offs_k
                 if step + 1 < STEPS:
                     ahead = (offs_step + BLOCK_K < K)[None, :]
                     tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
-                some = tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)
+                some = input_part(x_ptr, step, K, BLOCK_K, RUN)
                 if SCALES == 2:
-                    some *= block_scales(scale_ptr, first, offs_step, offs_step < K, K)
-                parts += now * some[None, :]
+                    some *= block_scales(scale_ptr, first, step, K, BLOCK_K)
+                if SUMMED == 1:
+                    parts += now * some[None, :]
+                else:
+                    parts += tl.sum(tl.reshape(now * some[None, :], [ROWS, BLOCK_K // SUMMED, SUMMED]), 2)
             sums = scaled(tl.sum(parts, 1), scale_ptr, offs_n, mask_n, SCALES)
             result = with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
         tl.store(y_ptr + offs_n, result, mask=mask_n)

@@ -31,15 +31,17 @@ SCALE_ROWS, SCALE_COLUMNS = 16, 128
 """Shape of a block with a scale of its own: low, so that blocks end where parts of a fused projection do."""
 _BLOCK_K = 128
 _INPUT_BYTES = 2
-MAX_STAGES = 6
-"""Pipeline stages where the shared memory holds them."""
+MAX_STAGES = 4
+"""Pipeline stages where the shared memory holds them: two programs fit an H200 multiprocessor side by side."""
 FEW_ROWS = 32
 """Most rows for which inputs keep their precision: at 64, bytes with bytes took half the time on an H200."""
+FEWEST_INPUTS = 512
+"""Inputs that are worth a program of their own."""
 LONG_INPUTS = 8192
 """Inputs from which two programs share a narrow tile where one wave of tiles is full."""
 LIBRARY_BLOCK_INPUTS = 512
 """Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
-_BLOCK_M = 128
+_BLOCK_M, _LOW_M = 128, 64
 
 
 def rounds_inputs(rows: int, kind: ByteKind, gpu: GpuTraits) -> bool:
@@ -65,8 +67,10 @@ def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, sca
     key = _byte_key(rows, outputs, inputs, kind, scaling)
     if key is not None and key in gpu.tiles.byte_products:
         return gpu.tiles.byte_products[key] is None
-    # Up to here one wave of narrow tiles was faster than what the library took.
-    return scaling == "tensor" or rows > 128 or inputs % _BLOCK_K != 0 or not _one_wave(rows, outputs, gpu)
+    if scaling == "tensor" or inputs % _BLOCK_K:
+        return True
+    # Up to here low tiles, then one wave of narrow ones, were faster than what the library took.
+    return rows > _LOW_M and (rows > 128 or not _one_wave(rows, outputs, gpu))
 
 
 def choose_byte_gemm(
@@ -88,6 +92,10 @@ def _byte_key(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Sca
 
 
 def _byte_rule(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemmPlan:
+    if rows <= _LOW_M:
+        stages = min(4, gpu.max_stages((_LOW_M + 128) * _BLOCK_K, warpgroup=True))
+        low = ByteGemmPlan(_LOW_M, 128, 1, stages, 4)
+        return replace(low, split=split_inputs(low.tiles(rows, outputs), inputs, gpu.multiprocessors))
     narrow = _one_wave(rows, outputs, gpu)
     block_n, stages = (64, 5 if rows <= 128 else 4) if narrow else (128, 3)
     stages = min(stages, gpu.max_stages((_BLOCK_M + block_n) * _BLOCK_K, warpgroup=True))
@@ -122,7 +130,7 @@ def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
 def choose_bytes(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of y = x W^T for 16-bit x."""
     if rows == 1 and inputs % 16 == 0:
-        rule: Plan = GemvPlan(4, min(2048, 1 << (inputs - 1).bit_length()))
+        rule: Plan = GemvPlan(8, min(2048, 1 << (inputs - 1).bit_length()))
         return gpu.tiles.product(ProductKey("product", 8, outputs, inputs, 1), rule)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=8)
 
@@ -133,7 +141,7 @@ def choose_bytes_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -> Pl
     width: number of outputs.
     """
     if rows == 1 and inputs % 16 == 0:
-        return gpu.tiles.product(ProductKey("gated", 8, width, inputs, 1), normed_rule(inputs, True))
+        return gpu.tiles.product(ProductKey("gated", 8, width, inputs, 1), normed_rule(inputs, True, 8))
     return _splitk(rows, width, inputs, gpu, gated=True, bits=8)
 
 
@@ -179,7 +187,9 @@ def _splitk(
     if size is None or size > MAX_ROWS or inputs % block or group % block:
         return None
     operation: Operation = "gated" if gated else "product"
-    split = split_inputs(ceil_div(outputs, TILE), inputs, gpu.multiprocessors)
+    # While one program decodes its weights, another multiplies. Equal parts need no masks.
+    split = split_inputs(ceil_div(outputs, TILE), inputs, 2 * gpu.multiprocessors)
+    split = 1 << (max(1, min(split, inputs // FEWEST_INPUTS)).bit_length() - 1)
     rule = SplitKPlan(TILE, block, split, MAX_STAGES)
     plan = gpu.tiles.product(ProductKey(operation, bits, outputs, inputs, size), rule)
     if isinstance(plan, SplitKPlan) and group % plan.block_k:

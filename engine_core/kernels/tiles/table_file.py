@@ -269,7 +269,7 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"a gemv plan serves one row, not {key.rows}"
     if not _powers_of_two(plan.rows, plan.block_k, plan.warps):
         return f"rows {plan.rows}, block_k {plan.block_k} and warps {plan.warps} must be powers of two"
-    whole = plan.block_k >= key.inputs
+    whole = plan.block_k >= key.inputs or (normed and key.bits == 16)
     if (normed or (key.operation == "gated" and key.bits != 4) or plan.tiles > 1) and not whole:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
     if key.bits == 8 and 16 % (plan.rows * plan.tiles):

@@ -72,6 +72,20 @@ def test_a_fused_norm_takes_whole_rows(inputs: int, gated: bool) -> None:
     assert plan.block_k >= inputs
 
 
+@pytest.mark.parametrize(
+    ("inputs", "block_k"), [(2048, 2048), (2304, 1024), (2560, 1024), (3072, 1024), (3080, 4096), (3584, 4096)]
+)
+def test_rows_that_fill_a_block_badly_are_held_in_pieces_behind_two_norms(inputs: int, block_k: int) -> None:
+    for gated in (False, True):
+        plan = choose_normed(4096, inputs, gated, H200, norms=2)
+        assert plan is not None
+        assert plan.block_k == block_k
+        for bits, norms in ((16, 1), (8, 1), (8, 2)):
+            whole = choose_normed(4096, inputs, gated, H200, bits, norms)
+            assert whole is not None
+            assert whole.block_k >= inputs
+
+
 def test_workspace_grows_with_rows_up_to_the_bucket() -> None:
     assert [bucket(rows) for rows in (1, 2, 8, 9, 33, 64, 65, 129)] == [1, 16, 16, 16, 64, 64, 128, None]
     assert [block_rows(rows) for rows in (2, 16, 17, 64)] == [16, 16, 32, 64]

@@ -59,7 +59,7 @@ GPUS = [A100, RTX_3090, L4, H200, B200, RTX_5090]
 def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -> None:
     floats, counters = byte_gemm_workspace(gpu)
     for outputs, inputs in SHAPES:
-        for rows in (65, 128, 129, 256, 1000, 8192):
+        for rows in (33, 64, 65, 128, 129, 256, 1000, 8192):
             plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "output", gpu)
             assert plan is not None
             assert 128 % plan.block_n == 0
@@ -119,4 +119,5 @@ def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> N
         assert not library_multiplies(128, 6144, 4096, "fp8", scaling, H200)
         assert library_multiplies(128, 28672, 4096, "fp8", scaling, H200)
         assert library_multiplies(129, 4096, 4096, "fp8", scaling, H200)
+        assert not library_multiplies(64, 28672, 4096, "fp8", scaling, H200)
     assert library_multiplies(128, 6144, 4096, "fp8", "tensor", H200)

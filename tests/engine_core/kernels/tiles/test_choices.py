@@ -38,7 +38,7 @@ EXPECTED: dict[str, list[list[int] | None]] = json.loads((Path(__file__).parent 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_h200_has_the_measured_plans_and_the_rules_beside_them(name: str) -> None:
-    """The plans are those that stood in the code before there were tables."""
+    """The plans of 16 bits are those that stood in the code before there were tables."""
     kind, _, shape = name.rpartition(" ")
     outputs, inputs = map(int, shape.split("x"))
     found = [CHOOSERS[kind](rows, outputs, inputs, H200) for rows in BUCKETS]

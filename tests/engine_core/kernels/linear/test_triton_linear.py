@@ -1,0 +1,45 @@
+"""One row behind one norm and behind two, by the kernels that a GPU's plans choose, against plain torch in float32."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.kernels.linear import pieced_gemv
+from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, norm_add_rms_norm, rms_norm
+from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
+from tandem.engine_core.layers.triton_linear import SplitKWorkspace, TritonLinear
+from tests.fakes.gpus import A100
+
+EPS, INPUTS = 1e-6, 2560
+UNCHAINED = A100
+"""A GPU without programmatic dependent launch, which Triton's interpreter lacks."""
+
+
+@pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
+@pytest.mark.parametrize("norms", [0, 1, 2])
+def test_one_row_behind_its_norms_equals_separate_operations(
+    norms: int, activation: Activation | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """norms: 0 of the first update, 1 of the stream, 2 of the update and then of the stream."""
+    in_pieces: list[int] = []
+    kernel = pieced_gemv.pieced_gemv
+    monkeypatch.setattr(pieced_gemv, "pieced_gemv", lambda *given: in_pieces.append(norms) or kernel(*given))
+    torch.manual_seed(norms)
+    x, residual = torch.randn(2, 1, INPUTS, device=device).unbind(0)
+    update, stream = (RMSNorm(torch.rand(INPUTS, device=device) + 0.5, EPS, torch_kernels()) for _ in range(2))
+    weight = torch.randn(24, INPUTS, device=device) * INPUTS**-0.5
+    linear = TritonLinear(weight, None, torch_kernels(), SplitKWorkspace(), UNCHAINED)
+    norm = SandwichNorm(update, stream) if norms == 2 else stream
+    y, total = linear.apply_normed(x, residual if norms else None, norm, activation)
+    if norms == 0:
+        normed, expected_total = rms_norm(x, stream.weight, EPS), x
+    elif norms == 1:
+        normed, expected_total = add_rms_norm(x, residual, stream.weight, EPS)
+    else:
+        normed, expected_total = norm_add_rms_norm(x, update.weight, residual, stream.weight, EPS)
+    expected = functional.linear(normed, weight)
+    torch.testing.assert_close(y, expected if activation is None else gated_activation(expected, activation))
+    torch.testing.assert_close(total, expected_total)
+    assert in_pieces == [2] * (norms == 2)
