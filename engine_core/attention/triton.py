@@ -19,6 +19,7 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
     fit_shape,
     paged_prefill,
 )
+from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 
@@ -39,6 +40,8 @@ class DecodeStep:
     splits: int
     """Programs that share one row's positions."""
     gpu: GpuTraits
+    spares: SparePrograms | None = None
+    """Further programs of long rows."""
 
     def run(
         self,
@@ -65,7 +68,12 @@ class DecodeStep:
             out=out,
             scratch=scratch,
             scales=scales,
+            spares=self.spares,
         )
+
+    def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate the memory that `run` takes for partial results."""
+        return split_scratch(query, self.splits, self.spares.count if self.spares is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +154,7 @@ class MixedStep:
         """Implement `AttentionStep.run`, returning `out`."""
         count = len(self.decode.rows)
         # Kept until both kernels are enqueued: they run side by side, and must not share memory.
-        scratch = split_scratch(query[:count], self.decode.splits)
+        scratch = self.decode.scratch(query[:count])
         if count:
             self.decode.run(query[:count], keys, values, layer, scales, self.out[:count], scratch)
         self.prompts.run_into(self.out[count:], query[count:], keys, values, layer, scales, beside_decode=count > 0)

@@ -7,6 +7,7 @@ from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits
+from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
@@ -82,4 +83,6 @@ class CudaForward:
         batch, longest, dtype = max(1, len(rows)), self.tables.tokens.shape[1], self.kv.keys[0].dtype
         fewest = choose_plan(head_dim, batch * kv_heads, dtype, dtype, self.gpu).splits
         splits = choose_splits(batch, kv_heads, self.gpu.multiprocessors, longest, fewest)
-        return DecodeStep(rows, positions, self.page_table, splits, self.gpu)
+        count = choose_spares(len(rows), kv_heads, self.gpu.multiprocessors, longest, splits)
+        spares = share_spares(positions, splits, count, pdl=self.gpu.pdl)
+        return DecodeStep(rows, positions, self.page_table, splits, self.gpu, spares)

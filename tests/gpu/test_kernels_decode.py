@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
@@ -169,6 +170,24 @@ def test_decode_attention_equals_the_oracle(
         for _ in range(2):
             found = paged_decode(*given, scale, splits, pdl=pdl)
             torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128)])
+@pytest.mark.parametrize("rows", [64, 300])
+def test_spare_programs_of_long_rows_equal_the_oracle(
+    rows: int, heads: int, kv_heads: int, head_dim: int, pdl: bool
+) -> None:
+    """One row gets several of them, three share what there is, and none is left to be given."""
+    splits = choose_splits(rows, kv_heads, 132, 131_072)
+    count = choose_spares(rows, kv_heads, 132, 131_072, splits)
+    for long in ([131_072], [100_000, 70_000, 40_000], [17_000] * 30):
+        given = paged([*long, *range(1, rows - len(long) + 1)], heads, kv_heads, head_dim, 16, torch.bfloat16)
+        exact = reference_attention.paged_decode(*given, head_dim**-0.5)
+        for _ in range(2):
+            spares = share_spares(given.positions, splits, count, pdl=pdl)
+            found = paged_decode(*given, head_dim**-0.5, splits, pdl=pdl, spares=spares)
+            torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
 
 
 @pytest.mark.parametrize("page", [1, 16, 256])

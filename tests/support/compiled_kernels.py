@@ -24,6 +24,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import TILES
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
+from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
@@ -121,12 +122,16 @@ def scales_for(kv_dtype: torch.dtype) -> Tensor | None:
     return torch.ones(2) if kv_dtype == FP8 else None
 
 
-def decode(gpu: GpuTraits, head_dim: int, group: int, pairs: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
+def decode(
+    gpu: GpuTraits, head_dim: int, group: int, pairs: int, kv_dtype: torch.dtype, splits: int = 2, spares: int = 0
+) -> Launch:
     """Decode of as many rows as there are pairs, on one KV head."""
     table = PageTable(torch.zeros(pairs, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(pairs, dtype=torch.int32), half(64, 1, head_dim, dtype=kv_dtype)
     query, layer = half(pairs, group, head_dim), kind_of(head_dim)
-    return lambda: DecodeStep(index, index, table, splits, gpu).run(query, pool, pool, layer, scales_for(kv_dtype))
+    shared = SparePrograms(torch.zeros(2 * pairs + spares, dtype=torch.int32), spares) if spares else None
+    step = DecodeStep(index, index, table, splits, gpu, shared)
+    return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
 
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
@@ -278,6 +283,7 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     tables = tables_of(torch.zeros(2, 64, dtype=torch.int32))
     yield lambda: decode_inputs(tables, table, index, index, (index, index), pdl=gpu.pdl)
     yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
+    yield lambda: share_spares(index, 1, 17, pdl=gpu.pdl)
 
 
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
@@ -292,7 +298,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield list(products_of_bytes(gpu, 256, 4096, 4096))[-1]
     for rows in (1, 16):
         yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
-    yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1)
+    yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32)
 
@@ -315,6 +321,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         for pairs in (max(1, least) for least in tiles):
             for group in (1, 32):
                 yield decode(gpu, head_dim, group, pairs, torch.bfloat16)
+                yield decode(gpu, head_dim, group, pairs, torch.bfloat16, splits=1, spares=17)
         yield prompts(gpu, head_dim, 4, torch.bfloat16)
         if gpu.capability >= FP8_CAPABILITY:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)

@@ -4,9 +4,10 @@ Lengths and pages are read on the device.
 
 Flash decoding (Dao et al., 2023) over a page table (Kwon et al., 2023). The grid is fixed, (KV heads, splits, rows),
 and a program finds on the device how long its row is and which share of it to take; one captured graph thus serves
-every mix of lengths, and a step needs no planning. The query heads of a KV head form one tile of `tl.dot`. Where
-several programs share a row, the last to finish combines what all have stored. With a sliding window the programs share
-only the blocks that the window reaches, so a row costs no more than its window.
+every mix of lengths, and a step needs no planning. Rows that are much longer than others get spare programs. The query
+heads of a KV head form one tile of `tl.dot`. Where several programs share a row, the last to finish combines what all
+have stored. With a sliding window the programs share only the blocks that the window reaches, so a row costs no more
+than its window.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -24,7 +25,8 @@ from tandem.engine_core.kernels.attention.online_softmax import (
     max_stages,
     query_over,
 )
-from tandem.engine_core.kernels.attention.split_blocks import split_blocks
+from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
+from tandem.engine_core.kernels.attention.split_blocks import combine_splits, split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -45,10 +47,11 @@ MAX_SPLITS = 64
 """Largest number of programs that share a row's KV head."""
 SHORT_SPLIT, LONG_SPLIT = 64, 1024
 """Fewest positions of a program below `MANY` pairs, and from there on, where splitting only adds combining."""
-BALANCE = 16384
-"""Positions of the longest possible row that call for one more split, so that a long row cannot hold up a batch."""
 PROGRAMS_PER_SM = 2
 """Programs that fill a multiprocessor."""
+CHUNK, SHORT_CHUNK = 1024, 512
+"""Elements for each warp that the last program of a row combines at a time. The second, where most programs combine
+nothing, leaves them as many registers as programs that never do: more run side by side."""
 
 
 MANY = 256
@@ -69,12 +72,11 @@ run alone. Measured in bfloat16 on an H200, in a graph; the rule where the GPU's
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int, at_least: int = 1) -> int:
     """Return how many programs may share a row's KV head.
 
-    They are enough to fill the device when rows are few, and when rows are many, enough that one long row does not hold
-    up all others. longest: the longest context possible, in positions; at_least: from `choose_plan`. Programs without
-    work return at once.
+    They are enough to fill the device when rows are few; for long rows among many see `spare_programs`. longest: the
+    longest context possible, in positions; at_least: from `choose_plan`. Programs without work return at once.
     """
     fill = ceil_div(multiprocessors * PROGRAMS_PER_SM, batch * kv_heads)
-    return max(1, min(max(fill, at_least, ceil_div(longest, BALANCE)), ceil_div(longest, 32), MAX_SPLITS))
+    return max(1, min(max(fill, at_least), ceil_div(longest, 32), MAX_SPLITS))
 
 
 def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
@@ -87,13 +89,20 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
     return next(tile for least, tile in reversed(TILES[head_width(head_dim)].items()) if pairs >= least)
 
 
+def least_positions(pairs: int) -> int:
+    """Return the fewest positions that are worth a program of their own.
+
+    pairs: number of pairs of row and KV head.
+    """
+    return LONG_SPLIT if pairs >= MANY else SHORT_SPLIT
+
+
 def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan:
     """Return the plan for a number of pairs of row and KV head.
 
     dtype: of the queries; kv_dtype: of keys and values.
     """
-    least = LONG_SPLIT if pairs >= MANY else SHORT_SPLIT
-    rule = DecodePlan(choose_tile(head_dim, pairs, dtype), least)
+    rule = DecodePlan(choose_tile(head_dim, pairs, dtype), least_positions(pairs))
     if dtype.itemsize > 2:
         return rule
     key = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
@@ -109,48 +118,6 @@ def fit_tile(tile: Tile, query: Tensor, keys: Tensor, gpu: GpuTraits) -> Tile:
     return tile._replace(stages=min(tile.stages, max_stages(rows, tile.positions, query, keys, gpu)))
 
 
-@triton.jit
-def _combine(
-    partial_ptr,
-    log_sums_ptr,
-    used,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Weigh the outputs of splits by their softmax sums.
-
-    used: number of splits. Returns [ROWS, WIDE] float32.
-    """
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, WIDE)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE], tl.float32)
-    for start in range(0, used, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        mask = (s < used)[:, None] & (g < GROUP)[None, :]
-        offs = s[:, None] * GROUP + g[None, :]
-        # Bypass the first-level cache, which may hold what an earlier launch left there.
-        log_sum = tl.load(log_sums_ptr + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        out = tl.load(
-            partial_ptr + offs[:, :, None] * D + d[None, None, :],
-            mask=mask[:, :, None] if WIDE == D else mask[:, :, None] & (d < D)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        # Unused heads of the tile have no weight at all; a finite floor keeps them from giving NaN.
-        new_best = tl.maximum(tl.maximum(best, tl.max(log_sum, axis=0)), -1e30)
-        shrink = tl.exp2(best - new_best)
-        w = tl.exp2(log_sum - new_best[None, :])
-        weight = weight * shrink + tl.sum(w, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(out * w[:, :, None], axis=0)
-        best = new_best
-    return acc / tl.where(g < GROUP, weight, 1.0)[:, None]
-
-
 @triton.jit(do_not_specialize=["table_stride", "splits", "least_blocks"])
 def _paged_decode_kernel(
     out_ptr,
@@ -164,6 +131,7 @@ def _paged_decode_kernel(
     positions_ptr,
     page_table_ptr,
     scales_ptr,
+    spares_ptr,
     query_stride,
     slot_stride,
     table_stride,
@@ -185,19 +153,33 @@ def _paged_decode_kernel(
     STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SPARES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2)
+    programs = splits
+    if SPARES:
+        # The first programs are the spare ones, as they help the longest rows.
+        batch = tl.num_programs(2) - SPARES
+        spare = b * splits + split
+        is_spare = b < SPARES
+        helped = tl.load(spares_ptr + 2 * batch + spare, mask=is_spare, other=0)
+        b = tl.where(is_spare, helped, b - SPARES)
+        if b < 0:
+            return
+        first_spare = tl.load(spares_ptr + b)
+        programs += tl.load(spares_ptr + batch + b)
+        split = tl.where(is_spare, splits + spare - first_spare, split)
     position = tl.load(positions_ptr + b).to(tl.int32)
     row = tl.load(rows_ptr + b).to(tl.int64)
     length = position + 1
     lowest = 0
     if WINDOW is not None:
         lowest = tl.maximum(length - WINDOW, 0)
-    first, last, used = split_blocks(length, lowest, split, splits, least_blocks, BLOCK)
+    first, last, used = split_blocks(length, lowest, split, programs, least_blocks, BLOCK)
     if first >= last:
         return
 
@@ -243,13 +225,22 @@ def _paged_decode_kernel(
         pair = b.to(tl.int64) * KV_HEADS + head
         group_log_sums = log_sums_ptr + pair * splits * GROUP
         group_partial = partial_ptr + pair * splits * GROUP * D
-        tl.store(group_log_sums + split * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
-        tl.store(group_partial + (split * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
+        place, beyond = split, 0
+        if SPARES:
+            # The outputs of all rows' own programs are followed by those of the spare ones, head by head.
+            own = (b * KV_HEADS + head + 1) * splits
+            beyond = (batch * KV_HEADS + head * SPARES) * splits + first_spare - own
+            place = tl.where(split < splits, split, split + beyond)
+        tl.store(group_log_sums + place * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
+        tl.store(group_partial + (place * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
         # All of this program's stores come before its own arrival; the last one sees those of all.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counters_ptr + pair, 0)
-            total = _combine(group_partial, group_log_sums, used, GROUP, COMBINE_ROWS, D, WIDE, CHUNK)
+            total = combine_splits(
+                *(group_partial, group_log_sums, used, splits, beyond),
+                *(SPARES, GROUP, COMBINE_ROWS, D, WIDE, CHUNK),
+            )
             h = tl.arange(0, COMBINE_ROWS)
             tl.store(
                 out_group + h[:, None] * D + d[None, :],
@@ -276,6 +267,7 @@ def paged_decode(
     out: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
     scales: Tensor | None = None,
+    spares: SparePrograms | None = None,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
@@ -285,50 +277,50 @@ def paged_decode(
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least (positions worth a program
     of their own): measured defaults if None; out: where to write; scratch: from `split_scratch`, for a caller that has
-    to keep it; scales: as in `kv_dtype`. Returns [B, heads, D], contiguous.
+    to keep it; scales: as in `kv_dtype`; spares: of these positions and splits. Returns [B, heads, D], contiguous.
 
-    With `pdl` the kernel right before may write the query, keys and values, but not rows, positions, scales or the page
-    table, which are read before it has finished. Launches on one device must be ordered, as they share counters. Raises
-    RuntimeError if the first is under graph capture, and ValueError for another D, layout or page size, a window below
-    1 or a soft cap that is not positive.
+    With `pdl` the kernel right before may write the query, keys and values, but not rows, positions, scales, spares or
+    the page table, which are read before it has finished. Launches on one device must be ordered, as they share
+    counters. Raises RuntimeError if the first is under graph capture, and ValueError for another D, layout or page
+    size, a window below 1 or a soft cap that is not positive.
     """
     batch, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     _check(query, keys, values, page_table, splits)
     check_band(window, softcap)
-    if out is None:
-        out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device)
+    out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device) if out is None else out
     if batch == 0:
         return out
-    pairs = batch * kv_heads
-    tile = tile or choose_tile(head_dim, pairs, query.dtype)
-    least = least or (LONG_SPLIT if pairs >= MANY else SHORT_SPLIT)
-    partial, log_sums = scratch or split_scratch(query, splits)
-    counters = split_counters("paged_decode", query.device)
-    _paged_decode_kernel[(kv_heads, splits, batch)](
-        *(out, partial, log_sums, counters, query, keys, values, rows, positions, page_table.pages, scales),
+    tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype)
+    spare_count = spares.count if spares is not None else 0
+    _paged_decode_kernel[(kv_heads, splits, batch + spare_count // splits)](
+        *(out, *(scratch or split_scratch(query, splits, spare_count)), split_counters("paged_decode", query.device)),
+        *(query, keys, values, rows, positions, page_table.pages, scales),
+        spares.plan if spares is not None else positions,
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
-        triton.cdiv(least, tile.positions),
+        triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
         KV_HEADS=kv_heads,
-        SHARED=splits > 1,
+        SHARED=splits > 1 or spare_count > 0,
+        SPARES=spare_count // splits,
         SCALED=scales is not None,
         WINDOW=window,
         CAP=kernel_cap(softcap),
         **page_table.constants,
-        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl),
+        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, SHORT_CHUNK if spare_count else CHUNK),
     )
     return out
 
 
-def split_scratch(query: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, Tensor]:
     """Allocate the partial results of programs that share a row.
 
-    The last of these programs to finish combines them.
+    The last of these programs to finish combines them. spares: programs of a KV head beside those of the rows.
 
-    Returns the outputs and the base-2 logarithms of the softmax sums, both float32, [B * heads * splits * D] and
-    [B * heads * splits]; empty for a single split.
+    Returns the outputs and the base-2 logarithms of the softmax sums, both float32, [(B * splits + spares) * heads * D]
+    and [(B * splits + spares) * heads]; empty for a single split without spares.
     """
-    count = query.shape[0] * query.shape[1] * splits if splits > 1 else 0
+    rows = query.shape[0] * splits + spares if splits > 1 or spares else 0
+    count = rows * query.shape[1]
     partial = torch.empty(count * query.shape[2], dtype=torch.float32, device=query.device)
     return partial, torch.empty(count, dtype=torch.float32, device=query.device)
 
@@ -341,7 +333,7 @@ def _tile_rows(group: int) -> int:
     return max(16, int(triton.next_power_of_2(group)))
 
 
-def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool) -> dict[str, object]:
+def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, chunk: int) -> dict[str, object]:
     combine_rows = triton.next_power_of_2(group)
     return {
         "D": head_dim,
@@ -351,7 +343,7 @@ def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: boo
         "BLOCK": tile.positions,
         "STAGES": tile.stages,
         "COMBINE_ROWS": combine_rows,
-        "CHUNK": max(1, min(32, 1024 * tile.warps // (combine_rows * head_width(head_dim)))),
+        "CHUNK": max(1, min(32, chunk * tile.warps // (combine_rows * head_width(head_dim)))),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
         "PDL": pdl,
