@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Serve a shape with random weights through one engine core and N frontends, and load it with bench_serving, with
-# bench_constrained if CONSTRAINED=1, or with side_by_side if SIDE_BY_SIDE=1.
+# Serve a shape with random weights through one engine core and N frontends on one port, and load it with bench_serving,
+# with bench_constrained if CONSTRAINED=1, or with side_by_side if SIDE_BY_SIDE=1.
 #   benchmarks/serve_shape.sh SHAPE_FOLDER FRONTENDS NAME [flags of that benchmark ...]
-# Results go to benchmarks/results/NAME.json; SERVE_FLAGS are added to `tandem serve`. Needs a CUDA device and the extras `engine`, `cuda`.
+# Results go to benchmarks/results/NAME.json; SERVE_FLAGS are added to `tandem serve`. Needs a CUDA device and the extras
+# `engine`, `cuda`. The kernel spreads the connections over the frontends, one a stream, so few streams may share one.
 set -euo pipefail
 shape=$1 frontends=$2 name=$3
 shift 3
@@ -13,16 +14,12 @@ tandem=(python3 -c 'import sys; from tandem.frontend.cli.main import main; sys.e
 
 python3 -m benchmarks.shapes.make_folder "$shape" "$work/model"
 started=$(date +%s%N)
-"${tandem[@]}" serve --model "$work/model" --load-format dummy --device cuda --max-len 4096 --endpoint "ipc://$work/engine" \
-    --port 8400 --ops-port 8499 --max-concurrent 4096 ${SERVE_FLAGS:-} &
-urls=http://127.0.0.1:8400
-for ((i = 1; i < frontends; i++)); do
-    "${tandem[@]}" frontend --model-dir "$work/model" --endpoint "ipc://$work/engine" --port $((8400 + i)) \
-        --max-concurrent 4096 --log-level warning &
-    urls=$urls,http://127.0.0.1:$((8400 + i))
-done
-for ((i = 0; i < frontends; i++)); do
-    until curl -sf "http://127.0.0.1:$((8400 + i))/health/ready" >/dev/null; do sleep 0.05; done
+"${tandem[@]}" serve --model "$work/model" --load-format dummy --device cuda --max-len 4096 --port 8400 --ops-port 8499 \
+    --frontends "$frontends" --max-concurrent 4096 ${SERVE_FLAGS:-} &
+url=http://127.0.0.1:8400
+until curl -sf "$url/health/ready" >/dev/null; do
+    kill -0 $! 2>/dev/null || { echo "serve_shape.sh: tandem serve ended before it was ready; see above" >&2; exit 1; }
+    sleep 0.05
 done
 echo "ready after $((($(date +%s%N) - started) / 1000000)) ms"
 bench=(benchmarks.bench_serving --token-ids)
@@ -31,5 +28,5 @@ if [[ -n ${CONSTRAINED:-} ]]; then
 elif [[ -n ${SIDE_BY_SIDE:-} ]]; then
     bench=(benchmarks.side_by_side --shape "$(basename "$shape")")
 fi
-python3 -m "${bench[@]}" --url "$urls" --model model --save "$name" "$@"
+python3 -m "${bench[@]}" --url "$url" --model model --save "$name" "$@"
 curl -s http://127.0.0.1:8499/metrics | grep -E '^tandem_(gpu|engine_stage|engine_steps)'
