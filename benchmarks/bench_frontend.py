@@ -35,8 +35,6 @@ TOKENS_PER_SECOND, SLOWEST, FASTEST = 6400.0, 5.0, 200.0
 """Tokens a second of all streams together, and the least and most of one stream, by default."""
 PROBED_SECONDS = 4.0
 WARM_SECONDS = 1.0
-CONCURRENCY = 8
-"""Connections that send one request after another."""
 
 
 class StreamFigures(Struct, frozen=True):
@@ -78,6 +76,9 @@ class RequestFigures(Struct, frozen=True):
     cpu_us: float
     """CPU of the frontends for each request, in microseconds."""
     per_second: float
+    cpu_cores: float
+    connections: int
+    """Connections that sent one request after another."""
 
 
 def rate_of(streams: int, asked: float | None) -> float:
@@ -121,18 +122,24 @@ def measure_streams(
     )  # fmt: skip
 
 
-def measure_requests(tree: Path, kind: str, frontends: int, seconds: float, flags: tuple[str, ...]) -> RequestFigures:
-    """Measure the CPU of requests whose replies have one token."""
+def measure_requests(
+    tree: Path, kind: str, frontends: int, seconds: float, load: tuple[int, int], flags: tuple[str, ...]
+) -> RequestFigures:
+    """Measure the CPU of requests whose replies have one token.
+
+    load: connections, each of which sends one request after another, and client processes that share them.
+    """
     with Deployment(tree, Script(0.0), frontends, flags) as server:
-        warming = RequestLoad(server.address, kind, CONCURRENCY)
+        warming = RequestLoad(server.address, kind, *load)
         time.sleep(WARM_SECONDS)
         warming.stop()
         cpu, started = server.cpu(), time.monotonic()
-        load = RequestLoad(server.address, kind, CONCURRENCY)
+        measured = RequestLoad(server.address, kind, *load)
         time.sleep(seconds)
-        done = load.stop()
+        done = measured.stop()
         cpu, taken = server.cpu() - cpu, time.monotonic() - started
-    return RequestFigures(kind, frontends, round(cpu / max(done, 1) * 1e6, 1), round(done / taken, 1))
+    cores = round(cpu / taken, 2)
+    return RequestFigures(kind, frontends, round(cpu / max(done, 1) * 1e6, 1), round(done / taken, 1), cores, load[0])
 
 
 def delays_of(shares: list[Share], journal: Journal) -> tuple[list[float], list[float]]:
@@ -234,10 +241,13 @@ def run(arguments: argparse.Namespace, trees: Trees) -> tuple[dict[str, list[obj
         for kind in arguments.requests:
             found = []
             for name in trees.names():
-                request = measure_requests(trees.paths[name], kind, frontends, arguments.seconds, flags[name])
+                request = measure_requests(
+                    *(trees.paths[name], kind, frontends, arguments.seconds),
+                    *((arguments.connections, arguments.clients), flags[name]),
+                )
                 print(
                     f"{name:8} {kind}, {frontends} frontends: {request.cpu_us:.0f} us of CPU, "
-                    f"{request.per_second:.0f}/s", flush=True,
+                    f"{request.per_second:.0f}/s, {request.cpu_cores:.2f} cores", flush=True,
                 )  # fmt: skip
                 found.append((name, request.cpu_us))
                 figures["requests"].append({"tree": name} | to_builtins(request))
@@ -250,6 +260,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256, 1024, 2048])
     parser.add_argument("--requests", nargs="*", choices=list(BODIES), default=list(BODIES), metavar="KIND",
                         help=f"kinds of requests to measure: {', '.join(BODIES)} (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=8,
+        metavar="N",
+        help="connections of a load of requests, each of which sends one after another (default: 8)",
+    )
     parser.add_argument("--frontends", type=int, nargs="+", default=[1], metavar="N", help="processes (default: 1)")
     parser.add_argument("--tokens-per-second", type=float, metavar="R", help="of each stream; 0: as fast as possible")
     parser.add_argument(

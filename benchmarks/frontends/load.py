@@ -209,15 +209,21 @@ class RequestLoad:
     Their replies have one token.
     """
 
-    def __init__(self, address: tuple[str, int], kind: str, concurrency: int) -> None:
+    def __init__(self, address: tuple[str, int], kind: str, connections: int, clients: int = 1) -> None:
+        """Start `clients` processes, which share the connections, and wait until each has sent its first requests."""
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
-        self._process, self._pipe = spawn(_repeat, address, request(body, path, close=False), concurrency)
-        self._pipe.recv()
+        data, clients = request(body, path, close=False), min(clients, connections)
+        shares = [connections // clients + (index < connections % clients) for index in range(clients)]
+        self._clients = [spawn(_repeat, address, data, share) for share in shares]
+        for _, pipe in self._clients:
+            pipe.recv()
 
     def stop(self) -> int:
         """End the load; return the number of replies."""
-        self._pipe.send(None)
-        done: int = self._pipe.recv()
-        self._process.join()
+        for _, pipe in self._clients:
+            pipe.send(None)
+        done = sum(pipe.recv() for _, pipe in self._clients)
+        for process, _ in self._clients:
+            process.join()
         return done
