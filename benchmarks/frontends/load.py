@@ -210,7 +210,7 @@ class RequestLoad:
     """
 
     def __init__(self, address: tuple[str, int], kind: str, connections: int, clients: int = 1) -> None:
-        """Start `clients` processes, which share the connections, and wait until each has sent its first requests."""
+        """Start clients, processes that share the connections, and await their first requests."""
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
         data, clients = request(body, path, close=False), min(clients, connections)
