@@ -21,6 +21,7 @@ from tandem.engine_core.startup.log_level_file import LogLevelFile
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.authenticator import Authenticator
 from tandem.engine_core.wire.client_keys import ClientKeys
+from tandem.engine_core.wire.disconnects import Disconnects
 from tandem.engine_core.wire.heartbeat import HeartbeatPublisher, Status
 from tandem.engine_core.wire.launch_record import LaunchRecord
 from tandem.engine_core.wire.mailbox import ZmqMailbox
@@ -62,9 +63,10 @@ def serve(arguments: argparse.Namespace) -> None:
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())
     router, heartbeat, authenticator = _open_wire(context, arguments, status)
     wakeup = LoopWaker.open()
+    disconnects = Disconnects.watch(router)
     launches = LaunchRecord(arguments.launches_dir) if arguments.launches_dir is not None else None
     try:
-        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator, launches=launches)
+        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator, launches=launches, disconnects=disconnects)
         engine = build_engine(engine_options(arguments), mailbox, status)
         if launches is not None:  # an engine that fails while it loads leaves no file
             launches.open()
@@ -87,6 +89,7 @@ def serve(arguments: argparse.Namespace) -> None:
         if authenticator is not None:
             authenticator.stop()
         wakeup.close()
+        disconnects.close()
         context.destroy(linger=500)
 
 

@@ -39,6 +39,14 @@ class Leases:
         self._heard[client] = self.now
         self._heard.move_to_end(client)
 
+    def forget(self, client: bytes) -> None:
+        """Forget a frontend that is gone for another reason."""
+        self._heard.pop(client, None)
+
+    def clients(self) -> list[bytes]:
+        """Return all frontends that have a lease."""
+        return list(self._heard)
+
     def take_expired(self) -> list[bytes]:
         """Remove and return the frontends whose lease has expired.
 

@@ -13,12 +13,13 @@ import zmq
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.engine_core.wire.authenticator import Authenticator
+from tandem.engine_core.wire.disconnects import Disconnects
 from tandem.engine_core.wire.io_threads import await_idle_threads
 from tandem.engine_core.wire.launch_record import LaunchRecord
 from tandem.engine_core.wire.leases import Leases
 from tandem.engine_core.wire.outbox import Outbox
 from tandem.engine_core.wire.wakeup import LoopWaker
-from tandem.protocol.codec import decode_command, encode
+from tandem.protocol.codec import decode_command, encode, step_output
 from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, Launched, SequenceTimes, Started
@@ -49,17 +50,20 @@ class ZmqMailbox:
         clock: Callable[[], float] = time.monotonic,
         authenticator: Authenticator | None = None,
         launches: LaunchRecord | None = None,
+        disconnects: Disconnects | None = None,
     ) -> None:
         """Take over the bound socket.
 
         authenticator: its keys decide whose messages count; None takes those of every peer. launches: record of the
-        requests that are started, and of those that engines before this one started; None for none.
+        requests that are started, and of those that engines before this one started; None for none. disconnects: watch
+        of the socket's connections; with None a frontend is gone when a send to it fails, or its lease expires.
         """
         self.router = router
         self.wakeup = wakeup
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(wakeup.reader, zmq.POLLIN)
+        self._disconnects = disconnects
         self._outboxes: dict[bytes, Outbox] = {}
         self._authenticator = authenticator
         self._names = authenticator.keys.names if authenticator is not None else {}
@@ -133,16 +137,29 @@ class ZmqMailbox:
                 self._end(client, f"its key ({before[key]}) was removed")
 
     def _judge(self) -> None:
-        """End the connections of silent frontends.
+        """End the connections of silent frontends, and of those that have disconnected.
 
         Called when nothing waits in the queue.
         """
+        if self._disconnects is not None and self._disconnects.is_probe_due(self._leases.now):
+            self._probe()
         for client in self._leases.take_expired():
             self._end(client, f"it sent nothing for {LEASE_SECONDS:.0f} s")
         for client, since in list(self._closed.items()):
             if self._leases.now - since < CLOSED_SECONDS:
                 break
             del self._closed[client]
+
+    def _probe(self) -> None:
+        """Drop each frontend to which an output of no tokens cannot be sent."""
+        nothing = encode(step_output(0, (), ()))
+        for client in self._leases.clients():
+            try:
+                self._send(client, nothing)
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                self._drop(client, "it has disconnected")
 
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(seconds * 1000))
@@ -210,6 +227,7 @@ class ZmqMailbox:
         self._try_send(client, encode(Closed(f"the engine cut off this frontend: {reason}")))
 
     def _drop(self, client: bytes, reason: str) -> None:
+        self._leases.forget(client)
         self._keys.pop(client, None)
         self._outboxes.pop(client, None)
         self._gone[client] = reason

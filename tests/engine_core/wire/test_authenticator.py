@@ -119,7 +119,11 @@ def test_a_frontend_that_is_not_listed_is_refused_and_logged(
         (engine.folder / "frontends" / "a" / "client.key_secret").unlink()
         transport = Transport(load_curve(engine.folder / "frontends" / "a"))
     else:
+        assert transport.curve is not None
+        key, keys = transport.curve.client_pair().public, engine.authenticator.keys
+        engine.wait_until(lambda: key in keys.names)
         (engine.folder / "clients" / "a.key").unlink()
+        engine.wait_until(lambda: key not in keys.names)
     dealer = unconnected(engine.context, transport)
     monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     dealer.connect(address(engine.router))

@@ -8,6 +8,7 @@ import zmq
 
 from tandem.engine_core.contracts import TokenDelta
 from tandem.engine_core.wire import outbox
+from tandem.engine_core.wire.disconnects import CHECK_SECONDS, PROBES, Disconnects
 from tandem.engine_core.wire.mailbox import CLOSED_SECONDS, ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode
@@ -31,7 +32,8 @@ class Wire:
         self.clock = FakeClock()
         self.router = bind_router(context, endpoint)
         self.wakeup = LoopWaker.open()
-        self.mailbox = ZmqMailbox(self.router, self.wakeup, self.clock)
+        self.disconnects = Disconnects.watch(self.router)
+        self.mailbox = ZmqMailbox(self.router, self.wakeup, self.clock, disconnects=self.disconnects)
 
     def frontend(self, keeps: int = 0) -> tuple[Any, bytes]:
         """Connect a frontend whose own queue holds this many messages."""
@@ -66,6 +68,7 @@ def wire() -> Iterator[Wire]:
         wire = Wire(context, endpoint)
         yield wire
         wire.wakeup.close()
+        wire.disconnects.close()
 
 
 def receive(dealer: Any) -> Any:
@@ -90,6 +93,29 @@ def test_a_silent_frontend_is_gone_and_one_that_renews_stays(wire: Wire) -> None
     wire.mailbox.add_tokens(other_client, TokenDelta([1], [5]))
     assert wire.mailbox.flush(2) == {}
     assert isinstance(receive(other), StepOutput)
+
+
+def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_ends(wire: Wire) -> None:
+    killed, client = wire.frontend()
+    other, other_client = wire.frontend()
+    killed.close(linger=0)
+    assert wire.disconnects.monitor.poll(WAIT_MS), "libzmq told of no disconnect"
+    for _ in range(PROBES):  # the send to it may fail a moment later
+        wire.mailbox.wait(0.3)
+        wire.clock.advance(CHECK_SECONDS)
+        assert list(wire.mailbox.drain()) == []
+        if wire.mailbox.has_backlog:
+            break
+    assert wire.mailbox.flush(1) == {client: "it has disconnected"}
+    wire.pass_time(LEASE_SECONDS - 1.0)
+    assert wire.mailbox.flush(2) == {}
+    wire.mailbox.add_tokens(other_client, TokenDelta([1], [5]))
+    assert wire.mailbox.flush(3) == {}
+    outputs = [receive(other)]
+    while not outputs[-1].request_ids:
+        outputs.append(receive(other))
+    assert all(isinstance(output, StepOutput) for output in outputs)
+    assert len(outputs) <= PROBES + 1
 
 
 def test_a_frontend_is_not_judged_while_its_message_waits(wire: Wire) -> None:
