@@ -20,6 +20,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+
+from tests.support.file_scheduling import FilesFromBothEnds
 
 if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -43,3 +46,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesFromBothEnds | None:
+    return FilesFromBothEnds(config, log) if config.getvalue("dist") == "loadfile" else None

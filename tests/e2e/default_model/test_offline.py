@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from tandem.frontend.offline.llm import LLM
-from tests.e2e.test_serving import MODEL, QUESTIONS, ask
+from tests.e2e.default_model.test_serving import MODEL, QUESTIONS, ask
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseInputParam
 
-from tests.e2e.test_chat import ANSWER, FORECAST, MODEL, Weather
+from tests.e2e.default_model.test_chat import ANSWER, FORECAST, MODEL, Weather
 from tests.support.serving import GUARD_SECONDS, Serving, until
 
 QUESTION = "What does textwrap.dedent do?"

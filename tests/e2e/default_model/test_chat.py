@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 from tests.support.serving import ABORTS, Serving, until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODEL = "tandem-default"
 ANSWER = "textwrap.dedent(text): Remove any common leading whitespace from every line in `text`."
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What does textwrap.dedent do?"}]
