@@ -8,7 +8,8 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -111,8 +112,8 @@ def step_output(
     return StepOutput(step_id, _pack("Q", request_ids), packed_counts, _pack("i", tokens))
 
 
-def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
-    """Yield each request id of a step output with its tokens.
+def runs(output: StepOutput) -> Iterable[tuple[int, list[int]]]:
+    """Return each request id of a step output with its tokens.
 
     Raises ProtocolError if the columns disagree.
     """
@@ -124,10 +125,10 @@ def runs(output: StepOutput) -> Iterator[tuple[int, list[int]]]:
             f"columns disagree: {len(request_ids)} requests, {len(counts)} counts summing to {sum(counts)}, "
             f"{len(tokens)} tokens"
         )
-    start = 0
-    for request_id, count in zip(request_ids, counts, strict=True):
-        yield request_id, tokens[start : start + count]
-        start += count
+    if len(tokens) == len(counts) and 0 not in counts:
+        return zip(request_ids, [[token] for token in tokens], strict=True)  # one each, as of most steps
+    ends = list(accumulate(counts))
+    return zip(request_ids, [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)], strict=True)
 
 
 def read_logprobs(logprobs: TokenLogprobs) -> list[tuple[float, list[int], list[float]]]:

@@ -129,7 +129,7 @@ class GenerationResponse(Response):
             if generation.error is not None:
                 raise generation.error
             if not generation.has_ended:
-                await LiveStream(generation, formatter, writer, config.stream_interval, config.stream_waits[1]).run()
+                await LiveStream(generation, formatter, writer, self._service.ticks, config.stream_waits[1]).run()
         except ApiError as error:
             if not begun:
                 raise

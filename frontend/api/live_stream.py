@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tandem.frontend.api.formatter import Formatter
+from tandem.frontend.api.write_ticks import WriteTicks
 from tandem.frontend.generation.choice import ChoiceDelta, joined
 from tandem.frontend.generation.generation import Generation
 
@@ -52,10 +53,10 @@ class AnswerWriter(Protocol):
 class LiveStream:
     """Write the output of a generation as it arrives.
 
-    All that arrives in one turn of the event loop is one write, and so is all that arrives within `interval` seconds of
-    the write before it, except that the end of a choice is written at once. While the client reads too slowly, tokens
-    collect, and are formatted together once it has caught up. A stream that is silent for `keep_alive` seconds gets a
-    sign of life.
+    All that arrives in one turn of the event loop is one write, and so is all that arrives between a write and the next
+    of `ticks`, except that the end of a choice is written at once. While the client reads too slowly, tokens collect,
+    and are formatted together once it has caught up. A stream that is silent for `keep_alive` seconds gets a sign of
+    life.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class LiveStream:
         generation: Generation,
         formatter: Formatter,
         writer: AnswerWriter,
-        interval: float = 0.0,
+        ticks: WriteTicks,
         keep_alive: float | None = None,
     ) -> None:
         self._generation = generation
         self._formatter = formatter
         self._writer = writer
-        self._interval = interval
+        self._ticks = ticks
         self._keep_alive = keep_alive
         options = generation.admitted.options
         self._is_joined = not options.stream_events
@@ -79,8 +80,8 @@ class LiveStream:
         self._held: list[ChoiceDelta] = []
         """Output that was read and waits for its write."""
         self._written_at = 0.0
-        self._pause: asyncio.TimerHandle | None = None
-        """Timer of the time after a write in which nothing is written."""
+        self._waits = False
+        """True between a write and the next tick, in which nothing is written."""
         self._alarm: asyncio.TimerHandle | None = None
         """Timer of the sign of life; it moves on when it rings early."""
         self._loop = asyncio.get_running_loop()
@@ -100,15 +101,15 @@ class LiveStream:
             await self._end
         finally:
             self._writer.set_resume(None)
-            for timer in (self._pause, self._alarm):
-                if timer is not None:
-                    timer.cancel()
+            self._ticks.forget(self._resume)
+            if self._alarm is not None:
+                self._alarm.cancel()
 
     def _on_output(self) -> None:
         generation = self._generation
         if self._writer.is_paused or self._end.done():
             return
-        if self._pause is None or generation.has_ended_choice:
+        if not self._waits or generation.has_ended_choice:
             self._write()
         elif self._finds_ends:
             self._hold()
@@ -146,13 +147,12 @@ class LiveStream:
     def _wrote(self) -> None:
         if self._keep_alive is not None:
             self._written_at = self._loop.time()
-        if self._interval:
-            if self._pause is not None:
-                self._pause.cancel()
-            self._pause = self._loop.call_later(self._interval, self._resume)
+        if self._ticks.interval and not self._waits:
+            self._waits = True
+            self._ticks.await_next(self._resume)
 
     def _resume(self) -> None:
-        self._pause = None
+        self._waits = False
         if self._held or self._generation.has_output:
             self._on_output()
 

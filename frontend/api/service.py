@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.api.request_body import BodyBudget, PendingRequests
+from tandem.frontend.api.write_ticks import WriteTicks
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_type
 from tandem.frontend.chat.tool_formats import tool_format
@@ -68,6 +69,8 @@ class Service:
         # One thread: large bodies are parsed in turn, so that other requests wait for one decoder at most.
         self.parser = Workers(1, "parse")
         self.body_budget = BodyBudget()
+        self.ticks = WriteTicks(config.stream_interval)
+        """Ticks of the writes of all streams (`--stream-interval-ms`)."""
         self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
         special = tokenizer.special_tokens()
         self.grammars = GrammarChecker(tokenizer.vocab_size, special, metrics.grammars)

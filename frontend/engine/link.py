@@ -158,11 +158,9 @@ class EngineLink:
         """
         if self._socket is None or self._socket.closed:
             return False
-        try:
-            data = self._socket.recv(zmq.DONTWAIT)
-        except zmq.Again:
+        if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than the exception of a read
             return False
-        self._handle(data)
+        self._handle(self._socket.recv(zmq.DONTWAIT))
         return True
 
     def _read_soon(self) -> None:

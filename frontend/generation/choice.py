@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct, structs
 
 from tandem.frontend.engine.streams import Terminal
-from tandem.frontend.generation.detokenizer import Detokenizer
+from tandem.frontend.generation.detokenizer import AnyDetokenizer
 from tandem.frontend.generation.scored_tokens import ScoredToken, ScoredTokens
 from tandem.frontend.generation.stop_strings import StopMatcher
 from tandem.protocol.errors import FinishReason
@@ -68,7 +68,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        detokenizer: Detokenizer,
+        detokenizer: AnyDetokenizer,
         matcher: StopMatcher | None,
         min_tokens: int,
         include_stop: bool = False,
@@ -97,8 +97,7 @@ class Choice:
         """
         if terminal is None and self._is_plain:
             self.num_tokens += len(tokens)
-            push = self._push
-            text = push(tokens[0]) if len(tokens) == 1 else "".join([push(token) for token in tokens])
+            text = self._push(tokens[0]) if len(tokens) == 1 else self._detokenizer.push_all(tokens)
             return ChoiceDelta(self.index, text, tokens, None)
         if self._scored is None:
             return self._advance(tokens, terminal)

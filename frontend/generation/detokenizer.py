@@ -3,7 +3,8 @@
 A character that is split across tokens is returned whole.
 """
 
-from collections.abc import Sequence
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -19,7 +20,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Incremental decoder of one sequence.
+    """Incremental decoder of one sequence, of any tokenizer.
 
     The texts that it returns, joined, equal `decode` of all ids. `anchor` is decoded in front of the output and never
     returned (see `tokenizer._anchor`). `_held` are the ids since the last text was returned; they begin at a character
@@ -49,6 +50,10 @@ class Detokenizer:
             self._held.clear()
             return str(text)
         return self._force() if len(self._held) >= MAX_HELD_IDS else ""
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Decode more ids and return the text that they complete."""
+        return "".join([self.push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
         """Return the text of the held ids at the end of the sequence.
@@ -100,3 +105,46 @@ class Detokenizer:
         for token_id in self._anchor:
             stream.step(self._raw, token_id)
         return stream
+
+
+class ByteDetokenizer:
+    """Incremental decoder of one sequence of a byte-level tokenizer.
+
+    It returns what `Detokenizer` returns, except that text ahead of an incomplete character does not wait for its end.
+    The text of any number of ids is one lookup for each and one decoding.
+    """
+
+    __slots__ = ("_bytes_of", "_rest")
+
+    def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
+        """Decode with the bytes of each id."""
+        self._bytes_of = bytes_of
+        self._rest = b""
+        """Bytes of an incomplete character."""
+
+    def push(self, token_id: int) -> str:
+        """Decode one more id and return the text that it completes."""
+        return self._decode(self._bytes_of[token_id])
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Decode more ids and return the text that they complete."""
+        bytes_of = self._bytes_of
+        return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
+
+    def flush(self) -> str:
+        """Return the rest at the end of the sequence.
+
+        An incomplete character becomes U+FFFD.
+        """
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+    def _decode(self, data: bytes) -> str:
+        if self._rest:
+            data = self._rest + data
+        text, used = utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
+
+
+AnyDetokenizer = Detokenizer | ByteDetokenizer

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
-from tandem.frontend.generation.detokenizer import Detokenizer
+from tandem.frontend.generation.detokenizer import AnyDetokenizer
 from tandem.protocol.codec import read_logprobs
 from tandem.protocol.events import TokenLogprobs
 
@@ -139,7 +139,7 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def echoed_prompt(ids: Sequence[int], text: str, detokenizer: Detokenizer) -> EchoedPrompt:
+def echoed_prompt(ids: Sequence[int], text: str, detokenizer: AnyDetokenizer) -> EchoedPrompt:
     """Locate the tokens of a prompt in its text.
 
     Special tokens have no text of their own.

@@ -37,6 +37,37 @@ class TokenBytes:
         return found
 
 
+class DecodedBytes(dict[int, bytes]):
+    """Bytes that a byte-level decoder makes of each id, looked up once.
+
+    Those of all ids of a sequence, joined, are its text in UTF-8, with U+FFFD for what is not. An added token whose
+    characters all stand for bytes is decoded to those, as any entry of the vocabulary.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer, skip_special: bool) -> None:
+        super().__init__()
+        self._raw = raw
+        added = raw.get_added_tokens_decoder().values()
+        self._skipped = {token.content for token in added if token.special and skip_special}
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._raw.id_to_token(token_id)
+        found = self[token_id] = b"" if token is None or token in self._skipped else _byte_level(token)
+        return found
+
+
+def is_byte_level(raw: tokenizers.Tokenizer) -> bool:
+    """Tell whether the text of ids is that of their bytes, joined.
+
+    It is if the decoder does nothing else.
+    """
+    if raw.decoder is None:
+        return False
+    decoder = msgspec.json.decode(raw.decoder.__getstate__())
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return [part["type"] for part in parts] == ["ByteLevel"]
+
+
 def token_bytes(raw: tokenizers.Tokenizer) -> TokenBytes:
     """Build the lookup of token bytes for a tokenizer.
 

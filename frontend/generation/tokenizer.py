@@ -7,8 +7,8 @@ from pathlib import Path
 
 import tokenizers
 
-from tandem.frontend.generation.detokenizer import Detokenizer
-from tandem.frontend.generation.token_bytes import TokenBytes, token_bytes
+from tandem.frontend.generation.detokenizer import AnyDetokenizer, ByteDetokenizer, Detokenizer
+from tandem.frontend.generation.token_bytes import DecodedBytes, TokenBytes, is_byte_level, token_bytes
 from tandem.frontend.special_tokens import SpecialTokenGuard, guarded_tokens
 from tandem.frontend.workers import Workers
 
@@ -44,6 +44,9 @@ class Tokenizer:
         self.fingerprint = fingerprint
         self._workers = workers
         self._anchor = _anchor(raw)
+        self._decoded = [DecodedBytes(raw, skip_special) for skip_special in (False, True)]
+        """Bytes of ids with special tokens and without."""
+        self._is_byte_level = is_byte_level(raw)
         self._longest = max((len(token) for token in self._encoder.get_vocab()), default=1)
 
     @property
@@ -73,8 +76,10 @@ class Tokenizer:
         added = self._raw.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True) -> AnyDetokenizer:
         """Create an incremental decoder for one sequence."""
+        if self._is_byte_level:
+            return ByteDetokenizer(self._decoded[skip_special_tokens])
         return Detokenizer(self._raw, self._anchor, skip_special_tokens)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

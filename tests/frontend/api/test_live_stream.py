@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.frontend.api.completions.request import parse_completion
 from tandem.frontend.api.live_stream import LiveStream
+from tandem.frontend.api.write_ticks import WriteTicks
 from tandem.frontend.engine.streams import TokenStream
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt, _sampling
@@ -65,7 +66,7 @@ class Live:
         self.generation.start(10, 1000)
         self.paper = Paper()
         formatter: Any = Lines()
-        self.live = LiveStream(self.generation, formatter, self.paper, interval, keep_alive)
+        self.live = LiveStream(self.generation, formatter, self.paper, WriteTicks(interval), keep_alive)
 
     @property
     def stream(self) -> TokenStream:

@@ -1,10 +1,13 @@
 """Incremental decoding equals the decoding of all ids at once, for any ids."""
 
+import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
-from tandem.frontend.generation.detokenizer import MAX_HELD_IDS, Detokenizer
+from tandem.frontend.generation.detokenizer import MAX_HELD_IDS, AnyDetokenizer, ByteDetokenizer, Detokenizer
+from tandem.frontend.generation.token_bytes import DecodedBytes, is_byte_level
 from tandem.frontend.generation.tokenizer import _anchor
 from tests.fakes.tokenizer import byte_level_tokenizer, sentence_piece_tokenizer
 
@@ -90,3 +93,59 @@ def test_any_sentence_piece_ids_decode_and_keep_their_words(ids: list[int]) -> N
     text = "".join(stream(PIECES, ids))
     for word in ("▁hello", "▁world"):
         assert text.count(word.replace("▁", " ")) >= ids.count(PIECES.token_to_id(word))
+
+
+ADDED = byte_level_tokenizer()
+ADDED.add_tokens(["<tool>", "\u00a9", "ä", "日本", "two words"])
+ADDED.add_special_tokens(["<|thought|>", "ö"])
+
+
+def in_parts(detokenizer: AnyDetokenizer, ids: list[int], cuts: list[int]) -> str:
+    """Decode ids in parts that end at these places."""
+    ends = [*sorted(cuts), len(ids)]
+    parts = [detokenizer.push_all(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    return "".join(parts) + detokenizer.flush()
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.one_of(st.integers(0, ADDED.get_vocab_size() + 20), st.sampled_from(SINGLE_BYTES)), max_size=100),
+    st.lists(st.integers(0, 100), max_size=8),
+    st.booleans(),
+)
+def test_bytes_of_any_ids_in_any_parts_decode_as_a_whole(ids: list[int], cuts: list[int], skip_special: bool) -> None:
+    whole = ADDED.decode(ids, skip_special_tokens=skip_special)
+    assert in_parts(ByteDetokenizer(DecodedBytes(ADDED, skip_special)), ids, cuts) == whole
+    assert in_parts(Detokenizer(ADDED, (), skip_special), ids, cuts) == whole
+
+
+def test_text_ahead_of_an_incomplete_character_does_not_wait_for_its_end() -> None:
+    first, *rest = BPE.encode("日", add_special_tokens=False).ids
+    detokenizer = ByteDetokenizer(DecodedBytes(BPE, True))
+    assert detokenizer.push_all([*BPE.encode("one", add_special_tokens=False).ids, first]) == "one"
+    assert [detokenizer.push_all(rest), detokenizer.flush()] == ["日", ""]
+
+
+def test_bytes_that_never_are_a_character_take_no_memory() -> None:
+    lone_byte = BPE.encode("日", add_special_tokens=False).ids[-1]
+    detokenizer = ByteDetokenizer(DecodedBytes(BPE, True))
+    text = "".join([detokenizer.push(lone_byte) for _ in range(500)])
+    assert len(detokenizer._rest) < 4
+    assert text + detokenizer.flush() == BPE.decode([lone_byte] * 500)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (decoders.ByteLevel(), True),
+        (decoders.Sequence([decoders.ByteLevel()]), True),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), False),
+        (decoders.Metaspace(), False),
+        (PIECES.decoder, False),
+        (None, False),
+    ],
+)
+def test_only_a_decoder_of_bytes_alone_is_byte_level(decoder: decoders.Decoder | None, expected: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.decoder = decoder
+    assert is_byte_level(tokenizer) is expected
