@@ -210,7 +210,7 @@ class RequestLoad:
     """
 
         """Start client processes that share the connections; await their first requests."""
-        """Start clients, processes that share the connections, and await their first requests."""
+        """Start the clients, one process each, and await their first requests."""
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
         data, clients = request(body, path, close=False), min(clients, connections)
