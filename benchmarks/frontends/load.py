@@ -209,7 +209,7 @@ class RequestLoad:
     Their replies have one token.
     """
 
-        """Start client processes that share the connections; await their first requests."""
+    def __init__(self, address: tuple[str, int], kind: str, connections: int, clients: int = 1) -> None:
         """Start the clients, one process each, and await their first requests."""
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
