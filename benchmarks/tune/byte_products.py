@@ -14,12 +14,13 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
-from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.plans import split_inputs
 from tandem.engine_core.kernels.linear.quantized_plans import (
     LIBRARY_BLOCK_INPUTS,
     SCALE_COLUMNS,
     SCALE_ROWS,
+    SPLITK_ROWS,
     byte_gemm_workspace,
     choose_byte_gemm,
     fits_byte_workspace,
@@ -37,9 +38,14 @@ FORMATS: dict[str, tuple[ByteKind, Scaling]] = {
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 TILES = (
     *((128, 64, 5, 4), (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (64, 64, 6, 4)),
-    *((64, 64, 8, 4), (64, 32, 8, 4), (64, 256, 3, 8), (128, 256, 3, 8)),
+    *((64, 64, 8, 4), (64, 64, 11, 4), (64, 128, 8, 4), (64, 32, 8, 4), (64, 256, 3, 8), (128, 256, 3, 8)),
 )
-"""Rows, outputs, stages and warps of the plans worth trying."""
+"""Rows, outputs, stages and warps of the plans worth trying for many rows."""
+FEW_ROW_TILES = (
+    *((64, 12, 4, 128), (64, 9, 4, 128), (64, 5, 4, 128), (64, 6, 4, 256), (64, 4, 4, 256)),
+    *((128, 6, 4, 128), (128, 4, 4, 256), (128, 4, 8, 256)),
+)
+"""Outputs, stages, warps and inputs of a step of the plans worth trying for up to 32 rows."""
 WORKING_SET, MOST_WEIGHTS, REPLAYS = 256e6, 16, 9
 
 
@@ -78,7 +84,7 @@ class Operands:
             return [library_product(self.x, values, self.library_scales, None) for values in self.values]
         space = self.partials, self.counters
         return [
-            byte_gemm(self.x, values, self.scales, None, plan, *space, True, self.pdl) for values in self.values
+            multiply_bytes(self.x, values, self.scales, None, plan, *space, True, self.pdl) for values in self.values
         ]  # fmt: skip
 
 
@@ -114,16 +120,20 @@ def has_library(key: ByteProductKey, gpu: GpuTraits) -> bool:
 
 def byte_plans(key: ByteProductKey, gpu: GpuTraits) -> Iterator[ByteGemmPlan]:
     """Yield the plans of ours that are worth trying."""
-    for block_m, block_n, stages, warps in TILES:
-        if block_m == 64 and key.rows > 512:
-            continue
-        most = gpu.max_stages((block_m + block_n) * SCALE_COLUMNS, warpgroup=True)
-        plan = ByteGemmPlan(block_m, block_n, 1, min(stages, most), warps)
+    for block_m, block_n, stages, warps, block_k in _tiles(key):
+        most = gpu.max_stages((block_m + block_n) * block_k, warpgroup=True)
+        plan = ByteGemmPlan(block_m, block_n, 1, min(stages, most), warps, block_k)
         tiles = plan.tiles(key.rows, key.outputs)
         one_wave = split_inputs(tiles, key.inputs, gpu.multiprocessors)
         for split in dict.fromkeys((one_wave, 2 * one_wave)):
             if split == one_wave or tiles * split < 2 * gpu.multiprocessors:
                 yield replace(plan, split=split)
+
+
+def _tiles(key: ByteProductKey) -> list[tuple[int, int, int, int, int]]:
+    if key.rows <= SPLITK_ROWS:
+        return [(key.rows, *tile) for tile in FEW_ROW_TILES]
+    return [(*tile, SCALE_COLUMNS) for tile in TILES if tile[0] > 64 or key.rows <= 512]
 
 
 class ByteTimer:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS, choose_byte_gemm
 from tandem.engine_core.kernels.reference import byte_rows as oracle
 from tandem.engine_core.kernels.reference.byte_rows import byte_product
@@ -51,7 +51,7 @@ SCHEMES = {
 }
 ROWS = (1, 2, 16, 33, 64, 65, 100, 191, 256, 300, 1000)
 SHAPES = [(6144, 4096), (4096, 14336), (1040, 1024)]
-MANY_ROWS = (33, 64, 65, 100, 191, 192, 256, 1000, 2048, 8192)
+MANY_ROWS = (2, 16, 21, 32, 33, 64, 65, 100, 191, 192, 256, 1000, 2048, 8192)
 MANY_SHAPES = [(6144, 4096), (28672, 4096), (4096, 4096), (4096, 14336), (1024, 1024), (1040, 640)]
 Linear = TritonByteLinear | TritonNibbleLinear
 
@@ -147,7 +147,7 @@ def test_products_of_bytes_equal_their_oracle_in_the_library_and_in_triton(name:
         assert space is not None
         for whole in {False, linear.wide_scales is not None}:
             given = (linear.values, linear.scales, linear.bias, plan, *space, whole, linear.gpu.pdl)
-            assert error(byte_gemm(quantized, *given), expected) < 0.004, (rows, plan, whole)
+            assert error(multiply_bytes(quantized, *given), expected) < 0.004, (rows, plan, whole)
         if linear.wide_scales is not None and shape[1] % 512 == 0:
             product = library_product(quantized, linear.values, linear.wide_scales, linear.bias)
             assert error(product, expected) < 0.004, rows

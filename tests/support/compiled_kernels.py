@@ -28,7 +28,7 @@ from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, s
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
-from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
 from tandem.engine_core.kernels.linear.gemv import gemv
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
@@ -194,17 +194,17 @@ def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> I
     """The product of bytes with bytes that the chooser takes, with each kind of scales."""
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
     blocks = torch.empty(outputs // 16, inputs // 128)
-    plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "output", gpu)
-    assert plan is not None
     for dtype, group, scales in (
         (torch.int8, None, torch.empty(outputs)),
         (FP8, None, torch.empty(outputs)),
         (FP8, 128, blocks),
     ):
         if dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
+            plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "block" if group else "output", gpu)
+            assert plan is not None
             x = empty_byte_rows(rows, inputs, torch.bfloat16, ByteFormat(dtype, group), torch.device("cpu"))
             call = (x, half(outputs, inputs, dtype=dtype), scales, None, plan, *space, group is not None, gpu.pdl)
-            yield lambda call=call: byte_gemm(*call)
+            yield lambda call=call: multiply_bytes(*call)
 
 
 def rounding(gpu: GpuTraits) -> Iterator[Launch]:
@@ -295,7 +295,8 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield list(byte_products(gpu, 16, 3072, 2048))[-1]
     yield list(rounding(gpu))[-3]
     yield from dequantized(gpu)
-    yield list(products_of_bytes(gpu, 256, 4096, 4096))[-1]
+    for rows in (32, 256):
+        yield list(products_of_bytes(gpu, rows, 4096, 4096))[-1]
     for rows in (1, 16):
         yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
@@ -313,7 +314,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             yield from products(gpu, rows, outputs, inputs)
             yield from byte_products(gpu, rows, outputs, inputs)
             yield from nibble_products(gpu, rows, outputs, inputs)
-        for rows in (128, 2048):
+        for rows in (16, 32, 64, 128, 2048):
             yield from products_of_bytes(gpu, rows, outputs, inputs)
         yield from normed_products(gpu, outputs, inputs)
     for head_dim in HEAD_DIMS:

@@ -26,15 +26,19 @@ from tandem.engine_core.kernels.tiles.table import (
 )
 
 MAX_ROWS = 64
-"""Most rows for which the weights are decoded inside the product."""
+"""Most rows for which the weights are decoded inside the product, where inputs keep their precision."""
 SCALE_ROWS, SCALE_COLUMNS = 16, 128
 """Shape of a block with a scale of its own: low, so that blocks end where parts of a fused projection do."""
 _BLOCK_K = 128
 _INPUT_BYTES = 2
 MAX_STAGES = 4
 """Pipeline stages where the shared memory holds them: two programs fit an H200 multiprocessor side by side."""
-FEW_ROWS = 32
-"""Most rows for which inputs keep their precision: at 64, bytes with bytes took half the time on an H200."""
+FEW_ROWS = 1
+"""Most rows for which inputs keep their precision.
+
+At 16 and 32 rows FP8 weights that were decoded in registers took 0.84 and 1.0 times the products of 16 bits on an H200,
+and bytes with bytes 0.6 at 33 rows.
+"""
 FEWEST_INPUTS = 512
 """Inputs that are worth a program of their own."""
 LONG_INPUTS = 8192
@@ -42,6 +46,11 @@ LONG_INPUTS = 8192
 LIBRARY_BLOCK_INPUTS = 512
 """Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
 _BLOCK_M, _LOW_M = 128, 64
+SPLITK_ROWS = 32
+"""Most rows for which the weights are the left operand of a product of bytes with bytes, in `byte_splitk`."""
+_LONE_BYTES, _PAIRED_BYTES = 122880, 98304
+"""Bytes of a pipeline beside which no second program fits an H200 multiprocessor (see `plans._LONE_STAGES`), and one
+does."""
 
 
 def rounds_inputs(rows: int, kind: ByteKind, gpu: GpuTraits) -> bool:
@@ -54,7 +63,7 @@ def rounds_inputs(rows: int, kind: ByteKind, gpu: GpuTraits) -> bool:
 
 
 def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gpu: GpuTraits) -> bool:
-    """Return whether a library multiplies bytes with bytes, rather than `byte_gemm`.
+    """Return whether a library multiplies bytes with bytes, not `multiply_bytes`.
 
     The rule was measured on one H200 with the shapes of Llama-3.1-8B.
     """
@@ -76,14 +85,14 @@ def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, sca
 def choose_byte_gemm(
     rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gpu: GpuTraits
 ) -> ByteGemmPlan | None:
-    """Choose the plan of `byte_gemm`, None for inputs that it does not divide."""
+    """Choose the plan of `multiply_bytes`, None for inputs that it does not divide."""
     if inputs % _BLOCK_K:
         return None
     key = _byte_key(rows, outputs, inputs, kind, scaling)
     measured = None if key is None else gpu.tiles.byte_products.get(key)
     if measured is not None and fits_byte_workspace(measured, rows, outputs, gpu):
         return measured
-    return _byte_rule(rows, outputs, inputs, gpu)
+    return _byte_rule(rows, outputs, inputs, scaling, gpu)
 
 
 def _byte_key(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling) -> ByteProductKey | None:
@@ -91,11 +100,9 @@ def _byte_key(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Sca
     return None if size is None else ByteProductKey(kind, scaling, outputs, inputs, size)
 
 
-def _byte_rule(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemmPlan:
+def _byte_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> ByteGemmPlan:
     if rows <= _LOW_M:
-        stages = min(4, gpu.max_stages((_LOW_M + 128) * _BLOCK_K, warpgroup=True))
-        low = ByteGemmPlan(_LOW_M, 128, 1, stages, 4)
-        return replace(low, split=split_inputs(low.tiles(rows, outputs), inputs, gpu.multiprocessors))
+        return _low_rule(rows, outputs, inputs, scaling, gpu)
     narrow = _one_wave(rows, outputs, gpu)
     block_n, stages = (64, 5 if rows <= 128 else 4) if narrow else (128, 3)
     stages = min(stages, gpu.max_stages((_BLOCK_M + block_n) * _BLOCK_K, warpgroup=True))
@@ -105,6 +112,21 @@ def _byte_rule(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> ByteGemm
         # Two programs fit a multiprocessor side by side.
         split = 2
     return replace(plan, split=split)
+
+
+def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> ByteGemmPlan:
+    block_m = next(size for size in (16, SPLITK_ROWS, _LOW_M) if rows <= size)
+    lone = ceil_div(outputs, TILE) <= gpu.multiprocessors
+    # Two blocks of outputs halve what 64 rows of inputs are read again.
+    block_n = TILE if lone or block_m < _LOW_M else 2 * TILE
+    # As many bytes a step as with 16-bit weights; scales of blocks end a step earlier.
+    block_k = 2 * _BLOCK_K if block_m < _LOW_M and scaling != "block" and inputs % (2 * _BLOCK_K) == 0 else _BLOCK_K
+    stage_bytes = (block_m + block_n) * block_k
+    stages = ceil_div(_LONE_BYTES, stage_bytes) if lone else _PAIRED_BYTES // stage_bytes
+    stages = min(stages, gpu.max_stages(stage_bytes, warpgroup=True))
+    plan = ByteGemmPlan(block_m, block_n, 1, stages, 4, block_k)
+    split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
+    return replace(plan, split=min(split, inputs // block_k))
 
 
 def fits_byte_workspace(plan: ByteGemmPlan, rows: int, outputs: int, gpu: GpuTraits) -> bool:

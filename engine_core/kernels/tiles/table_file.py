@@ -294,8 +294,10 @@ def byte_product_problem(key: ByteProductKey, plan: ByteGemmPlan | None) -> str:
         return "the library's sums of int8 are not scaled; int8 needs a plan" if key.kind == "int8" else ""
     if not _powers_of_two(plan.block_m, plan.block_n, plan.warps) or min(plan.block_m, plan.block_n) < 16:
         return f"block_m {plan.block_m}, block_n {plan.block_n} and warps must be powers of two, blocks from 16 on"
-    if plan.block_k != SCALED_INPUTS:
+    if key.scaling == "block" and plan.block_k != SCALED_INPUTS:
         return f"block_k {plan.block_k} must be the {SCALED_INPUTS} inputs of a block of scales"
+    if plan.block_k % SCALED_INPUTS or not _powers_of_two(plan.block_k):
+        return f"block_k {plan.block_k} must be a power of two from {SCALED_INPUTS} on"
     if key.inputs % plan.block_k or plan.split * plan.block_k > key.inputs:
         return f"{key.inputs} inputs are not divisible into {plan.split} parts of blocks of {plan.block_k}"
     return ""

@@ -1,7 +1,8 @@
 """Linear weights of one byte on a CUDA device.
 
-Up to 32 rows they are decoded inside Triton products, which leave the inputs as they are. Above, the inputs are rounded
-as their checkpoint expects, where possible by the norm or gate that computes them, and the tensor cores multiply bytes.
+One row's weights are decoded inside Triton products, which leave the inputs as they are; so are those of up to 64 rows
+where the checkpoint or the GPU wants 16-bit inputs. Else inputs are rounded as their checkpoint expects, where possible
+by the norm or gate that computes them, and the tensor cores multiply bytes.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
+from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import choose_normed
@@ -117,7 +118,7 @@ class TritonByteLinear(ByteLinear):
         return product if out is None else out.copy_(product)
 
     def input_format(self, rows: int) -> ByteFormat | None:
-        """Implement `LinearWeights.input_format`: bytes for many rows.
+        """Implement `LinearWeights.input_format`: bytes for more than one row.
 
         The checkpoint has to expect them.
         """
@@ -134,7 +135,7 @@ class TritonByteLinear(ByteLinear):
         if plan is None or space is None:
             return super().apply(x.numbers().to(x.dtype))
         whole = self.wide_scales is not None
-        return byte_gemm(x, self.values, self.scales, self.bias, plan, *space, whole, self.gpu.pdl)
+        return multiply_bytes(x, self.values, self.scales, self.bias, plan, *space, whole, self.gpu.pdl)
 
     def _library_scales(self, x: ByteRows) -> Tensor | None:
         """Return the scales with which a library multiplies, None if it does not."""

@@ -59,7 +59,7 @@ GPUS = [A100, RTX_3090, L4, H200, B200, RTX_5090]
 def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -> None:
     floats, counters = byte_gemm_workspace(gpu)
     for outputs, inputs in SHAPES:
-        for rows in (33, 64, 65, 128, 129, 256, 1000, 8192):
+        for rows in (2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 1000, 8192):
             plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "output", gpu)
             assert plan is not None
             assert 128 % plan.block_n == 0

@@ -1,5 +1,6 @@
 """Weights of one byte on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.kernels.linear import quantized_plans
 from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS
 from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
 from tandem.engine_core.layers.build_context import BuildContext
@@ -28,6 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 FP8, INT8 = ByteScheme("fp8", Activations.TOKEN), ByteScheme("int8", Activations.TOKEN)
 BLOCKS = ByteScheme("fp8", Activations.TOKEN, block=(128, 128))
+KEPT_FP8, KEPT_INT8, KEPT_BLOCKS = (
+    replace(scheme, activations=Activations.UNQUANTIZED) for scheme in (FP8, INT8, BLOCKS)
+)
+"""Schemes of checkpoints whose inputs keep their precision."""
 
 
 def linear(scheme: ByteScheme, gpu: GpuTraits, outputs: int, device: str, inputs: int = 256) -> TritonByteLinear:
@@ -49,7 +53,7 @@ def norm_of(context_device: str) -> RMSNorm:
     return norm
 
 
-CASES = [(FP8, L4), (FP8, A100), (INT8, A100), (BLOCKS, L4), (BLOCKS, A100)]
+CASES = [(KEPT_FP8, L4), (FP8, A100), (KEPT_INT8, A100), (KEPT_BLOCKS, L4), (BLOCKS, A100)]
 
 
 @pytest.mark.parametrize(("case", "rows"), list(product(CASES, (1, 5))))
@@ -77,13 +81,15 @@ def test_norm_and_gate_equal_those_of_any_device(
 
 STATIC = ByteScheme("fp8", Activations.STATIC, per_tensor=True)
 MANY = [(FP8, L4), (INT8, A100), (BLOCKS, L4), (STATIC, L4)]
+MANY_ROWS = 5
 
 
-@pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A number of rows that counts as many here, so that the interpreter has little to do."""
-    monkeypatch.setattr(quantized_plans, "FEW_ROWS", 4)
-    return 5
+@pytest.mark.parametrize("case", MANY, ids=lambda case: f"{case[0].kind}-{case[0].block}-{case[1].name}")
+def test_one_row_keeps_its_inputs(case: tuple[ByteScheme, GpuTraits], device: str) -> None:
+    found = linear(*case, 141, device)
+    plain = ByteLinear(found.values, found.scales, found.scheme, found.bias, torch_kernels())
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
+    torch.testing.assert_close(found.apply(x), plain.apply(x), atol=4e-3, rtol=2e-3)
 
 
 def expected_of_rounded(found: TritonByteLinear, x: torch.Tensor) -> torch.Tensor:
@@ -94,13 +100,13 @@ def expected_of_rounded(found: TritonByteLinear, x: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize("case", MANY, ids=lambda case: f"{case[0].kind}-{case[0].block}-{case[1].name}")
-def test_many_rows_are_rounded_in_every_path(case: tuple[ByteScheme, GpuTraits], many: int, device: str) -> None:
+def test_many_rows_are_rounded_in_every_path(case: tuple[ByteScheme, GpuTraits], device: str) -> None:
     found = linear(*case, 80, device)
     if found.input_scale is not None:
         found.input_scale.fill_(0.01)
     found.find_wide_scales()
     plain = ByteLinear(found.values, found.scales, found.scheme, found.bias, torch_kernels())
-    x = torch.randn(many, 256, generator=torch.Generator().manual_seed(4)).to(device, torch.float16)
+    x = torch.randn(MANY_ROWS, 256, generator=torch.Generator().manual_seed(4)).to(device, torch.float16)
     given = found.apply(x)
     assert not torch.equal(given, plain.apply(x))
     torch.testing.assert_close(given, expected_of_rounded(found, x), atol=4e-3, rtol=2e-3)
@@ -109,19 +115,17 @@ def test_many_rows_are_rounded_in_every_path(case: tuple[ByteScheme, GpuTraits],
     torch.testing.assert_close(y, expected_of_rounded(found, normed), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(stream, expected_stream)
     y, _ = found.apply_normed(x, None, norm_of(device), Activation.SILU)
-    assert y.shape == (many, 40)
+    assert y.shape == (MANY_ROWS, 40)
 
 
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
-def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(
-    scheme: ByteScheme, many: int, device: str
-) -> None:
+def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(scheme: ByteScheme, device: str) -> None:
     gate_up, down = linear(scheme, L4, 512, device), linear(scheme, L4, 48, device)
     for part in (gate_up, down):
         if part.input_scale is not None:
             part.input_scale.fill_(0.02)
     network = GatedMLP(gate_up, down, 256, Activation.SILU, torch_kernels())
-    x = torch.randn(many, 256, generator=torch.Generator().manual_seed(5)).to(device, torch.float16)
+    x = torch.randn(MANY_ROWS, 256, generator=torch.Generator().manual_seed(5)).to(device, torch.float16)
     norm = norm_of(device)
     found, stream = network(x, x, norm)
     normed, expected_stream = norm(x, x)
@@ -152,13 +156,13 @@ def test_wide_float8_weights_take_the_library(scheme: ByteScheme, monkeypatch: p
     assert calls == [1]
 
 
-def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(many: int, device: str) -> None:
-    x = torch.randn(many, 144, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
+def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(device: str) -> None:
+    x = torch.randn(MANY_ROWS, 144, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
     rounded = linear(FP8, L4, 32, device, 144)
     torch.testing.assert_close(rounded.apply(x), expected_of_rounded(rounded, x), atol=4e-3, rtol=2e-3)
     for scheme in (INT8, BLOCKS):
         found = linear(scheme, L4, 32, device, 144)
-        assert found.input_format(many) is None
+        assert found.input_format(MANY_ROWS) is None
         plain = ByteLinear(found.values, found.scales, found.scheme, found.bias, torch_kernels())
         torch.testing.assert_close(found.apply(x), plain.apply(x), atol=4e-3, rtol=2e-3)
 

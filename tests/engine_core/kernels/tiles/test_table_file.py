@@ -192,13 +192,14 @@ def of_bytes(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (of_bytes() | {"rows": 100}, "rows 100 must be one of 64, 128, 256"),
+        (of_bytes() | {"rows": 100}, "rows 100 must be one of 16, 32, 64, 128, 256"),
         (of_bytes() | {"kind": "fp4"}, "Invalid enum value 'fp4'"),
         (of_bytes() | {"kind": "int8"}, "int8 weights have a scale for each output, not for each block"),
         (of_bytes() | {"kind": "int8", "scaling": "output", "plan": None}, "int8 needs a plan"),
         (of_bytes(block_m=96), "block_m 96, block_n 128 and warps must be powers of two"),
         (of_bytes(block_n=8), "blocks from 16 on"),
         (of_bytes(block_k=64), "block_k 64 must be the 128 inputs of a block of scales"),
+        (of_bytes(block_k=192) | {"scaling": "output"}, "block_k 192 must be a power of two from 128 on"),
         (of_bytes(split=17), "2048 inputs are not divisible into 17 parts of blocks of 128"),
         (of_bytes() | {"inputs": 2064}, "2064 inputs are not divisible into 2 parts"),
         (of_bytes(), "the same key as an earlier entry"),
