@@ -12,9 +12,12 @@ from tandem.frontend.generation.tokenizer import Tokenizer
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, post
+from tests.support.shared_frontend import shared_fixtures
 
 TOKENIZER = byte_level_tokenizer()
 TEXT = "the quick brown fox, grüße 🙂"
+
+shared, engine, server = shared_fixtures()
 
 
 def tokenize(server: RunningServer, **fields: Any) -> httpx.Response:

@@ -17,10 +17,13 @@ from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer
 from tests.support.broken_stream import LONG, slow_down
 from tests.support.scripted_server import RAW, say
+from tests.support.shared_frontend import shared_fixtures
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
 TEXT = "how do I join two paths? 你好 🙂"
+
+shared, engine, server = shared_fixtures()
 
 
 def complete(server: RunningServer, *flags: str) -> int:

@@ -14,9 +14,12 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, post
+from tests.support.shared_frontend import shared_fixtures
 
 RAW = byte_level_tokenizer()
 PROMPT, TEXT = "stop and ", "one 你好 🙂 two"
+
+shared, engine, server = shared_fixtures()
 
 
 def encode(text: str) -> list[int]:
