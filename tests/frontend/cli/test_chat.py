@@ -21,6 +21,7 @@ from tandem.frontend.cli.streamed_answer import StreamedAnswer
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 from tests.support.scripted_server import RAW, prompts, say, write_chat_model
+from tests.support.shared_frontend import shared_fixtures
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -34,6 +35,9 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("chat-model"))
+
+
+shared, engine, server = shared_fixtures()
 
 
 class Session:

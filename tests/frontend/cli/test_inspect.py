@@ -10,6 +10,9 @@ from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import RunningServer, open_stream
+from tests.support.shared_frontend import shared_fixtures
+
+shared, engine, server = shared_fixtures()
 
 IDLE: dict[str, Any] = {
     "policy": "fcfs",

@@ -6,11 +6,14 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, until
 from tests.support.browser import answers, ask, ended, measures, open_page, questions
 from tests.support.scripted_server import RAW, prompts, say
+from tests.support.shared_frontend import shared_fixtures
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 PHONE = {"width": 375, "height": 667}
+
+shared, engine, server = shared_fixtures()
 
 
 def titles(page: "Page") -> list[str]:

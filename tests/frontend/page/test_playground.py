@@ -1,19 +1,23 @@
 """Questions, answers and parameters on the page in headless Chromium, in front of a fake engine."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import pytest
 from msgspec.structs import replace
 
-from tandem.frontend.config import ChatOptions, FrontendConfig
+from tandem.frontend.config import ChatOptions
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, until
 from tests.support.browser import answers, ask, ended, measures, open_page
 from tests.support.scripted_server import RAW, prompts, say
+from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+shared, engine, server = shared_fixtures()
 
 
 def test_page_holds_a_conversation_by_keyboard(page: "Page", engine: FakeEngine) -> None:
@@ -164,14 +168,19 @@ def test_page_shows_errors_in_full(page: "Page", engine: FakeEngine) -> None:
     assert prompts(engine) == ["user: broken\nassistant:"], "a question without an answer is not sent again"
 
 
+@pytest.fixture
+def reasoning(shared: SharedFrontend) -> Iterator[RunningServer]:
+    """Run a server that separates reasoning, in front of the same engine."""
+    running = RunningServer(replace(shared.config, chat=ChatOptions(reasoning_parser="think"))).start().ready()
+    yield running
+    running.stop()
+
+
 def test_page_separates_reasoning_and_does_not_send_it_back(
-    browser: "Browser",
-    engine: FakeEngine,
-    config: FrontendConfig,
-    other_server: Callable[[FrontendConfig], RunningServer],
+    browser: "Browser", engine: FakeEngine, reasoning: RunningServer
 ) -> None:
     with browser.new_context() as context:
-        page = open_page(context, other_server(replace(config, chat=ChatOptions(reasoning_parser="think"))).url)
+        page = open_page(context, reasoning.url)
         say(engine, "<think>which one</think>this one")
         for count in (1, 2):
             ask(page, "first")

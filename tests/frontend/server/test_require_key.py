@@ -3,15 +3,15 @@
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from msgspec import structs
 
-from tandem.frontend.config import FrontendConfig
-from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import DEADLINE, RunningServer, get, post
+from tests.support.shared_frontend import shared_frontend
 
 KEYS = ("key-one", "key-two")
 BODY = {"model": "fake-model", "prompt": "one", "max_tokens": 2}
@@ -21,12 +21,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-@pytest.fixture
-def guarded(engine: FakeEngine, config: FrontendConfig) -> Iterator[RunningServer]:
-    engine.start()
-    running = RunningServer(structs.replace(config, api_keys=KEYS, cors_origins=("https://a.example",)))
-    yield running.start().ready()
-    running.stop()
+@pytest.fixture(scope="module")
+def guarded(model_dir: Path) -> Iterator[RunningServer]:
+    changes = {"api_keys": KEYS, "cors_origins": ("https://a.example",)}
+    with shared_frontend(model_dir, lambda config: structs.replace(config, **changes)) as running:
+        yield running.server
 
 
 def test_every_key_opens_every_route(guarded: RunningServer) -> None:

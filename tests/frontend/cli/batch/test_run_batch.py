@@ -15,9 +15,12 @@ from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.support.shared_frontend import shared_fixtures
 
 ROOT = Path(__file__).parents[4]
 PROGRAM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+shared, engine, server = shared_fixtures()
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:

@@ -22,11 +22,11 @@ from tandem.frontend.cli.bench.ready_check import wait_for_model
 from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.cli.trust import Trust
-from tandem.frontend.config import FrontendConfig
 from tandem.frontend.progress import Progress
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer
 from tests.support.certificate import write_certificate
+from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
 WAITING = """
 import sys
@@ -42,6 +42,8 @@ with Clients(1) as clients:
     clients.run(job, Progress("bench", 1))
 """
 SHAPE = ["--random-input-len", "5", "--random-output-len", "7", "--clients", "1"]
+
+shared, engine, server = shared_fixtures()
 
 
 def bench(server: RunningServer, *flags: str) -> int:
@@ -116,11 +118,10 @@ def test_bench_without_a_server_says_what_to_start(
 
 
 def test_bench_without_the_key_of_a_server_asks_for_it(
-    config: FrontendConfig, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shared: SharedFrontend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    engine.start()
-    guarded = RunningServer(structs.replace(config, api_keys=("secret",))).start()
+    guarded = RunningServer(structs.replace(shared.config, api_keys=("secret",))).start()
     try:
         assert bench(guarded, "--num-prompts", "3") == 1
         error = capsys.readouterr().err
@@ -184,11 +185,10 @@ def test_lengths_vary_by_the_range_ratio() -> None:
 
 
 def test_bench_trusts_the_certificates_that_it_is_given(
-    config: FrontendConfig, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared: SharedFrontend, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = write_certificate(tmp_path)
-    engine.start()
-    secure = RunningServer(structs.replace(config, tls_cert=cert, tls_key=key)).start()
+    secure = RunningServer(structs.replace(shared.config, tls_cert=cert, tls_key=key)).start()
     flags = ["bench", "--url", secure.url.replace("http", "https"), *SHAPE, "--num-prompts", "3"]
     try:
         assert main(flags) == 1
