@@ -3,6 +3,7 @@
 import logging
 import mmap
 import os
+import re
 import struct
 from collections import defaultdict
 from contextlib import suppress
@@ -17,6 +18,8 @@ NUM_FILES = 3
 
 _ENTRY = struct.Struct("<16sQ")
 """Identity of the connection, padded or cut to 16 bytes, and request id."""
+_NAME = re.compile(r"[0-9]{12}")
+"""Names of the files: the numbers of the lives."""
 
 
 class LaunchRecord:
@@ -42,7 +45,8 @@ class LaunchRecord:
         """
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            files = sorted(self._folder.iterdir())
+            # Files of others, such as those that a backup or an editor leaves, stay as they are.
+            files = sorted(file for file in self._folder.iterdir() if _NAME.fullmatch(file.name) and file.is_file())
             for file in files[:-NUM_FILES]:
                 file.unlink()
             for file in files[-NUM_FILES:]:

@@ -8,6 +8,7 @@ from typing import Any
 from tandem.frontend.cli.chat_terminal import LineHistory, history_path, hold_input
 from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, sampling_fields, trust
+from tandem.frontend.cli.server_address import shown_url
 from tandem.frontend.cli.streamed_answer import StreamedAnswer
 
 HELP = '''\
@@ -77,7 +78,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             session = ChatSession(server, fields, arguments.system, arguments.usage)
             if not sys.stdin.isatty():
                 return session.ask(sys.stdin.read())
-            print(f"{model} on {arguments.url}; /help for help", file=sys.stderr)
+            print(f"{model} on {shown_url(arguments.url)}; /help for help", file=sys.stderr)
             _run_session(session, LineHistory(None if arguments.no_history else history_path()))
     except ServerError as error:
         _print_error(error)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.frontend.cli.connection_failure import connection_failure
-from tandem.frontend.cli.server_address import base_url, unix_path
+from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 from tandem.frontend.cli.trust import Trust
 
 _MAX_MESSAGE_CHARS = 500
@@ -137,7 +137,8 @@ class Connection:
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except (LookupError, TypeError):
-            raise ServerError(f"{self._url}/v1/models does not list a model; give one with --model") from None
+            shown = shown_url(self._url)
+            raise ServerError(f"{shown}/v1/models does not list a model; give one with --model") from None
 
     def get(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path."""
@@ -148,7 +149,7 @@ class Connection:
         try:
             return msgspec.json.decode(response.content, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise ServerError(f"{self._url}{path} is not a JSON object: {error}") from None
+            raise ServerError(f"{shown_url(self._url)}{path} is not a JSON object: {error}") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer. Closing the iterator stops the answer."""

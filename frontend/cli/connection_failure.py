@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from tandem.frontend.cli.server_address import base_url, unix_path
+from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 
 _PROBE_SECONDS = 3.0
 _HOSTNAME_MISMATCH = 62
@@ -25,6 +25,7 @@ def is_permanent(error: httpx.HTTPError) -> bool:
 
 def connection_failure(url: str, error: httpx.HTTPError) -> str:
     """Explain in one sentence why a request to `url` got no response."""
+    url = shown_url(url)
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, ssl.SSLCertVerificationError):

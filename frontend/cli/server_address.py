@@ -1,10 +1,12 @@
 """Address of a server: an URL of HTTP, or of a Unix socket."""
 
+import re
 from urllib.parse import quote, unquote
 
 from tandem.frontend.listening import UNIX_SCHEME
 
 _SCHEMES = ("http://", "https://", UNIX_SCHEME)
+_PASSWORD = re.compile(r"(?<=//)([^/?#:@]*):[^/?#]*(?=@)")
 
 
 def server_url(text: str) -> str:
@@ -14,13 +16,19 @@ def server_url(text: str) -> str:
     address that is not valid.
     """
     if not text.startswith(_SCHEMES):
-        raise ValueError(f"{text!r} must start with http:// or https://, or with {UNIX_SCHEME} for a Unix socket")
+        shown = shown_url(text)
+        raise ValueError(f"{shown!r} must start with http:// or https://, or with {UNIX_SCHEME} for a Unix socket")
     url = text.rstrip("/").removesuffix("/v1")
     if (path := unix_path(url)) is None:
         return url
     if not path.startswith("/"):
         raise ValueError(f"{text!r} must have the absolute path of a socket, such as {UNIX_SCHEME}/run/tandem.sock")
     return f"{UNIX_SCHEME}{quote(path, safe='')}"
+
+
+def shown_url(url: str) -> str:
+    """Return the URL for messages and logs, with *** in place of a password."""
+    return _PASSWORD.sub(r"\1:***", url)
 
 
 def unix_path(url: str) -> str | None:

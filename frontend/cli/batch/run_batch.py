@@ -29,7 +29,7 @@ from tandem.frontend.cli.batch.progress import BatchProgress, Tally
 from tandem.frontend.cli.connection import ServerError, error_of_response, headers, timeouts, unreachable
 from tandem.frontend.cli.connection_failure import is_permanent
 from tandem.frontend.cli.flags import INTERRUPTED, api_key, trust
-from tandem.frontend.cli.server_address import base_url, unix_path
+from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 
 FIRST_PAUSE = 0.5
 """Seconds before the first retry."""
@@ -78,12 +78,13 @@ class BatchSender:
                 if not retries_left or is_permanent(error):
                     raise unreachable(self._url, error) from error
                 remedy = "start one with `tandem serve`, or name another with --url"
-                self._progress.wait(f"waiting for the server at {self._url}; {remedy}")
+                self._progress.wait(f"waiting for the server at {shown_url(self._url)}; {remedy}")
             else:
                 if response.status_code not in RETRIED or not retries_left:
                     self._progress.proceed()
                     return _to_result(response)
-                self._progress.wait(f"waiting for the server at {self._url}, which answers {response.status_code}")
+                shown = shown_url(self._url)
+                self._progress.wait(f"waiting for the server at {shown}, which answers {response.status_code}")
                 retry_after = _retry_after(response)
             await self._sleep(min(LAST_PAUSE, max(retry_after, pause)))
             pause *= 2

@@ -35,8 +35,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
     try:
         load = load_of(arguments)
         endpoint = Endpoint.parse(arguments.url, key, trusted)
-        listed = wait_for_model(arguments.url, key, trusted.context(), arguments.ready_check_timeout_sec)
-        model = arguments.model or listed
+        model = wait_for_model(
+            arguments.url, key, trusted.context(), arguments.ready_check_timeout_sec, arguments.model or None
+        )
         job = Job(
             [endpoint], Dialect(model, 0.0, arguments.ignore_eos), workload_of(arguments), load, arguments.timeout
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tandem.frontend.cli.bench.framing import Chunked, Framing, Sized, UntilClose
-from tandem.frontend.cli.server_address import unix_path
+from tandem.frontend.cli.server_address import shown_url, unix_path
 from tandem.frontend.cli.trust import Trust
 
 READ_BYTES = 1 << 16
@@ -37,7 +37,7 @@ class Endpoint:
             return cls("localhost", 80, "/v1/completions", api_key=api_key, uds=uds)
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"the URL must be http://host:port or https://host:port, not {url!r}")
+            raise ValueError(f"the URL must be http://host:port or https://host:port, not {shown_url(url)!r}")
         is_tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
         return cls(parts.hostname, parts.port or (443 if is_tls else 80), path, is_tls, api_key, trust)

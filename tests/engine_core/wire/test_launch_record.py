@@ -104,3 +104,21 @@ def test_a_full_disk_costs_the_record_and_not_the_engine(
     record.close()
     assert "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    others = [tmp_path / name for name in ("README", "000000000001~", "zzz", "7")]
+    for file in others:
+        file.write_bytes(b"f" * 48)
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "999999999999").mkdir()
+    for _ in range(NUM_FILES + 2):
+        record = opened(tmp_path)
+        assert record.launched(b"f" * 16) == []
+        record.note(b"life", 7)
+        record.close()
+    after = opened(tmp_path)
+    assert after.launched(b"life") == [7] * NUM_FILES
+    after.close()
+    assert all(file.read_bytes() == b"f" * 48 for file in others)
+    assert caplog.messages == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.frontend.cli.server_address import base_url, server_url, unix_path
+from tandem.frontend.cli.server_address import base_url, server_url, shown_url, unix_path
 
 UNIX = "http+unix://%2Frun%2Fapi.sock"
 
@@ -33,3 +33,26 @@ def test_other_addresses_are_refused(given: str, reason: str) -> None:
 def test_unix_socket_has_a_path_and_a_base_of_its_own() -> None:
     assert (unix_path(UNIX), base_url(UNIX)) == ("/run/api.sock", "http://localhost")
     assert (unix_path("http://host"), base_url("http://host")) == (None, "http://host")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://user:secret@host:8000/v1", "http://user:***@host:8000/v1"),
+        ("https://:secret@host", "https://:***@host"),
+        ("http://user:se@cret:x@host", "http://user:***@host"),
+        ("ftp://user:secret@host", "ftp://user:***@host"),
+        ("http://user@host:8000", "http://user@host:8000"),
+        ("http://host:8000/a:b@c", "http://host:8000/a:b@c"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        (UNIX, UNIX),
+    ],
+)
+def test_shown_url_hides_only_a_password(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
+
+
+def test_refused_address_does_not_repeat_its_password() -> None:
+    with pytest.raises(ValueError, match=r"must start") as refused:
+        server_url("ftp://user:secret@host")
+    assert "secret" not in str(refused.value)

@@ -24,6 +24,7 @@ from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.cli.trust import Trust
 from tandem.frontend.progress import Progress
 from tests.fakes.engine import FakeEngine
+from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import RunningServer
 from tests.support.certificate import write_certificate
 from tests.support.shared_frontend import SharedFrontend, shared_fixtures
@@ -135,7 +136,7 @@ def test_bench_without_the_key_of_a_server_asks_for_it(
     [
         (b"<html>a page</html>", "/v1/models did not answer JSON; give --url the address"),
         (b"\xff", "/v1/models did not answer JSON"),
-        (b'{"data": []}', "/v1/models lists no model"),
+        (b'{"data": []}', "/v1/models lists no model; give its name with --model"),
         (b"[]", "/v1/models lists no model"),
     ],
 )
@@ -238,6 +239,20 @@ def test_clients_end_with_a_parent_that_is_killed() -> None:
 
 def test_server_names_its_model(server: RunningServer) -> None:
     assert wait_for_model(server.url, "", Trust().context(), 0.0) == "fake-model"
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_server_without_a_list_of_models_is_measured_under_a_given_name(status: int) -> None:
+    with scripted_server(Answer(status, b"")) as other:
+        assert wait_for_model(other.url, "", Trust().context(), 0.0, "theirs") == "theirs"
+        with pytest.raises(ValueError, match=f"answered {status}.*; give the model's name with --model"):
+            wait_for_model(other.url, "", Trust().context(), 0.0)
+
+
+def test_password_of_a_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--url", "http://user:secret@127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert "http://user:***@127.0.0.1:1" in error and "secret" not in error
 
 
 @pytest.mark.parametrize(
