@@ -99,7 +99,7 @@ def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask
     found.problems += problems
     command = arguments.command
     if command == "frontend":
-        model = _find_model(arguments.model_dir, arguments, False, found) if arguments.model_dir else None
+        model = _find_model(arguments.model_dir, arguments, False, found)
     else:
         model = _check_engine(arguments, ask, found)
     _check_addresses(arguments, found)

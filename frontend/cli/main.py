@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config_argument(frontend)
     frontend.add_argument(
         "--model", "--model-dir", dest="model_dir", metavar="MODEL",
-        help="directory with the model's tokenizer.json, or name on the Hugging Face hub",
+        help="directory with the model's tokenizer.json, or name on the Hugging Face hub (default: the built-in model)",
     )  # fmt: skip
     add_flags(frontend, HUB_FLAGS)
     add_child_arguments(frontend)
@@ -223,7 +223,7 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
 def _settle_model(arguments: argparse.Namespace) -> None:
     """Put the model that was given, with or without --model, into its argument.
 
-    Raises ValueError for two different models, and for a frontend without one.
+    Raises ValueError for two different models.
     """
     positional = getattr(arguments, "positional_model", None)
     name = "model_dir" if arguments.command == "frontend" else "model"
@@ -232,10 +232,6 @@ def _settle_model(arguments: argparse.Namespace) -> None:
         if flag is not None and str(flag) != positional:
             raise ValueError(f"the model is given twice, as {positional} and as --model {flag}; leave one out")
         setattr(arguments, name, positional)
-    elif arguments.command == "frontend" and flag is None:
-        raise ValueError(
-            "a frontend needs the model's folder, or its name on the hub, for its tokenizer; give it as MODEL"
-        )
 
 
 def _refuse(reason: str, is_child: bool = False) -> int:

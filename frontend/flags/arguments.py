@@ -169,7 +169,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
     ApiKeys(given, arguments.api_keys).load()
     return FrontendConfig(
         endpoint=arguments.endpoint,
-        model_dir=Path(arguments.model_dir),
+        model_dir=Path(arguments.model_dir or ""),  # `run_frontend` puts the folder that it finds in its place
         transport=settings,
         listener_fds=arguments.listener_fds,
         slot=arguments.slot,

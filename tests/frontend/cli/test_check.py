@@ -17,6 +17,7 @@ from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast
+from tests.fakes.scripted_engine import DEFAULT_MODEL
 from tests.fakes.tokenizer import write_tokenizer
 
 CHOICES = Forecast([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
@@ -201,6 +202,14 @@ def test_ports_that_no_socket_can_have_are_told_with_the_other_problems(
     assert "problem: --port must be between 0 and 65535, not 65536" in problems
     assert "problem: --ops-port must be between 0 and 65535, not -1" in problems
     assert [line for line in problems if "is neither ipc:// nor tcp://" in line] and len(problems) == 3
+
+
+def test_a_frontend_without_a_model_has_the_default_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["frontend", "--endpoint", f"ipc://{tmp_path}/engine", *FREE, "--check"]) == 0
+    facts = capsys.readouterr().out.splitlines()
+    (folder,) = [Path(fact.split()[1]) for fact in facts if fact.startswith("model ")]
+    assert folder.resolve() == DEFAULT_MODEL.resolve()
+    assert "chat              with a template" in facts
 
 
 def test_an_open_host_without_keys_is_a_warning(

@@ -158,7 +158,6 @@ def test_numbers_of_the_engine_are_refused_before_a_process_starts(
     [
         (["serve", "a", "--model", "b"], "the model is given twice, as a and as --model b"),
         (["frontend", "a", "--model", "b", "--endpoint", "ipc:///x"], "the model is given twice"),
-        (["frontend", "--endpoint", "ipc:///x"], "a frontend needs the model's folder"),
         (["frontend", "/none", "--endpoint", "ipc:///x", "--port", "0"], "the model /none is not a directory"),
     ],
 )
