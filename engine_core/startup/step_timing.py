@@ -4,6 +4,7 @@ Graphs are replayed with padding, of which one position attends; where there are
 steps are run. Neither reads much context: `StepCosts` adds that.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,9 @@ from tandem.engine_core.startup.warmup import GREEDY, padding_prompt, run_step
 Table = dict[tuple[int, int], float]
 
 LONG_MS = 20.0
-"""Milliseconds of a step from which the next is timed at its first replay: what that takes longer is little then."""
+"""Milliseconds of a step from which the next is timed at its first replay: what that takes longer is little then. Steps
+of rows and prompts that take as long are not timed: the device is so busy with their positions that it matters little
+whose these are."""
 
 
 @torch.inference_mode()
@@ -50,6 +53,20 @@ def without_outliers(table: Table) -> Table:
     }
 
 
+def prompts_alone(table: Table, positions: int) -> float:
+    """Return the expected milliseconds of a step without decoding rows.
+
+    They lie on the line between the two sizes of the table next to `positions`. 0.0 above the largest size.
+    """
+    sizes = sorted(size for rows, size in table if size and not rows)
+    above = bisect_left(sizes, positions)
+    if above == len(sizes):
+        return 0.0
+    small, large = sizes[max(0, above - 1)], sizes[above]
+    fast, slow = table[0, small], table[0, large]
+    return fast + (slow - fast) * max(0, positions - small) / max(1, large - small)
+
+
 def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
     """Reckon the work of attention beside that of the products, from a model's sizes."""
     weights = model.layers * model.layer_weights + model.vocab_size * model.hidden_size
@@ -69,13 +86,17 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
         decode.forward.replay()
         table[rows, 0] = _milliseconds(runtime, decode.forward.replay, decode.sampling[Mode.GREEDY].replay)
     last = 0.0
-    for bucket, mixed in sorted(graphs.mixed[0].items(), key=_prompt_tokens) if graphs.mixed else ():
+    for bucket, mixed in sorted(graphs.mixed[0].items(), key=_rows_and_tokens) if graphs.mixed else ():
+        rows, tokens = _rows_and_tokens((bucket, mixed))
+        if rows and (alone := prompts_alone(table, rows + tokens)) >= LONG_MS:
+            table[rows, tokens] = alone
+            continue
         # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.
         mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
-        if last < LONG_MS:
+        if rows or last < LONG_MS:
             mixed.forward.replay()
         last = _milliseconds(runtime, mixed.forward.replay)
-        table[bucket.num_decode_tokens, bucket.num_prefill_tokens] = last
+        table[rows, tokens] = last
     longest, largest = _longest_step(config), max(graphs.shapes, default=0)
     if longest.total_tokens > largest:
         known = (largest, table[0, largest]) if largest else (1, table[graphs.rows[0], 0])
@@ -101,8 +122,8 @@ def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: Step
     return {(rows, size): time + rise * rows for rows in config.mixed_graph_rows if rows for size, time in line}
 
 
-def _prompt_tokens(captured: tuple[GraphBucket, object]) -> int:
-    return captured[0].num_prefill_tokens
+def _rows_and_tokens(captured: tuple[GraphBucket, object]) -> tuple[int, int]:
+    return captured[0].num_decode_tokens, captured[0].num_prefill_tokens
 
 
 def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:

@@ -9,7 +9,7 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.scheduler.step_costs import StepWork
-from tandem.engine_core.startup.step_timing import attention_share, without_outliers
+from tandem.engine_core.startup.step_timing import attention_share, prompts_alone, without_outliers
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.engine_driver import DrivenEngine
 
@@ -47,3 +47,16 @@ def test_a_step_that_was_held_up_counts_as_the_next_larger_one() -> None:
     measured = {(1, 0): 1.0, (8, 0): 9.0, (16, 0): 2.0, (0, 64): 3.0, (0, 128): 2.5, (16, 64): 8.0, (16, 128): 6.0}
     expected = measured | {(8, 0): 2.0, (0, 64): 2.5, (16, 64): 6.0}
     assert without_outliers(measured) == expected
+
+
+@pytest.mark.parametrize(
+    ("positions", "milliseconds"),
+    [(1, 3.0), (64, 3.0), (96, 4.0), (128, 5.0), (192, 15.0), (256, 25.0), (257, 0.0)],
+)
+def test_prompts_alone_lie_between_the_sizes_that_were_timed(positions: int, milliseconds: float) -> None:
+    timed = {(1, 0): 1.0, (0, 64): 3.0, (0, 128): 5.0, (0, 256): 25.0, (32, 64): 7.0}
+    assert prompts_alone(timed, positions) == milliseconds
+
+
+def test_of_no_size_prompts_alone_are_expected_to_take_nothing() -> None:
+    assert prompts_alone({(1, 0): 1.0}, 64) == 0.0
