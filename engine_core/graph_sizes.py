@@ -6,8 +6,9 @@ GRAPH_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
     *(320, 384, 448, 512, 640, 768, 896, 1024),
 )
-MIXED_GRAPH_ROWS = (0, 32, 64, 128, 192, 256, 512, 1024)
-"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short."""
+MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256, 512, 1024)
+"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short. With
+8, a few long contexts beside prompts have more attention programs each than 32 rows leave them, and less padding."""
 WIDE_STEP = 256
 """Rows from one captured row count to the next above the largest of these."""
 MIXED_GRAPH_TOKENS = 2048

@@ -152,7 +152,7 @@ class EngineOptions(Struct, frozen=True):
         int | None,
         EngineFlag(
             "maximum number of prompts that one step computes a part of; with --prefill-chunk it bounds the whole"
-            " step (default: as many as fit)",
+            " step (default: as many as fit; with CUDA graphs at most 64)",
             bounds=(1, math.inf),
         ),
     ] = None

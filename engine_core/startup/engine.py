@@ -29,6 +29,7 @@ from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
@@ -217,6 +218,23 @@ def _executor() -> LLExecutor | None:
     return LLExecutor(threads) if threads > 1 else None
 
 
+def scheduler_limits(config: StepConfig) -> SchedulerLimits:
+    """Return the limits of a scheduler.
+
+    Without a flag, a step takes no more prompts than a graph holds: with more it would run eagerly, which takes the
+    host longer than two steps from a graph.
+    """
+    return SchedulerLimits(
+        config.max_step_tokens,
+        config.prefill_chunk,
+        config.max_waiting,
+        config.max_prefill_chunks_per_step or (MAX_PROMPTS if config.graph_tokens else 0),
+        config.max_uploads,
+        config.static_batching,
+        config.max_itl,
+    )
+
+
 def _build_loop(
     config: EngineConfig,
     kv_groups: tuple[KVGroup, ...],
@@ -229,17 +247,8 @@ def _build_loop(
 ) -> Engine:
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
-    limits = SchedulerLimits(
-        config.max_step_tokens,
-        config.prefill_chunk,
-        config.max_waiting,
-        config.max_prefill_chunks_per_step,
-        config.max_uploads,
-        config.static_batching,
-        config.max_itl,
-    )
     memory = _kv_manager(config, kv_groups)
-    scheduler = Scheduler(RowGate(config.max_rows), memory, limits, config.policy, costs)
+    scheduler = Scheduler(RowGate(config.max_rows), memory, scheduler_limits(config), config.policy, costs)
     wire_limits = Limits(
         config.max_rows,
         config.kv_tokens,

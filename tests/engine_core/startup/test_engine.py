@@ -9,11 +9,13 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from tandem.engine_core.config import ModelShape, resolve
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.startup.engine import DEFAULT_MODEL, build_engine
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, build_engine, scheduler_limits
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.codec import pack_ids
@@ -189,3 +191,18 @@ def test_a_folder_without_a_tokenizer_serves_unconstrained_requests(folder: Path
     assert failure.code is ErrorCode.INVALID_REQUEST
     assert "no tokenizer.json" in failure.message
     engine.compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "prompts"),
+    [
+        ("cuda", {}, MAX_PROMPTS),
+        ("cuda", {"max_prefill_chunks_per_step": 2}, 2),
+        ("cuda", {"max_prefill_chunks_per_step": 100}, 100),
+        ("cuda", {"graph_tokens": "off"}, 0),
+        ("cpu", {}, 0),
+    ],
+)
+def test_a_step_takes_no_more_prompts_than_a_graph_holds(device: str, flags: dict[str, Any], prompts: int) -> None:
+    config = resolve(EngineOptions(**flags), ModelShape("tiny", max_positions=2048), device, "float32", 0)
+    assert scheduler_limits(config).prompts_a_step == prompts
