@@ -5,8 +5,8 @@ It bounds their number, chooses the one to close when there are too many, and ch
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 256
 """Connections that are checked in one turn of the event loop."""
+STARTS_PER_TURN = 16
+"""Requests that begin to be served in one turn of the event loop; each takes about a millisecond of it."""
 _MAX_SPARE = 64
 _DRAIN_SECONDS = 0.1
 """Time between two checks of the deadlines of all connections while the server drains."""
@@ -68,6 +70,33 @@ class Connection(Protocol):
         ...
 
 
+class Starts:
+    """Starts of requests, a few in each turn of the event loop.
+
+    When thousands of them arrive at once, the output of others and the answers to probes do not wait for all.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._left = STARTS_PER_TURN
+        """Requests that may still begin in this turn."""
+
+    def add(self, start: Callable[[], None]) -> None:
+        """Call a function that starts a request, once its turn has come."""
+        if self._left == STARTS_PER_TURN:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._left:
+            self._left -= 1
+            start()
+        else:
+            self._waiting.append(start)
+
+    def _next_turn(self) -> None:
+        self._left = STARTS_PER_TURN
+        for _ in range(min(len(self._waiting), STARTS_PER_TURN)):
+            self.add(self._waiting.popleft())
+
+
 class Connections:
     """The table of open connections, of which there are at most `limit`.
 
@@ -83,6 +112,8 @@ class Connections:
         """Limit on connections that have a request."""
         self.grace: float | None = None
         """Seconds in which a connection has to begin its last request; None until the server drains."""
+        self.starts = Starts()
+        """Starts of the requests of all connections."""
         self._interval = interval
         self._metrics = metrics
         self._log = log

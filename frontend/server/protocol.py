@@ -5,6 +5,7 @@ Its limits hold before a request reaches the app.
 
 import asyncio
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -83,6 +84,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Bytes that may still be discarded before the connection is closed."""
         self._running: RequestResponseCycle | None = None
         """Request that the app has; the last one to arrive is in `cycle`, and may wait in `pipeline`."""
+        self._is_probe = False
+        """True if the last request to arrive asks whether the server lives."""
         self._last: RequestResponseCycle | None = None
         """Request after whose answer the connection is closed, because the server drains."""
         self._deadline: float | None = None
@@ -181,7 +184,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_parsing(refusal.malformed(f"the request has {self._num_hosts} Host headers; send exactly one"))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parsing(refusal.too_many_pipelined(MAX_PIPELINED))
-        if not self._connections.claim(self) and not is_liveness_probe(self.parser.get_method(), self.url):
+        self._is_probe = is_liveness_probe(self.parser.get_method(), self.url)
+        if not self._connections.claim(self) and not self._is_probe:
             self._stop_parsing(refusal.too_busy(self._connections.max_requests))
         self._input = _Input.BODY
         self._unparsed = 0
@@ -217,7 +221,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._running = cycle
         if self._connections.grace is not None:
             self._announce_end()
-        super()._start_asgi_task(cycle, app)
+        start = partial(super()._start_asgi_task, cycle, app)
+        start() if self._is_probe and cycle is self.cycle else self._connections.starts.add(start)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

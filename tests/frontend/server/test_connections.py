@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
-from tandem.frontend.server.connections import Closed, Connections
+from tandem.frontend.server.connections import STARTS_PER_TURN, Closed, Connections, Starts
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 
 
@@ -182,3 +183,22 @@ def test_drain_checks_deadlines_and_ends_with_its_timeout() -> None:
         await table.wait_until_answered(0.0)
 
     asyncio.run(run())
+
+
+def test_a_few_requests_begin_in_each_turn_of_the_event_loop() -> None:
+    begun: list[int] = []
+    of_turns: list[int] = []
+
+    async def run() -> None:
+        starts = Starts()
+        for number in range(2 * STARTS_PER_TURN + 3):
+            starts.add(partial(begun.append, number))
+        while not of_turns or of_turns[-1] != len(begun):
+            of_turns.append(len(begun))
+            await asyncio.sleep(0)
+        starts.add(partial(begun.append, -1))
+        assert begun[-1] == -1, "none waits once all have begun"
+
+    asyncio.run(run())
+    assert begun == [*range(2 * STARTS_PER_TURN + 3), -1]
+    assert of_turns == [STARTS_PER_TURN, 2 * STARTS_PER_TURN, 2 * STARTS_PER_TURN + 3]
