@@ -64,26 +64,20 @@ def byte_splitk_kernel(
     rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
     left_ptr = weight_ptr + rows.to(tl.int64)[:, None] * K + begin * BLOCK_K + offs_k[None, :]
     right_ptr = x_ptr + begin * BLOCK_K + tokens[None, :] * K + offs_k[:, None]
-    scale_column = scale_ptr + (rows // 16) * STEPS
+    x_scale_column = x_scale_ptr + begin * x_scale_stride + tokens
+    scale_column = scale_ptr + (rows // 16) * STEPS + begin
     if WHOLE:
-        scale_column = scale_ptr + (first // 16) * STEPS
+        scale_column = scale_ptr + (first // 16) * STEPS + begin
     sums = tl.zeros([BLOCK_N, BLOCK_M], sum_dtype)
-    if BLOCKS:
-        later_scales = tl.load(scale_column + begin)
     wait_for_previous(PDL)
-    if BLOCKS:
-        later_x_scales = tl.load(x_scale_ptr + begin * x_scale_stride + tokens, mask=mask_m, other=0.0)
     for step in tl.range(0, PER, num_stages=STAGES):
         # Equal parts need no mask: the compiler drops one that is constant.
         within = True if STEPS % SPLIT == 0 else step < count
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m[None, :] & within, other=0.0)
         weights = tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0)
         if BLOCKS:
-            # Scales are loaded a step ahead: they are too small to be copied asynchronously.
-            scales, x_scales = later_scales, later_x_scales
-            later = tl.minimum(begin + step + 1, STEPS - 1)
-            later_scales = tl.load(scale_column + later)
-            later_x_scales = tl.load(x_scale_ptr + later * x_scale_stride + tokens, mask=mask_m, other=0.0)
+            x_scales = tl.load(x_scale_column + step * x_scale_stride, mask=mask_m & within, other=0.0)
+            scales = tl.load(scale_column + step, mask=within, other=0.0)
             if WHOLE:
                 sums += tl.dot(weights, vectors) * (x_scales * scales)[None, :]
             else:

@@ -123,7 +123,8 @@ def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTr
     block_k = 2 * _BLOCK_K if block_m < _LOW_M and scaling != "block" and inputs % (2 * _BLOCK_K) == 0 else _BLOCK_K
     stage_bytes = (block_m + block_n) * block_k
     stages = ceil_div(_LONE_BYTES, stage_bytes) if lone else _PAIRED_BYTES // stage_bytes
-    stages = min(stages, gpu.max_stages(stage_bytes, warpgroup=True))
+    # Scales of blocks are loaded with each step.
+    stages = min(stages, gpu.max_stages(stage_bytes + 4 * (block_m + block_n), warpgroup=True))
     plan = ByteGemmPlan(block_m, block_n, 1, stages, 4, block_k)
     split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
     return replace(plan, split=min(split, inputs // block_k))
