@@ -279,6 +279,7 @@ class Engine:
         for seq in updates.ended:
             assert seq.outcome is not None, f"ended without an outcome: {seq}"
             count_end(self.stats, seq, self.stages.clock())
+            self.control.key_limits.end(seq)
             if seq.compiling:
                 self.compiler.cancel(seq.id)
             self.mailbox.add_outcome(seq.client, seq.outcome)

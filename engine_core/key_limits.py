@@ -20,7 +20,7 @@ class KeyAccount:
     more than the limit when a request is taken; outputs of those that were taken come on top as they are generated.
     """
 
-    __slots__ = ("_ends", "_seconds", "max_concurrent", "open", "tokens_per_minute", "used")
+    __slots__ = ("_ends", "_num_ended", "_seconds", "max_concurrent", "open", "tokens_per_minute", "used")
 
     def __init__(self) -> None:
         self.max_concurrent = self.tokens_per_minute = 0
@@ -28,6 +28,8 @@ class KeyAccount:
         """Tokens of the last minute, as of the last `settle`."""
         self.open: dict[Sequence, tuple[int, int]] = {}
         """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
+        self._num_ended = 0
+        """Number of those that have ended since the last `settle`."""
         self._seconds: dict[int, int] = {}
         """Tokens by second, the oldest first."""
         self._ends: dict[int, tuple[int, int, float]] = {}
@@ -53,12 +55,16 @@ class KeyAccount:
         self.open[seq] = second, 0
         self._spend(second, charge(seq))
 
+    def note_end(self, seq: Sequence) -> None:
+        """Count a sequence as ended until the next `settle` forgets it."""
+        self._num_ended += seq in self.open
+
     def settle(self, now: float) -> None:
         """Forget sequences that have ended, and bring the count of tokens up to date.
 
         A prompt that no step has computed is given back.
         """
-        second, spent = int(now), 0
+        second, spent, self._num_ended = int(now), 0, 0
         for seq, (taken_in, counted) in list(self.open.items()):
             spent += seq.generated - counted
             if seq.outcome is None:
@@ -114,7 +120,7 @@ class KeyAccount:
         """Return what is left of the limits, as frontends tell it to clients."""
         limit = self.tokens_per_minute
         reset = max(self._seconds, default=int(now) - _KEPT_SECONDS) + _KEPT_SECONDS - now if limit else 0.0
-        num_open = len(self.open)
+        num_open = len(self.open) - self._num_ended
         num_free = max(self.max_concurrent - num_open, 0)
         until_ended = self.time_until_ended(num_open, now) if num_open and self.max_concurrent else 0.0
         return KeyUsage(name, self.max_concurrent, num_free, limit, max(self.left, 0), max(reset, 0.0), until_ended)
@@ -177,6 +183,11 @@ class KeyLimits:
         account, now = self._account(claim), self._clock()
         account.take(seq, now)
         self.news = account.usage(claim.name, now)
+
+    def end(self, seq: Sequence) -> None:
+        """Give back the place of a sequence that has ended."""
+        if (key := seq.submit.key) is not None and (account := self.accounts.get(key.name)) is not None:
+            account.note_end(seq)
 
     def take_news(self) -> KeyUsage | None:
         """Return the usage that a frontend has to learn, if there is one."""

@@ -332,3 +332,22 @@ def test_wait_for_a_place_follows_from_how_fast_the_key_ends_sequences() -> None
     clock.advance(100)
     limits.advance(clock())
     assert not limits.accounts
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_requests_one_after_another_have_all_places_but_their_own(aborts: bool) -> None:
+    """The place of a sequence is free as soon as its end is sent, before the account is settled."""
+    bench, key = Bench(2, pages=200), claim(concurrent=2)
+    bench.control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "test"))
+    for number in range(1, 5):
+        assert ask(bench.control, b"a", number, key) is None
+        news = bench.control.key_limits.take_news()
+        assert news is not None and news.remaining_requests == 1
+        if aborts:
+            bench.engine.tick()
+            bench.control.apply(b"a", Abort([number]))
+        while not bench.at_rest():
+            bench.engine.tick()
+    account = bench.control.key_limits.accounts["alice"]
+    account.settle(bench.clock())
+    assert (len(account.open), account._num_ended) == (0, 0)
