@@ -11,8 +11,11 @@ from tandem.frontend.config import FrontendConfig
 from tandem.frontend.server.paths import route_label
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import DEADLINE, RunningServer, get, post, until
+from tests.support.shared_frontend import shared_fixtures
 
 BODY = {"model": "fake-model", "prompt": "one", "max_tokens": 2}
+
+shared, engine, server = shared_fixtures()
 
 
 def test_every_response_has_a_request_id(server: RunningServer) -> None:
