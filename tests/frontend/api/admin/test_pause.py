@@ -7,7 +7,6 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.api.admin.pause import pause_body
-from tandem.frontend.config import FrontendConfig
 from tandem.protocol.commands import PAUSE_MODES, Pause, PauseMode
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Inspection
@@ -16,9 +15,12 @@ from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, get, open_stream, post, until
 from tests.frontend.server.test_openapi import answer_schema, described
+from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
 PAUSE, RESUME = "/admin/pause", "/admin/resume"
 RUNNING = {"is_paused": False, "status": "running", "mode": None, "new_requests": None}
+
+shared, engine, server = shared_fixtures()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,8 @@ def test_request_that_a_paused_engine_refuses_is_503_with_retry_after(
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_pause_routes_need_an_api_key_with_the_right_admin(engine: FakeEngine, config: FrontendConfig) -> None:
-    engine.start()
-    running = RunningServer(structs.replace(config, api_keys=("key",))).start().ready()
+def test_pause_routes_need_an_api_key_with_the_right_admin(engine: FakeEngine, shared: SharedFrontend) -> None:
+    running = RunningServer(structs.replace(shared.config, api_keys=("key",))).start().ready()
     try:
         assert [get(running.url + PAUSE).status_code, post(running.url + PAUSE).status_code] == [401, 401]
         assert post(running.url + RESUME).status_code == 401

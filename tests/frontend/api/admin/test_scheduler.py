@@ -25,9 +25,12 @@ from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import RunningServer, get, open_stream, post
 from tests.frontend.server.test_openapi import answer_schema, body_schema, described
 from tests.support.api_keys import make_key, write_keys
+from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
 PATH = "/admin/scheduler"
 LIMITS = Limits(max_rows=8, kv_tokens=64, page_size=16, max_step_tokens=64, max_waiting=9)
+
+shared, engine, server = shared_fixtures()
 
 
 def test_inspection_is_converted_to_json() -> None:
@@ -122,11 +125,10 @@ def test_unknown_policy_is_rejected(
 
 
 def test_scheduler_routes_need_an_api_key_with_the_right_admin(
-    engine: FakeEngine, config: FrontendConfig, tmp_path: Path
+    engine: FakeEngine, shared: SharedFrontend, tmp_path: Path
 ) -> None:
-    engine.start()
     file = write_keys(tmp_path / "keys.toml", make_key("root", rights=(Right.ADMIN,)))
-    running = RunningServer(structs.replace(config, api_keys=("key",), api_keys_file=file)).start().ready()
+    running = RunningServer(structs.replace(shared.config, api_keys=("key",), api_keys_file=file)).start().ready()
     try:
         assert get(running.url + PATH).status_code == 401
         assert post(running.url + PATH, json={"policy": "priority"}).status_code == 401
