@@ -222,18 +222,14 @@ class RaggedPlanner:
 
         Tiles without work follow them up to `num_tiles`. Return the tiles on the device, [N, TILE_WORDS] int32.
         """
-        lengths = np.array([span.length for span in spans], dtype=np.int32)
-        per_row = -(-lengths // self.queries)
-        span = np.repeat(np.arange(len(spans), dtype=np.int32), per_row)
-        total = len(span)
-        # Queries of its row that come before each tile.
-        before = (np.arange(total) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * self.queries
-        columns = np.array([(s.row, s.offset, s.start) for s in spans], dtype=np.int32).reshape(-1, 3)[span]
-        view = self.view[: max(total, num_tiles)]
-        view[:total, 0] = columns[:, 0]
-        view[:total, 1:3] = columns[:, 1:] + before[:, None]
-        view[:total, 3] = lengths[span] - before
-        view[total:] = 0
+        work = [
+            (span.row, span.offset + before, span.start + before, span.length - before)
+            for span in spans
+            for before in range(0, span.length, self.queries)
+        ]
+        view = self.view[: max(len(work), num_tiles)]
+        view[: len(work)] = np.array(work, dtype=np.int32).reshape(-1, TILE_WORDS)
+        view[len(work) :] = 0
         tiles = self.tiles[: len(view)]
         tiles.copy_(self.host[: len(view)], non_blocking=True)
         return tiles

@@ -75,6 +75,14 @@ class Packed:
         self.fields[name] = (start, length)
         self.total = start + length
 
+    def reserve(self, name: str, length: int) -> Ints:
+        """Append a field of zeros, and return it for writing."""
+        words = self.out[self.total : self.total + length]
+        words[:] = 0
+        self.fields[name] = (self.total, length)
+        self.total += length
+        return words
+
     def add_wide(self, name: str, values: NDArray[np.int64]) -> None:
         """Append a field of 64-bit integers.
 
@@ -143,24 +151,27 @@ def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) 
 
 
 def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None, places: int) -> Packed:
-    """Pack the tokens of a step of rows of any length, some of which may not sample."""
+    """Pack the tokens of a step of rows of any length, some of which may not sample.
+
+    Most rows are single tokens, which are written at once; the few others follow one by one.
+    """
     length = np.array([r.length for r in plan.rows], dtype=np.int32)
-    samples = np.array([r.samples for r in plan.rows], dtype=bool)
-    before = np.cumsum(length, dtype=np.int32) - length
-    first = before if bucket is None else _first_slots(length, bucket)
-    size = plan.total_tokens if bucket is None else sum(bucket)
-    within = np.arange(plan.total_tokens, dtype=np.int32) - np.repeat(before, length)
-    slots = np.repeat(first, length) + within
-    token_rows, positions = np.zeros((2, size), dtype=np.int32)
-    token_rows[slots] = np.repeat(row, length)
-    positions[slots] = np.repeat(np.where(length == 1, NEWEST, start), length) + within
     end = start + length
+    samples = np.array([r.samples for r in plan.rows], dtype=bool)
     packed = Packed(out, row[samples], end[samples] - 1, int(end.max()))
-    packed.add("token_rows", token_rows)
-    packed.add("positions", positions)
-    sample_index = np.full(max(places, len(packed.sample_rows)), -1, dtype=np.int32)
+    several = np.flatnonzero(length > 1).tolist()
+    first = _first_slots(plan, length, several, bucket)
+    size = plan.total_tokens if bucket is None else sum(bucket)
+    token_rows, positions = packed.reserve("token_rows", size), packed.reserve("positions", size)
+    token_rows[first] = row
+    positions[first] = NEWEST
+    for index in several:
+        r, slot = plan.rows[index], int(first[index])
+        token_rows[slot : slot + r.length] = r.row
+        positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
+    sample_index = packed.reserve("sample_index", max(places, len(packed.sample_rows)))
     sample_index[: len(packed.sample_rows)] = (first + length - 1)[samples]
-    packed.add("sample_index", sample_index)
+    sample_index[len(packed.sample_rows) :] = -1
     packed.add("sample_rows", packed.sample_rows)
     if any(r.targets for r in plan.rows):
         targets = [np.frombuffer(r.targets, dtype=np.int32) for r in plan.rows]
@@ -170,14 +181,19 @@ def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: Graph
     return packed
 
 
-def _first_slots(length: Ints, bucket: GraphBucket) -> Ints:
+def _first_slots(plan: StepPlan, length: Ints, several: list[int], bucket: GraphBucket | None) -> Ints:
     """Return the first slot of each row.
 
-    Single tokens come first, then the tokens of longer rows.
+    In a bucket single tokens come first, then the tokens of longer rows, which are those in `several`.
     """
-    single = length == 1
-    long_before = np.cumsum(np.where(single, 0, length), dtype=np.int32) - length
-    return np.where(single, np.cumsum(single, dtype=np.int32) - 1, bucket.num_decode_tokens + long_before)
+    if bucket is None:
+        return np.cumsum(length, dtype=np.int32) - length
+    first = np.cumsum(length == 1, dtype=np.int32) - 1
+    slot = bucket.num_decode_tokens
+    for index in several:
+        first[index] = slot
+        slot += plan.rows[index].length
+    return first
 
 
 def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packed) -> None:
