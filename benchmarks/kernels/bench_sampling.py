@@ -2,7 +2,7 @@
 
 The time that reading the logits once would take is the bound.
 
-python -m benchmarks.kernels.bench_sampling [--vocab 128256] [--batches 1,8,64,256]
+python -m benchmarks.kernels.bench_sampling [--vocab 128256] [--batches 1,8,64,256] [--history 448]
 """
 
 import argparse
@@ -23,7 +23,8 @@ from tandem.protocol.params import SAMPLING_FIELDS
 
 BANDWIDTH = 4.385e12
 """Measured read bandwidth of an H200, in bytes/s."""
-MAX_LEN = 4096
+LEAST_LEN = 4096
+"""Positions of a row in the token table, unless the history is longer."""
 Parameters = dict[str, float]
 CASES: dict[str, tuple[Mode, Parameters, float]] = {
     "greedy": (Mode.GREEDY, {}, 1.0),
@@ -40,10 +41,12 @@ CASES: dict[str, tuple[Mode, Parameters, float]] = {
 """Mode, parameters of all rows, and the standard deviation of the logits."""
 
 
-def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler, Callable[[Tensor], SamplingBatch]]:
+def build(
+    batch: int, vocab: int, history: int, parameters: Parameters
+) -> tuple[TritonSampler, Callable[[Tensor], SamplingBatch]]:
     """Make a sampler, and the function that makes a batch of logits.
 
-    The sampler has a row for each row of the batch.
+    The sampler has a row for each row of the batch. history: tokens of each row.
     """
     rows = batch + 1
     ints = torch.zeros(rows, len(INT_COLUMNS), dtype=torch.int64, device="cuda")
@@ -51,7 +54,7 @@ def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler
     ints[:, INT_COLUMNS.index("top_k")] = int(parameters.get("top_k", 0))
     values = {field.name: field.neutral for field in SAMPLING_FIELDS} | {"temperature": 0.8} | parameters
     tables = SamplingTables(
-        tokens=torch.randint(0, vocab, (rows, MAX_LEN), dtype=torch.int32, device="cuda"),
+        tokens=torch.randint(0, vocab, (rows, max(LEAST_LEN, history + 2)), dtype=torch.int32, device="cuda"),
         ints=ints,
         floats=torch.tensor([[values[name] for name in FLOAT_COLUMNS]] * rows, device="cuda"),
         bias=torch.full((2, rows, 512), -1, dtype=torch.int32, device="cuda"),
@@ -59,7 +62,7 @@ def build(batch: int, vocab: int, parameters: Parameters) -> tuple[TritonSampler
         lengths=torch.ones(rows, dtype=torch.int32, device="cuda"),
     )
     index = torch.arange(1, rows, dtype=torch.int32, device="cuda")
-    positions, sampled = index * 0 + 448, index * 0
+    positions, sampled = index * 0 + history, index * 0
     sampler = TritonSampler.allocate(tables, vocab, batch, read_gpu_traits().pdl)
     return sampler, lambda logits: SamplingBatch(logits, index, positions, sampled)
 
@@ -74,7 +77,7 @@ def microseconds(call: Callable[[int], object], sets: int) -> float:
     return graph_seconds(call_all, replays=30) * 1e6 / sets
 
 
-def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
+def measure(batch: int, vocab: int, history: int, dtype: torch.dtype) -> dict[str, float]:
     """Return the time of each case, in microseconds per step.
 
     The logits rotate among several sets, as a step finds them in the L2 cache.
@@ -82,7 +85,7 @@ def measure(batch: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
     sets = 4
     found = {"bound": batch * vocab * dtype.itemsize / BANDWIDTH * 1e6}
     for name, (mode, parameters, scale) in CASES.items():
-        sampler, batch_of = build(batch, vocab, parameters)
+        sampler, batch_of = build(batch, vocab, history, parameters)
         logits = [(torch.randn(batch, vocab, device="cuda") * scale).to(dtype) for _ in range(sets)]
         batches = [batch_of(each) for each in logits]
         found[name] = microseconds(partial(launch, sampler, mode, batches), sets)
@@ -109,10 +112,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--history", type=int, default=448, help="tokens of each row, which penalties read")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
     batches = [int(value) for value in options.batches.split(",")]
-    figures = {batch: measure(batch, options.vocab, getattr(torch, options.dtype)) for batch in batches}
+    figures = {
+        batch: measure(batch, options.vocab, options.history, getattr(torch, options.dtype)) for batch in batches
+    }
     save("bench_sampling", vars(options) | {"gpu": torch.cuda.get_device_name()}, figures)
     print(f"{'us a step':32}" + "".join(f"{f'B={batch}':>9}" for batch in batches))
     for name in figures[batches[0]]:

@@ -7,6 +7,7 @@ from tandem.engine_core.kernels.reference.sampling import logprob_records
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.sampling.sampler import Mode
 from tests.support.sampling_case import (
+    REPETITION,
     TEMPERATURE,
     Case,
     ask_everything,
@@ -68,6 +69,16 @@ def test_full_sampling_equals_the_oracle(vocab: int, masked: bool) -> None:
     if masked:
         generator = torch.Generator().manual_seed(3)
         case.allowed = torch.randint(-(2**31), 2**31, (48, -(-vocab // 32)), generator=generator).int()
+    check_full(case.to("cuda"))
+
+
+@pytest.mark.parametrize("batch", [1, 24])
+def test_penalties_of_histories_of_128k_equal_the_oracle(batch: int) -> None:
+    case = make_case(batch, 128256, 7, max_len=131072)
+    ask_everything(case)
+    case.floats[:, REPETITION] = 1.1
+    case.positions[0] = 131070
+    truncations(case, [0, 40, 0], [0.9, 0.95, 1.0], [0.0])
     check_full(case.to("cuda"))
 
 

@@ -34,10 +34,11 @@ BIASED = tl.constexpr(1 << 28)
 """Bit of a mark: the token has a bias."""
 COUNT = tl.constexpr((1 << 28) - 1)
 """Bits of a mark: number of times that the output holds the token."""
-HISTORY_PARTS = 8
-"""Programs that share the history of a row."""
 MARK_BLOCK = 1024
 """Tokens of the history that a program marks at a time."""
+FEWEST_PARTS, MARK_PROGRAMS = 8, 2048
+"""Programs that share the history of a row at least, and of all rows together beyond that: as many as a large GPU runs
+at once."""
 
 
 @triton.jit
@@ -60,7 +61,6 @@ def _mark_kernel(
     NUM_BIASES: tl.constexpr,
     NUM_ENDS: tl.constexpr,
     ENDS_PAD: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PDL: tl.constexpr,
@@ -78,7 +78,7 @@ def _mark_kernel(
     total = tl.load(positions_ptr + index) + 1
     prompt = tl.load(ints_ptr + row * NUM_INTS + PROMPT_LEN)
     if penalizes:
-        for first in range(part * BLOCK, total, NUM_PARTS * BLOCK):
+        for first in range(part * BLOCK, total, tl.num_programs(0) * BLOCK):
             positions = first + tl.arange(0, BLOCK)
             ids = tl.load(tokens_ptr + row * token_stride + positions, mask=positions < total, other=-1)
             valid = (ids >= 0) & (ids < vocab)
@@ -182,13 +182,23 @@ def _adjust_kernel(
         tl.store(peaks_ptr + (index * tiles + tile) * groups + tl.arange(0, groups), tops)
 
 
+def history_parts(rows: int, max_len: int) -> int:
+    """Return the number of programs that share the history of a row, a power of two.
+
+    A program marks one block after the other, so that few rows with long histories take more programs; those of a
+    history that is short only look at its length. rows: that are sampled from; max_len: longest history.
+    """
+    most = min(max_len // MARK_BLOCK, MARK_PROGRAMS // rows)
+    return FEWEST_PARTS if most <= FEWEST_PARTS else 1 << (most.bit_length() - 1)
+
+
 def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Mark each row's tokens with the adjustments that apply to them.
 
     Writes `marks`, the biases into `adjusted`, and `touched`.
     """
-    ends = tables.suppressed.shape[1]
-    _mark_kernel[(HISTORY_PARTS, len(batch.rows))](
+    ends, parts = tables.suppressed.shape[1], history_parts(len(batch.rows), tables.tokens.shape[1])
+    _mark_kernel[(parts, len(batch.rows))](
         batch.rows,
         batch.positions,
         tables.tokens,
@@ -207,7 +217,6 @@ def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch)
         NUM_BIASES=tables.bias.shape[2],
         NUM_ENDS=ends,
         ENDS_PAD=triton.next_power_of_2(ends),
-        NUM_PARTS=HISTORY_PARTS,
         BLOCK=MARK_BLOCK,
         HAS_MASK=batch.allowed is not None,
         **scratch.launch_options(4),
