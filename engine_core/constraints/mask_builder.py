@@ -13,7 +13,7 @@ from llguidance import LLExecutor
 from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
-from tandem.engine_core.constraints.mask_budget import MaskBudget
+from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.stats import EngineStats
 
@@ -50,8 +50,11 @@ class MaskBuilder:
         that masks take; cpu_clock: CPU time in seconds of the calling thread.
         """
         self.executor = executor
-        self._end_words = np.array(end_ids, dtype=np.int64) // 32
-        self._end_bits = np.int32(1) << (np.array(end_ids, dtype=np.int32) % 32)
+        # Several end ids may share a word.
+        self._end_words = np.unique(np.array(end_ids, dtype=np.int64) // 32)
+        self._end_bits = np.zeros(len(self._end_words), dtype=np.int32)
+        for token in end_ids:
+            self._end_bits[self._end_words == token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
         self.stats = stats
         self.clock = clock
         self.cpu_clock = cpu_clock
@@ -86,11 +89,13 @@ class MaskBuilder:
         before = self.cpu_clock()
         for constraint, index in pairs:
             assert 0 <= index < len(out), f"mask {index} of {len(out)}"
-            if self._is_overdrawn(constraint, index, out):
+            cost = constraint.cost
+            if (cost.debt or constraint.overdrawn) and self._is_overdrawn(constraint, index, out):
                 continue
             constraint.matcher.unsafe_compute_mask_ptr(address + index * size, size)
             after = self.cpu_clock()
-            constraint.overdrawn = self._budget.charge(constraint.cost, after - before)
+            if cost.debt or after - before > FREE_SECONDS:  # Most masks have nothing to charge or to pay off.
+                constraint.overdrawn = self._budget.charge(cost, after - before)
             before = after
 
     def _is_overdrawn(self, constraint: GrammarConstraint, index: int, out: Ints) -> bool:
@@ -133,9 +138,12 @@ class MaskBuilder:
         """
         # Most masks of a step hold no end id, and testing a few words of all of them at once is cheap.
         rows = np.array(indices)
-        may_end = (out[rows[:, None], self._end_words] & self._end_bits).any(axis=1)
-        for mask in (out[index] for index in rows[may_end]):
-            kept = mask.copy()
-            np.bitwise_and.at(kept, self._end_words, ~self._end_bits)
-            if kept.any():
-                mask[:] = kept
+        found = out[rows[:, None], self._end_words]
+        may_end = (found & self._end_bits).any(axis=1)
+        if not may_end.any():
+            return
+        rows, found = rows[may_end], found[may_end]
+        out[rows[:, None], self._end_words] = found & ~self._end_bits
+        for index, words in zip(rows.tolist(), found, strict=True):
+            if not out[index].any():
+                out[index, self._end_words] = words
