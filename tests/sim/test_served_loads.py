@@ -11,6 +11,7 @@ LOADS = {
     "64 streams, large model": (ServedLoad(LARGE, 64, (256, 256), (128, 128), 6), 60.0, 28.0),
     "256 streams, large model": (ServedLoad(LARGE, 256, (256, 256), (128, 128), 6), 80.0, 29.0),
     "32 streams, long prompts, large model": (ServedLoad(LARGE, 32, (4096, 4096), (256, 256), 6), 250.0, 30.0),
+    "16 streams, documents, large model": (ServedLoad(LARGE, 16, (2048, 2048), (64, 64), 6), 300.0, 20.0),
 }
 """Loads, each with the most that half of its first tokens and 99 of 100 later ones may wait, in milliseconds."""
 LARGE_LOADS = {
@@ -43,3 +44,11 @@ def test_most_rows_decode_whatever_a_step_with_prompts_costs(prompts: float) -> 
     device = structs.replace(LARGE, prompts=prompts)
     figures = LoadRun(ServedLoad(device, 64, (256, 256), (128, 128), 6, max_rows=64)).run()
     assert figures.decoding > 0.85 * 64
+
+
+@pytest.mark.parametrize("streams", [16, 64])
+def test_a_longer_limit_starts_streams_earlier_and_a_shorter_one_disturbs_less(streams: int) -> None:
+    load = ServedLoad(LARGE, streams, (1024, 1024), (64, 128), 3)
+    short, long = LoadRun(load, max_itl=15.0).run(), LoadRun(load, max_itl=60.0).run()
+    assert short.itl < 15.0 + 1.0 < long.itl < 60.0 + 1.0, "the host takes less than a millisecond beside a step"
+    assert long.ttft < short.ttft

@@ -1,24 +1,30 @@
 """A scheduler under the load of many streams, on a device of simulated time.
 
-Two steps are in flight, as on cuda. The device takes what was measured of an H200: its products by positions, reads of
-keys and values, pairs of attention, and more for a step with prompts. The table of the planner lacks all but the first,
-as one of padded steps does, and every eighth step corrects it.
+Two steps are in flight, as on cuda. A step takes what steps of its captured size took on an H200, and what attention
+adds: reads of keys and values of the rows that decode, and for prompts tiles of positions, each of which one
+multiprocessor takes through all that it attends to. So a chunk of a tile takes as long as one that fills the device.
+The table of the planner lacks attention, as one of padded steps does, and every eighth step corrects it.
 """
 
 import random
 from bisect import bisect_left
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
+from math import gcd
 
 from msgspec import Struct
 
 from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.graph_sizes import GRAPH_ROWS, GRAPH_TOKENS, MIXED_GRAPH_ROWS, MIXED_GRAPH_TOKENS
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
 from tests.support.scheduling import new, sequence
+from tests.support.step_tables import LLAMA_1B, LLAMA_8B, ROWS, StepTable
 
+HEADS, MULTIPROCESSORS = 32, 132
 TIMED = 8
 """One step in so many corrects the table."""
 Step = tuple[StepPlan, float, float]
@@ -28,25 +34,48 @@ Step = tuple[StepPlan, float, float]
 class SimulatedDevice(Struct, frozen=True):
     """Durations of a device's steps in milliseconds."""
 
-    products: tuple[float, ...]
-    """Products of a step of 1, 64, 128, 256, 512, 1,024, 2,048 and 8,192 positions."""
-    row: float
-    token: float
+    steps: StepTable
     context: float
     """For each position that a decoding row attends to."""
-    pair: float
-    prompts: float
-    """What a step with prompts takes beyond its positions."""
+    layers: int
+    tile: int
+    """Positions of a prompt that a multiprocessor takes at once, for one of `HEADS`."""
+    attended: float
+    """For each position that such a tile attends to, in one layer."""
+    row: float
+    """For each row beyond those of the table."""
     share: AttentionShare
-    fixed: float = 0.25
+    prompts: float = 0.0
+    """What a step with prompts takes beyond the table."""
+    fixed: float = 0.05
 
     def base(self, rows: int, tokens: int) -> float:
         """Return the duration of a step that attends to nothing."""
-        sizes, total = (1, 64, 128, 256, 512, 1024, 2048, 8192), rows + tokens
-        above = min(max(1, bisect_left(sizes, total)), len(sizes) - 1)
-        (small, large), (fast, slow) = sizes[above - 1 : above + 1], self.products[above - 1 : above + 1]
-        products = fast + (slow - fast) * (total - small) / (large - small)
-        return products + self.fixed + self.row * rows + self.token * tokens + self.prompts * bool(tokens)
+        known, beyond = self.steps.by_size(), max(0, rows - ROWS[-1])
+        rows -= beyond
+        if not tokens:
+            return (
+                self.fixed
+                + self.row * beyond
+                + _between({size: ms for (size, none), ms in known.items() if not none}, rows)
+            )
+        by_tokens = {
+            size: _between({count: ms for (count, of), ms in known.items() if of == size}, rows)
+            for _, size in known
+            if size
+        }
+        return self.fixed + self.prompts + self.row * beyond + _between(by_tokens, tokens)
+
+    def attention(self, prompts: Iterable[tuple[int, int]]) -> float:
+        """Return what the attention of prompts takes. prompts: start and length of each."""
+        ends = [
+            start + min(length, first + self.tile) for start, length in prompts for first in range(0, length, self.tile)
+        ]
+        busy = [0] * (MULTIPROCESSORS // gcd(MULTIPROCESSORS, HEADS))
+        for end in sorted(ends, reverse=True):
+            for _ in range(HEADS // gcd(MULTIPROCESSORS, HEADS)):
+                heapreplace(busy, busy[0] + end)
+        return self.layers * self.attended * max(busy)
 
     def table(self, rows: Items[int], mixed_rows: Items[int]) -> dict[tuple[int, int], float]:
         """Return the table of captured sizes. mixed_rows: those captured beside prompts."""
@@ -56,13 +85,19 @@ class SimulatedDevice(Struct, frozen=True):
         return {size: self.base(*size) for size in sizes}
 
 
-SMALL = SimulatedDevice(
-    (0.5, 0.55, 0.62, 0.8, 1.3, 2.4, 4.6, 18.4), 0.0035, 0.0008, 8.2e-6, 3.3e-7, 0.9, AttentionShare(1.3e-5, 5.3e-5)
-)
+def _between(points: dict[int, float], at: int) -> float:
+    """Return the value on the line between the points beside `at`; beyond the last it grows in proportion."""
+    sizes = sorted(points)
+    if at >= sizes[-1]:
+        return points[sizes[-1]] * max(1.0, at / max(1, sizes[-1]))
+    above = max(1, bisect_left(sizes, at))
+    small, large = sizes[above - 1], sizes[above]
+    return points[small] + (points[large] - points[small]) * max(0, at - small) / (large - small)
+
+
+SMALL = SimulatedDevice(LLAMA_1B, 8.3e-6, 16, 192, 1.39e-5, 0.003, AttentionShare(1.3e-5, 5.3e-5))
 """A model of 1 billion weights."""
-LARGE = SimulatedDevice(
-    (3.83, 4.03, 4.41, 5.8, 9.8, 20.4, 41.8, 168.0), 0.006, 0.0012, 3.3e-5, 1.05e-6, 3.2, AttentionShare(8.2e-6, 3.3e-5)
-)
+LARGE = SimulatedDevice(LLAMA_8B, 3.4e-5, 32, 128, 1.65e-5, 0.012, AttentionShare(8.2e-6, 3.3e-5))
 """A model of 8 billion weights."""
 
 
@@ -93,20 +128,23 @@ class Figures(Struct):
 class LoadRun:
     """One run of a load."""
 
-    def __init__(self, load: ServedLoad, by_time: bool = True) -> None:
+    def __init__(self, load: ServedLoad, by_time: bool = True, max_itl: float | None = None) -> None:
         """Start with every stream's first request on its way.
 
-        by_time: False to limit prompts by 256 positions each and 2,048 in all, instead of by time.
+        by_time: False to limit prompts by 256 positions each and 2,048 in all, instead of by time; max_itl: as
+        the flag.
         """
         self.load = load
         self.rows = [count for count in GRAPH_ROWS if count <= load.max_rows]
         self.mixed_rows = [count for count in MIXED_GRAPH_ROWS if count <= load.max_rows]
         table = load.device.table(self.rows, self.mixed_rows)
+        self._base = table
         self.costs = StepCosts(table if by_time else {}, load.device.share)
         step, chunk = (8192, 8192) if by_time else (2048, 256)
         self.scheduler: Scheduler = new(
-            load.max_rows, 60_000, step, chunk, load.streams, page_size=16, cache=False, costs=self.costs
-        )
+            load.max_rows, 60_000, step, chunk, load.streams, page_size=16, cache=False, costs=self.costs,
+            max_itl=max_itl, prompts=MAX_PROMPTS,
+        )  # fmt: skip
         self._random = random.Random(0)
         self._now = self._device_free = 0.0
         self._arriving: list[tuple[float, int, int]] = []
@@ -163,22 +201,24 @@ class LoadRun:
         self.scheduler.on_launch(plan)
         work = StepWork.of(plan.rows)
         self._decoding.append(work.rows)
-        milliseconds = self._milliseconds(work, len(plan.rows) - work.rows)
-        self._now += 0.25 + 0.0015 * len(plan.rows)
+        milliseconds = self._milliseconds(work, [(row.start, row.length) for row in plan.rows if row.length > 1])
+        self._now += 0.35 + 0.0015 * len(plan.rows) + bool(work.tokens)
         self._device_free = max(self._device_free, self._now) + milliseconds
         return plan, self._device_free, milliseconds
 
-    def _milliseconds(self, work: StepWork, prompts: int) -> float:
+    def _milliseconds(self, work: StepWork, prompts: Items[tuple[int, int]]) -> float:
         """Return how long the device takes for a step: for the captured size that holds it, else as it is, eagerly."""
         device, rows, tokens, eager = self.load.device, work.rows, work.tokens, 0.0
         if not tokens:
             rows = self.rows[bisect_left(self.rows, rows)]
-        elif prompts <= 64 and (not rows or tokens <= MIXED_GRAPH_TOKENS):
+        elif not rows or tokens <= MIXED_GRAPH_TOKENS:
             rows = self.mixed_rows[bisect_left(self.mixed_rows, rows)]
             tokens = GRAPH_TOKENS[bisect_left(GRAPH_TOKENS, tokens)]
         else:
             eager = 1.5
-        return device.base(rows, tokens) + eager + work.context * device.context + work.pairs * device.pair
+        size = rows, tokens
+        base = self._base[size] if size in self._base else device.base(rows, tokens)
+        return base + eager + work.context * device.context + device.attention(prompts)
 
     def _commit(self, plan: StepPlan, end: float, milliseconds: float) -> None:
         self._now = max(self._now, end)
@@ -186,7 +226,7 @@ class LoadRun:
         measured = milliseconds if plan.step_id % TIMED == 0 else 0.0
         result = StepResult([int(row.samples) for row in plan.rows], [10] * len(sampled), milliseconds=measured)
         updates = self.scheduler.commit(plan, result)
-        self._now += 0.1 + 0.001 * len(plan.rows)
+        self._now += 0.2 + 0.001 * len(plan.rows)
         for number in sampled:
             if number in self._last:
                 self._itl.append(self._now - self._last[number])
