@@ -127,6 +127,7 @@ class FakeEngine:
         for name, value in vars(FakeEngine(self.endpoint)).items():
             if not name.startswith("_") and name not in ("epoch", "facts", "stats"):
                 setattr(self, name, value)
+        self.stats.paused = 0  # as `pause`, which is None now
 
     @property
     def num_running(self) -> int:
