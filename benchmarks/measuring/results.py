@@ -43,8 +43,16 @@ def origin() -> dict[str, Any]:
 
 
 def save(name: str, config: dict[str, Any], figures: Any) -> Path:
-    """Write `benchmarks/results/NAME.json` and return its path."""
-    RESULTS.mkdir(exist_ok=True)
+    """Write `benchmarks/results/NAME.json` and return its path.
+
+    Where that cannot be written, print what it would hold and exit: a measurement may have taken hours.
+    """
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"origin": origin(), "config": config, "figures": figures}, indent=1) + "\n")
+    text = json.dumps({"origin": origin(), "config": config, "figures": figures}, indent=1)
+    try:
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    except OSError as error:
+        print(text)
+        sys.exit(f"{path} cannot be written ({error.strerror}); its text is printed above")
     return path
