@@ -14,9 +14,9 @@ Only in steps that need them:
     mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything.
     score_index, targets [P]: indices of the scored positions among the T tokens, and the tokens that follow them.
     record_index [R]: samples whose log-probabilities are wanted, added by the runtime.
-    upload_index, upload_tokens [U]: new tokens, at indices of the flat token table.
-    length_rows, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
-    page_index, pages [G]: new pages, at indices of the flat page table.
+    upload_index [U] int64, upload_tokens [U]: new tokens, at indices of the flat token table.
+    length_rows [L] int64, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
+    page_index [G] int64, pages [G]: new pages, at indices of the flat page table.
     ints [A * INT_COLUMNS] int64, floats [A * FLOAT_COLUMNS], suppressed [A * MAX_SUPPRESSED]: parameters of A admitted
         rows, as in the sampling tables.
     bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table, if any row has one.
@@ -106,8 +106,8 @@ def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> i
 
     pages: entries of page tables that it can bring; uploads: tokens that it can bring beyond those that it computes.
     """
-    admissions = max_rows * (2 * len(INT_COLUMNS) + len(FLOAT_COLUMNS) + MAX_SUPPRESSED + 3 * MAX_LOGIT_BIAS) + 1
-    return 6 * max_step_tokens + 2 * (uploads + pages) + 8 * max_rows + admissions
+    admissions = max_rows * (2 * len(INT_COLUMNS) + len(FLOAT_COLUMNS) + MAX_SUPPRESSED + 3 * MAX_LOGIT_BIAS)
+    return 7 * max_step_tokens + 3 * (uploads + pages) + 9 * max_rows + admissions + 4
 
 
 def pack(
@@ -213,14 +213,14 @@ def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packe
             index += range(first, first + len(r.new_pages))
             pages += r.new_pages
     if tokens:
-        ranges = [np.arange(first, first + len(ids), dtype=np.int32) for first, ids in zip(starts, tokens, strict=True)]
-        packed.add("upload_index", np.concatenate(ranges))
+        ranges = [np.arange(first, first + len(ids), dtype=np.int64) for first, ids in zip(starts, tokens, strict=True)]
+        packed.add_wide("upload_index", np.concatenate(ranges))
         packed.add("upload_tokens", np.concatenate(tokens))
-        rows, known = np.array(lengths, np.int32).T
-        packed.add("length_rows", rows)
-        packed.add("lengths", known)
+        rows, known = np.array(lengths, np.int64).T
+        packed.add_wide("length_rows", np.ascontiguousarray(rows))
+        packed.add("lengths", known.astype(np.int32))
     if pages:
-        packed.add("page_index", np.array(index, np.int32))
+        packed.add_wide("page_index", np.array(index, np.int64))
         packed.add("pages", np.array(pages, np.int32))
 
 

@@ -23,13 +23,11 @@ class DeviceTables:
     Launches that bring updates write them in stream order; every forward pass and sampling reads them.
     """
 
-    def __init__(self, pages: Tensor, sampling: SamplingTables, page_scratch: Tensor) -> None:
+    def __init__(self, pages: Tensor, sampling: SamplingTables) -> None:
         self.pages = pages
         """Page table, [rows, pages_per_row] int32."""
         self.sampling = sampling
         """Tables that sampling reads, the tokens among them."""
-        self.page_scratch = page_scratch
-        """[4 * rows] int64: new pages of a decode step are written without an allocation (I7)."""
         self.needs = np.zeros(len(sampling.tokens), dtype=np.uint8)
         """[rows] on the host: the bits of what sampling each row needs, as `needs_of` returns them."""
         self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
@@ -55,7 +53,7 @@ class DeviceTables:
             suppressed=zeros(rows, MAX_SUPPRESSED),
             lengths=torch.ones(rows, dtype=torch.int32, device=device),
         )
-        return cls(zeros(rows, pages_per_row), sampling, zeros(4 * rows, dtype=torch.int64))
+        return cls(zeros(rows, pages_per_row), sampling)
 
     @property
     def tokens(self) -> Tensor:
@@ -70,19 +68,17 @@ class DeviceTables:
             self.scored[a.row] = a.logprobs
 
     def apply(self, inputs: Tensor, packed: Packed) -> None:
-        """Write a step's updates into the tables, from its packed inputs on the device."""
+        """Write a step's updates into the tables, from its packed inputs on the device.
+
+        Tokens and pages are written without an allocation (I7).
+        """
         if "upload_index" in packed.fields:
-            _scatter(self.tokens, field(inputs, packed, "upload_index"), field(inputs, packed, "upload_tokens"))
-            _scatter(self.sampling.lengths, field(inputs, packed, "length_rows"), field(inputs, packed, "lengths"))
+            _scatter(self.tokens, wide_field(inputs, packed, "upload_index"), field(inputs, packed, "upload_tokens"))
+            _scatter(self.sampling.lengths, wide_field(inputs, packed, "length_rows"), field(inputs, packed, "lengths"))
         if "page_index" in packed.fields:
-            self._write_pages(field(inputs, packed, "page_index"), field(inputs, packed, "pages"))
+            _scatter(self.pages, wide_field(inputs, packed, "page_index"), field(inputs, packed, "pages"))
         if "ints" in packed.fields:
             self._admit(inputs, packed)
-
-    def _write_pages(self, index: Tensor, pages: Tensor) -> None:
-        scratch = self.page_scratch[: len(index)]
-        wide = torch.add(index, 0, out=scratch) if len(scratch) == len(index) else index.long()
-        self.pages.view(-1).index_copy_(0, wide, pages)
 
     def _admit(self, inputs: Tensor, packed: Packed) -> None:
         """Write the parameters of admitted rows.
@@ -90,7 +86,7 @@ class DeviceTables:
         The fewer operations, the sooner the step starts.
         """
         table, columns = self.sampling, len(INT_COLUMNS)
-        ints = field(inputs, packed, "ints").view(torch.int64).view(-1, columns)
+        ints = wide_field(inputs, packed, "ints").view(-1, columns)
         rows = ints[:, 0]
         table.ints.index_copy_(0, rows, ints)
         floats = field(inputs, packed, "floats").view(torch.float32)
@@ -112,7 +108,7 @@ class DeviceTables:
             # Before the writes: one for which there is too little memory may leave a part, which the row's next
             # sequence has to clear.
             self.biased[packed.read("bias_index") // MAX_LOGIT_BIAS] = True
-            index = field(inputs, packed, "bias_index")
+            index = field(inputs, packed, "bias_index").long()
             _scatter(ids, index, field(inputs, packed, "bias_ids"))
             _scatter(values, index, field(inputs, packed, "biases"))
 
@@ -155,5 +151,10 @@ def field(inputs: Tensor, packed: Packed, name: str) -> Tensor:
     return inputs[offset : offset + length]
 
 
+def wide_field(inputs: Tensor, packed: Packed, name: str) -> Tensor:
+    """Return a view of one field of 64-bit integers, int64."""
+    return field(inputs, packed, name).view(torch.int64)
+
+
 def _scatter(table: Tensor, index: Tensor, values: Tensor) -> None:
-    table.view(-1).index_copy_(0, index.long(), values)
+    table.view(-1).index_copy_(0, index, values)

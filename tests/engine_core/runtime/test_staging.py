@@ -79,6 +79,15 @@ def signed(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
+def wide(value: int) -> list[int]:
+    """The two words of a 64-bit integer."""
+    return [signed(value % 2**32), value >> 32]
+
+
+WIDE = ("upload_index", "length_rows", "page_index", "ints")
+"""Fields of 64-bit integers, each at an even place."""
+
+
 def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in ("token_rows", "positions", "sample_index")}
     fields["sample_rows"] = []
@@ -99,13 +108,13 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
             fields["sample_rows"].append(row.row)
             places.append(1 + max(places, default=0) if row.constrained else 0)
         for index, token in enumerate(unpack_ids(row.tokens)):
-            uploads["upload_index"].append(row.row * MAX_LEN + row.start - row.skipped + index)
+            uploads["upload_index"] += wide(row.row * MAX_LEN + row.start - row.skipped + index)
             uploads["upload_tokens"].append(token)
         if row.tokens:
-            uploads["length_rows"].append(row.row)
+            uploads["length_rows"] += wide(row.row)
             uploads["lengths"].append(row.end)
         for index, page in enumerate(row.new_pages):
-            pages["page_index"].append(row.row * PAGES_PER_ROW + row.first_page + index)
+            pages["page_index"] += wide(row.row * PAGES_PER_ROW + row.first_page + index)
             pages["pages"].append(page)
     if targets:
         fields |= {"score_index": scored, "targets": targets}
@@ -123,7 +132,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
     for a in plan.admitted:
         p = a.params
         for value in (a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed, p.top_k):
-            fields["ints"] += [signed(value % 2**32), value >> 32]
+            fields["ints"] += wide(value)
         floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         fields["floats"] += [bits(value) for value in floats]
         for index, (token, value) in enumerate(
@@ -146,8 +155,8 @@ def test_every_field_of_an_eager_step_equals_the_reference(plan: StepPlan) -> No
     assert (out[packed.total :] == -77).all(), "nothing is written past the end"
     places = {place for place in packed.fields.values() if place[1]}
     gaps = packed.total - sum(length for _, length in places)
-    assert gaps <= ("ints" in found), "the fields fill it without a gap, but before integers of 64 bits"
-    assert packed.fields.get("ints", (0, 0))[0] % 2 == 0
+    assert gaps <= sum(name in found for name in WIDE), "the fields fill it without a gap, but before 64-bit integers"
+    assert not any(packed.fields.get(name, (0, 0))[0] % 2 for name in WIDE)
     assert packed.sample_rows.tolist() == found["sample_rows"]
     assert packed.sample_positions.tolist() == [row.end - 1 for row in plan.rows if row.samples]
     assert packed.longest == max(row.end for row in plan.rows)
@@ -248,7 +257,7 @@ def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
     assert plan.is_unconstrained_decode
     out = np.zeros(100, dtype=np.int32)
     packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
-    assert out[: packed.total].tolist() == [1, 2, 0, 0, NEWEST, NEWEST, 0, 0, PAGES_PER_ROW + 2, 7]
-    layout = {"token_rows": (0, 4), "positions": (4, 4), "page_index": (8, 1), "pages": (9, 1)}
+    assert out[: packed.total].tolist() == [1, 2, 0, 0, NEWEST, NEWEST, 0, 0, PAGES_PER_ROW + 2, 0, 7]
+    layout = {"token_rows": (0, 4), "positions": (4, 4), "page_index": (8, 2), "pages": (10, 1)}
     assert packed.fields == layout | {"sample_rows": (0, 2)}
     assert packed.longest == 31
