@@ -20,6 +20,9 @@ from tandem.protocol.events import AnyEvent, StepOutput, TokenLogprobs
 ID_BYTES = 4
 """Bytes of one token id, or of one float, on the wire."""
 
+_ONE = b"\x01\x00"
+"""A count of one token."""
+
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
@@ -108,7 +111,7 @@ def step_output(
 
     By default each request has one token.
     """
-    packed_counts = b"\x01\x00" * len(request_ids) if counts is None else _pack("H", counts)
+    packed_counts = _ONE * len(request_ids) if counts is None else _pack("H", counts)
     return StepOutput(step_id, _pack("Q", request_ids), packed_counts, _pack("i", tokens))
 
 
@@ -118,15 +121,15 @@ def runs(output: StepOutput) -> Iterable[tuple[int, list[int]]]:
     Raises ProtocolError if the columns disagree.
     """
     request_ids = _unpack("Q", output.request_ids)
-    counts = _unpack("H", output.counts)
     tokens = _unpack("i", output.tokens)
+    if len(request_ids) == len(tokens) and output.counts == _ONE * len(tokens):  # as of most steps
+        return zip(request_ids, [[token] for token in tokens], strict=True)
+    counts = _unpack("H", output.counts)
     if len(request_ids) != len(counts) or sum(counts) != len(tokens):
         raise ProtocolError(
             f"columns disagree: {len(request_ids)} requests, {len(counts)} counts summing to {sum(counts)}, "
             f"{len(tokens)} tokens"
         )
-    if len(tokens) == len(counts) and 0 not in counts:
-        return zip(request_ids, [[token] for token in tokens], strict=True)  # one each, as of most steps
     ends = list(accumulate(counts))
     return zip(request_ids, [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)], strict=True)
 

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_TURN = 64
 """Messages that are read in one turn of the event loop, before other work has its turn."""
 
+_POLLIN = int(zmq.POLLIN)
+"""The flag as a number: the flag itself is combined in Python."""
+
 
 def encode_command(command: AnyCommand) -> bytes:
     """Encode a command for the engine.
@@ -158,7 +161,7 @@ class EngineLink:
         """
         if self._socket is None or self._socket.closed:
             return False
-        if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than the exception of a read
+        if not int(self._socket.get(zmq.EVENTS)) & _POLLIN:  # cheaper than the exception of a read
             return False
         self._handle(self._socket.recv(zmq.DONTWAIT))
         return True
