@@ -126,10 +126,7 @@ def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
             if split > one_wave and not gpu.multiprocessors // 2 <= programs <= WAVES * gpu.multiprocessors:
                 continue
             if key.inputs % block_k == 0 and split * block_k <= key.inputs:
-                warps = 8 if block_n == 128 and key.rows > 32 else 4
-                yield SplitKPlan(block_n, block_k, split, stages, warps)
-                if key.bits == 4 and (block_n, block_k, stages) == SPLITK_TILES[0] and split <= 2 * one_wave:
-                    yield SplitKPlan(block_n, block_k, split, stages, 8)
+                yield SplitKPlan(block_n, block_k, split, stages, 8 if block_n == 128 and key.rows > 32 else 4)
 
 
 def decode_candidates(key: DecodeKey, today: DecodePlan, rule: DecodePlan) -> list[DecodePlan]:

@@ -213,9 +213,7 @@ def _splitk(
     # While one program decodes its weights, another multiplies. Equal parts need no masks.
     split = split_inputs(ceil_div(outputs, TILE), inputs, 2 * gpu.multiprocessors)
     split = 1 << (max(1, min(split, inputs // FEWEST_INPUTS)).bit_length() - 1)
-    # Twice the warps halve the time in which a program unpacks a step of four bits. A gated one lacks the registers.
-    warps = 8 if bits == 4 and block == _BLOCK_K and not gated else 4
-    rule = SplitKPlan(TILE, block, split, MAX_STAGES, warps)
+    rule = SplitKPlan(TILE, block, split, MAX_STAGES)
     plan = gpu.tiles.product(ProductKey(operation, bits, outputs, inputs, size), rule)
     if isinstance(plan, SplitKPlan) and group % plan.block_k:
         # Measured with larger groups.
