@@ -139,6 +139,41 @@ def byte_gemm_kernel(
             )
 
 
+def check_operands(
+    x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, partials: Tensor, counters: Tensor
+) -> None:
+    """Assert what `byte_gemm` says of its arguments."""
+    outputs, inputs = weight.shape
+    assert x.values.is_contiguous() and weight.is_contiguous() and x.values.shape[1] == inputs
+    assert x.values.dtype == weight.dtype and inputs % plan.block_k == 0 and plan.split * plan.block_k <= inputs
+    if scales.ndim == 2:
+        assert plan.block_k == SCALE_COLUMNS and scales.shape == (triton.cdiv(outputs, SCALE_ROWS), inputs // 128)
+        assert x.scales.shape == (x.values.shape[0], inputs // 128) and x.scales.stride(0) == 1
+    floats, needed = plan.workspace(x.count, outputs)
+    assert partials.numel() >= floats and counters.numel() >= needed, "workspace too small"
+
+
+def byte_options(
+    x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, whole_blocks: bool, pdl: bool
+) -> dict[str, object]:
+    """Return the constants of a product of bytes with bytes, and how it is launched."""
+    blocks = scales.ndim == 2
+    return {
+        "K": weight.shape[1],
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "SPLIT": plan.split,
+        "STAGES": plan.stages,
+        "BLOCKS": blocks,
+        "WHOLE": blocks and ((whole_blocks and 128 % plan.block_n == 0) or plan.block_n == SCALE_ROWS),
+        "ROW_SCALES": x.scales.ndim == 2,
+        "PDL": pdl,
+        "num_warps": plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+
+
 def byte_gemm(
     x: ByteRows,
     weight: Tensor,
@@ -157,15 +192,8 @@ def byte_gemm(
     multiple of 128, are equal; bias: [outputs]. partials: float32; counters: int32, zero before and after the call; at
     least `plan.workspace` of each. Calls on one stream may share them.
     """
-    outputs, inputs = weight.shape
-    assert x.values.is_contiguous() and weight.is_contiguous() and x.values.shape[1] == inputs
-    assert x.values.dtype == weight.dtype and inputs % plan.block_k == 0 and plan.split * plan.block_k <= inputs
-    blocks = scales.ndim == 2
-    if blocks:
-        assert plan.block_k == SCALE_COLUMNS and scales.shape == (triton.cdiv(outputs, SCALE_ROWS), inputs // 128)
-        assert x.scales.shape == (x.values.shape[0], inputs // 128) and x.scales.stride(0) == 1
-    floats, needed = plan.workspace(x.count, outputs)
-    assert partials.numel() >= floats and counters.numel() >= needed, "workspace too small"
+    check_operands(x, weight, scales, plan, partials, counters)
+    outputs = weight.shape[0]
     y = torch.empty(x.count, outputs, device=weight.device, dtype=x.dtype)
     if x.count == 0:
         return y
@@ -181,19 +209,8 @@ def byte_gemm(
         x.count,
         outputs,
         x.values.shape[0],
-        K=inputs,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
         GROUP_M=plan.group_m,
-        SPLIT=plan.split,
-        STAGES=plan.stages,
-        BLOCKS=blocks,
-        WHOLE=blocks and ((whole_blocks and 128 % plan.block_n == 0) or plan.block_n == SCALE_ROWS),
-        ROW_SCALES=x.scales.ndim == 2,
         HAS_BIAS=bias is not None,
-        PDL=pdl,
-        num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **byte_options(x, weight, scales, plan, whole_blocks, pdl),
     )
     return y

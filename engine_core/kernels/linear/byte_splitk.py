@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS, SPLITK_ROWS
+from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm, byte_options, check_operands
+from tandem.engine_core.kernels.linear.quantized_plans import SPLITK_ROWS
 from tandem.engine_core.kernels.linear.splitk_gemm import finish_tile
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
 
@@ -111,16 +111,9 @@ def byte_splitk(
 
     The arguments are those of `byte_gemm`; without blocks, a step of the plan may be of more inputs than 128.
     """
-    outputs, inputs = weight.shape
+    check_operands(x, weight, scales, plan, partials, counters)
+    outputs = weight.shape[0]
     assert 0 < x.count <= plan.block_m, f"{x.count} rows do not fit a tile of {plan.block_m}"
-    assert x.values.is_contiguous() and weight.is_contiguous() and x.values.shape[1] == inputs
-    assert x.values.dtype == weight.dtype and inputs % plan.block_k == 0 and plan.split * plan.block_k <= inputs
-    blocks = scales.ndim == 2
-    if blocks:
-        assert plan.block_k == SCALE_COLUMNS and scales.shape == (triton.cdiv(outputs, SCALE_ROWS), inputs // 128)
-        assert x.scales.shape == (x.values.shape[0], inputs // 128) and x.scales.stride(0) == 1
-    floats, needed = plan.workspace(x.count, outputs)
-    assert partials.numel() >= floats and counters.numel() >= needed, "workspace too small"
     y = torch.empty(x.count, outputs, device=weight.device, dtype=x.dtype)
     byte_splitk_kernel[(triton.cdiv(outputs, plan.block_n), plan.split)](
         x.values,
@@ -134,19 +127,8 @@ def byte_splitk(
         x.count,
         outputs,
         x.values.shape[0],
-        K=inputs,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        SPLIT=plan.split,
-        STAGES=plan.stages,
-        BLOCKS=blocks,
-        WHOLE=blocks and ((whole_blocks and 128 % plan.block_n == 0) or plan.block_n == SCALE_ROWS),
-        ROW_SCALES=x.scales.ndim == 2,
         HAS_BIAS=bias is not None,
-        PDL=pdl,
-        num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **byte_options(x, weight, scales, plan, whole_blocks, pdl),
     )
     return y
 
