@@ -67,6 +67,13 @@ class LinearWeights(Protocol):
     def apply_quantized(self, x: ByteRows) -> Tensor:
         """Return the product of inputs in `input_format`, [T, outputs]."""
 
+    def take_gated(self, source: "LinearWeights") -> None:
+        """Note that the inputs are activation(gate) * up of the product of another map.
+
+        Nothing else reads that product, so weights that want their inputs in another order may sort the other map's
+        outputs once both are loaded.
+        """
+
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.
 

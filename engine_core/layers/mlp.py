@@ -35,6 +35,7 @@ class GatedMLP:
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         gate_up = context.linear_method.build(2 * width, hidden, bias, context)
         down = context.linear_method.build(hidden, width, bias, context)
+        down.take_gated(gate_up)
         return cls(gate_up, down, width, config.activation, context.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,9 @@ class UnfusedLinear(ABC):
         """Implement `LinearWeights.apply_quantized` with the inputs' numbers."""
         return self.apply(x.numbers().to(x.dtype))
 
+    def take_gated(self, source: LinearWeights) -> None:  # noqa: B027
+        """Implement `LinearWeights.take_gated`: inputs keep their order."""
+
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """Implement `LinearWeights.slots`."""
         slots = self.weight_slots(prefix, name, parts)

@@ -136,7 +136,9 @@ class Olmo2MLP:
         """Allocate a network whose weights are not filled yet."""
         width, hidden, linear = config.intermediate_size, config.hidden_size, context.linear_method
         gate_up = linear.build(2 * width, hidden, False, context)
-        return cls(gate_up, linear.build(hidden, width, False, context), width, config.activation, context.kernels)
+        down = linear.build(hidden, width, False, context)
+        down.take_gated(gate_up)
+        return cls(gate_up, down, width, config.activation, context.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden]."""

@@ -23,15 +23,17 @@ from tandem.engine_core.quantization.nibbles import PER_WORD, pack, unpack
 from tandem.engine_core.quantization.scheme import NibbleScheme
 
 _ROWS = 1024
-"""Outputs that are sorted at a time, to hold few of them unpacked."""
+"""Outputs whose inputs are sorted at a time, to hold few of them unpacked."""
+_COLUMNS = 64
+"""Words whose outputs are sorted at a time, to hold few of them twice."""
 
 
 class NibbleLinear(QuantizedLinear):
     """Weights of four bits.
 
     Each output and group of inputs has a scale and a zero point.
-    With act-order the weights are sorted by group once they are loaded, and the inputs of each call are brought into
-    the same order.
+    With act-order the weights are sorted by group once they are loaded. The inputs are brought into the same order in
+    each call, or, behind a gate, by sorting the outputs of the map that makes them.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class NibbleLinear(QuantizedLinear):
         self.scheme = scheme
         self.order: Tensor | None = None
         """Inputs sorted by group, [inputs] int64; None: they are as they come."""
+        self.source: NibbleLinear | None = None
+        """The map whose gated product the inputs are; None: there is none whose outputs can be sorted."""
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
@@ -73,6 +77,10 @@ class NibbleLinear(QuantizedLinear):
         """Implement `QuantizedLinear.dequantized`; the inputs are in `order`."""
         levels = unpack(self.words).to(torch.int16).view(*self.scales.shape, -1)
         return ((levels - self.zeros[:, :, None]) * self.scales[:, :, None]).flatten(1).to(dtype)
+
+    def take_gated(self, source: LinearWeights) -> None:
+        """Implement `LinearWeights.take_gated`."""
+        self.source = source if isinstance(source, NibbleLinear) else None
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """Implement `UnfusedLinear.weight_slots`."""
@@ -106,10 +114,26 @@ class NibbleLinear(QuantizedLinear):
             )
         if torch.equal(order, torch.arange(len(order), device=order.device)):
             return
-        self.order = order
+        if self.source is None:
+            self.order = order
+        else:
+            self.source.sort_gated(order)
         for start in range(0, self.words.shape[0], _ROWS):
             rows = self.words[start : start + _ROWS]
             rows.copy_(pack(unpack(rows)[:, order]))
+
+    def sort_gated(self, order: Tensor) -> None:
+        """Sort the outputs, which are a gate and what it multiplies, in place.
+
+        order: numbers of the outputs of either half, [outputs / 2] int64.
+        """
+        rows = torch.cat((order, order + len(order)))
+        for part in (self.words, self.scales, self.zeros, self.bias):
+            if part is not None:
+                table = part.view(len(rows), -1)
+                for start in range(0, table.shape[1], _COLUMNS):
+                    columns = table[:, start : start + _COLUMNS]
+                    columns.copy_(columns[rows])
 
     @property
     def group_size(self) -> int:

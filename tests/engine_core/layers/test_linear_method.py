@@ -50,6 +50,9 @@ class Int8Linear:
     def apply_quantized(self, x: ByteRows) -> Tensor:
         raise AssertionError("the inputs have no format of their own")
 
+    def take_gated(self, source: LinearWeights) -> None:
+        pass
+
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         weights = projection_slots(self.weight, prefix, name, parts, "weight", dtypes=("I8",))
         return weights + projection_slots(self.scale, prefix, name, parts, "weight_scale", dtypes=("F32",))

@@ -3,19 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Olmo2Config
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import fill_with_noise
 from tandem.engine_core.models.registry import build_model, read_config
 from tests.engine_core.models.test_llama import BASE, save_random
+from tests.support import parity
 from tests.support.paged_model import PagedRun, load
 from tests.support.parity import random_tokens
-from tests.support.quantized_checkpoint import LAYOUTS, gptq, quantize_checkpoint, set_quantization
+from tests.support.quantized_checkpoint import GROUP, LAYOUTS, gptq, quantize_checkpoint, set_quantization
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Several blocks, of which the last ones are not full, and parts that end within one.
@@ -41,6 +44,28 @@ def test_a_quantized_model_equals_the_same_numbers_unquantized(name: str, tmp_pa
 def test_biases_and_tied_heads_stay_unquantized(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, USUAL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
     quantize_checkpoint(tmp_path, LAYOUTS[name])
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order", "packed_act_order"])
+def test_outputs_of_gate_and_up_are_sorted_as_down_wants_its_inputs(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL | {"mlp_bias": True})
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    model = load(tmp_path)
+    order = torch.from_numpy(np.random.default_rng(96).permutation(np.arange(96) // GROUP)).argsort(stable=True)
+    plain = load(tmp_path / "plain")
+    for layer, expected in zip(model.layers, plain.layers, strict=True):
+        assert layer.mlp.down.order is None
+        x = torch.randn(3, 64)
+        gate, up = expected.mlp.gate_up.apply(x).chunk(2, 1)
+        sorted_outputs = torch.cat((gate[:, order], up[:, order]), 1)
+        torch.testing.assert_close(layer.mlp.gate_up.apply(x), sorted_outputs, atol=1e-4, rtol=0)
+
+
+def test_a_model_without_norms_before_its_projections_sorts_them_too(tmp_path: Path) -> None:
+    parity.save_random(tmp_path, Olmo2Config(**parity.SMALL | USUAL), seed=3)
+    quantize_checkpoint(tmp_path, LAYOUTS["gptq_act_order"])
+    assert all(layer.mlp.down.order is None for layer in load(tmp_path).layers)
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
 
 
