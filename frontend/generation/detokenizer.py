@@ -3,8 +3,7 @@
 A character that is split across tokens is returned whole.
 """
 
-from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -76,21 +75,12 @@ class Detokenizer:
         return text
 
     def _force(self) -> str:
-        """Return the text of the held ids that cannot be in an unfinished character.
-
-        A cut is a character boundary if and only if both sides decode to the whole.
-        """
-        held = self._held
-        whole = self._decode(held)
-        for keep in range(_TAIL_IDS, 0, -1):
-            head = self._decode(held[:-keep])
-            if head + self._decode(held[-keep:]) == whole:
-                self._held = held[-keep:]
-                self._stream = self._new_stream()
-                for token_id in self._held:
-                    self._stream.step(self._raw, token_id)
-                return head
-        return ""
+        """Return the text of the held ids that cannot be in an unfinished character."""
+        text, self._held = _settled(self._held, self._decode)
+        self._stream = self._new_stream()
+        for token_id in self._held:
+            self._stream.step(self._raw, token_id)
+        return text
 
     def _decode(self, ids: list[int]) -> str:
         if not ids:
@@ -110,41 +100,76 @@ class Detokenizer:
 class ByteDetokenizer:
     """Incremental decoder of one sequence of a byte-level tokenizer.
 
-    It returns what `Detokenizer` returns, except that text ahead of an incomplete character does not wait for its end.
-    The text of any number of ids is one lookup for each and one decoding.
+    Each call returns what the same call of `Detokenizer` returns. Ids that end at a character's end cost one lookup
+    each and one decoding together.
     """
 
-    __slots__ = ("_bytes_of", "_rest")
+    __slots__ = ("_bytes_of", "_held")
 
     def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
         """Decode with the bytes of each id."""
         self._bytes_of = bytes_of
-        self._rest = b""
-        """Bytes of an incomplete character."""
+        self._held: list[int] = []
+        """Ids since the last text was returned. They begin at a character boundary."""
 
     def push(self, token_id: int) -> str:
-        """Decode one more id and return the text that it completes."""
-        return self._decode(self._bytes_of[token_id])
+        """Decode one more id and return the text that it completes.
+
+        The text may be empty or belong to several ids.
+        """
+        if not self._held:
+            text = self._bytes_of[token_id].decode("utf-8", "replace")
+            if text and text[-1] != _REPLACEMENT:
+                return text
+        self._held.append(token_id)
+        text = self._decode(self._held)
+        if text and text[-1] != _REPLACEMENT:
+            self._held.clear()
+            return text
+        return self._force() if len(self._held) >= MAX_HELD_IDS else ""
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """Decode more ids and return the text that they complete."""
-        bytes_of = self._bytes_of
-        return self._decode(b"".join([bytes_of[token_id] for token_id in token_ids]))
+        if not token_ids:
+            return ""
+        if self._bytes_of[token_ids[-1]]:
+            text = self._decode([*self._held, *token_ids] if self._held else token_ids)
+            if text[-1] != _REPLACEMENT:  # the last id completes all that was held, wherever the ids before it end
+                self._held.clear()
+                return text
+        return "".join([self.push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return the rest at the end of the sequence.
+        """Return the text of the held ids at the end of the sequence.
 
         An incomplete character becomes U+FFFD.
         """
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
+        held, self._held = self._held, []
+        return self._decode(held)
 
-    def _decode(self, data: bytes) -> str:
-        if self._rest:
-            data = self._rest + data
-        text, used = utf_8_decode(data, "replace", False)
-        self._rest = data[used:]
+    def _force(self) -> str:
+        """Return the text of the held ids that cannot be in an unfinished character."""
+        text, self._held = _settled(self._held, self._decode)
         return text
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        bytes_of = self._bytes_of
+        return b"".join([bytes_of[token_id] for token_id in ids]).decode("utf-8", "replace")
+
+
+def _settled(held: list[int], decode: Callable[[list[int]], str]) -> tuple[str, list[int]]:
+    """Split held ids into text that no later id changes and the ids behind it.
+
+    A cut is a character boundary if and only if both sides decode to the whole. Skipped special tokens have no text;
+    they are dropped, so that those behind a cut are enough for the start of any character.
+    """
+    spelled = [token_id for token_id in held if decode([token_id])]
+    whole = decode(spelled)
+    for keep in range(_TAIL_IDS, 0, -1):
+        head, tail = decode(spelled[:-keep]), spelled[-keep:]
+        if head + decode(tail) == whole:
+            return head, tail
+    return "", spelled
 
 
 AnyDetokenizer = Detokenizer | ByteDetokenizer

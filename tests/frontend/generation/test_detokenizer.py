@@ -119,18 +119,64 @@ def test_bytes_of_any_ids_in_any_parts_decode_as_a_whole(ids: list[int], cuts: l
     assert in_parts(Detokenizer(ADDED, (), skip_special), ids, cuts) == whole
 
 
-def test_text_ahead_of_an_incomplete_character_does_not_wait_for_its_end() -> None:
+IDS_OF_ANY_KIND = st.lists(
+    st.one_of(
+        st.integers(0, ADDED.get_vocab_size() + 20),
+        st.sampled_from(SINGLE_BYTES),
+        st.sampled_from([token_id for ids in BYTES for token_id in ids]),
+        st.sampled_from([0, 1, *BPE.encode("\N{REPLACEMENT CHARACTER}", add_special_tokens=False).ids]),
+    ),
+    max_size=100,
+)
+
+
+@settings(max_examples=300)
+@given(IDS_OF_ANY_KIND, st.booleans())
+def test_bytes_give_each_token_the_text_that_any_tokenizer_gives_it(ids: list[int], skip_special: bool) -> None:
+    by_bytes, general = ByteDetokenizer(DecodedBytes(ADDED, skip_special)), Detokenizer(ADDED, (), skip_special)
+    assert [by_bytes.push(token_id) for token_id in ids] == [general.push(token_id) for token_id in ids]
+    assert by_bytes.flush() == general.flush()
+
+
+@settings(max_examples=300)
+@given(IDS_OF_ANY_KIND, st.lists(st.integers(1, 12), max_size=100), st.booleans())
+def test_bytes_give_each_group_of_tokens_the_text_of_its_tokens_one_by_one(
+    ids: list[int], sizes: list[int], skip_special: bool
+) -> None:
+    by_bytes, general = ByteDetokenizer(DecodedBytes(ADDED, skip_special)), Detokenizer(ADDED, (), skip_special)
+    start = 0
+    for size in [*sizes, len(ids)]:
+        group = ids[start : start + size]
+        assert by_bytes.push_all(group) == "".join([general.push(token_id) for token_id in group])
+        start += size
+    assert by_bytes.flush() == general.flush()
+
+
+@pytest.mark.parametrize("detokenizer", [Detokenizer(BPE), ByteDetokenizer(DecodedBytes(BPE, True))])
+def test_a_token_that_ends_inside_a_character_waits_for_its_end(detokenizer: AnyDetokenizer) -> None:
+    word = BPE.encode("one", add_special_tokens=False).ids
+    space_and_part, *middle, end = BPE.encode(" 🙂", add_special_tokens=False).ids
+    assert DecodedBytes(BPE, True)[space_and_part].startswith(b" \xf0"), (
+        "one token of a space and a part of a character"
+    )
+    assert detokenizer.push_all([*word, space_and_part]) == "one"
+    assert [detokenizer.push(token_id) for token_id in middle] == [""] * len(middle)
+    assert [detokenizer.push_all([end, *word]), detokenizer.flush()] == [" 🙂one", ""]
+
+
+@pytest.mark.parametrize("detokenizer", [Detokenizer(BPE), ByteDetokenizer(DecodedBytes(BPE, True))])
+def test_a_character_outlasts_many_skipped_tokens_inside_it(detokenizer: AnyDetokenizer) -> None:
     first, *rest = BPE.encode("日", add_special_tokens=False).ids
-    detokenizer = ByteDetokenizer(DecodedBytes(BPE, True))
-    assert detokenizer.push_all([*BPE.encode("one", add_special_tokens=False).ids, first]) == "one"
-    assert [detokenizer.push_all(rest), detokenizer.flush()] == ["日", ""]
+    texts = [detokenizer.push(token_id) for token_id in [first, *[0, 1] * 3 * MAX_HELD_IDS, *rest]]
+    assert "".join(texts) == texts[-1] == "日"
+    assert len(detokenizer._held) < MAX_HELD_IDS
 
 
 def test_bytes_that_never_are_a_character_take_no_memory() -> None:
     lone_byte = BPE.encode("日", add_special_tokens=False).ids[-1]
     detokenizer = ByteDetokenizer(DecodedBytes(BPE, True))
     text = "".join([detokenizer.push(lone_byte) for _ in range(500)])
-    assert len(detokenizer._rest) < 4
+    assert len(detokenizer._held) <= MAX_HELD_IDS
     assert text + detokenizer.flush() == BPE.decode([lone_byte] * 500)
 
 
