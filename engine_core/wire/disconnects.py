@@ -19,16 +19,26 @@ class Disconnects:
     A frontend that is killed, and whose requests get no output, would otherwise keep its lease until that expires.
     """
 
-    def __init__(self, monitor: Any) -> None:
+    def __init__(self, router: Any, monitor: Any) -> None:
         """monitor: the socket of the ROUTER's monitor, for EVENT_DISCONNECTED."""
+        self.router = router
         self.monitor = monitor
         self._left = 0
         self._check_at = 0.0
 
     @classmethod
     def watch(cls, router: Any) -> "Disconnects":
-        """Watch a bound socket from now on."""
-        return cls(router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        """Watch a bound socket from now on.
+
+        While a model is loaded the monitor is not read. Its queue has no high-water mark: libzmq's thread, which sends
+        the heartbeats too, would wait for room in it.
+        """
+        endpoint = f"inproc://disconnects-{id(router)}"
+        router.monitor(endpoint, zmq.EVENT_DISCONNECTED)
+        monitor = router.context.socket(zmq.PAIR)
+        monitor.rcvhwm = 0
+        monitor.connect(endpoint)
+        return cls(router, monitor)
 
     def is_probe_due(self, now: float) -> bool:
         """Return whether each frontend has to be probed now.
@@ -48,4 +58,5 @@ class Disconnects:
 
     def close(self) -> None:
         """Stop watching; called before the ROUTER is closed."""
+        self.router.disable_monitor()
         self.monitor.close(linger=0)

@@ -1,5 +1,7 @@
 """Frontends that count as gone: silent, or not reading."""
 
+import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +118,18 @@ def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_e
         outputs.append(receive(other))
     assert all(isinstance(output, StepOutput) for output in outputs)
     assert len(outputs) <= PROBES + 1
+
+
+def test_connections_that_close_unread_keep_no_message_from_the_engine(wire: Wire) -> None:
+    """As while a model is loaded: nothing reads of them, and libzmq would keep 2,000 by default."""
+    dealer, _ = wire.frontend()
+    for _ in range(2500):
+        with socket.socket(socket.AF_UNIX) as connection:
+            # A limit of Python's would not wait for a place in the queue of a listening socket.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", WAIT_MS // 1000, 0))
+            connection.connect(wire.endpoint.removeprefix("ipc://"))
+    wire.say(dealer, Renew())
+    assert wire.disconnects.is_probe_due(CHECK_SECONDS)
 
 
 def test_a_frontend_is_not_judged_while_its_message_waits(wire: Wire) -> None:
