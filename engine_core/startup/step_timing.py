@@ -56,14 +56,16 @@ def without_outliers(table: Table) -> Table:
 def prompts_alone(table: Table, positions: int) -> float:
     """Return the expected milliseconds of a step without decoding rows.
 
-    They lie on the line between the two sizes of the table next to `positions`. 0.0 above the largest size.
+    They lie on the line between the two sizes of the table next to `positions`. 0.0 above the largest size. As in
+    `without_outliers`, no size takes longer than a larger one.
     """
     sizes = sorted(size for rows, size in table if size and not rows)
     above = bisect_left(sizes, positions)
     if above == len(sizes):
         return 0.0
     small, large = sizes[max(0, above - 1)], sizes[above]
-    fast, slow = table[0, small], table[0, large]
+    slow = min(table[0, size] for size in sizes[above:])
+    fast = min(table[0, small], slow)
     return fast + (slow - fast) * max(0, positions - small) / max(1, large - small)
 
 

@@ -58,5 +58,11 @@ def test_prompts_alone_lie_between_the_sizes_that_were_timed(positions: int, mil
     assert prompts_alone(timed, positions) == milliseconds
 
 
+@pytest.mark.parametrize(("positions", "milliseconds"), [(64, 5.0), (96, 5.0), (192, 5.5), (384, 15.5), (512, 25.0)])
+def test_a_step_that_was_held_up_makes_no_prompts_alone_take_longer(positions: int, milliseconds: float) -> None:
+    timed = {(0, 64): 90.0, (0, 128): 5.0, (0, 256): 70.0, (0, 320): 6.0, (0, 448): 25.0, (0, 512): 25.0}
+    assert prompts_alone(timed, positions) == milliseconds
+
+
 def test_of_no_size_prompts_alone_are_expected_to_take_nothing() -> None:
     assert prompts_alone({(1, 0): 1.0}, 64) == 0.0
