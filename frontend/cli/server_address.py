@@ -1,12 +1,12 @@
 """Address of a server: an URL of HTTP, or of a Unix socket."""
 
 import re
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from tandem.frontend.listening import UNIX_SCHEME
 
 _SCHEMES = ("http://", "https://", UNIX_SCHEME)
-_PASSWORD = re.compile(r"(?<=//)([^/?#:@]*):[^/?#]*(?=@)")
+_PASSWORD = re.compile(r"^((?:[^/?#:@]*:)?/+)?([^/?#:@]*):[^/?#]*(?=@)")
 
 
 def server_url(text: str) -> str:
@@ -20,6 +20,7 @@ def server_url(text: str) -> str:
         raise ValueError(f"{shown!r} must start with http:// or https://, or with {UNIX_SCHEME} for a Unix socket")
     url = text.rstrip("/").removesuffix("/v1")
     if (path := unix_path(url)) is None:
+        _check_host(url)
         return url
     if not path.startswith("/"):
         raise ValueError(f"{text!r} must have the absolute path of a socket, such as {UNIX_SCHEME}/run/tandem.sock")
@@ -28,7 +29,21 @@ def server_url(text: str) -> str:
 
 def shown_url(url: str) -> str:
     """Return the URL for messages and logs, with *** in place of a password."""
-    return _PASSWORD.sub(r"\1:***", url)
+    return _PASSWORD.sub(r"\1\2:***", url)
+
+
+def _check_host(url: str) -> None:
+    """Raise ValueError for a host or port that is not valid."""
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.port != 0 and bool(parts.hostname) and not any(map(str.isspace, url))
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        # What is ahead of an @ may be a password, or the half of one.
+        shown = url.rpartition("@")[2]
+        remedy = "; in a user name or password write / ? # as %2F %3F %23" if "@" in url else ""
+        raise ValueError(f"the host or port of {shown!r} is not valid; write http://HOST:PORT{remedy}")
 
 
 def unix_path(url: str) -> str | None:

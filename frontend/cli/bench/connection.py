@@ -5,8 +5,9 @@ A general client spends more CPU time on a token than the server under test does
 
 import asyncio
 import ssl
+from base64 import b64encode
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from tandem.frontend.cli.bench.framing import Chunked, Framing, Sized, UntilClose
 from tandem.frontend.cli.server_address import shown_url, unix_path
@@ -29,6 +30,8 @@ class Endpoint:
     trust: Trust = _USUAL
     uds: str | None = None
     """Path of a Unix socket to connect to instead of host and port."""
+    basic: str = ""
+    """User name and password of the URL in base64; they are sent in place of the key, as httpx does."""
 
     @classmethod
     def parse(cls, url: str, api_key: str = "", trust: Trust = _USUAL) -> "Endpoint":
@@ -40,7 +43,8 @@ class Endpoint:
             raise ValueError(f"the URL must be http://host:port or https://host:port, not {shown_url(url)!r}")
         is_tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
-        return cls(parts.hostname, parts.port or (443 if is_tls else 80), path, is_tls, api_key, trust)
+        port = parts.port or (443 if is_tls else 80)
+        return cls(parts.hostname, port, path, is_tls, api_key, trust, basic=_basic(parts))
 
     def context(self) -> ssl.SSLContext | None:
         """Build the TLS context of connections to this endpoint.
@@ -51,11 +55,19 @@ class Endpoint:
 
     def head(self, length: int) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        key = f"authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        given = f"Basic {self.basic}" if self.basic else f"Bearer {self.api_key}" if self.api_key else ""
+        key = f"authorization: {given}\r\n" if given else ""
         return (
             f"POST {self.path} HTTP/1.1\r\nhost: {host}:{self.port}\r\ncontent-type: application/json\r\n"
             f"{key}accept: text/event-stream\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
+
+
+def _basic(parts: SplitResult) -> str:
+    """Return the user name and password of a URL as Basic authentication sends them."""
+    if not (parts.username or parts.password):
+        return ""
+    return b64encode(f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()).decode()
 
 
 def parse_head(head: bytes) -> tuple[int, dict[str, str]]:

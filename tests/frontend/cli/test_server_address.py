@@ -23,7 +23,16 @@ def test_url_of_a_server_is_brought_to_one_form(given: str, url: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [("host:8000", "must start with http://"), ("ftp://x", "must start"), ("http+unix://api.sock", "absolute path")],
+    [
+        ("host:8000", "must start with http://"),
+        ("ftp://x", "must start"),
+        ("http+unix://api.sock", "absolute path"),
+        ("http://", "host or port"),
+        ("http://host:80x0", "host or port of 'http://host:80x0' is not valid; write http://HOST:PORT$"),
+        ("http://host:99999", "host or port"),
+        ("http://[::1", "host or port"),
+        ("http://one two", "host or port"),
+    ],
 )
 def test_other_addresses_are_refused(given: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -42,6 +51,8 @@ def test_unix_socket_has_a_path_and_a_base_of_its_own() -> None:
         ("https://:secret@host", "https://:***@host"),
         ("http://user:se@cret:x@host", "http://user:***@host"),
         ("ftp://user:secret@host", "ftp://user:***@host"),
+        ("user:secret@host:8000", "user:***@host:8000"),
+        ("http:/user:secret@host", "http:/user:***@host"),
         ("http://user@host:8000", "http://user@host:8000"),
         ("http://host:8000/a:b@c", "http://host:8000/a:b@c"),
         ("http://[::1]:8000", "http://[::1]:8000"),
@@ -52,7 +63,17 @@ def test_shown_url_hides_only_a_password(url: str, shown: str) -> None:
     assert shown_url(url) == shown
 
 
-def test_refused_address_does_not_repeat_its_password() -> None:
-    with pytest.raises(ValueError, match=r"must start") as refused:
-        server_url("ftp://user:secret@host")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://user:secret@host",
+        "user:secret@host",
+        "http:/user:secret@host",
+        "http://user:secret@host:port",
+        "http://user:secret/@host",
+    ],
+)
+def test_refused_address_does_not_repeat_its_password(url: str) -> None:
+    with pytest.raises(ValueError, match=r"must start|is not valid") as refused:
+        server_url(url)
     assert "secret" not in str(refused.value)

@@ -249,6 +249,13 @@ def test_server_without_a_list_of_models_is_measured_under_a_given_name(status: 
             wait_for_model(other.url, "", Trust().context(), 0.0)
 
 
+def test_requests_send_the_user_and_password_of_a_url() -> None:
+    with scripted_server(Answer(200, b'{"data": [{"id": "theirs"}]}')) as other:
+        assert main(["bench", "--url", other.url.replace("//", "//me:a%2Fb@"), *SHAPE, "--num-prompts", "1"]) == 1
+        assert [path for path, _ in other.requests] == ["/v1/models", "/v1/completions"]
+        assert {headers["authorization"] for headers in other.headers} == {"Basic bWU6YS9i"}
+
+
 def test_password_of_a_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", "http://user:secret@127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
