@@ -1,20 +1,44 @@
 """The fields `session_id`, `cache_salt` and `priority`, and the usage of the prefix cache."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine
+from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.api.test_errors import error_of
-from tests.frontend.api.test_malformed import GENERATING, GOOD, chatting
+from tests.frontend.api.test_malformed import GENERATING, GOOD
 from tests.frontend.conftest import RunningServer, open_stream, post, until
+from tests.support.shared_frontend import shared_fixtures
 
-__all__ = ("chatting",)
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that can chat."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    return folder
+
+
+shared, engine, server = shared_fixtures(lambda config: structs.replace(config, unknown_fields="refuse"))
+
+
+@pytest.fixture
+def mortal_engine(engine: FakeEngine, server: RunningServer) -> Iterator[FakeEngine]:
+    """Yield the engine to a test that ends it; the next test has one again."""
+    yield engine
+    engine.die()
+    engine.start()
+    server.ready()
 
 
 def delete(server: RunningServer, name: str) -> httpx.Response:
@@ -34,11 +58,11 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_session_fields_reach_the_engine(chatting: RunningServer, engine: FakeEngine, path: str) -> None:
-    ask(chatting, path, priority=-3, session_id="talk", cache_salt="pepper")
+def test_session_fields_reach_the_engine(server: RunningServer, engine: FakeEngine, path: str) -> None:
+    ask(server, path, priority=-3, session_id="talk", cache_salt="pepper")
     submit = engine.submits[-1]
     assert (submit.priority, submit.session, submit.cache_salt) == (-3, "talk", "pepper")
-    ask(chatting, path)
+    ask(server, path)
     submit = engine.submits[-1]
     assert (submit.priority, submit.session, submit.cache_salt) == (0, "", "")
 
@@ -59,11 +83,11 @@ def test_session_fields_reach_the_engine_when_only_scoring(server: RunningServer
         ("/v1/responses", "input_tokens_details"),
     ],
 )
-def test_usage_reports_cached_tokens(chatting: RunningServer, engine: FakeEngine, path: str, details: str) -> None:
+def test_usage_reports_cached_tokens(server: RunningServer, engine: FakeEngine, path: str, details: str) -> None:
     engine.cached = lambda _: 48
-    assert ask(chatting, path)["usage"][details]["cached_tokens"] == 48
+    assert ask(server, path)["usage"][details]["cached_tokens"] == 48
     more = {} if path == "/v1/responses" else {"stream_options": {"include_usage": True}}
-    last = events(post(chatting.url + path, json={**GOOD[path], "stream": True, **more}))[-1]
+    last = events(post(server.url + path, json={**GOOD[path], "stream": True, **more}))[-1]
     usage = last["response"]["usage"] if path == "/v1/responses" else last["usage"]
     assert usage[details]["cached_tokens"] == 48
 
@@ -82,9 +106,9 @@ def test_cached_tokens_count_the_first_choice_of_each_prompt(server: RunningServ
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
 
 
-def test_openai_client_reads_cached_tokens(chatting: RunningServer, engine: FakeEngine) -> None:
+def test_openai_client_reads_cached_tokens(server: RunningServer, engine: FakeEngine) -> None:
     engine.cached = lambda _: 7
-    with openai.OpenAI(base_url=chatting.url + "/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         chat = client.chat.completions.create(model="fake-model", messages=[{"role": "user", "content": "one"}])
         assert chat.usage is not None
         assert chat.usage.prompt_tokens_details is not None
@@ -118,10 +142,10 @@ def test_busy_session_is_rejected_with_409(server: RunningServer, engine: FakeEn
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_session_id_is_rejected_by_an_engine_without_sessions(
-    chatting: RunningServer, engine: FakeEngine, path: str
+    server: RunningServer, engine: FakeEngine, path: str
 ) -> None:
     engine.refusal = ErrorCode.SESSIONS_OFF
-    response = post(chatting.url + path, json={**GOOD[path], "session_id": "talk"})
+    response = post(server.url + path, json={**GOOD[path], "session_id": "talk"})
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, "sessions_off", "session_id")
     assert "retry-after" not in response.headers
@@ -174,21 +198,21 @@ def test_session_is_deleted_once(server: RunningServer, engine: FakeEngine, name
     assert engine.sessions == set()
 
 
-def test_session_deletion_is_503_without_an_engine(server: RunningServer, engine: FakeEngine) -> None:
-    engine.die()
+def test_session_deletion_is_503_without_an_engine(server: RunningServer, mortal_engine: FakeEngine) -> None:
+    mortal_engine.die()
     until(lambda: delete(server, "talk").status_code == 503)
     error = error_of(delete(server, "talk"))
     assert (error["type"], error["code"]) == ("overloaded_error", "engine_unavailable")
 
 
-def test_session_deletion_fails_when_the_engine_dies(server: RunningServer, engine: FakeEngine) -> None:
+def test_session_deletion_fails_when_the_engine_dies(server: RunningServer, mortal_engine: FakeEngine) -> None:
     """Check that the call ends with the link, well before its own timeout."""
-    engine.mute = True
+    mortal_engine.mute = True
     calls = server.server._service.client.calls
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(delete, server, "talk")
         until(lambda: calls.num_open == 1)
-        engine.die()
+        mortal_engine.die()
         response = asked.result()
     assert response.status_code == 503
     assert error_of(response)["code"] == "engine_unavailable"

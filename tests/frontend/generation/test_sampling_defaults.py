@@ -2,18 +2,17 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from tandem.frontend.config import FrontendConfig
 from tandem.frontend.generation.sampling_defaults import load_sampling_defaults
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer, get, post
+from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "max_length": 9}
 
@@ -67,15 +66,16 @@ def test_values_that_no_request_could_have_are_left_out_with_a_warning(
     assert found == ({"top_k": 3} if "must be a number" in caplog.text else {})
 
 
-@pytest.fixture
-def recommended(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iterator[RunningServer]:
-    """A server of a model that recommends values."""
-    write_tokenizer(write(tmp_path, QWEN3))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    engine.start()
-    running = RunningServer(structs.replace(config, model_dir=tmp_path)).start().ready()
-    yield running
-    running.stop()
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that recommends values."""
+    folder = write(tmp_path_factory.mktemp("model"), QWEN3)
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return folder
+
+
+shared, engine, server = shared_fixtures()
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def recommended(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> I
     ],
 )
 def test_requests_have_the_defaults_of_what_they_leave_out(
-    recommended: RunningServer, engine: FakeEngine, path: str, body: dict[str, Any]
+    server: RunningServer, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     model = {"model": "fake-model"}
-    first = post(recommended.url + path, json=model | body)
-    post(recommended.url + path, json=model | body | {"temperature": 1.0, "top_p": None})
+    first = post(server.url + path, json=model | body)
+    post(server.url + path, json=model | body | {"temperature": 1.0, "top_p": None})
     assert [(each.sampling.temperature, each.sampling.top_p, each.sampling.top_k) for each in engine.submits] == [
         (0.6, 0.95, 20), (1.0, 0.95, 20),
     ]  # fmt: skip
@@ -99,16 +99,14 @@ def test_requests_have_the_defaults_of_what_they_leave_out(
         assert (first.json()["temperature"], first.json()["top_p"]) == (0.6, 0.95)
 
 
-def test_models_route_states_the_defaults(recommended: RunningServer) -> None:
-    (card,) = get(recommended.url + "/v1/models").json()["data"]
+def test_models_route_states_the_defaults(server: RunningServer) -> None:
+    (card,) = get(server.url + "/v1/models").json()["data"]
     assert card["default_sampling_params"] == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert get(recommended.url + "/v1/models/fake-model").json() == card
+    assert get(server.url + "/v1/models/fake-model").json() == card
 
 
-def test_defaults_can_be_turned_off(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> None:
-    write_tokenizer(write(tmp_path, QWEN3))
-    engine.start()
-    running = RunningServer(structs.replace(config, model_dir=tmp_path, generation_config="off")).start().ready()
+def test_defaults_can_be_turned_off(shared: SharedFrontend, engine: FakeEngine) -> None:
+    running = RunningServer(structs.replace(shared.config, generation_config="off")).start().ready()
     post(running.url + "/v1/completions", json={"model": "fake-model", "prompt": "a"})
     assert (engine.submits[0].sampling.temperature, engine.submits[0].sampling.top_k) == (1.0, 0)
     running.stop()

@@ -1,5 +1,6 @@
 """`/admin/pause` and `/admin/resume` over a real socket, in front of a fake engine."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,7 @@ from tandem.protocol.events import Inspection
 from tandem.protocol.stats import EngineStats
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
-from tests.frontend.conftest import RunningServer, get, open_stream, post, until
+from tests.frontend.conftest import RunningServer, get, post, until
 from tests.frontend.server.test_openapi import answer_schema, described
 from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
@@ -82,10 +83,11 @@ def test_paused_server_is_not_ready_says_why_and_takes_requests_that_wait(
     body = get(server.url + "/health/ready").json()
     assert body == {"status": "paused", "reason": "the engine is paused; POST /admin/resume has it go on"}
     asked = {"model": "fake-model", "prompt": "abc", "max_tokens": 3, "stream": True}
-    with open_stream("POST", server.url + "/v1/completions", json=asked) as stream:
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(post, server.url + "/v1/completions", json=asked)
         until(lambda: engine.num_running == 1, "the request in the engine")
         post(server.url + RESUME)
-        assert b"[DONE]" in stream.read()
+        assert b"[DONE]" in answered.result().content
     until(lambda: get(server.url + "/health/ready").status_code == 200, "the resume in the heartbeat")
 
 
