@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
 from tests.support.file_scheduling import FilesFromBothEnds
+from tests.support.first_imports import import_from_own_place
 
 if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -39,9 +40,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     gc.disable()
     try:
+        import_from_own_place(session.config)
         return (yield)
     finally:
         gc.freeze()
