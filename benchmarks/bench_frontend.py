@@ -7,9 +7,10 @@ The engine is scripted: real sockets and messages, and tokens as fast as asked, 
 frontends. All streams get a token in each step. A stream gets 6,400 tokens a second divided by the streams, but 5 to
 200, unless --tokens-per-second says otherwise. The clients read sockets in processes of their own.
 
-CPU is user and kernel time of all processes of the frontends over a measured time. The delay of a token runs from the
-engine's send to the client's read. TTFT is what a client waits for its first token beyond what the engine took; it and
-/health/live on new connections, which tells how late the event loop is, are taken beside the load, 20 times a second.
+CPU is user and kernel time of all processes of the frontends, their supervisor included, over a measured time. The
+delay of a token runs from the engine's send to the client's read. TTFT is what a client waits for its first token
+beyond what the engine took; it and /health/live on new connections, which tells how late the event loop is, are taken
+beside the load, 20 times a second.
 
 With --compare each measurement alternates with one of another checkout, and the ratio of the medians is shown. That
 checkout needs nothing but its own frontends: the engine and the clients are those of this one.
@@ -276,7 +277,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 2)), metavar="N",
                         help="client processes that hold the streams")  # fmt: skip
     parser.add_argument(
-        "--compare", type=Path, metavar="TREE", help="another checkout, measured in turns with this one"
+        "--compare",
+        type=Path,
+        metavar="TREE",
+        help="another checkout whose `tandem frontend` has --frontends, measured in turns with this one",
     )
     parser.add_argument("--rounds", type=int, default=1, help="measurements of each tree (default: 1)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")

@@ -55,14 +55,12 @@ def python_path(*folders: Path) -> dict[str, str]:
 
 
 def frontend_command(frontends: int, endpoint: str, model: Path, port: int) -> list[str]:
-    """Return the command line of frontends.
+    """Return the command line of this many frontends under their supervisor.
 
-    One runs alone, several under a supervisor.
+    The number is always given: left out, it depends on the machine's cores.
     """
-    program = ["-m", "tandem.frontend"]
-    if frontends > 1:
-        program = ["-c", SUPERVISED, "frontend", "--frontends", str(frontends)]
-    command = [sys.executable, "-P", *program, "--endpoint", endpoint, "--model-dir", str(model), "--port", str(port)]
+    command = [sys.executable, "-P", "-c", SUPERVISED, "frontend", "--frontends", str(frontends)]
+    command += ["--endpoint", endpoint, "--model-dir", str(model), "--port", str(port)]
     command += ["--max-concurrent", "8192", "--max-queued-tokens", MANY, "--log-level", "warning"]
     return [*command, "--served-model-name", SERVED_NAME]
 
@@ -83,7 +81,7 @@ def await_ready(address: tuple[str, int], processes: Sequence["subprocess.Popen[
 class Deployment:
     """A scripted engine and frontends, which run from entry to exit of the context.
 
-    One frontend runs alone; several run under `tandem frontend`, behind one port.
+    The frontends run under `tandem frontend --frontends N`, behind one port.
     """
 
     def __init__(self, tree: Path, script: Script, frontends: int = 1, flags: tuple[str, ...] = ()) -> None:
