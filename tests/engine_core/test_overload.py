@@ -1,12 +1,11 @@
 """A real model under far more work than it can hold: a full queue, few pages, random aborts.
 
-A short form runs always; TANDEM_SOAK_SECONDS=600 makes it the long one.
+A short form runs always, the same one on every machine; TANDEM_SOAK_STEPS=240000 makes it a long one.
 """
 
 import gc
 import os
 import random
-import time
 from collections import Counter
 
 import psutil
@@ -22,7 +21,8 @@ from tandem.protocol.events import Failure
 from tandem.protocol.params import SamplingParams
 from tests.support.tiny_llama import CLIENT, VOCAB, Compared, Shape, TinyEngine, random_model
 
-SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+STEPS = int(os.environ.get("TANDEM_SOAK_STEPS", "1200"))
+"""Steps that are committed while the queue is kept full."""
 OPEN_AT_MOST = 40
 MAX_WAITING = 8
 
@@ -46,10 +46,10 @@ class Overload:
     def _ids(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(3, VOCAB) for _ in range(count))
 
-    def run(self, seconds: float) -> None:
-        """Submit, abort and tick for this many ticks, then until everything has ended."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def run(self, steps: int) -> None:
+        """Submit, abort and tick for this many steps, then until everything has ended."""
+        end = self.driven.engine.stats.steps_committed + steps
+        while self.driven.engine.stats.steps_committed < end:
             self._act()
             self._tick()
         while self.open or self.driven.engine.pipeline.in_flight:
@@ -105,14 +105,14 @@ def settled_bytes() -> int:
 
 def test_overload_leaves_nothing_behind() -> None:
     overload = Overload(random_model(), seed=3)
-    overload.run(SECONDS / 3)
+    overload.run(STEPS // 3)
     before, objects = settled_bytes(), len(gc.get_objects())
-    overload.run(SECONDS * 2 / 3)
+    overload.run(STEPS - STEPS // 3)
     grown, more = settled_bytes() - before, len(gc.get_objects()) - objects
     scheduler, stats = overload.driven.scheduler, overload.driven.engine.stats
     memory = scheduler.memory
     print(
-        f"\n{SECONDS:.0f} s, {stats.steps_committed} steps, {overload.asked} requests: {dict(overload.ends)}; "
+        f"\n{stats.steps_committed} steps, {overload.asked} requests: {dict(overload.ends)}; "
         f"{stats.preemptions} preemptions, {memory.usage.num_evicted} pages evicted, {memory.num_hit_tokens} of "
         f"{memory.num_queried_tokens} prompt tokens cached, {memory.sessions.num_evicted} sessions evicted; "
         f"{overload.compared.close} of {overload.compared.tokens} tokens too close to call; {grown} bytes and {more} "

@@ -86,7 +86,7 @@ def engine(ipc_dir: Path) -> Iterator[FakeEngine]:
 @pytest.fixture
 def config(ipc_dir: Path, model_dir: Path) -> FrontendConfig:
     return FrontendConfig(
-        f"ipc://{ipc_dir}/engine", model_dir, beat_timeout=20.0, drain_timeout=1.0, log_level="warning"
+        f"ipc://{ipc_dir}/engine", model_dir, beat_timeout=60.0, drain_timeout=1.0, log_level="warning"
     )
 
 

@@ -37,7 +37,7 @@ def shared_frontend(
     """Run a frontend that is ready, with the settings of the fixture `config` as `configure` changes them."""
     folder = Path(tempfile.mkdtemp(prefix="tdm-"))
     endpoint = f"ipc://{folder}/engine"
-    config = FrontendConfig(endpoint, model_dir, beat_timeout=20.0, drain_timeout=1.0, log_level="warning")
+    config = FrontendConfig(endpoint, model_dir, beat_timeout=60.0, drain_timeout=1.0, log_level="warning")
     engine = FakeEngine(endpoint).start()
     try:
         config = configure(config)

@@ -82,7 +82,7 @@ def test_a_dead_engine_ends_streams_and_a_new_one_is_found(
 def test_a_silent_engine_ends_streams_and_is_reconnected_later(engine: FakeEngine, config: FrontendConfig) -> None:
     engine.start()
     engine.step_seconds = 0.02
-    server = RunningServer(structs.replace(config, beat_timeout=1.0)).start().ready()
+    server = RunningServer(structs.replace(config, beat_timeout=3.0)).start().ready()
     try:
         stream = OpenStream(server.url)
         assert stream.begun.wait(DEADLINE)

@@ -45,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontendConfig]
     with tempfile.TemporaryDirectory(prefix="tdm-") as folder:
         yield with_reasoning(
             FrontendConfig(
-                f"ipc://{folder}/engine", model, beat_timeout=20.0, drain_timeout=1.0, log_level="warning",
+                f"ipc://{folder}/engine", model, beat_timeout=60.0, drain_timeout=1.0, log_level="warning",
                 api_keys=KEYS, state_dir=Path(folder), store_limits=StoreLimits(2**20),
             )
         )  # fmt: skip
