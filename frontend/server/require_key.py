@@ -51,12 +51,17 @@ class RequireKey:
             await error_answer(scope, _missing(key, right, scope["path"]))(scope, receive, send)
 
     def _telling(self, scope: Scope, key: ApiKey, send: Send) -> Send:
-        """Return a `send` that adds what is left of the limits of a key to the headers."""
+        """Return a `send` that adds what is left of the limits of a key to the headers.
+
+        What the engine told before the request is out of date, and is not repeated.
+        """
         if key.limits.max_concurrent is None and key.limits.tokens_per_minute is None:
             return send
+        known = self._client.key_usage.get(key.name)
 
         async def telling_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and (usage := self._client.key_usage.get(key.name)):
+            usage = self._client.key_usage.get(key.name)
+            if message["type"] == "http.response.start" and usage is not None and usage is not known:
                 headers = rate_limit_headers(usage, speaks_anthropic(scope))
                 message["headers"] = [*message["headers"], *headers]
             await send(message)

@@ -1,16 +1,25 @@
 """API keys and CORS origins of the HTTP server."""
 
+import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from msgspec import structs
+from starlette.types import Receive, Scope, Send
 
+from tandem.frontend.access.api_key import KeyLimits
+from tandem.frontend.access.api_keys import ApiKeys
+from tandem.frontend.server.require_key import RequireKey
+from tandem.protocol.events import KeyUsage
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.conftest import DEADLINE, RunningServer, get, post
+from tests.support.api_keys import make_key, write_keys
 from tests.support.shared_frontend import shared_frontend
 
 KEYS = ("key-one", "key-two")
@@ -93,3 +102,25 @@ def test_cors_allows_no_origin_by_default(server: RunningServer) -> None:
     assert httpx.options(server.url + "/v1/completions", headers=asked).status_code == 405
     response = get(server.url + "/v1/models", headers={"origin": "https://a.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_limits_are_told_only_as_the_engine_told_them_during_the_request(tmp_path: Path) -> None:
+    told = {"alice": KeyUsage("alice", 8, 3, 0, 0, 0.0)}
+    keys = ApiKeys(file=write_keys(tmp_path / "keys.toml", make_key("alice", limits=KeyLimits(8))))
+    keys.load()
+
+    async def answer(scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/completions":
+            told["alice"] = KeyUsage("alice", 8, 7, 0, 0, 0.0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = RequireKey(answer, keys, (), cast("Any", SimpleNamespace(key_usage=told)))
+
+    async def ask(path: str) -> str | None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            response = await client.get(path, headers=bearer("alice"))
+            assert response.status_code == 200
+            return response.headers.get("x-ratelimit-remaining-requests")
+
+    assert [asyncio.run(ask(path)) for path in ("/tokenize", "/v1/completions", "/tokenize")] == [None, "7", None]
