@@ -21,6 +21,7 @@ from tandem.frontend.server.body_parser import body_parser, framing
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
 from tandem.frontend.server.lingering import LingeringTransport, has_unread
 from tandem.frontend.server.listeners import UNIX_PEER
+from tandem.frontend.server.paths import is_health_check
 from tandem.frontend.server.refusal import Refusal
 
 MAX_PIPELINED = 16
@@ -84,8 +85,6 @@ class LimitedProtocol(HttpToolsProtocol):
         """Bytes that may still be discarded before the connection is closed."""
         self._running: RequestResponseCycle | None = None
         """Request that the app has; the last one to arrive is in `cycle`, and may wait in `pipeline`."""
-        self._is_probe = False
-        """True if the last request to arrive asks whether the server lives."""
         self._last: RequestResponseCycle | None = None
         """Request after whose answer the connection is closed, because the server drains."""
         self._deadline: float | None = None
@@ -184,8 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_parsing(refusal.malformed(f"the request has {self._num_hosts} Host headers; send exactly one"))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parsing(refusal.too_many_pipelined(MAX_PIPELINED))
-        self._is_probe = is_liveness_probe(self.parser.get_method(), self.url)
-        if not self._connections.claim(self) and not self._is_probe:
+        if not self._connections.claim(self) and not is_liveness_probe(self.parser.get_method(), self.url):
             self._stop_parsing(refusal.too_busy(self._connections.max_requests))
         self._input = _Input.BODY
         self._unparsed = 0
@@ -222,7 +220,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._connections.grace is not None:
             self._announce_end()
         start = partial(super()._start_asgi_task, cycle, app)
-        start() if self._is_probe and cycle is self.cycle else self._connections.starts.add(start)
+        if is_health_check(cycle.scope["path"]):
+            start()  # a busy server must not be taken for a dead one, or for one that takes no requests
+        else:
+            self._connections.starts.add(start)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -1,4 +1,4 @@
-"""Requests that offer another protocol (`upgrade`), on a real server without an engine."""
+"""Requests that offer another protocol (`upgrade`), and health checks of a busy server, without an engine."""
 
 import shutil
 import tempfile
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.config import FrontendConfig
+from tandem.frontend.server.connections import STARTS_PER_TURN
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer, until
 from tests.support.raw_http import RawClient, request
@@ -78,3 +79,20 @@ def test_limits_hold_within_the_body_of_a_request_that_offers_h2c(server: Runnin
     until(lambda: server.server.connections.num_requests == 1, "the headers have arrived")
     client.send(b"1;a=" + b"b" * 70_000)
     assert client.reply().status == 431
+
+
+def test_health_checks_do_not_wait_for_the_starts_of_other_requests(server: RunningServer, client: RawClient) -> None:
+    starts = server.server.connections.starts
+    starts._left = 0  # as in a turn in which as many as may have begun, and which does not end
+    try:
+        client.send(request("/version"))
+        until(lambda: len(starts._waiting) == 1, "a request waits for its start")
+        for path, status in (("/health/live", 200), ("/health/ready", 503), ("/health", 503), ("/ping", 503)):
+            with RawClient(server.sock.getsockname()) as probe:
+                assert probe.send(request(path)).reply().status == status
+        assert len(starts._waiting) == 1
+    finally:
+        starts._left = STARTS_PER_TURN
+    with RawClient(server.sock.getsockname()) as other:
+        assert other.send(request("/version")).reply().status == 200
+    assert client.reply().status == 200, "the next turn has come"
