@@ -22,6 +22,15 @@ GROUP_BLOCK = 1024
 
 
 @triton.jit
+def _larger(x, y):
+    """Return the larger of two numbers, NaN if one of them is.
+
+    By default a GPU returns the other one: a NaN would be rounded to a number, and hidden from all that follows.
+    """
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def store_bytes(
     values_ptr,
     scales_ptr,
@@ -45,17 +54,17 @@ def store_bytes(
         quotient = numbers / tl.load(scales_ptr)
     elif GROUP == 0:
         # Zeros alone would divide by zero.
-        scale = tl.maximum(tl.max(tl.abs(numbers), 0) / TOP, 1.1754943508222875e-38)
+        scale = _larger(tl.reduce(tl.abs(numbers), 0, _larger) / TOP, 1.1754943508222875e-38)
         tl.store(scales_ptr + row, scale)
         quotient = numbers / scale
     else:
         GROUPS: tl.constexpr = BLOCK // GROUP
         grouped = tl.reshape(numbers, [GROUPS, GROUP])
-        scale = tl.maximum(tl.max(tl.abs(grouped), 1) / TOP, 1.1754943508222875e-38)
+        scale = _larger(tl.reduce(tl.abs(grouped), 1, _larger) / TOP, 1.1754943508222875e-38)
         group = first // GROUP + tl.arange(0, GROUPS)
         tl.store(scales_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=group < width // GROUP)
         quotient = tl.reshape(grouped / scale[:, None], [BLOCK])
-    quotient = tl.minimum(tl.maximum(quotient, -TOP), TOP)
+    quotient = tl.minimum(_larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
     if dtype.is_int():
         # Adding 1.5 * 2^23 leaves no bits behind the point; ties go to the even number, as in torch.
         quotient = (quotient + 12582912.0) - 12582912.0

@@ -69,6 +69,19 @@ def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:
         assert rows.values.float().tolist() == [[top, -top, 3.0, top]]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, ("row", "group"))))
+def test_nan_is_not_rounded_to_a_number(dtype: torch.dtype, kind: str, device: str) -> None:
+    """Else the sampler, which ends a request whose logits are NaN, would not learn of it."""
+    x, to = rows_of(3, 384, device), format_of(dtype, kind, device)
+    x[1, 200] = float("nan")
+    for rows in (quantize(x, to), reference.quantize(x, to)):
+        numbers = rows.numbers()
+        assert numbers[1, 200].isnan()
+        assert numbers[1, :128].isnan().all() == (kind == "row")
+        assert numbers[[0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounded_rows_stand_for_about_the_same_numbers_and_zeros_stay(dtype: torch.dtype, device: str) -> None:
     x = torch.tensor([[1e-30, -1e-30], [3e4, 1.0], [0.0, 0.0], [-7.0, 3.5]], device=device)
