@@ -11,7 +11,6 @@ answers that the attackers got. The ceilings are 64 MiB and 0.5 s.
 
 import argparse
 import multiprocessing
-import os
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 from msgspec import Struct, to_builtins
 
 from benchmarks.frontends.attackers import ATTACKS, Attack, run_attackers
@@ -68,7 +68,7 @@ class Frontend:
 
     def __enter__(self) -> "Frontend":
         command = [sys.executable, "-m", "tandem.frontend", "--endpoint", f"ipc://{self._log.parent}/e"]
-        command += ["--model-dir", str(MODEL), "--port", str(self.address[1])]
+        command += ["--model-dir", str(MODEL), "--port", str(self.address[1]), "--frontends", "1"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + READY_SECONDS
@@ -85,16 +85,17 @@ class Frontend:
         stop_process(self._process, STOP_SECONDS)
 
     def memory(self) -> float:
-        """Return the resident memory in MiB."""
-        assert self._process is not None
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        """Return the resident memory in MiB, its supervisor's and its helpers' with it."""
+        return sum(process.memory_info().rss for process in self._family()) / 2**20
 
     def cpu(self) -> float:
-        """Return the CPU time so far in seconds."""
+        """Return the CPU time so far in seconds, of the same processes."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._family())
+
+    def _family(self) -> list[psutil.Process]:
         assert self._process is not None
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
 
 
 def probe(address: tuple[str, int]) -> float | None:
