@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import psutil
 from msgspec import Struct, to_builtins
 
 from benchmarks.frontends.attackers import ATTACKS, Attack, run_attackers
-from benchmarks.measuring.processes import stop_process
+from benchmarks.measuring.processes import cpu_seconds, family, stop_process
 from benchmarks.measuring.results import save
 from tandem.frontend.listening import raise_file_limit
 
@@ -86,16 +85,13 @@ class Frontend:
 
     def memory(self) -> float:
         """Return the resident memory in MiB, its supervisor's and its helpers' with it."""
-        return sum(process.memory_info().rss for process in self._family()) / 2**20
+        assert self._process is not None
+        return sum(process.memory_info().rss for process in family(self._process.pid)) / 2**20
 
     def cpu(self) -> float:
         """Return the CPU time so far in seconds, of the same processes."""
-        return sum(sum(process.cpu_times()[:2]) for process in self._family())
-
-    def _family(self) -> list[psutil.Process]:
         assert self._process is not None
-        root = psutil.Process(self._process.pid)
-        return [root, *root.children(recursive=True)]
+        return sum(cpu_seconds(process.pid) for process in family(self._process.pid))
 
 
 def probe(address: tuple[str, int]) -> float | None:

@@ -23,7 +23,7 @@ from typing import Any, cast
 from msgspec import Struct, to_builtins
 from prometheus_client import CollectorRegistry
 
-from benchmarks.frontends.deployment import cpu_seconds
+from benchmarks.measuring.processes import cpu_seconds
 from benchmarks.measuring.results import save
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import TEMPLATES, ChatTemplate

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
-
-from benchmarks.measuring.processes import stop_process
+from benchmarks.measuring.processes import cpu_seconds, family, stop_process
 from tests.fakes.scripted_engine import Journal, Script
 from tests.support.serving import free_port
 from tests.support.stream_client import answer
@@ -39,14 +37,6 @@ def git_hash(tree: Path) -> str:
     """Return the commit of a checkout, with a + if it was changed."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process, in user and kernel mode.
-
-    It is read from the process's own clock (`clock_getcpuclockid`), in nanoseconds where `/proc` has hundredths.
-    """
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def python_path(*folders: Path) -> dict[str, str]:
@@ -120,8 +110,7 @@ class Deployment:
     def cpu(self) -> float:
         """Return the CPU seconds of the frontends, their supervisor and helpers."""
         _, root = self._processes
-        family = [root.pid, *[child.pid for child in psutil.Process(root.pid).children(recursive=True)]]
-        return sum(cpu_seconds(pid) for pid in family)
+        return sum(cpu_seconds(process.pid) for process in family(root.pid))
 
     def engine_cpu(self) -> float:
         """Return the CPU seconds that the scripted engine has used."""

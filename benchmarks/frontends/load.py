@@ -81,6 +81,12 @@ def _read_until_told(client: StreamClient, pipe: Connection) -> None:
     pipe.recv()
 
 
+def _even_shares(count: int, clients: int) -> list[int]:
+    """Divide streams or connections among clients; none has an empty share."""
+    clients = min(clients, count)
+    return [count // clients + (index < count % clients) for index in range(clients)]
+
+
 class StreamLoad:
     """Streams held by several client processes."""
 
@@ -91,10 +97,9 @@ class StreamLoad:
 
         tokens: those that each stream asks for; has_letters: False for an engine that is not scripted.
         """
-        clients = min(clients, streams)
-        shares = [streams // clients + (index < streams % clients) for index in range(clients)]
         self._clients = [
-            spawn(_stream, address, share, index, tokens, has_letters) for index, share in enumerate(shares)
+            spawn(_stream, address, share, index, tokens, has_letters)
+            for index, share in enumerate(_even_shares(streams, clients))
         ]
 
     def await_start(self) -> None:
@@ -213,9 +218,8 @@ class RequestLoad:
         """Start the clients, one process each, and await their first requests."""
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
-        data, clients = request(body, path, close=False), min(clients, connections)
-        shares = [connections // clients + (index < connections % clients) for index in range(clients)]
-        self._clients = [spawn(_repeat, address, data, share) for share in shares]
+        data = request(body, path, close=False)
+        self._clients = [spawn(_repeat, address, data, share) for share in _even_shares(connections, clients)]
         for _, pipe in self._clients:
             pipe.recv()
 

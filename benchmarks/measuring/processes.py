@@ -1,6 +1,9 @@
 """Child processes of the benchmarks."""
 
 import subprocess
+import time
+
+import psutil
 
 
 def stop_process(process: "subprocess.Popen[bytes]", seconds: float) -> None:
@@ -11,3 +14,17 @@ def stop_process(process: "subprocess.Popen[bytes]", seconds: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started, directly or not."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process, in user and kernel mode.
+
+    It is read from the process's own clock (`clock_getcpuclockid`), in nanoseconds where `/proc` has hundredths.
+    """
+    return time.clock_gettime((~pid << 3) | 2)
