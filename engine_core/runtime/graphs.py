@@ -139,11 +139,11 @@ def capture_decode(
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
-        for slot, captured in zip(slots, steps, strict=True):
+        for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
             places = places_of(slot, logits).first(bucket)
             run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], places)
-            if slot is slots[0]:
+            if number == 0:
                 run()
                 for mode in Mode:
                     sampling(mode, _batch(slot, places, mode))
@@ -181,7 +181,7 @@ def capture_mixed(
             for bucket in of_count:
                 own, places = buffers.first(sum(bucket)), places_of(slot, logits).first(shapes[bucket])
                 run = partial(_run_mixed, slot, bucket, planner.step, own, places, forward, head)
-                if slot is slots[0]:
+                if number == 0:
                     run()
                     recorder.synchronize()
                 graph, _ = recorder.record(run)

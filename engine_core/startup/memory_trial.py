@@ -6,10 +6,32 @@ graphs of the largest shapes are captured and dropped.
 
 from collections.abc import Callable
 
+from msgspec import Struct, structs
+
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Runtime
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.warmup import warm_up
+
+Trial = Callable[[int], object]
+"""Captures graphs for the given number of slots, and returns what holds them."""
+
+FURTHER_SLOTS = 2
+"""Slots of a trial beside the first. The driver takes memory in pieces of some MiB: the part of one capture is found by
+several."""
+GRAPH_MARGIN = 0.1
+"""Share of the estimate that is added to it: for the code of kernels that only smaller shapes run, and for the end of
+the last piece of memory that the driver and the allocator have taken each."""
+
+
+class GraphMemory(Struct, frozen=True):
+    """Bytes of a trial's graphs."""
+
+    held: int
+    """Bytes that the allocator holds for them: buffers and activations. Graphs of smaller shapes lie in the same."""
+    driver: int
+    """Bytes of the device that the allocator does not hold: those of the graphs themselves, which no other graph
+    shares, and of all that was there before."""
 
 
 def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> int:
@@ -23,47 +45,71 @@ def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> 
     return device.held_bytes() - before
 
 
-def measure_graph_bytes(device: Device, config: StepConfig, trial: Callable[[int], object]) -> int:
-    """Estimate the bytes of all decode graphs from the largest.
+def measure_graph_bytes(device: Device, config: StepConfig, further: int, decode: Trial, mixed: Trial) -> int:
+    """Estimate the bytes of all graphs from those of the largest.
 
-    There is a graph for each row count and slot.
-
-    trial: captures the graphs of the largest row count the given number of times, and returns what holds them. The
-    first brings the memory that all share, logits among it; a further one costs the driver's part, the same for every
-    row count.
+    further: bytes that the attention of all mixed graphs holds beyond that of the largest token count in one slot.
+    decode: captures the decode graph of the largest row count; mixed: captures that and the shapes of `mixed_trial`.
     """
     if not config.graph_rows:
         return 0
+    held, each = _measure_slots(device, config, decode)
+    driver = each * config.depth * len(config.graph_rows)
+    if config.graph_tokens:
+        held, each_slot = _measure_slots(device, config, mixed)
+        shapes = num_mixed_shapes(mixed_trial(config))
+        driver += max(0, each_slot - each) * config.depth * num_mixed_shapes(config) // shapes
+        held += further
+    return int((held + driver) * (1 + GRAPH_MARGIN))
+
+
+def decode_trial(config: StepConfig) -> StepConfig:
+    """Return the settings of a trial of the largest decode graph alone."""
+    return structs.replace(config, graph_rows=config.graph_rows[-1:], graph_tokens=())
+
+
+def mixed_trial(config: StepConfig) -> StepConfig:
+    """Return the settings of a trial of the largest mixed and decode graphs.
+
+    The mixed ones are the largest beside no row and beside the most rows: the first needs the most memory for its
+    positions, the second may for its logits.
+    """
+    beside_rows = [tokens for tokens in config.graph_tokens if len(config.mixed_rows(tokens)) > 1][-1:]
+    rows = config.mixed_graph_rows
+    return structs.replace(
+        config,
+        graph_rows=config.graph_rows[-1:],
+        graph_tokens=tuple(sorted({*beside_rows, *config.graph_tokens[-1:]})),
+        mixed_graph_rows=tuple(sorted({*rows[:1], *rows[-1:]})),
+    )
+
+
+def num_mixed_shapes(config: StepConfig) -> int:
+    """Return the number of mixed graphs of a slot."""
+    return sum(len(config.mixed_rows(tokens)) for tokens in config.graph_tokens)
+
+
+def _measure_slots(device: Device, config: StepConfig, trial: Trial) -> tuple[int, int]:
+    """Return the allocator's bytes for a trial in all slots, and the driver's in one."""
     # The code of kernels is loaded when they first run, and stays.
     _measure(device, trial, 1)
-    first = _measure(device, trial, 1)
-    further = max(0, _measure(device, trial, 2) - first)
-    device.release_unused()
-    captures = config.depth * len(config.graph_rows)
-    return first + (captures - 1) * further
+    one, more = _measure(device, trial, 1), _measure(device, trial, 1 + FURTHER_SLOTS)
+    held = max(0, more.held - one.held) // FURTHER_SLOTS
+    return one.held + (config.depth - 1) * held, max(0, more.driver - one.driver) // FURTHER_SLOTS
 
 
-def measure_mixed_graph_bytes(device: Device, config: StepConfig, further: int, trial: Callable[[int], object]) -> int:
-    """Estimate the bytes of the graphs of mixed steps, beside the decode graphs.
+def _measure(device: Device, trial: Trial, slots: int) -> GraphMemory:
+    """Measure the memory of the graphs of a trial, which are dropped.
 
-    trial: captures the given number (0 to 2) of the largest shapes of one token count, beside the largest decode step.
-    The first brings what all share, a further one costs the driver's part. further: bytes that the attention of all
-    graphs holds beyond that of the largest token count in one slot.
+    What the allocator keeps of the steps that run before they are captured is not counted: eager steps use it again.
+    The driver's bytes are the total, since the driver may keep what an earlier trial took.
     """
-    if not config.graph_rows or not config.graph_tokens:
-        return 0
-    _measure(device, trial, 1)
-    without, first = _measure(device, trial, 0), _measure(device, trial, 1)
-    captures = config.depth * sum(len(config.mixed_rows(tokens)) for tokens in config.graph_tokens)
-    driver = max(0, _measure(device, trial, 2) - first) if len(config.mixed_graph_rows) > 1 else 0
     device.release_unused()
-    return max(0, first - without) + (captures - 1) * driver + further
-
-
-def _measure(device: Device, trial: Callable[[int], object], count: int) -> int:
+    before = device.held_bytes()
+    captured = trial(slots)
     device.release_unused()
-    before = device.free_bytes()
-    captured = trial(count)
-    after = device.free_bytes()
+    held = device.held_bytes()
+    driver = device.total_bytes() - device.free_bytes() - held
     del captured
-    return before - after
+    device.release_unused()
+    return GraphMemory(held - before, driver)

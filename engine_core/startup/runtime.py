@@ -5,10 +5,11 @@ steps and graphs; the pool, from what is left; graphs. Nothing is allocated on t
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import DeviceMemoryError, MemoryTooSmallError
@@ -31,7 +32,7 @@ from tandem.engine_core.startup.device import DeviceParts
 from tandem.engine_core.startup.kv_calibration import settle_kv_scales
 from tandem.engine_core.startup.kv_sizing import Memory
 from tandem.engine_core.startup.loading_progress import LoadingProgress
-from tandem.engine_core.startup.memory_trial import measure_graph_bytes, measure_mixed_graph_bytes, measure_step_bytes
+from tandem.engine_core.startup.memory_trial import decode_trial, measure_graph_bytes, measure_step_bytes, mixed_trial
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.warmup import warm_up
 from tandem.engine_core.wire.heartbeat import Status
@@ -99,26 +100,10 @@ class RuntimeBuilder(Struct, frozen=True):
 
         return self.parts.graphs(self.config, self.model, kv, self.tables, self.sampler, self.slots, progress)
 
-    def capture_decode_trial(self, kv: KVStorage, count: int) -> object:
-        """Capture the decode graph of the largest row count `count` times.
-
-        No other graph is captured.
-        """
-        config = structs.replace(self.config, graph_rows=self.config.graph_rows[-1:], graph_tokens=())
-        slots = self.slots[:1] * count
-        return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, slots, lambda _: None)
-
-    def capture_mixed_trial(self, kv: KVStorage, count: int) -> object:
-        """Capture the `count` largest mixed shapes and one decode graph.
-
-        The mixed shapes are those of the largest token count.
-        """
-        c = self.config
-        config = structs.replace(
-            c, graph_rows=c.graph_rows[-1:], mixed_graph_rows=c.mixed_graph_rows[-max(1, count) :],
-            graph_tokens=c.graph_tokens[-1:] if count else (), max_mixed_tokens=c.max_step_tokens,
-        )  # fmt: skip
-        return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, self.slots[:1], lambda _: None)
+    def capture_trial(self, config: StepConfig, kv: KVStorage, slots: int) -> object:
+        """Capture the graphs of a trial for that many slots, which all are the first."""
+        first = self.slots[:1] * slots
+        return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, first, lambda _: None)
 
     def measure(self, free_at_start: int) -> Memory:
         """Measure the memory of steps and graphs by a trial.
@@ -139,11 +124,11 @@ class RuntimeBuilder(Struct, frozen=True):
         scratch: a pool of one page, freed when this returns.
         """
         device = self.parts.device
-        graphs = measure_graph_bytes(device, self.config, lambda count: self.capture_decode_trial(scratch, count))
         further = self.parts.prompt_graph_bytes(self.config, self.slots)
-        graphs += measure_mixed_graph_bytes(
-            device, self.config, further, lambda count: self.capture_mixed_trial(scratch, count)
+        decode, mixed = (
+            partial(self.capture_trial, trial(self.config), scratch) for trial in (decode_trial, mixed_trial)
         )
+        graphs = measure_graph_bytes(device, self.config, further, decode, mixed)
         return measure_step_bytes(device, self.build_runtime(scratch), self.config), graphs
 
 
@@ -177,6 +162,7 @@ def _build(
     log.mark("KV pool")
     warm_up(builder.build_runtime(kv), config)
     log.mark("warm-up")
+    free = builder.parts.device.free_bytes()
     graphs = builder.capture_graphs(kv, status)
     if graphs is None:
         return builder.build_runtime(kv), config
@@ -184,6 +170,11 @@ def _build(
         f"graphs of {len(graphs.rows)} row counts, {len(graphs.mixed[0]) if graphs.mixed else 0} mixed shapes and "
         f"{config.depth} slots"
     )
+    taken = free - builder.parts.device.free_bytes()
+    logger.info(
+        "graphs took %.2f GiB of the %.2f kept for them, the driver's part with them",
+        taken / kv_sizing.GIB, memory.graphs / kv_sizing.GIB,
+    )  # fmt: skip
     runtime = builder.build_runtime(kv, graphs)
     warm_up(runtime, config)
     return runtime, config
@@ -233,7 +224,7 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
     if config.device != "cpu":
         logger.info(
             "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
-            "(the largest captured, the rest estimated from them), KV pool %.2f",
+            "(the largest captured, the rest estimated from them with a margin), KV pool %.2f",
             gib(memory.total), gib(memory.free_at_start), gib(memory.free_at_start - memory.free),
             gib(memory.steps), gib(memory.graphs), gib(pool),
         )  # fmt: skip

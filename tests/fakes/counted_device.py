@@ -6,18 +6,28 @@ TOTAL = 1_000_000
 
 
 class CountedDevice(CpuDevice):
-    """CPU device whose allocator keeps freed memory until `release_unused`."""
+    """CPU device whose allocator keeps freed memory until `release_unused`.
 
-    def __init__(self) -> None:
+    Its driver takes memory for graphs in pieces, beside the allocator, and may keep that of graphs that are gone.
+    """
+
+    def __init__(self, piece: int = 1, driver_keeps: bool = False) -> None:
         super().__init__()
         self.in_use = 0
         self.unused = 0
+        self.piece = piece
+        self.driver_keeps = driver_keeps
+        self.graphs = 0
+        """Bytes of the graphs that live."""
+        self._pieces = 0
 
     def total_bytes(self) -> int:
         return TOTAL
 
     def free_bytes(self) -> int:
-        return TOTAL - self.held_bytes()
+        pieces = -(-self.graphs // self.piece)
+        self._pieces = max(pieces, self._pieces) if self.driver_keeps else pieces
+        return TOTAL - self.held_bytes() - self._pieces * self.piece
 
     def held_bytes(self) -> int:
         return self.in_use + self.unused
@@ -27,6 +37,9 @@ class CountedDevice(CpuDevice):
 
     def take(self, count: int) -> "Held":
         return Held(self, count)
+
+    def take_graph(self, count: int) -> "HeldGraph":
+        return HeldGraph(self, count)
 
 
 class Held:
@@ -42,3 +55,15 @@ class Held:
     def __del__(self) -> None:
         self.device.in_use -= self.count
         self.device.unused += self.count
+
+
+class HeldGraph:
+    """Graph of `count` bytes of a device, which the allocator does not hold."""
+
+    def __init__(self, device: CountedDevice, count: int) -> None:
+        self.device = device
+        self.count = count
+        device.graphs += count
+
+    def __del__(self) -> None:
+        self.device.graphs -= self.count
