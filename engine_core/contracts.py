@@ -54,7 +54,7 @@ class StepResult(Struct, frozen=True):
     logprobs: StepLogprobs | None = None
     """Log-probabilities, or None if no row wanted any."""
     milliseconds: float = 0.0
-    """Time that the device took for the step; 0 for a step that was not timed."""
+    """Time that the device worked on the step, without its wait for masks; 0 for a step that was not timed."""
 
     def has_single_tokens(self, rows: int) -> bool:
         """Return True if each row that samples has one token, and none failed.
@@ -143,9 +143,9 @@ class DeviceTimes(Struct):
     """
 
     busy: float = 0.0
-    """Time from the first to the last work of the timed steps."""
+    """Time from the first to the last work of the timed steps, without waits for masks."""
     idle: float = 0.0
-    """Time between the timed steps and the ones that followed them."""
+    """Time of those waits, and between the timed steps and the ones that followed them."""
     steps: int = 0
     """Number of timed steps."""
 

@@ -115,7 +115,7 @@ class EngineStats(Struct, array_like=True):
     gpu_idle_seconds: Annotated[
         float,
         _counter(
-            "tandem_gpu_idle_seconds", "Time between a timed step and the next in which the GPU waited for the CPU."
+            "tandem_gpu_idle_seconds", "Time in a timed step and up to the next in which the GPU waited for the CPU."
         ),
     ] = 0.0
     """Seconds from the last work of a timed step to the first of the next, summed over the timed steps."""

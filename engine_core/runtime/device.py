@@ -40,15 +40,17 @@ class StepClock:
 
     It times step n on the device from the beginning of its forward pass to the end of its sampling, and the gap from
     there to the forward pass of step n + 1. Copies and updates of tables before a forward pass, some microseconds,
-    count to the gap. `read` is called once the step's results are on the host: by then its events, and all before them,
-    have been reached.
+    count to the gap, and so does the time between forward pass and sampling in which a step waits for its masks: the
+    host computes them, and copies them right before the sampling. `read` is called once the step's results are on the
+    host: by then its events, and all before them, have been reached.
     """
 
     def __init__(self, event: Callable[[], Instant]) -> None:
         self.times = DeviceTimes()
         self._started, self._ended, self._next = event(), event(), event()
+        self._paused, self._resumed = event(), event()
         self._timed = -1
-        self._gap = False
+        self._gap = self._waits = False
 
     def begin(self, step_id: int, follows: bool) -> None:
         """Mark the beginning of a step's forward pass.
@@ -57,10 +59,24 @@ class StepClock:
         """
         if step_id % EVERY == 0:
             self._started.record()
-            self._timed, self._gap = step_id, False
+            self._timed, self._gap, self._waits = step_id, False, False
         elif step_id == self._timed + 1 and follows:
             self._next.record()
             self._gap = True
+
+    def pause(self, step_id: int) -> None:
+        """Mark the end of the forward pass of a step that waits for its masks."""
+        if step_id == self._timed:
+            self._paused.record()
+
+    def resume(self, step_id: int) -> None:
+        """Mark the beginning of the sampling of such a step.
+
+        Its masks are on the device by then.
+        """
+        if step_id == self._timed:
+            self._resumed.record()
+            self._waits = True
 
     def end(self, step_id: int) -> None:
         """Mark the end of a step's sampling."""
@@ -68,18 +84,25 @@ class StepClock:
             self._ended.record()
 
     def read(self, step_id: int) -> float:
-        """Return the milliseconds that a collected step took, 0 if it was not timed.
+        """Return the milliseconds that the device worked on a collected step.
 
-        The times of a pair of steps are added once the step after the timed one has been collected.
+        They are 0 if it was not timed. The times of a pair of steps are added once the step after the timed one has been collected.
         """
         if step_id == self._timed:
-            return self._started.elapsed_time(self._ended)
+            return self._busy()
         if step_id == self._timed + 1 and self._gap:
-            self.times.busy += self._started.elapsed_time(self._ended) / 1000
-            self.times.idle += max(0.0, self._ended.elapsed_time(self._next)) / 1000
+            waited = self._paused.elapsed_time(self._resumed) if self._waits else 0.0
+            self.times.busy += self._busy() / 1000
+            self.times.idle += (max(0.0, self._ended.elapsed_time(self._next)) + max(0.0, waited)) / 1000
             self.times.steps += 1
             self._gap = False
         return 0.0
+
+    def _busy(self) -> float:
+        """Return the milliseconds of the timed step's forward pass and sampling."""
+        if not self._waits:
+            return self._started.elapsed_time(self._ended)
+        return self._started.elapsed_time(self._paused) + self._resumed.elapsed_time(self._ended)
 
 
 class Event(Protocol):

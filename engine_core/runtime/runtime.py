@@ -77,17 +77,20 @@ class TorchRuntime:
         if plan.logprobs >= 0:
             packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
         s.plan, s.packed, s.graphs, s.sampling = plan, packed, None, None
-        if self._enqueue(slot, packed, bucket):
-            return
-        # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
-        self.device.release_unused()
-        if not self._enqueue(slot, packed, bucket):
+        enqueued = self._enqueue(slot, packed, bucket)
+        if not enqueued:
+            # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
+            self.device.release_unused()
+            enqueued = self._enqueue(slot, packed, bucket)
+        if not enqueued:
             # What was enqueued reads the slot's pinned memory, which the next step overwrites.
             self.device.synchronize()
             s.plan = s.packed = s.logits = None
             raise DeviceMemoryError(
                 f"a step of {plan.total_tokens} positions, with {self.device.free_bytes()} bytes free"
             )
+        if plan.needs_mask and self.clock is not None:
+            self.clock.pause(plan.step_id)
 
     def _enqueue(self, slot: int, packed: Packed, bucket: GraphBucket | None) -> bool:
         """Enqueue the copy, the updates and the forward pass of a step.
@@ -119,8 +122,11 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
         count = len(s.packed.sample_rows)
+        allowed = self._upload_masks(s, masks) if masks is not None and count else None
+        if s.plan.needs_mask and self.clock is not None:
+            self.clock.resume(s.plan.step_id)
         if count:
-            self._sample(s, s.logits[:count], self._upload_masks(s, masks) if masks is not None else None)
+            self._sample(s, s.logits[:count], allowed)
         if s.plan.logprobs >= 0 and s.packed.fields["record_index"][1]:
             # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
             records, index = _record_view(s.records, 0, count, s.plan), field(s.device_inputs, s.packed, "record_index")

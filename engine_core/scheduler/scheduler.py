@@ -207,7 +207,7 @@ class Scheduler:
         """
         held = self._held
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
-        if result.milliseconds and not plan.needs_mask:  # Such a step waits for the one before.
+        if result.milliseconds:
             self.planner.costs.correct(StepWork.of(plan.rows), result.milliseconds)
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]

@@ -1,12 +1,16 @@
 """I3 and I6: what `collect` waits for is recorded by the step itself, whatever the step holds."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
+from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.device import HostInstant, StepClock
+from tandem.engine_core.runtime.device import EVERY, HostInstant, StepClock
 from tandem.protocol.params import SamplingParams
 from tests.support.tiny_llama import Shape, TinyEngine
 
@@ -27,12 +31,9 @@ class CountingEvent:
         return None
 
 
-def test_a_step_that_is_timed_has_ended_when_its_results_are_waited_for(model: Decoder) -> None:
-    """The mark of a step's end comes before the event behind which its results are copied."""
-    engine = TinyEngine(model, Shape())
-    runtime, order = engine.runtime, list[str]()
-
-    names = iter(["started", "ended", "next"])
+def named_marks(order: list[str]) -> Callable[[], HostInstant]:
+    """Return a maker of a clock's marks, which note their names when they are recorded."""
+    names = iter(["started", "ended", "next", "paused", "resumed"])
 
     class Mark(HostInstant):
         def __init__(self) -> None:
@@ -43,13 +44,21 @@ def test_a_step_that_is_timed_has_ended_when_its_results_are_waited_for(model: D
             order.append(self.name)
             super().record()
 
+    return Mark
+
+
+def test_a_step_that_is_timed_has_ended_when_its_results_are_waited_for(model: Decoder) -> None:
+    """The mark of a step's end comes before the event behind which its results are copied."""
+    engine = TinyEngine(model, Shape())
+    runtime, order = engine.runtime, list[str]()
+
     class Done(CountingEvent):
         def record(self) -> None:
             order.append("done")
 
     for slot in runtime.slots:
         slot.sampling_done = Done()
-    runtime.clock = StepClock(Mark)
+    runtime.clock = StepClock(named_marks(order))
     engine.generate([list(range(2, 12))], [SamplingParams(20, temperature=0.0)])
     begun = [number for number, what in enumerate(order) if what == "started"]
     assert len(begun) >= 2
@@ -88,6 +97,80 @@ def test_the_clock_of_a_step_starts_behind_all_that_the_host_prepares(model: Dec
     ]
     assert len(started) >= 2
     assert all(order[number] == "instant" for number in started), order
+
+
+class Stream:
+    """Stream of a device in simulated time; an instant marks where it is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def instant(self) -> HostInstant:
+        return StreamInstant(self)
+
+
+class StreamInstant(HostInstant):
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def record(self) -> None:
+        self.seconds = self.stream.now
+
+
+@pytest.mark.parametrize("waits", [None, 0.0, 0.047])
+def test_the_wait_for_masks_is_none_of_a_steps_time(waits: float | None) -> None:
+    stream = Stream()
+    clock = StepClock(stream.instant)
+    clock.begin(EVERY, follows=True)
+    stream.now += 0.003
+    if waits is not None:
+        clock.pause(EVERY)
+        stream.now += waits
+        clock.resume(EVERY)
+    stream.now += 0.001
+    clock.end(EVERY)
+    stream.now += 0.002
+    clock.begin(EVERY + 1, follows=True)
+    assert clock.read(EVERY) == pytest.approx(4.0)
+    assert clock.read(EVERY + 1) == 0.0
+    assert (clock.times.busy, clock.times.idle) == (pytest.approx(0.004), pytest.approx(0.002 + (waits or 0.0)))
+
+
+def test_a_step_after_one_that_waited_is_timed_as_a_whole() -> None:
+    stream = Stream()
+    clock = StepClock(stream.instant)
+    clock.begin(EVERY, follows=True)
+    clock.pause(EVERY)
+    clock.resume(EVERY)
+    clock.end(EVERY)
+    clock.pause(EVERY + 1)
+    clock.begin(2 * EVERY, follows=True)
+    stream.now += 0.005
+    clock.end(2 * EVERY)
+    assert clock.read(2 * EVERY) == pytest.approx(5.0)
+
+
+def test_a_step_with_masks_is_marked_before_it_waits_and_once_they_are_on_the_device(model: Decoder) -> None:
+    engine = TinyEngine(model, Shape())
+    runtime, order = engine.runtime, list[str]()
+    runtime.clock = StepClock(named_marks(order))
+    fill, sample = runtime.filler.fill, runtime.sampler.sample
+
+    def note_fill(*given: Any) -> None:
+        order.append("filled")
+        fill(*given)
+
+    def note_sample(batch: SamplingBatch) -> None:
+        order.append("sampled")
+        sample(batch)
+
+    with patch.object(runtime.filler, "fill", note_fill), patch.object(runtime.sampler, "sample", note_sample):
+        engine.generate([list(range(2, 12))], [SamplingParams(20, temperature=0.0)], constrained=[0])
+    begun = [number for number, what in enumerate(order) if what == "started"]
+    assert len(begun) >= 2
+    timed = [[what for what in order[number : number + 7] if what != "next"] for number in begun]
+    assert all(one[:6] == ["started", "paused", "filled", "resumed", "sampled", "ended"] for one in timed), order
 
 
 def test_every_step_is_waited_for_even_if_it_samples_nothing(model: Decoder) -> None:

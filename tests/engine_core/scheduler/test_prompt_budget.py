@@ -9,6 +9,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.planner import IDLE_MS, IDLE_SLOWDOWN, LEAST_MS, MOST_STRETCH, SLOWDOWN
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, num_pairs
+from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import new, sequence
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -24,12 +25,24 @@ LONG = 16_384
 
 
 class Simulation:
-    """A scheduler with one step in flight, on a device that takes exactly as long as the table says."""
+    """A scheduler with one step in flight, on a device that takes exactly as long as the table says.
+
+    slowdown: multiple of that which it takes really; grammar: of all sequences, if any.
+    """
 
     def __init__(
-        self, max_itl: float | None = None, table: Mapping[tuple[int, int], float] = TABLE, **settings: int
+        self,
+        max_itl: float | None = None,
+        table: Mapping[tuple[int, int], float] = TABLE,
+        slowdown: float = 1.0,
+        grammar: str | None = None,
+        **settings: int,
     ) -> None:
         self.costs = StepCosts(table, SHARE)
+        self.device = self.costs
+        if slowdown != 1.0:
+            self.device = StepCosts({size: slowdown * time for size, time in table.items()}, SHARE)
+        self.grammar = grammar
         self.scheduler: Scheduler = new(
             rows=64, pages=40_000, step=8192, chunk=8192, page_size=16, cache=False, max_itl=max_itl, costs=self.costs,
             **settings,
@@ -47,7 +60,9 @@ class Simulation:
     def add(self, prompt: int, max_tokens: int = 10_000) -> int:
         """Submit a prompt of its own; return its number."""
         self._number += 1
-        self.scheduler.add(sequence(self._number, prompt, max_tokens, first=1000 + self._number))
+        seq = sequence(self._number, prompt, max_tokens, first=1000 + self._number)
+        seq.constraint = FakeConstraint(self.grammar) if self.grammar else None
+        self.scheduler.add(seq)
         return self._number
 
     def step(self) -> StepPlan:
@@ -56,7 +71,7 @@ class Simulation:
         plan = self.scheduler.plan_step(len(self.steps) + 1)
         assert plan is not None
         self.present.append(len(self.scheduler.running))
-        milliseconds = self.costs.milliseconds(StepWork.of(plan.rows))
+        milliseconds = self.device.milliseconds(StepWork.of(plan.rows))
         self.now += milliseconds
         self.steps.append((plan, milliseconds))
         self.scheduler.on_launch(plan)
@@ -107,6 +122,25 @@ def test_no_step_takes_longer_than_streams_may_wait(streams: int, max_itl: float
         stretch = min(MOST_STRETCH, present / len(decoding))
         assert milliseconds <= max(max_itl or stretch * max(LEAST_MS, SLOWDOWN * alone), smallest) * 1.0001
         assert len(decoding) >= streams, "every stream is in every step"
+
+
+@pytest.mark.parametrize("grammar", [None, "stops 20000"])
+def test_steps_correct_the_table_with_and_without_masks(grammar: str | None) -> None:
+    """A load of constrained rows alone learns what its steps take, and keeps to the limit."""
+    limit = 24.0
+    run = Simulation(limit, slowdown=2.5, grammar=grammar)
+    run.streams(16)
+    run.run_until(run.add(LONG))
+    learnt = len(run.steps)
+    run.run_until(*[run.add(LONG) for _ in range(2)])
+    assert all(plan.needs_mask == bool(grammar) for plan, _ in run.steps)
+    assert max(milliseconds for _, milliseconds in run.steps[learnt:]) <= 1.15 * limit
+    run.run_until(run.add(64))
+    with_prompts = StepWork.of(run.steps[-1][0].rows)
+    for _ in range(20):
+        decoding = StepWork.of(run.step().rows)
+    for work in (with_prompts, decoding):
+        assert run.costs.milliseconds(work) == pytest.approx(run.device.milliseconds(work), rel=0.1)
 
 
 @pytest.mark.parametrize(
