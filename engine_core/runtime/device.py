@@ -86,7 +86,8 @@ class StepClock:
     def read(self, step_id: int) -> float:
         """Return the milliseconds that the device worked on a collected step.
 
-        They are 0 if it was not timed. The times of a pair of steps are added once the step after the timed one has been collected.
+        They are 0 if it was not timed. The times of a pair of steps are added once the step after the timed one has
+        been collected.
         """
         if step_id == self._timed:
             return self._busy()
