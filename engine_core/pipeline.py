@@ -11,8 +11,8 @@ copy                           D2H t                           D2H t+1
 
 Invariants, cited elsewhere by number:
 
-- I1  One compute stream runs forwards and sampling of both slots, one copy stream the copies to the host. Work is
-      enqueued in tick order.
+- I1  One compute stream runs forwards and sampling of both slots, one copy stream the copies to the host and, beside
+      the forward pass of their step, those of masks. Work is enqueued in tick order.
 - I2  Steps commit first in, first out.
 - I3  The copy of a step's results waits on that step's own event, never on a whole stream.
 - I4  `0 <= sequence.inflight <= depth`; only the scheduler changes it. A sequence that ended while in flight is a

@@ -59,7 +59,7 @@ class GrammarConstraint:
         if self.overdrawn:
             return False
         # A matcher that has failed still consumes end ids.
-        return self.matcher.consume_token(token) and not (self.is_end(token) and self.problem)
+        return self.matcher.consume_token(token) and not (token in self._ends and self.problem)
 
 
 class CompiledGrammar:

@@ -85,18 +85,26 @@ class MaskBuilder:
 
         Constraints that have spent their budget get a mask at no cost.
         """
-        address, size = out.ctypes.data, out.strides[0]
-        before = self.cpu_clock()
+        address, size, clock = out.ctypes.data, out.strides[0], self.clock
+        cpu, since, others = self.cpu_clock(), clock(), 0.0
         for constraint, index in pairs:
             assert 0 <= index < len(out), f"mask {index} of {len(out)}"
             cost = constraint.cost
-            if (cost.debt or constraint.overdrawn) and self._is_overdrawn(constraint, index, out):
-                continue
+            if cost.debt or constraint.overdrawn:
+                if self._is_overdrawn(constraint, index, out):
+                    continue
+                cpu, since, others = self.cpu_clock(), clock(), 0.0
             constraint.matcher.unsafe_compute_mask_ptr(address + index * size, size)
-            after = self.cpu_clock()
-            if cost.debt or after - before > FREE_SECONDS:  # Most masks have nothing to charge or to pay off.
-                constraint.overdrawn = self._budget.charge(cost, after - before)
-            before = after
+            now = clock()
+            took, since = now - since, now
+            # The clock of CPU time is a system call. As a thread has no more CPU time than passes, most masks have
+            # nothing to charge or to pay off by the other clock already.
+            if cost.debt or took > FREE_SECONDS:
+                used = self.cpu_clock()
+                constraint.overdrawn = self._budget.charge(cost, max(0.0, used - cpu - others))
+                cpu, since, others = used, clock(), 0.0
+            else:
+                others += took
 
     def _is_overdrawn(self, constraint: GrammarConstraint, index: int, out: Ints) -> bool:
         """Return whether a constraint has spent its budget.

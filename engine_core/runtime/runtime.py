@@ -267,7 +267,11 @@ class TorchRuntime:
             s.masks_view[: len(indices)] = -1
         if masks:
             self.filler.fill([(constraint, indices[row] - 1) for row, constraint in masks], s.masks_view)
-        s.device_masks[1 : 1 + len(indices)].copy_(s.host_masks[: len(indices)], non_blocking=True)
+        with self.device.copy():
+            # Beside the forward pass that the compute stream runs: nothing there reads the masks before the wait.
+            s.device_masks[1 : 1 + len(indices)].copy_(s.host_masks[: len(indices)], non_blocking=True)
+            s.masks_done.record()
+        s.masks_done.wait()
         index = field(s.device_inputs, s.packed, "mask_index")
         torch.add(index, 0, out=s.masked[: len(index)])
         return torch.index_select(s.device_masks, 0, index, out=s.allowed[: len(index)])

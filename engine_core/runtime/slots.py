@@ -58,6 +58,8 @@ class StepSlot:
     """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
     host_records: Tensor
     """Copy of `records` on the host, pinned."""
+    masks_done: Event
+    """End of the copy of the masks to the device, which sampling waits for."""
     sampling_done: Event
     copy_done: Event
     attention: AttentionPlanner
@@ -109,6 +111,7 @@ class StepSlot:
             results=device.host_buffer(max_rows),
             records=on_device(record_words),
             host_records=device.host_buffer(record_words),
+            masks_done=device.event(),
             sampling_done=device.event(),
             copy_done=device.event(),
             attention=attention,

@@ -38,7 +38,10 @@ class SchedulerUpdates(Struct):
 
     def delta(self, client: bytes) -> TokenDelta:
         """Return the delta that collects a frontend's tokens."""
-        return self.deltas.setdefault(client, TokenDelta([], []))
+        found = self.deltas.get(client)
+        if found is None:
+            found = self.deltas[client] = TokenDelta([], [])
+        return found
 
 
 def append_tokens(seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdates) -> Finished | Failure | None:
@@ -47,16 +50,17 @@ def append_tokens(seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdate
     The sequence's constraint advances with each token. Return the outcome, or None if the sequence goes on; tokens
     after the one that ended it are dropped.
     """
-    constraint, delta = seq.constraint, updates.delta(seq.client)
+    constraint, known, delta = seq.constraint, seq.tokens, updates.delta(seq.client)
     for token in tokens:
         if token == NO_TOKEN:
             return _model_error(seq)
         if constraint is not None and not constraint.accept(token):
             return _grammar_error(seq, constraint)
-        seq.tokens.append(token)
+        known.append(token)
         delta.request_ids.append(seq.request_id)
         delta.tokens.append(token)
-        if constraint is not None or token in seq.end_ids or len(seq.tokens) >= seq.total_len:
+        is_complete = constraint is not None and constraint.is_complete
+        if is_complete or token in seq.end_ids or len(known) >= seq.total_len:
             outcome = check_stop(seq)
             if outcome is not None:
                 return outcome
@@ -89,7 +93,7 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
     for row in plan.rows:
         if row.constrained and row.samples:
             seq = held[row.seq_id]
-            if seq.outcome is None and seq.constraint is not None and row.end >= len(seq.tokens):
+            if seq.outcome is None and seq.constraint is not None and row.start + row.length >= len(seq.tokens):
                 masks.append((row.row, seq.constraint))
     return masks
 

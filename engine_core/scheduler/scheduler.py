@@ -226,7 +226,7 @@ class Scheduler:
         for row, run in zip(plan.rows, result.runs(), strict=True):
             seq = self._held[row.seq_id]
             seq.inflight -= 1
-            was_forced = row.end < len(seq.tokens)  # By the grammar, after this step was launched.
+            was_forced = row.start + row.length < len(seq.tokens)  # By the grammar, after this step was launched.
             if row.samples and not was_forced:
                 seq.num_inflight_samples -= 1
             if seq.outcome is not None:

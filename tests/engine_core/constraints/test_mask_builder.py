@@ -1,14 +1,17 @@
 """Masks of many constraints at once, and rejected tokens."""
 
+from typing import cast
+
 import numpy as np
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
-from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars
+from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.clock import FakeClock
+from tests.fakes.slow_matcher import SlowMatcher
 
 WORDS = -(-VOCAB // 32)
 UNTOUCHED = 0x5A5A5A5A
@@ -43,10 +46,11 @@ def test_fill_writes_each_mask_into_its_row_only(grammars: Grammars, mask_builde
     assert mask_builder.stats.mask_rows == 12
 
 
-def test_fill_counts_its_time(grammars: Grammars) -> None:
-    ticks = iter([1.0, 3.5])
-    mask_builder = MaskBuilder(None, ENDS, new_stats(), lambda: next(ticks))
-    mask_builder.fill([(constraint(grammars, "a"), 0)], masks(1))
+def test_fill_counts_its_time() -> None:
+    clock = FakeClock()
+    mask_builder = MaskBuilder(None, ENDS, new_stats(), clock)
+    slow = CompiledGrammar(cast("LLMatcher", SlowMatcher((clock, 2.5))), frozenset(ENDS))
+    mask_builder.fill([(slow.constraint(ignore_ends=False), 0)], masks(1))
     assert mask_builder.stats.mask_seconds == 2.5
 
 

@@ -50,7 +50,8 @@ def num_masks(constraint: GrammarConstraint) -> int:
 
 def test_costly_constraint_ends_and_its_neighbours_go_on() -> None:
     bench = Bench()
-    rows = [bench.constraint(FREE_SECONDS), bench.constraint(REQUEST_SECONDS * 0.4), bench.constraint()]
+    costly = REQUEST_SECONDS * 0.4
+    rows = [bench.constraint(FREE_SECONDS, FREE_SECONDS), bench.constraint(costly, costly), bench.constraint()]
     for _ in range(4):
         bench.step(rows)
     assert [bool(each.problem) for each in rows] == [False, True, False]
@@ -67,10 +68,22 @@ def test_stalls_and_a_loaded_machine_end_nothing() -> None:
     assert not any(each.problem for each in rows)
 
 
+def test_costly_mask_is_charged_its_own_cpu_time_only() -> None:
+    """Cheap masks before it, and a pause of the thread after it, are not."""
+    bench = Bench()
+    cheap = [bench.constraint(cpu=FREE_SECONDS / 2, wall=FREE_SECONDS / 2) for _ in range(20)]
+    costly = bench.constraint(cpu=FREE_SECONDS + 0.02, wall=0.5)
+    bench.step([*cheap, costly])
+    assert costly.cost.debt == pytest.approx(0.02)
+    bench.step([*cheap, costly])
+    assert costly.cost.debt == pytest.approx(0.04)
+    assert not any(each.cost.debt for each in cheap)
+
+
 def test_step_stops_computing_costly_masks_when_their_key_has_none_left() -> None:
     bench = Bench()
-    rows = [bench.constraint(CLEAR_SECONDS * 2, key="a") for _ in range(8)]
-    other = bench.constraint(CLEAR_SECONDS * 2, key="b")
+    rows = [bench.constraint(CLEAR_SECONDS * 2, CLEAR_SECONDS * 2, key="a") for _ in range(8)]
+    other = bench.constraint(CLEAR_SECONDS * 2, CLEAR_SECONDS * 2, key="b")
     for _ in range(2):
         bench.step([*rows, other])
     taken = sum(num_masks(each) for each in rows) * (CLEAR_SECONDS * 2 - FREE_SECONDS)
@@ -137,7 +150,7 @@ def test_engine_ends_a_request_with_costly_masks_once_and_serves_the_others(pipe
         cast("LLMatcher", SlowMatcher((cpu, costs[grammar]))), frozenset()
     )
     assert isinstance(runtime.filler, MaskBuilder)
-    runtime.filler.cpu_clock = cpu
+    runtime.filler.cpu_clock = runtime.filler.clock = cpu
     params = SamplingParams(12, ignore_eos=True)
     ids = {name: driven.submit([5, 6, 7], params, constraint=name or None) for name in ("costly", "cheap", "")}
     driven.run()

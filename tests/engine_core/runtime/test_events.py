@@ -1,6 +1,7 @@
 """I3 and I6: what `collect` waits for is recorded by the step itself, whatever the step holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -171,6 +172,39 @@ def test_a_step_with_masks_is_marked_before_it_waits_and_once_they_are_on_the_de
     assert len(begun) >= 2
     timed = [[what for what in order[number : number + 7] if what != "next"] for number in begun]
     assert all(one[:6] == ["started", "paused", "filled", "resumed", "sampled", "ended"] for one in timed), order
+
+
+def test_masks_are_copied_beside_the_forward_pass_and_sampling_waits_for_them(model: Decoder) -> None:
+    engine = TinyEngine(model, Shape())
+    runtime, order = engine.runtime, list[str]()
+
+    @contextmanager
+    def copy() -> Iterator[None]:
+        order.append("copy stream")
+        yield
+        order.append("compute stream")
+
+    class Copied(CountingEvent):
+        def record(self) -> None:
+            order.append("recorded")
+
+        def wait(self) -> None:
+            order.append("waited for")
+
+    for slot in runtime.slots:
+        slot.masks_done = Copied()
+    sample = runtime.sampler.sample
+
+    def note_sample(batch: SamplingBatch) -> None:
+        order.append("sampled")
+        sample(batch)
+
+    with patch.object(runtime.device, "copy", copy), patch.object(runtime.sampler, "sample", note_sample):
+        engine.generate([list(range(2, 12))], [SamplingParams(5, temperature=0.0)], constrained=[0])
+    steps = " ".join(order).split("sampled")[:-1]
+    masks = "copy stream recorded compute stream waited for"
+    assert len(steps) >= 5
+    assert all(step.strip().endswith(masks) for step in steps), order
 
 
 def test_every_step_is_waited_for_even_if_it_samples_nothing(model: Decoder) -> None:
