@@ -4,6 +4,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -261,3 +262,24 @@ def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
     layout = {"token_rows": (0, 4), "positions": (4, 4), "page_index": (8, 2), "pages": (10, 1)}
     assert packed.fields == layout | {"sample_rows": (0, 2)}
     assert packed.longest == 31
+
+
+def test_a_decode_step_brings_nothing_more_where_contexts_may_be_longer() -> None:
+    plan = StepPlan.of(1, tuple([ScheduledSequence(number, number, 448) for number in range(1, 65)]))
+    layouts = []
+    for max_len in (4096, 131_072):
+        packed = pack(plan, max_len, max_len // 16, np.zeros(1000, dtype=np.int32), GraphBucket(64, 0))
+        layouts.append((packed.total, packed.fields, packed.longest))
+    assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize(("rows", "max_len"), [(1024, 131_072), (4096, 2**20)])
+def test_places_in_the_largest_tables_are_exact(rows: int, max_len: int) -> None:
+    """The flat index of the last token may not fit 32 bits."""
+    last = ScheduledSequence(
+        9, rows, max_len - 2, 2, tokens=pack_ids([5, 6]), new_pages=(3,), first_page=max_len // 16 - 1
+    )
+    packed = pack(StepPlan.of(1, (last,)), max_len, max_len // 16, np.zeros(100, dtype=np.int32))
+    tokens = packed.read("upload_index").view(np.int64)
+    assert tokens.tolist() == [(rows + 1) * max_len - 2, (rows + 1) * max_len - 1]
+    assert packed.read("page_index").view(np.int64).tolist() == [(rows + 1) * (max_len // 16) - 1]

@@ -223,6 +223,19 @@ def test_long_prompts_finish_one_after_the_other() -> None:
     assert sorted(waits)[len(waits) // 2 - 1] < 0.7 * waits[-1], "half have begun long before the last"
 
 
+def test_a_prompt_of_128k_leaves_streams_their_steps_and_others_their_turn() -> None:
+    run = Simulation(12.0)
+    run.streams(4)
+    long, short = run.add(131_072 - 200), run.add(2_000)
+    run.run_until(long)
+    assert run.first[short] < 0.1 * run.first[long]
+    # Prompts always get the smallest size, however much the last positions of the long one attend to.
+    context = 4 * 400 + 2_200
+    smallest = run.costs.milliseconds(StepWork(5, context, SIZES[0], num_pairs(131_072, SIZES[0])))
+    assert max(milliseconds for _, milliseconds in run.steps) <= max(12.0, smallest) * 1.0001
+    assert all(sum(row.length == 1 for row in plan.rows) >= 4 for plan, _ in run.steps)
+
+
 def test_a_short_prompt_is_in_the_next_step_behind_any_number_of_long_ones() -> None:
     run = Simulation()
     run.streams(4)
