@@ -1,10 +1,11 @@
 """Steps as CUDA graphs.
 
 A slot's inputs have fixed addresses; the CPU only fills them and replays the graphs. A step takes the graph of the
-smallest bucket that it fits; what it leaves free is padding: row 0, position 0, page 0. Forward passes, as far as the
-logits, and modes of sampling are captured separately and replayed one after the other, so the number of graphs is a
-sum, not a product. Sampling is captured by the number of samples alone: every forward pass leaves rows, positions and
-logits in the same memory. All graphs share one memory pool: they run one at a time, in stream order (I1).
+smallest bucket that it fits, or of a larger one that is faster: a library's products take longer for some sizes than
+for larger ones. What it leaves free is padding: row 0, position 0, page 0. Forward passes, as far as the logits, and
+modes of sampling are captured separately and replayed one after the other, so the number of graphs is a sum, not a
+product. Sampling is captured by the number of samples alone: every forward pass leaves rows, positions and logits in
+the same memory. All graphs share one memory pool: they run one at a time, in stream order (I1).
 """
 
 from bisect import bisect_left
@@ -63,13 +64,22 @@ class StepGraphs:
         self._tokens = tuple(sorted(shapes))
         self.decode = decode
         self.mixed = mixed
+        self._faster: Mapping[GraphBucket, GraphBucket] = {}
+
+    def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
+        """Take larger buckets in the place of those that were measured to be slower."""
+        self._faster = faster
 
     def bucket(self, plan: StepPlan) -> GraphBucket | None:
-        """Return the smallest bucket that a step fits.
+        """Return the smallest bucket that a step fits, or a larger one that is faster.
 
         None if no graph is large enough, or if the step has single tokens that are not plain samples. The largest token
         counts are captured without single tokens.
         """
+        fitting = self._smallest(plan)
+        return None if fitting is None else self._faster.get(fitting, fitting)
+
+    def _smallest(self, plan: StepPlan) -> GraphBucket | None:
         if plan.is_decode_only:
             rows = _at_least(len(plan.rows), self.rows)
             return None if rows is None else GraphBucket(rows, 0)

@@ -5,7 +5,7 @@ steps are run. Neither reads much context: `StepCosts` adds that.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -28,12 +28,17 @@ LONG_MS = 20.0
 of rows and prompts that take as long are not timed: the device is so busy with their positions that it matters little
 whose these are."""
 
+WORTH_PADDING, WORTH_PADDING_MS = 0.05, 0.2
+"""Share of its time, and milliseconds, by which a graph must be slower than a larger one that is to take its steps."""
+
 
 @torch.inference_mode()
 def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig, layout: KVLayout) -> StepCosts:
     """Return the expected durations of a runtime's steps."""
     graphs = runtime.graphs
     table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
+    if graphs is not None:
+        graphs.prefer(_faster_graphs(runtime, graphs, table))
     return StepCosts(without_outliers(table), attention_share(model, layout))
 
 
@@ -51,6 +56,27 @@ def without_outliers(table: Table) -> Table:
         )
         for rows, tokens in table
     }
+
+
+def faster_buckets(milliseconds: Mapping[GraphBucket, float]) -> dict[GraphBucket, GraphBucket]:
+    """Return the fastest larger graph for each that is slower than one.
+
+    It must be clearly faster, because small differences are chance, and padding is not free of cost where rows attend
+    to much. A step that computes prompts takes no graph without them, nor the other way round.
+    """
+    faster = {}
+    for bucket, time in milliseconds.items():
+        larger = [
+            other
+            for other in milliseconds
+            if other.num_decode_tokens >= bucket.num_decode_tokens
+            and other.num_prefill_tokens >= bucket.num_prefill_tokens
+            and bool(other.num_prefill_tokens) == bool(bucket.num_prefill_tokens)
+        ]
+        best = min(larger, key=lambda other: (milliseconds[other], other))
+        if time - milliseconds[best] >= max(WORTH_PADDING * time, WORTH_PADDING_MS):
+            faster[bucket] = best
+    return faster
 
 
 def prompts_alone(table: Table, positions: int) -> float:
@@ -83,21 +109,13 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
     """Time every graph of a slot, and the longest step if no graph holds it."""
     # All inputs are padding: what the last step left here would be read as rows and positions.
     runtime.slots[0].device_inputs.zero_()
-    table: Table = {}
-    for rows, decode in graphs.decode[0].items():
-        decode.forward.replay()
-        table[rows, 0] = _milliseconds(runtime, decode.forward.replay, decode.sampling[Mode.GREEDY].replay)
+    table: Table = {(rows, 0): _time_graph(runtime, graphs, GraphBucket(rows, 0)) for rows in graphs.decode[0]}
     last = 0.0
-    for bucket, mixed in sorted(graphs.mixed[0].items(), key=_rows_and_tokens) if graphs.mixed else ():
-        rows, tokens = _rows_and_tokens((bucket, mixed))
+    for rows, tokens in sorted(graphs.mixed[0]) if graphs.mixed else ():
         if rows and (alone := prompts_alone(table, rows + tokens)) >= LONG_MS:
             table[rows, tokens] = alone
             continue
-        # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.
-        mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
-        if rows or last < LONG_MS:
-            mixed.forward.replay()
-        last = _milliseconds(runtime, mixed.forward.replay)
+        last = _time_graph(runtime, graphs, GraphBucket(rows, tokens), again=bool(rows) or last < LONG_MS)
         table[rows, tokens] = last
     longest, largest = _longest_step(config), max(graphs.shapes, default=0)
     if longest.total_tokens > largest:
@@ -124,8 +142,32 @@ def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: Step
     return {(rows, size): time + rise * rows for rows in config.mixed_graph_rows if rows for size, time in line}
 
 
-def _rows_and_tokens(captured: tuple[GraphBucket, object]) -> tuple[int, int]:
-    return captured[0].num_decode_tokens, captured[0].num_prefill_tokens
+def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, again: bool = True) -> float:
+    """Time a graph of the first slot; with `again`, its second replay."""
+    if bucket.num_prefill_tokens:
+        mixed = graphs.mixed[0][bucket]
+        # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.
+        mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
+        calls = [mixed.forward.replay]
+    else:
+        decode = graphs.decode[0][bucket.num_decode_tokens]
+        calls = [decode.forward.replay, decode.sampling[Mode.GREEDY].replay]
+    if again:
+        calls[0]()
+    return _milliseconds(runtime, *calls)
+
+
+def _faster_graphs(runtime: TorchRuntime, graphs: StepGraphs, table: Table) -> dict[GraphBucket, GraphBucket]:
+    """Return the faster of the larger graphs for each that is slower than one, timed once more.
+
+    Something else may have held the slower one up, and some were reckoned.
+    """
+    buckets = [GraphBucket(rows, 0) for rows in graphs.rows] + (list(graphs.mixed[0]) if graphs.mixed else [])
+    confirmed: dict[GraphBucket, GraphBucket] = {}
+    for bucket, other in faster_buckets({bucket: table[bucket] for bucket in buckets}).items():
+        pair = {size: _time_graph(runtime, graphs, size) for size in (bucket, other)}
+        confirmed |= faster_buckets(pair)
+    return confirmed
 
 
 def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:

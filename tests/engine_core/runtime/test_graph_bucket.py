@@ -101,6 +101,16 @@ def test_a_step_takes_the_smallest_bucket_that_fits(rows: list[ScheduledSequence
     assert GRAPHS.bucket(plan_of(rows)) == bucket
 
 
+def test_a_step_takes_a_larger_bucket_that_is_faster() -> None:
+    graphs = StepGraphs((1, 2, 4), {16: (0, 2, 8)}, [], [])
+    graphs.prefer({GraphBucket(2, 0): GraphBucket(4, 0), GraphBucket(0, 16): GraphBucket(8, 16)})
+    assert graphs.bucket(plan_of([prompt(1, 5)])) == GraphBucket(8, 16)
+    assert graphs.bucket(plan_of([prompt(1, 17)])) is None
+    rows = [ScheduledSequence(number, number, 9) for number in (1, 2)]
+    assert graphs.bucket(plan_of(rows[:1])) == GraphBucket(1, 0)
+    assert graphs.bucket(plan_of(rows)) == GraphBucket(4, 0)
+
+
 @pytest.mark.parametrize(
     ("bucket", "places"),
     [

@@ -131,6 +131,19 @@ def test_every_bucket_was_timed_at_the_start(driven: DrivenEngine, runtime: Torc
     assert [costs.milliseconds(work) for work in works] == pytest.approx([1.0] * len(works), rel=0.5)
 
 
+def test_a_larger_graph_gives_the_same_tokens(driven: DrivenEngine, runtime: TorchRuntime) -> None:
+    graphs = runtime.graphs
+    assert graphs is not None
+    graphs.prefer({GraphBucket(1, 0): GraphBucket(4, 0), GraphBucket(0, 24): GraphBucket(6, 24)})
+    before = [recorded(graphs.decode[slot][1].forward).replays for slot in (0, 1)]
+    try:
+        answer(driven, [GREEDY])
+        answer(driven, [GREEDY, DRAWN])
+    finally:
+        graphs.prefer({})
+    assert [recorded(graphs.decode[slot][1].forward).replays for slot in (0, 1)] == before
+
+
 def test_graphs_are_timed_on_padding_whatever_the_slot_held(runtime: TorchRuntime) -> None:
     """Words of an earlier step would be read as rows and positions beyond the tables."""
     runtime.slots[0].device_inputs.fill_(10**6)

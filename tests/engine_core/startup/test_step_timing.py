@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.scheduler.step_costs import StepWork
-from tandem.engine_core.startup.step_timing import attention_share, prompts_alone, without_outliers
+from tandem.engine_core.startup.step_timing import attention_share, faster_buckets, prompts_alone, without_outliers
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.engine_driver import DrivenEngine
 
@@ -47,6 +50,34 @@ def test_a_step_that_was_held_up_counts_as_the_next_larger_one() -> None:
     measured = {(1, 0): 1.0, (8, 0): 9.0, (16, 0): 2.0, (0, 64): 3.0, (0, 128): 2.5, (16, 64): 8.0, (16, 128): 6.0}
     expected = measured | {(8, 0): 2.0, (0, 64): 2.5, (16, 64): 6.0}
     assert without_outliers(measured) == expected
+
+
+def test_a_graph_gives_way_to_a_larger_one_that_is_clearly_faster() -> None:
+    """cuBLAS takes longer for 448 positions than for 512 of the 8B on an H200."""
+    measured = {
+        GraphBucket(64, 256): 8.1, GraphBucket(64, 384): 14.5, GraphBucket(128, 256): 9.2, GraphBucket(128, 384): 11.0,
+        GraphBucket(64, 512): 13.6, GraphBucket(48, 0): 4.7, GraphBucket(64, 0): 4.6, GraphBucket(96, 0): 2.0,
+    }  # fmt: skip
+    assert faster_buckets(measured) == {
+        GraphBucket(64, 384): GraphBucket(128, 384),
+        GraphBucket(48, 0): GraphBucket(96, 0),
+        GraphBucket(64, 0): GraphBucket(96, 0),
+    }
+
+
+@given(
+    st.dictionaries(
+        st.builds(GraphBucket, st.integers(0, 4), st.integers(0, 4)), st.floats(0.1, 9.0), min_size=1, max_size=20
+    )
+)
+def test_a_step_fits_the_graph_that_it_is_given_and_none_is_passed_on(measured: dict[GraphBucket, float]) -> None:
+    faster = faster_buckets(measured)
+    for bucket, other in faster.items():
+        assert other.num_decode_tokens >= bucket.num_decode_tokens
+        assert other.num_prefill_tokens >= bucket.num_prefill_tokens
+        assert bool(other.num_prefill_tokens) == bool(bucket.num_prefill_tokens)
+        assert measured[other] < measured[bucket]
+        assert other not in faster, "a chain of graphs would end at one that is not replaced"
 
 
 @pytest.mark.parametrize(
