@@ -13,6 +13,17 @@ from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
 
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+"""A character that stands for itself in a string of JSON."""
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRING}{{1,{length}}}" for length in (4, 6, 8, 10, 15, 30)),
+    f"{_IN_STRING}+",
+)
+"""Kinds of tokens that a mask allows as a whole where the grammar does; the others are looked up one by one. With the
+library's own lengths, 10 and 30, a mask shortly before the end of a string of limited length takes up to a millisecond
+at 128k tokens; with these, masks of such records take a third less on average."""
+
 
 class GrammarConstraint:
     """Implement `contracts.Constraint` over one llguidance matcher."""
@@ -146,7 +157,12 @@ class Grammars:
         if not self.tokenizer_file.is_file():
             raise _unusable("the model's folder has no tokenizer.json")
         try:
-            return LLTokenizer(str(self.tokenizer_file), n_vocab=self.vocab_size, eos_token=list(self.end_ids) or None)
+            return LLTokenizer(
+                str(self.tokenizer_file),
+                n_vocab=self.vocab_size,
+                eos_token=list(self.end_ids) or None,
+                slices=list(SLICES),
+            )
         except ValueError as error:
             raise _unusable(f"the model's tokenizer.json cannot be used ({error})") from error
 
