@@ -258,23 +258,25 @@ class TorchRuntime:
         """Return the mask of each row that samples, [S, words].
 
         Only the masks of the constrained rows are filled and copied to the device. The other rows get the mask that
-        allows everything.
+        allows everything; where there are none, the masks are copied to their places at once.
         """
         assert s.plan is not None and s.packed is not None
-        indices = mask_indices(s.plan)
+        indices, allowed = mask_indices(s.plan), s.allowed[: len(s.packed.sample_rows)]
         if len(masks) < len(indices):
             # Rows whose token is not needed any more must not depend on what an earlier step left here.
             s.masks_view[: len(indices)] = -1
         if masks:
             self.filler.fill([(constraint, indices[row] - 1) for row, constraint in masks], s.masks_view)
+        in_place = len(indices) == len(allowed)
         with self.device.copy():
             # Beside the forward pass that the compute stream runs: nothing there reads the masks before the wait.
-            s.device_masks[1 : 1 + len(indices)].copy_(s.host_masks[: len(indices)], non_blocking=True)
+            copied = allowed if in_place else s.device_masks[1 : 1 + len(indices)]
+            copied.copy_(s.host_masks[: len(indices)], non_blocking=True)
             s.masks_done.record()
         s.masks_done.wait()
         index = field(s.device_inputs, s.packed, "mask_index")
         torch.add(index, 0, out=s.masked[: len(index)])
-        return torch.index_select(s.device_masks, 0, index, out=s.allowed[: len(index)])
+        return allowed if in_place else torch.index_select(s.device_masks, 0, index, out=allowed)
 
 
 def _num_record_words(plan: StepPlan) -> int:

@@ -158,9 +158,9 @@ def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, 
 
 
 def _faster_graphs(runtime: TorchRuntime, graphs: StepGraphs, table: Table) -> dict[GraphBucket, GraphBucket]:
-    """Return the faster of the larger graphs for each that is slower than one, timed once more.
+    """Return the faster of the larger graphs for each that is slower than one.
 
-    Something else may have held the slower one up, and some were reckoned.
+    Both are timed once more: something else may have held the slower one up, and some were reckoned.
     """
     buckets = [GraphBucket(rows, 0) for rows in graphs.rows] + (list(graphs.mixed[0]) if graphs.mixed else [])
     confirmed: dict[GraphBucket, GraphBucket] = {}

@@ -193,9 +193,13 @@ def test_each_mode_of_sampling_is_replayed(
     assert decoded < sum(used.values()) == used[mode] <= decoded + mixed, "steps with prompts are sampled by them too"
 
 
-def test_a_constrained_row_obeys_its_grammar_from_graphs(driven: DrivenEngine, runtime: TorchRuntime) -> None:
-    tokens = answer(driven, [GREEDY, DRAWN, FULL], constrained=(0, 2))
-    assert [token % 2 for token in tokens[0]] == [index % 2 for index in range(8)]
+@pytest.mark.parametrize("constrained", [(0,), (0, 2), (0, 1, 2)])
+def test_a_constrained_row_obeys_its_grammar_from_graphs(
+    driven: DrivenEngine, runtime: TorchRuntime, constrained: tuple[int, ...]
+) -> None:
+    tokens = answer(driven, [GREEDY, DRAWN, FULL], constrained)
+    for number in constrained:
+        assert [token % 2 for token in tokens[number]] == [index % 2 for index in range(8)]
     assert replays(sampling_graphs(runtime)[Mode.MASKED]) >= 7
 
 

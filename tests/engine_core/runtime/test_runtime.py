@@ -194,11 +194,13 @@ class TestNothingWaits:
         monkeypatch.setattr(runtime, "launch", guarded(launch))
         monkeypatch.setattr(runtime, "sample", guarded(sample))
         engine.generate(prompts(len(EVERYTHING)), EVERYTHING, CONSTRAINED)
+        engine.generate(prompts(1), EVERYTHING[:1], [0])
         allowed = set()
         for slot in runtime.slots:
             for target, source in (
                 (slot.device_inputs, slot.host_inputs),
                 (slot.device_masks[1:], slot.host_masks),
+                (slot.allowed, slot.host_masks),
                 (slot.results, slot.sampled),
             ):
                 allowed.add((target.data_ptr(), source.data_ptr(), True))
