@@ -25,6 +25,9 @@ _Parsed = TypeVar("_Parsed")
 MAX_INLINE_BODY = 64 * 1024
 """Largest body in bytes that is parsed in the event loop and not counted against the budget."""
 
+_JSON = b"application/json"
+"""Type that nearly every body has, and that one without a type is taken for."""
+
 MAX_BUFFERED_BYTES = 256 * 2**20
 """Total bytes of the larger bodies that are read, parsed and admitted at the same time."""
 
@@ -93,7 +96,7 @@ class PendingRequests:
         self._max_body = max_body
         self._parser = parser
         self._budget = budget
-        self._open: set[asyncio.Timeout] = set()
+        self._open: set[Place] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -106,37 +109,59 @@ class PendingRequests:
         the thread would cost more than it saves. Raises ApiError as `read_body` and `hold` do, and whatever `parse`
         raises.
         """
-        async with self.hold() as reservation:
+        with self.hold() as reservation:
             begun = monotonic()
             body = await read_body(request, self._max_body, reservation)
             parsed = parse(body) if len(body) <= MAX_INLINE_BODY else await self._parser.run(parse, body)
             request_record(request.scope).stages.append(Stage("parse", begun, monotonic()))
             yield parsed
 
-    @asynccontextmanager
-    async def hold(self) -> AsyncIterator[BodyReservation]:
-        """Count one request as pending and yield its body reservation.
+    def hold(self) -> "Place":
+        """Count one request as pending within a `with` block.
 
-        Raises ApiError 503 within the block when `end_all` is called.
+        The block gets its body reservation. Raises ApiError 503 within the block when `end_all` is called.
         """
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                self._open.add(limit)
-                with self._budget.reservation() as reservation:
-                    yield reservation
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN) from None
-        finally:
-            self._open.discard(limit)
+        return Place(self._open, self._budget.reservation())
 
     def end_all(self) -> None:
         """Fail every pending request, whatever it is waiting for."""
-        now = asyncio.get_running_loop().time()
-        for limit in self._open:
-            limit.reschedule(now)
+        for place in self._open:
+            place.end()
+
+
+class Place:
+    """Place of one request among those that are pending."""
+
+    def __init__(self, places: "set[Place]", reservation: BodyReservation) -> None:
+        self._places = places
+        self._reservation = reservation
+        self._task: asyncio.Task[object] | None = None
+        self._num_cancels = 0
+        """Requests to cancel the task that came before."""
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Fail the request."""
+        if self._task is not None and not self._has_ended:
+            self._has_ended = True
+            self._task.cancel()
+
+    def __enter__(self) -> BodyReservation:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancels = self._task.cancelling()
+        self._places.add(self)
+        return self._reservation.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._places.discard(self)
+        self._reservation.__exit__(kind, error, trace)
+        if not self._has_ended or self._task is None:
+            return
+        if self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+            raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN) from None
 
 
 async def read_body(request: Request, max_body: int, reservation: BodyReservation) -> bytes:
@@ -145,11 +170,12 @@ async def read_body(request: Request, max_body: int, reservation: BodyReservatio
     Raises ApiError 413 for more than `max_body` bytes, announced or not, 429 if the budget is exhausted, and 415 for
     a compressed body or one that is not JSON.
     """
-    encoding = request.headers.get("content-encoding", "").strip().lower()
+    headers = dict(reversed(request.scope["headers"]))  # of repeated ones the first counts
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
     if encoding not in ("", "identity"):
         message = f"a body with content-encoding {encoding[:40]!r} is not supported; send it uncompressed"
         raise ApiError(415, message, None, "unsupported_content_encoding")
-    announced = request.headers.get("content-length", "")
+    announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > max_body:
         raise _too_large(max_body)
     chunks: list[bytes] = []
@@ -161,17 +187,16 @@ async def read_body(request: Request, max_body: int, reservation: BodyReservatio
             raise _too_large(max_body)
         reservation.grow(size)
         chunks.append(chunk)
-    _check_content_type(request.headers.get("content-type"))
+    if (content_type := headers.get(b"content-type", _JSON)) != _JSON:
+        _check_content_type(content_type.decode("latin-1"))
     return b"".join(chunks)
 
 
-def _check_content_type(content_type: str | None) -> None:
+def _check_content_type(content_type: str) -> None:
     """Raise ApiError 415 for a body declared as anything but JSON in UTF-8.
 
     A page of another origin can send such a body without a CORS preflight.
     """
-    if content_type is None:
-        return
     kind, _, parameters = content_type.lower().partition(";")
     charset = re.search(r"charset\s*=\s*\"?([^\s\";]*)", parameters)
     is_json = kind.strip() == "application/json" or (kind.startswith("application/") and kind.strip().endswith("+json"))

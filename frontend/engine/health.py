@@ -33,6 +33,9 @@ class EngineHealth(Struct, frozen=True):
         return self.ready or self.status == "paused"
 
 
+_READY = EngineHealth(True, "ready")
+
+
 class EngineWatch:
     """Assessment of one engine by its heartbeats, without I/O of its own.
 
@@ -124,7 +127,7 @@ class EngineWatch:
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
             reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
             return EngineHealth(False, "hung", reason)
-        return EngineHealth(True, "ready")
+        return _READY
 
     def seconds_until_ready(self) -> int:
         """Estimate the seconds until the engine is ready, from how long that took before."""

@@ -29,6 +29,7 @@ from tandem.protocol.params import MAX_SEED, SamplingParams
 
 MAX_SCORED = 1_048_576
 """Maximum number of log-probabilities of prompt tokens in one response."""
+_SEED_BITS = MAX_SEED.bit_length()
 MANY_IDS = 2048
 """Number of ids above which a prompt is checked and packed in a thread."""
 
@@ -307,7 +308,7 @@ def _sampling(options: GenerationOptions, defaults: Mapping[str, float]) -> Samp
     return structs.replace(
         options.sampling,
         **{name: value for name, value in defaults.items() if name not in options.given_sampling},
-        seed=secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed,
+        seed=secrets.randbits(_SEED_BITS) if options.seed is None else options.seed,
         stop_token_ids=pack_ids(options.stop_token_ids),
         logit_bias_ids=pack_ids(tuple(options.logit_bias)),
         logit_bias_values=pack_floats(tuple(options.logit_bias.values())),

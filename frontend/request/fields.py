@@ -81,7 +81,8 @@ class BodyFormat:
         self._readers = {name: field.reader() for name, field in table.items()}
         self._required = tuple(field.name for field in self.fields if field.required)
         self._absent = {field.name: field.kind.absent for field in self.fields}
-        slots = [(name, Raw, Raw()) for name in table]
+        self._missing = Raw()
+        slots = [(name, Raw, self._missing) for name in table]
         self._decoder = msgspec.json.Decoder(msgspec.defstruct("Body", slots, forbid_unknown_fields=True))
         self._tolerant = msgspec.json.Decoder(msgspec.defstruct("TolerantBody", slots))
 
@@ -119,7 +120,8 @@ class BodyFormat:
             raise malformed(f"the body must be a JSON object: {error}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise malformed(f"the body is not valid JSON: {error}") from None
-        return {name: raw for name, raw in msgspec.structs.asdict(fields).items() if len(memoryview(raw))}
+        missing = self._missing
+        return {name: raw for name, raw in msgspec.structs.asdict(fields).items() if raw is not missing}
 
     def _decode(self, body: bytes | Raw, ignored: IgnoredFields) -> msgspec.Struct:
         try:

@@ -25,6 +25,8 @@ _TARGETS = {
 }
 """Field of this server to which each of vLLM's constraints is translated."""
 
+_OLDER_NAMES = tuple((f"guided_{kind}", kind) for kind in _TARGETS)
+
 
 class StructuredOutputs(Struct, frozen=True):
     """The content of `structured_outputs`: one constraint."""
@@ -75,9 +77,9 @@ def constraints(values: Mapping[str, Any]) -> Constraints:
 
 def _given(values: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     """List the constraints that are given, each with its path and its kind."""
-    outputs: StructuredOutputs = values["structured_outputs"] or StructuredOutputs()
-    nested = [(f"structured_outputs.{kind}", kind, getattr(outputs, kind)) for kind in _TARGETS]
-    older = [(f"guided_{kind}", kind, values[f"guided_{kind}"]) for kind in _TARGETS if f"guided_{kind}" in values]
+    outputs: StructuredOutputs | None = values["structured_outputs"]
+    nested = [(f"structured_outputs.{kind}", kind, getattr(outputs, kind)) for kind in _TARGETS] if outputs else []
+    older = [(name, kind, values.get(name)) for name, kind in _OLDER_NAMES]
     return [(path, kind, value) for path, kind, value in (*nested, *older) if value not in (None, (), False)]
 
 

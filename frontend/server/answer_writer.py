@@ -1,9 +1,10 @@
-"""Writer of the body of one answer, past the layers of ASGI."""
+"""Writer of the body of one answer, past the layers of ASGI, and its transport."""
 
 import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -82,3 +83,50 @@ class AnswerWriter:
         """Tell that the client has caught up."""
         if self._resume is not None:
             self._resume()
+
+
+class JoinedHead(asyncio.Transport):
+    """Transport of one answer that joins its head and the first part of its body.
+
+    Two writes are two packets, and cost a short answer more than its encoding. The head waits until the end of the turn
+    of the event loop. Once it is sent, the answer has the transport of the connection itself.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._cycle = cycle
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: Any) -> None:
+        if self._head is not None:
+            self._send(self._head + data)
+        elif self._cycle.response_started:
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+        else:
+            self._transport.write(data)  # of 100 Continue
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        """Send a head without a body, or ahead of a late one."""
+        if self._head is not None:
+            self._send(self._head)
+
+    def _send(self, data: bytes) -> None:
+        self._head = None
+        if self._cycle.transport is self:
+            self._cycle.transport = self._transport
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
+def join_head(cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+    """Give an answer its transport, once its request has arrived completely."""
+    cycle.transport = transport if cycle.response_started else JoinedHead(cycle, transport)

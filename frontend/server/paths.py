@@ -13,11 +13,13 @@ _OPEN_PATHS = frozenset(("/health", "/ping"))
 """Paths of the health checks of other servers."""
 OTHER = "other"
 """Label of every path that is not one of a route."""
-_ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
-    *("/admin/resume", "/metrics"),
-    *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
+_ROUTES = frozenset(
+    (
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/admin/scheduler", "/admin/pause"),
+        *("/admin/resume", "/metrics"),
+        *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
+    )
 )
 _NAMED = {
     "/v1/models/": "/v1/models/{model}",

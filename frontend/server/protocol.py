@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits, plain_address
 from tandem.frontend.server import lingering, refusal
-from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent
+from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent, join_head
 from tandem.frontend.server.body_parser import body_parser, framing
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
 from tandem.frontend.server.lingering import LingeringTransport, has_unread
@@ -208,7 +208,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._input = _Input.NEW
         self._deadline = None
         if self._is_answering:
-            self.cycle.transport = self.transport
+            join_head(self.cycle, self.transport)
         else:
             self._wait_for_request()
         super().on_message_complete()

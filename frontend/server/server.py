@@ -44,6 +44,9 @@ _FLUSH_SECONDS = 1.0
 """Time that responses get to write their error events after their streams were ended."""
 REPEATED_SIGNAL_SECONDS = 0.5
 """Time after the first signal within which another one changes nothing."""
+_GC_THRESHOLDS = (10_000, 20, 20)
+"""Objects more than were freed before the youngest generation is collected, and how many collections of one generation
+make one of the next. What a request takes is freed by reference counts, so that collections find little."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -106,6 +109,7 @@ class DrainingServer(uvicorn.Server):
         # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         if self._supervised is None:
             self._begin_serving()
         else:

@@ -50,7 +50,7 @@ def test_shutdown_ends_a_pending_request_and_returns_its_bytes() -> None:
         pending = pending_requests(budget)
 
         async def wait(moment: asyncio.Event) -> None:
-            async with pending.hold() as reservation:
+            with pending.hold() as reservation:
                 reservation.grow(LARGE)
                 await moment.wait()
 
@@ -71,8 +71,9 @@ def test_shutdown_ends_a_pending_request_and_returns_its_bytes() -> None:
 
 def test_timeout_within_a_pending_request_is_not_a_shutdown() -> None:
     async def run() -> None:
-        async with pending_requests(BodyBudget()).hold(), asyncio.timeout(0):
-            await asyncio.Event().wait()
+        with pending_requests(BodyBudget()).hold():
+            async with asyncio.timeout(0):
+                await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):
         asyncio.run(run())

@@ -1,0 +1,127 @@
+"""Writes in which an answer leaves, with the parts of a body and without."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from tandem.frontend.server.answer_writer import JoinedHead, join_head
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+START = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+BODY = {"type": "http.response.body", "body": b"ok"}
+
+
+class Writes(asyncio.Transport):
+    """Transport that keeps each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+
+def answer(
+    steps: Callable[[RequestResponseCycle, Writes], Awaitable[None]], method: str = "GET", keep_alive: bool = True
+) -> Writes:
+    """Run the steps of an answer; return its transport at the end of the next turn of the event loop."""
+
+    async def run() -> Writes:
+        transport = Writes()
+        scope: Any = {"type": "http", "method": method}
+        log = logging.getLogger("test")
+        cycle = RequestResponseCycle(
+            scope,
+            transport,
+            FlowControl(transport),
+            log,
+            log,
+            False,
+            [],
+            asyncio.Event(),
+            True,
+            keep_alive,
+            lambda: None,
+        )
+        join_head(cycle, transport)
+        await steps(cycle, transport)
+        await asyncio.sleep(0)
+        return transport
+
+    return asyncio.run(run())
+
+
+async def whole(cycle: RequestResponseCycle, _: Writes) -> None:
+    await cycle.send(cast("Any", START))
+    await cycle.send(cast("Any", BODY))
+
+
+async def head_alone(cycle: RequestResponseCycle, _: Writes) -> None:
+    await cycle.send(cast("Any", START))
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_a_whole_answer_is_one_write(keep_alive: bool) -> None:
+    found = answer(whole, keep_alive=keep_alive)
+    (written,) = found.writes
+    assert written.startswith(b"HTTP/1.1 200") and written.endswith(b"\r\n\r\nok")
+    assert found.is_closed is not keep_alive
+
+
+def test_a_head_whose_body_is_late_is_sent_in_the_same_turn() -> None:
+    async def late(cycle: RequestResponseCycle, transport: Writes) -> None:
+        await cycle.send(cast("Any", START))
+        await asyncio.sleep(0)
+        assert transport.writes == [HEAD]
+        assert cycle.transport is transport, "later parts are written to it directly"
+        await cycle.send(cast("Any", BODY))
+
+    assert answer(late).writes == [HEAD, b"ok"]
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_an_answer_to_head_is_sent_without_a_body(keep_alive: bool) -> None:
+    found = answer(whole, "HEAD", keep_alive)
+    (written,) = found.writes
+    assert written.endswith(b"\r\n\r\n") and found.is_closed is not keep_alive
+
+
+def test_100_continue_does_not_wait_for_the_answer() -> None:
+    async def asked(cycle: RequestResponseCycle, transport: Writes) -> None:
+        cycle.more_body = False
+        cycle.message_event.set()
+        await cycle.receive()
+        assert transport.writes == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+        await whole(cycle, transport)
+
+    assert answer(asked).writes[1:] == [HEAD + b"ok"]
+
+
+def test_a_head_for_a_client_that_has_gone_is_dropped() -> None:
+    async def gone(cycle: RequestResponseCycle, transport: Writes) -> None:
+        await head_alone(cycle, transport)
+        transport.close()
+
+    assert answer(gone).writes == []
+
+
+def test_an_answer_that_began_before_its_request_ended_keeps_the_transport() -> None:
+    async def early(cycle: RequestResponseCycle, transport: Writes) -> None:
+        cycle.response_started = True
+        join_head(cycle, transport)
+        assert not isinstance(cycle.transport, JoinedHead)
+
+    assert answer(early).writes == []
