@@ -46,12 +46,18 @@ class LaunchRecord:
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             # Files of others, such as those that a backup or an editor leaves, stay as they are.
-            files = sorted(file for file in self._folder.iterdir() if _NAME.fullmatch(file.name) and file.is_file())
+            named = sorted(file for file in self._folder.iterdir() if _NAME.fullmatch(file.name))
+            files = [file for file in named if file.is_file()]
+            if others := [entry.name for entry in named if entry not in files]:
+                logger.warning("%s: ignored %s, which is not a file; remove it", self._folder, ", ".join(others))
             for file in files[:-NUM_FILES]:
                 file.unlink()
             for file in files[-NUM_FILES:]:
                 self._read(file)
+            taken = {int(file.name) for file in named}
             number = int(files[-1].name) + 1 if files else 1
+            while number in taken:
+                number += 1
             self._map = _create(self._folder / f"{number:012}")
         except (OSError, ValueError) as error:
             template = "requests that make engines fail may do so once more than otherwise: %s cannot be written: %s"

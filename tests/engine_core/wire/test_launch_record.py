@@ -111,7 +111,6 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, caplog: py
     for file in others:
         file.write_bytes(b"f" * 48)
     (tmp_path / "lost+found").mkdir()
-    (tmp_path / "999999999999").mkdir()
     for _ in range(NUM_FILES + 2):
         record = opened(tmp_path)
         assert record.launched(b"f" * 16) == []
@@ -122,3 +121,20 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, caplog: py
     after.close()
     assert all(file.read_bytes() == b"f" * 48 for file in others)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 999_999_999_999])
+def test_a_folder_with_the_name_of_a_file_does_not_stop_the_record(
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"{number:012}").mkdir()
+    for _ in range(NUM_FILES + 1):
+        caplog.clear()
+        record = opened(tmp_path)
+        record.note(b"life", 7)
+        record.close()
+        (message,) = caplog.messages
+        assert f"ignored {number:012}, which is not a file" in message
+    after = opened(tmp_path)
+    assert after.launched(b"life") == [7] * NUM_FILES
+    after.close()
