@@ -6,7 +6,7 @@ libzmq's threads do the I/O, so the loop needs neither thread nor lock for it.
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import zmq
@@ -141,8 +141,8 @@ class ZmqMailbox:
 
         Called when nothing waits in the queue.
         """
-        if self._disconnects is not None and self._disconnects.is_probe_due(self._leases.now):
-            self._probe()
+        if self._disconnects is not None:
+            self._probe(self._disconnects.take_due(self._leases.now, self._leases.clients))
         for client in self._leases.take_expired():
             self._end(client, f"it sent nothing for {LEASE_SECONDS:.0f} s")
         for client, since in list(self._closed.items()):
@@ -150,10 +150,10 @@ class ZmqMailbox:
                 break
             del self._closed[client]
 
-    def _probe(self) -> None:
-        """Drop each frontend to which an output of no tokens cannot be sent."""
+    def _probe(self, clients: Iterable[bytes]) -> None:
+        """Drop each of these frontends to which an output of no tokens cannot be sent."""
         nothing = encode(step_output(0, (), ()))
-        for client in self._leases.clients():
+        for client in clients:
             try:
                 self._send(client, nothing)
             except zmq.ZMQError as error:
@@ -228,6 +228,8 @@ class ZmqMailbox:
 
     def _drop(self, client: bytes, reason: str) -> None:
         self._leases.forget(client)
+        if self._disconnects is not None:
+            self._disconnects.forget(client)
         self._keys.pop(client, None)
         self._outboxes.pop(client, None)
         self._gone[client] = reason
