@@ -36,7 +36,7 @@ from tandem.frontend.flags.arguments import (
 from tandem.frontend.flags.flag import Flag, add_flags, out_of_bounds
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, ignored_sighup, raised_sigterm
 from tandem.protocol.curve import make_client, make_curve
-from tandem.protocol.engine_options import add_engine_arguments, rare_engine_flags
+from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, rare_engine_flags, wrong_numbers
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import LogLevel, configure_logging, refuse
 from tandem.protocol.transport_options import add_transport_arguments
@@ -169,11 +169,20 @@ def _add_command(
     """
     text = COMMANDS[name]
     command = commands.add_parser(
-        name, rare=rare, foreign=foreign, help=text.summary, usage=f"tandem {name} {text.usage}",
+        name, rare=rare, foreign=foreign, check=_wrong_numbers, help=text.summary, usage=f"tandem {name} {text.usage}",
         description=text.description, epilog=text.epilog,
     )  # fmt: skip
     command.set_defaults(run=run)
     return command
+
+
+def _wrong_numbers(arguments: argparse.Namespace) -> list[str]:
+    """Say what is wrong with the numbers among some arguments of a command."""
+    own = {flag.name for flag in _BOUNDED_FLAGS if flag.bounds is not None}
+    names = set(EngineOptions.__struct_fields__) - own
+    engine = {name: value for name, value in vars(arguments).items() if name in names}
+    found = [*out_of_bounds(arguments, _BOUNDED_FLAGS), *wrong_numbers(EngineOptions(**engine)).values()]
+    return list(dict.fromkeys(found))  # some numbers are in two tables
 
 
 def _add_model_argument(command: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import argparse
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,21 @@ _MAX_SHOWN = 60
 Explain = Callable[[str], str]
 """Says what takes the place of an unknown flag."""
 
+Check = Callable[[argparse.Namespace], Iterable[str]]
+"""Says what is wrong with some parsed arguments of a command, others of which may be missing."""
 
-def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequence[str], explain: Explain) -> list[str]:
+
+def config_words(
+    path: Path, flags: Mapping[str, argparse.Action], given: Sequence[str], explain: Explain, check: Check
+) -> list[str]:
     """Return the words of a command line that mean the same as a file.
 
     flags: the flags of the command, by their spelling. given: the words of the command line, whose flags are left out.
     Raises ValueError for a file that cannot be read, and for all unknown names and values of a wrong type, a line each.
-    Each tells the line of the file.
+    Each tells the line of the file. What `check` finds wrong with the other values follows, so that no mistake hides
+    another.
     """
+    values = argparse.Namespace()
     words: list[str] = []
     wrong: list[tuple[str, str]] = []
     seen: dict[str, str] = {}
@@ -51,9 +58,12 @@ def config_words(path: Path, flags: Mapping[str, argparse.Action], given: Sequen
             continue
         if not any(word.partition("=")[0] in action.option_strings for word in given):
             words += new
+            if not isinstance(value, list):
+                setattr(values, action.dest, action.type(str(value)) if callable(action.type) else value)
     if wrong:
         lines = _lines_of_names(text)
-        raise ValueError("\n".join([f"{path}:{lines[name]}: {what}" for name, what in wrong]))
+        told = [f"{path}:{lines[name]}: {what}" for name, what in wrong]
+        raise ValueError("\n".join([*told, *(f"{path}: {problem}" for problem in check(values))]))
     return words
 
 

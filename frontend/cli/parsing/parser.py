@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tandem.frontend.cli.parsing.config_file import config_words
+from tandem.frontend.cli.parsing.config_file import Check, config_words
 from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from tandem.protocol.errors import ExitCode
 
@@ -61,15 +61,18 @@ class CommandParser(argparse.ArgumentParser):
         epilog: str,
         rare: Collection[str] = (),
         foreign: Mapping[str, ForeignFlag] | None = None,
+        check: Check | None = None,
     ) -> None:
         """Declare the flags of help.
 
         rare: names, among the parsed arguments, of the flags that only `--help-all` shows. foreign: answers to the
-        flags of another program, besides those of other engines.
+        flags of another program, besides those of other engines. check: finds what is wrong with values, if the file
+        of `--config` has other mistakes.
         """
         super().__init__(prog, usage, description, epilog, formatter_class=_HelpFormatter, allow_abbrev=False)
         self._rare = frozenset(rare)
         self._foreign = foreign or {}
+        self._check = check or (lambda _: ())
         if rare:
             self.add_argument("--help-all", nargs=0, action=_HelpAll, help="show all flags and exit")
 
@@ -121,7 +124,7 @@ class CommandParser(argparse.ArgumentParser):
         found.add_argument("--config", type=Path)
         try:
             path = found.parse_known_args(list(given))[0].config
-            return config_words(path, self._option_string_actions, given, self._explain)
+            return config_words(path, self._option_string_actions, given, self._explain, self._check)
         except (argparse.ArgumentError, ValueError) as error:
             self.error(str(error))
 

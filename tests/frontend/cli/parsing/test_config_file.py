@@ -155,6 +155,18 @@ port = 2
     ]
 
 
+def test_a_value_of_a_wrong_type_hides_no_number_out_of_bounds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text('port = "80"\nmax-concurrent = -3\nmax-rows = 0\npage-size = 3\nkv-memory = "4GiB"\nhost = ["a"]\n')
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--max-rows", "4", "--config", str(file)])
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(f"{file}:")[2] for line in told[:-1]] == [
+        "1: port must be an integer, not '80'",
+        " --max-concurrent must be between 1 and 2147483647, not -3",
+        " --page-size 3 is not a power of two; use one, or max for one page per sequence",
+    ]
+
+
 def test_missing_file_and_missing_name_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, reason in (
         ([str(file)], f"--config {file} cannot be read: No such file"),
