@@ -64,7 +64,8 @@ def running(config: FrontendConfig) -> Iterator[tuple[FakeEngine, RunningServer]
 @pytest.fixture(autouse=True)
 def engine(running: tuple[FakeEngine, RunningServer]) -> Iterator[FakeEngine]:
     fake = running[0]
-    fake.script, fake.tokens_per_step = answer_with("answer"), 1
+    fake.renew()
+    fake.script = answer_with("answer")
     yield fake
     fake.hold, fake.break_after = False, None
 
