@@ -17,6 +17,7 @@ from tandem.frontend.listening import listen
 from tandem.frontend.server.server import DrainingServer, build_server
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
+from tests.support.prompt_uvicorn import prompt_uvicorn
 
 DEADLINE = 60.0
 """Seconds after which a test gives up waiting; no test asserts how long something took."""
@@ -59,6 +60,12 @@ class RunningServer:
         self.server.should_exit = True
         self.thread.join(DEADLINE)
         assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prompt_servers() -> Iterator[None]:
+    with prompt_uvicorn():
+        yield
 
 
 @pytest.fixture
