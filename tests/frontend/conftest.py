@@ -56,6 +56,12 @@ class RunningServer:
         until(lambda: self.server._service.health().ready, "the frontend is ready")
         return self
 
+    def alone(self) -> "RunningServer":
+        """Refuse requests at once for want of an engine, instead of waiting 2 s for the first sign of one."""
+        assert self.server._loop is not None
+        self.server._loop.call_soon_threadsafe(self.server._service.link_awaited.set)
+        return self
+
     def stop(self) -> None:
         self.server.should_exit = True
         self.thread.join(DEADLINE)

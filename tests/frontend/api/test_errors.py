@@ -197,7 +197,7 @@ def test_too_many_open_sequences_are_429(small: RunningServer, engine: FakeEngin
 
 
 def test_requests_are_503_with_the_phase_until_the_engine_is_ready(engine: FakeEngine, config: FrontendConfig) -> None:
-    running = RunningServer(config).start()
+    running = RunningServer(config).start().alone()
     try:
         response = post(running)
         assert response.status_code == 503

@@ -107,7 +107,7 @@ def test_cached_tokens_count_the_first_choice_of_each_prompt(server: RunningServ
 
 
 def test_openai_client_reads_cached_tokens(server: RunningServer, engine: FakeEngine) -> None:
-    engine.cached = lambda _: 7
+    engine.cached, engine.tokens_per_step = lambda _: 7, 100
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         chat = client.chat.completions.create(model="fake-model", messages=[{"role": "user", "content": "one"}])
         assert chat.usage is not None

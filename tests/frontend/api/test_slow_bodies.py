@@ -106,7 +106,8 @@ def chatting(engine: FakeEngine, config: FrontendConfig, tmp_path: Path) -> Iter
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     engine.start()
-    running = RunningServer(structs.replace(config, chat=ChatOptions(template=template))).start().ready()
+    chat = ChatOptions(template=template)
+    running = RunningServer(structs.replace(config, chat=chat, drain_timeout=0.1)).start().ready()
     yield running
     running.stop()
 

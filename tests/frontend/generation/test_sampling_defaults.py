@@ -89,6 +89,7 @@ shared, engine, server = shared_fixtures()
 def test_requests_have_the_defaults_of_what_they_leave_out(
     server: RunningServer, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
+    engine.tokens_per_step = 100  # of answers as long as the context
     model = {"model": "fake-model"}
     first = post(server.url + path, json=model | body)
     post(server.url + path, json=model | body | {"temperature": 1.0, "top_p": None})

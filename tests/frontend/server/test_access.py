@@ -72,7 +72,7 @@ def test_a_failure_is_logged_with_its_id(
 
 
 def test_a_flood_of_503s_is_few_lines_of_the_log(config: FrontendConfig, caplog: pytest.LogCaptureFixture) -> None:
-    running = RunningServer(config).start()
+    running = RunningServer(config).start().alone()
     try:
         for _ in range(20):
             assert post(running.url + "/v1/completions", json=BODY).status_code == 503

@@ -32,9 +32,8 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def strict(folder: Path) -> Iterator[RunningServer]:
     """Run a server with small limits of sizes, 8 connections and one API key."""
-    running = RunningServer(
-        FrontendConfig(f"ipc://{folder}/e", folder, connections=LIMITS, api_keys=("key",), log_level="warning")
-    ).start()
+    config = FrontendConfig(f"ipc://{folder}/e", folder, connections=LIMITS, api_keys=("key",), log_level="warning")
+    running = RunningServer(config).start().alone()
     yield running
     running.stop()
 

@@ -24,7 +24,7 @@ HIDDEN = request("/hidden")
 def server() -> Iterator[RunningServer]:
     folder = Path(tempfile.mkdtemp(prefix="tdm-"))
     write_tokenizer(folder)
-    running = RunningServer(FrontendConfig(f"ipc://{folder}/e", folder, log_level="warning")).start()
+    running = RunningServer(FrontendConfig(f"ipc://{folder}/e", folder, log_level="warning")).start().alone()
     yield running
     running.stop()
     shutil.rmtree(folder)

@@ -148,7 +148,7 @@ def test_openapi_describes_both_scheduler_methods(server: RunningServer) -> None
 
 
 def test_scheduler_routes_are_503_without_an_engine(config: FrontendConfig) -> None:
-    running = RunningServer(config).start()
+    running = RunningServer(config).start().alone()
     try:
         for response in (get(running.url + PATH), post(running.url + PATH, json={"policy": "fcfs"})):
             assert response.status_code == 503

@@ -180,7 +180,7 @@ def test_required_tool_call_is_constrained_by_a_grammar(server: RunningServer, e
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_truncated_required_call_shows_no_syntax(server: RunningServer, engine: FakeEngine, every: int) -> None:
     ids = encode(f"<tool_call>\n{CALL}\n</tool_call>")
-    engine.script = lambda submit: ids[: submit.sampling.max_tokens]
+    engine.script, engine.step_seconds = lambda submit: ids[: submit.sampling.max_tokens], 0.0
     seen: list[str | None] = []
     for count in sorted({*range(1, len(ids), every), len(ids) - 1}):
         fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": count}
@@ -340,6 +340,7 @@ def without_tools(shared: SharedFrontend, tmp_path: Path) -> Iterator[RunningSer
 
 
 def test_tools_are_described_where_the_template_renders_none(without_tools: RunningServer, engine: FakeEngine) -> None:
+    engine.tokens_per_step = 100
     engine.script = answer_with(f"<tool_call>\n{CALL}\n</tool_call>")
     plain = post(without_tools)
     reply = post(without_tools, tools=[TOOL], tool_choice="required").json()

@@ -90,7 +90,10 @@ def test_errors_use_the_field_names_of_responses(server: RunningServer) -> None:
     assert send(server.url + "/v1/responses/resp_1/cancel", json={}).status_code == 404
 
 
-def test_schema_keyword_that_cannot_be_enforced_is_named_in_the_header(server: RunningServer) -> None:
+def test_schema_keyword_that_cannot_be_enforced_is_named_in_the_header(
+    server: RunningServer, engine: FakeEngine
+) -> None:
+    engine.tokens_per_step = 100
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     response = post(server, text={"format": {"type": "json_schema", "name": "x", "schema": schema}})
     assert response.status_code == 200
