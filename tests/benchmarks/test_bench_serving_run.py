@@ -100,7 +100,7 @@ def test_connection_closed_while_idle_is_not_an_error() -> None:
 
 
 def test_hanging_request_times_out() -> None:
-    (share,) = run(CompletionsServer("hang", "good"), Load("closed", 1, requests=2), timeout=5.0)
+    (share,) = run(CompletionsServer("hang", "good"), Load("closed", 1, requests=2), timeout=2.0)
     assert errors([share]) == ["timed out", None]
 
 

@@ -240,7 +240,7 @@ def let_all_report(serving: ScriptedServing, client: StreamClient) -> None:
     client.until(lambda: serving.engine_metric(CHATS) == before + 40, "a report of each frontend")
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_counters_over_kills_of_frontends_are_what_clients_saw(
     serving: ScriptedServing, client: StreamClient, scraper: Scraper, kills: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 from tests.support.serving import ABORTS, Serving, until
+from tests.support.thinned import thinned
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tandem-default"
@@ -100,8 +101,7 @@ def test_a_conversation_continues_over_several_turns(client: openai.OpenAI) -> N
     assert reply.choices[0].message.content == ANSWER.removeprefix("textwrap.dedent(text):")
 
 
-@pytest.mark.parametrize("choice", ["required", "named"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "stream"), thinned(["required", "named"], [False, True]))
 def test_a_required_tool_call_is_generated(client: openai.OpenAI, serving: Serving, choice: str, stream: bool) -> None:
     wanted: Any = choice if choice == "required" else {"type": "function", "function": {"name": "history"}}
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": wanted, "seed": 5, "parallel_tool_calls": False}

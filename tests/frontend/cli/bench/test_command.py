@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from tandem.frontend.cli.bench import ready_check
 from tandem.frontend.cli.bench.client import Job
 from tandem.frontend.cli.bench.clients import Clients
 from tandem.frontend.cli.bench.command import load_of, workload_of
@@ -107,6 +108,13 @@ def test_bench_reports_failures_and_exits_with_1(server: RunningServer, capsys: 
     assert "failed: 3 x HTTP 404" in out and "the first: HTTP 404: " in out
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pause hardly between the attempts to reach a server."""
+    monkeypatch.setattr(ready_check, "_RETRY_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("flags", "remedy"), [([], "--ready-check-timeout-sec 300 waits"), (["0.1"], "waited for it")])
 def test_bench_without_a_server_says_what_to_start(
     flags: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
@@ -256,6 +264,7 @@ def test_requests_send_the_user_and_password_of_a_url() -> None:
         assert {headers["authorization"] for headers in other.headers} == {"Basic bWU6YS9i"}
 
 
+@pytest.mark.usefixtures("impatient")
 def test_password_of_a_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", "http://user:secret@127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
