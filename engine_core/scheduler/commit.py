@@ -98,8 +98,8 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
     return masks
 
 
-def jump_forward(seq: Sequence, updates: SchedulerUpdates) -> Finished | Failure | None:
-    """Append the tokens that the grammar forces.
+def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finished | Failure | None:
+    """Append the tokens that the grammar forces, if they save at least so many samples.
 
     The steps that would sample them are skipped. Forced tokens are generated tokens like any other: they go to the
     client, count against the limits and may end the sequence, whose outcome is returned. The device does not have them,
@@ -112,8 +112,8 @@ def jump_forward(seq: Sequence, updates: SchedulerUpdates) -> Finished | Failure
     if seq.submit.logprobs is not None or seq.scored:
         return None
     tokens = constraint.fast_forward_tokens()
-    if len(tokens) <= seq.num_inflight_samples:
-        return None  # The step in flight samples the only one.
+    if len(tokens) - seq.num_inflight_samples < least:
+        return None  # The step in flight samples the first one.
     for index, token in enumerate(tokens):
         if token in seq.end_ids and seq.generated + index < seq.min_tokens:
             del tokens[index:]

@@ -3,9 +3,14 @@
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.scheduler.logprobs import max_logprobs
 from tandem.engine_core.sequence import Sequence
+
+JUMP_SHARE = 4
+"""A step of steady decode may become one with a row of several positions if that saves a sample for every four rows:
+such a step takes a tenth to a third longer on a device, and more of the host's time."""
 
 
 class RunningSequences:
@@ -30,6 +35,14 @@ class RunningSequences:
         -1 if no member wants log-probabilities (see `StepPlan`).
         """
         return max(self._logprobs.values()) if self._logprobs else -1
+
+    @property
+    def least_jump(self) -> int:
+        """Fewest samples that forced tokens must save to be worth a step with a row of several positions.
+
+        Where the next step has such a row anyway, one is enough.
+        """
+        return 1 if self.unsteady else ceil_div(len(self.members), JUMP_SHARE)
 
     def add(self, seq: Sequence) -> None:
         """Add a sequence that was just admitted."""

@@ -224,6 +224,29 @@ class TestJumps:
             assert commit(scheduler, plan, [20]).num_tokens == int(plan.rows[0].samples)
         assert lengths == [[(3, [3, 5, 8], False)], [(6, [11, 14], True)]]
 
+    @pytest.mark.parametrize(("others", "jumped"), [(3, [5, 8, 11, 14]), (15, [5, 8, 11, 14]), (16, [])])
+    def test_few_forced_tokens_do_not_end_the_steady_decode_of_many_rows(self, others: int, jumped: list[int]) -> None:
+        """Four tokens are worth a step of another kind to 16 rows; to 17 it is decoded one by one."""
+        scheduler = new(rows=20, step=80)
+        for number in range(2, 2 + others):
+            began(sequence(number), scheduler)
+        began(sequence(1, "runs"), scheduler)
+        assert step(scheduler, 1, *[20] * others, 20) == [20] * (others + 1)
+        assert step(scheduler, 2, *[20] * others, 3) == [*[20] * others, 3, *jumped]
+        plan = scheduler.plan_step(3)
+        assert plan is not None
+        assert plan.is_decode_only is (not jumped)
+
+    def test_forced_tokens_join_a_step_that_computes_prompts_anyway(self) -> None:
+        scheduler = new(rows=20, step=80)
+        for number in range(2, 18):
+            began(sequence(number), scheduler)
+        began(sequence(1, "runs"), scheduler)
+        assert step(scheduler, 1, *[20] * 17) == [20] * 17
+        plans = launched(scheduler, 2)
+        began(sequence(30), scheduler)
+        assert sent(commit(scheduler, plans[0], [*[20] * 16, 3])) == [*[20] * 16, 3, 5, 8, 11, 14]
+
     def test_tokens_forced_at_the_beginning_are_computed_with_the_prompt(self) -> None:
         scheduler, forced = began(seq := sequence(1, "runs 2"))
         assert forced == [2, 9]
