@@ -38,9 +38,9 @@ class RunningSequences:
 
     @property
     def least_jump(self) -> int:
-        """Fewest samples that forced tokens must save to be worth a step with a row of several positions.
+        """Fewest samples that forced tokens must save to be worth a step of another kind.
 
-        Where the next step has such a row anyway, one is enough.
+        One is enough where the next step has a row of several positions anyway.
         """
         return 1 if self.unsteady else ceil_div(len(self.members), JUMP_SHARE)
 
