@@ -101,11 +101,11 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
 def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finished | Failure | None:
     """Append the tokens that the grammar forces.
 
-    The steps that would sample them are skipped; where they are fewer than `least`, nothing is appended. Forced tokens are generated tokens like any other: they go to the
-    client, count against the limits and may end the sequence, whose outcome is returned. The device does not have them,
-    so the next row uploads them. A sample in flight would be the first of them: its row is not sampled yet, since it
-    waits for its mask, and what it yields is dropped. Log-probabilities come from sampling, so a sequence that wants
-    them never jumps.
+    The steps that would sample them are skipped; where they are fewer than `least`, nothing is appended. Forced tokens
+    are generated tokens like any other: they go to the client, count against the limits and may end the sequence, whose
+    outcome is returned. The device does not have them, so the next row uploads them. A sample in flight would be the
+    first of them: its row is not sampled yet, since it waits for its mask, and what it yields is dropped.
+    Log-probabilities come from sampling, so a sequence that wants them never jumps.
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples <= 1, f"no jump for {seq}"
