@@ -52,6 +52,19 @@ def test_a_shortened_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "unrecognized arguments: --max-row" in capsys.readouterr().err
 
 
+def test_garbage_is_collected_once_all_is_imported() -> None:
+    program = """
+import gc, runpy, sys
+sys.argv = ["engine", "--help"]
+try:
+    runpy.run_module("tandem.engine_core", run_name="__main__")
+except SystemExit:
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True"
+
+
 def event(sock: Any) -> Any:
     assert sock.poll(WAIT_MS), "nothing arrived"
     return decode_event(sock.recv())
