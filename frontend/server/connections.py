@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 
 _SLICE = 256
 """Connections that are checked in one turn of the event loop."""
-STARTS_PER_TURN = 16
-"""Requests that begin to be served in one turn of the event loop; each takes about a millisecond of it."""
+STARTS_PER_TURN = 4
+"""Requests that begin to be served in one turn of the event loop; each takes about a millisecond of it.
+
+A probe that comes behind thousands of requests waits for as many turns as it takes to accept their connections."""
 _MAX_SPARE = 64
 _DRAIN_SECONDS = 0.1
 """Time between two checks of the deadlines of all connections while the server drains."""
