@@ -25,7 +25,7 @@ from llguidance import LLExecutor, LLMatcher
 from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.mask_builder import PARALLEL_BASES, MaskBuilder
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -111,12 +111,10 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engin
     memory = full_cache(pages) if cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
     threads = len(os.sched_getaffinity(0)) // 2
-    executor = LLExecutor(threads) if threads > 1 else None
-    mask_builder = MaskBuilder(executor, [2], stats, time.monotonic)
+    mask_builder = MaskBuilder(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
-    bases = PARALLEL_BASES if threads >= PARALLEL_BASES else 1
-    grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,), bases)
+    grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
     compiler = GrammarCompiler(grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)

@@ -3,10 +3,7 @@
 This is the only place that constructs objects of llguidance.
 """
 
-import itertools
 import threading
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -28,30 +25,26 @@ library's own lengths, 10 and 30, a mask shortly before the end of a string of l
 at 128k tokens; with these, masks of such records take a third less on average."""
 
 
-CHEAP_SECONDS = 0.002
-"""CPU time that a grammar may take to compile for it to be compiled several times."""
-
-
 class GrammarConstraint:
     """Implement `contracts.Constraint` over one llguidance matcher."""
 
-    __slots__ = ("_ends", "base", "cost", "ignore_ends", "matcher", "overdrawn")
+    __slots__ = ("_ends", "compiled_grammar", "cost", "ignore_ends", "matcher", "overdrawn")
 
     def __init__(
         self,
         matcher: LLMatcher,
-        base: LLMatcher,
+        compiled_grammar: "CompiledGrammar",
         ends: frozenset[int],
         ignore_ends: bool,
         key: str = "",
     ) -> None:
         """Wrap one matcher.
 
-        matcher: used by this constraint only, a copy of `base`, with which it shares tables and their lock; ends: ids
-        that llguidance allows where the grammar may end; key: name of the API key that pays for the masks.
+        matcher: used by this constraint only, a copy of the compiled grammar's; ends: ids that llguidance allows where
+        the grammar may end; key: name of the API key that pays for the masks.
         """
         self.matcher = matcher
-        self.base = base
+        self.compiled_grammar = compiled_grammar
         self.ignore_ends = ignore_ends
         self._ends = ends
         self.cost = MaskCost(key)
@@ -83,22 +76,19 @@ class GrammarConstraint:
 class CompiledGrammar:
     """A grammar's matcher at its start, copied for each sequence.
 
-    A copy takes microseconds, a compilation milliseconds. Copies of one matcher share tables and their lock, so where
-    enough threads compute masks, sequences take turns among several matchers that were compiled apart.
+    A copy takes microseconds, a compilation milliseconds.
     """
 
-    def __init__(self, bases: Sequence[LLMatcher], ends: frozenset[int]) -> None:
-        self.bases = bases
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
+        self._matcher = matcher
         self._ends = ends
-        self._turn = itertools.cycle(bases)
 
     def constraint(self, ignore_ends: bool, key: str = "") -> GrammarConstraint:
         """Return a constraint for one sequence.
 
         ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none.
         """
-        base = next(self._turn)
-        return GrammarConstraint(base.deep_copy(), base, self._ends, ignore_ends, key)
+        return GrammarConstraint(self._matcher.deep_copy(), self, self._ends, ignore_ends, key)
 
 
 def reason(matcher: LLMatcher) -> str:
@@ -119,26 +109,15 @@ class Grammars:
     another thread while the weights load, before there are streams to hold up.
     """
 
-    def __init__(
-        self,
-        tokenizer_file: Path,
-        vocab_size: int,
-        end_ids: tuple[int, ...],
-        bases: int = 1,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         """Keep the facts from which the tokenizer is built.
 
         vocab_size: size of the model's vocabulary, which may exceed the tokenizer's: ids beyond the tokenizer's are
-        never allowed; end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id; bases: number
-        of matchers for a grammar that compiles within CHEAP_SECONDS; cpu_clock: CPU time in seconds of the calling
-        thread.
+        never allowed; end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id.
         """
         self.tokenizer_file = tokenizer_file
         self.vocab_size = vocab_size
         self.end_ids = end_ids
-        self.bases = bases
-        self.cpu_clock = cpu_clock
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
@@ -159,11 +138,20 @@ class Grammars:
 
         Raises RequestError with llguidance's reason. The limits on grammar, lexer and parser bound the time it takes.
         """
-        tokenizer, start = self.prepare(), self.cpu_clock()
-        bases = [_compile(tokenizer, grammar)]
-        if self.cpu_clock() - start <= CHEAP_SECONDS:
-            bases += [_compile(tokenizer, grammar) for _ in range(self.bases - 1)]
-        return CompiledGrammar(bases, frozenset(tokenizer.eos_tokens))
+        limits = LLParserLimits(
+            verbose_errors=False,
+            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+            max_lexer_states=MAX_LEXER_STATES,
+            step_lexer_fuel=LEXER_STEP_FUEL,
+            step_max_items=MAX_PARSER_ITEMS,
+        )
+        tokenizer = self.prepare()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {reason(matcher)}")
+        return CompiledGrammar(matcher, frozenset(tokenizer.eos_tokens))
 
     def _load(self) -> LLTokenizer:
         if not self.tokenizer_file.is_file():
@@ -177,23 +165,6 @@ class Grammars:
             )
         except ValueError as error:
             raise _unusable(f"the model's tokenizer.json cannot be used ({error})") from error
-
-
-def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar and compute its first mask."""
-    limits = LLParserLimits(
-        verbose_errors=False,
-        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
-        max_lexer_states=MAX_LEXER_STATES,
-        step_lexer_fuel=LEXER_STEP_FUEL,
-        step_max_items=MAX_PARSER_ITEMS,
-    )
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {reason(matcher)}")
-    return matcher
 
 
 def _unusable(why: str) -> RequestError:

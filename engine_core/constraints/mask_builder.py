@@ -1,8 +1,7 @@
 """Token masks of many constraints at once, built on several threads.
 
-Copies of one matcher share a lock, so threads only contend there: 64 masks of one took 0.6 ms on one thread and 1.1 ms
-on eight, 256 masks of as many 3.6 ms and 1.2 ms. An ordinary grammar is compiled several times, so that its sequences
-need not share one.
+Copies of one compiled grammar share a lock, so threads only contend there: 64 masks of one grammar took 0.6 ms on one
+thread and 1.1 ms on eight, 256 masks of as many grammars 3.6 ms and 1.2 ms.
 """
 
 import time
@@ -22,8 +21,8 @@ Ints = NDArray[np.int32]
 Pairs = Sequence[tuple[GrammarConstraint, int]]
 """Constraints, each with the index of its mask."""
 
-PARALLEL_BASES = 8
-"""Smallest number of matchers, of which those of a step are copies, for which other threads are used."""
+PARALLEL_GRAMMARS = 8
+"""Smallest number of different grammars in a step for which other threads are used."""
 
 SLOW_SECONDS = 0.01
 """Time of masks computed on several threads, whose own times are unknown, from which some are measured in later steps.
@@ -70,7 +69,8 @@ class MaskBuilder:
         start = self.clock()
         pairs = cast("Pairs", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
-        if self.executor is None or len({id(constraint.base) for constraint, _ in pairs}) < PARALLEL_BASES:
+        grammars = {id(constraint.compiled_grammar) for constraint, _ in pairs}
+        if self.executor is None or len(grammars) < PARALLEL_GRAMMARS:
             self._compute_measured(pairs, out)
         else:
             self._compute_parallel(self.executor, pairs, out)
@@ -133,8 +133,6 @@ class MaskBuilder:
         if not together:
             return
         start = self.clock()
-        # Threads take parts of the list: copies of one matcher are in one, not in the way of each other.
-        together.sort(key=lambda pair: id(pair[0].base))
         wanted = [(constraint.matcher, index) for constraint, index in together]
         executor.unsafe_compute_mask_ptr(wanted, out.ctypes.data, out.strides[0], len(out))
         if self.clock() - start >= SLOW_SECONDS:

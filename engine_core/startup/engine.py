@@ -16,7 +16,7 @@ from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.mask_builder import PARALLEL_BASES, MaskBuilder
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
@@ -199,25 +199,23 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
     The tokenizer loads on another thread, to be ready by the time the weights are.
     """
     end_ids = source.model.eos_ids
-    threads = _mask_threads()
-    bases = PARALLEL_BASES if threads >= PARALLEL_BASES else 1
-    grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids, bases)
+    grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
     lanes = compile_lanes()
     lanes[0].submit(grammars.prepare)
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic),
-        MaskBuilder(LLExecutor(threads) if threads else None, end_ids, stats, time.monotonic),
+        MaskBuilder(_executor(), end_ids, stats, time.monotonic),
     )
 
 
-def _mask_threads() -> int:
-    """Return the number of threads that fill masks.
+def _executor() -> LLExecutor | None:
+    """Return the threads that fill masks.
 
-    Up to MASK_THREADS run, on all cores but the loop's and one more. 0 instead of one, which would only be another one
-    to wake.
+    Up to MASK_THREADS run, on all cores but the loop's and one more. None for fewer than two: a single thread would
+    only be another one to wake.
     """
     threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
-    return threads if threads > 1 else 0
+    return LLExecutor(threads) if threads > 1 else None
 
 
 def scheduler_limits(config: StepConfig) -> SchedulerLimits:

@@ -1,6 +1,5 @@
 """Grammars that compile and those that do not, and the state of a constraint."""
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -9,14 +8,13 @@ from random import Random
 import pytest
 from llguidance import LLMatcher
 
-from tandem.engine_core.constraints.grammars import CHEAP_SECONDS, Grammars
+from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.frontend.grammar.json_schema import OPTIONS, with_options
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_GRAMMAR_SYMBOLS, MAX_PARSER_ITEMS
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
-from tests.fakes.clock import FakeClock
 
 REGEX, SCHEMA = LLMatcher.grammar_from_regex, LLMatcher.grammar_from_json_schema
 
@@ -48,23 +46,6 @@ def test_masks_of_strings_are_those_that_look_up_every_token(grammars: Grammars,
 def test_model_without_end_ids_uses_its_tokenizers(grammars: Grammars) -> None:
     tokenizer = Grammars(grammars.tokenizer_file, VOCAB, ()).prepare()
     assert tokenizer.is_special_token(tokenizer.eos_token)
-
-
-def test_sequences_take_turns_among_the_matchers_of_a_grammar(grammars: Grammars) -> None:
-    several = Grammars(grammars.tokenizer_file, VOCAB, ENDS, bases=3, cpu_clock=FakeClock())
-    compiled_grammar = several.compile(REGEX("a+"))
-    found = [compiled_grammar.constraint(ignore_ends=False) for _ in range(6)]
-    assert [each.base for each in found] == 2 * list(compiled_grammar.bases)
-    assert len({id(each.base) for each in found}) == 3
-    (token,) = ids(grammars, "a")
-    assert found[0].accept(token)
-    assert len({each.matcher.compute_bitmask() for each in found[1:]}) == 1, "they begin alike"
-
-
-def test_grammar_that_compiles_slowly_is_compiled_once(grammars: Grammars) -> None:
-    ticks = itertools.count()
-    slow = Grammars(grammars.tokenizer_file, VOCAB, ENDS, bases=3, cpu_clock=lambda: next(ticks) * 2 * CHEAP_SECONDS)
-    assert len(slow.compile(REGEX("a+")).bases) == 1
 
 
 def test_constraint_follows_a_grammar_from_start_to_end(grammars: Grammars) -> None:

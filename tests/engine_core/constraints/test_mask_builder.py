@@ -7,11 +7,11 @@ import pytest
 from llguidance import LLExecutor, LLMatcher
 
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
-from tandem.engine_core.constraints.mask_builder import PARALLEL_BASES, MaskBuilder
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.clock import FakeClock
-from tests.fakes.slow_matcher import SlowExecutor, SlowMatcher
+from tests.fakes.slow_matcher import SlowMatcher
 
 WORDS = -(-VOCAB // 32)
 UNTOUCHED = 0x5A5A5A5A
@@ -46,27 +46,10 @@ def test_fill_writes_each_mask_into_its_row_only(grammars: Grammars, mask_builde
     assert mask_builder.stats.mask_rows == 12
 
 
-@pytest.mark.parametrize(("rows", "calls"), [(PARALLEL_BASES - 1, 0), (PARALLEL_BASES, 1), (40, 1)])
-def test_rows_of_one_grammar_are_shared_among_threads(grammars: Grammars, rows: int, calls: int) -> None:
-    several = Grammars(grammars.tokenizer_file, VOCAB, ENDS, bases=PARALLEL_BASES, cpu_clock=FakeClock())
-    compiled_grammar = several.compile(LLMatcher.grammar_from_regex("(ab|cd)+"))
-    executor, outs = SlowExecutor(), []
-    for threads in (cast("LLExecutor", executor), LLExecutor(2), None):
-        out = masks(rows)
-        wanted = [(compiled_grammar.constraint(ignore_ends=False), index) for index in range(rows)]
-        for constraint, index in wanted:
-            if index % 3 == 0:
-                assert constraint.accept(several.prepare().tokenize_str("a")[0])
-        MaskBuilder(threads, ENDS, new_stats(), FakeClock()).fill(wanted, out)
-        outs.append(out)
-    assert executor.num_masks == [rows] * calls
-    assert (outs[0] == outs[1]).all() and (outs[1] == outs[2]).all()
-
-
 def test_fill_counts_its_time() -> None:
     clock = FakeClock()
     mask_builder = MaskBuilder(None, ENDS, new_stats(), clock)
-    slow = CompiledGrammar([cast("LLMatcher", SlowMatcher((clock, 2.5)))], frozenset(ENDS))
+    slow = CompiledGrammar(cast("LLMatcher", SlowMatcher((clock, 2.5))), frozenset(ENDS))
     mask_builder.fill([(slow.constraint(ignore_ends=False), 0)], masks(1))
     assert mask_builder.stats.mask_seconds == 2.5
 

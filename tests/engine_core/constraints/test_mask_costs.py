@@ -34,7 +34,7 @@ class Bench:
 
     def constraint(self, cpu: float = 0.0, wall: float = 0.0, key: str = "") -> GrammarConstraint:
         matcher = cast("LLMatcher", SlowMatcher((self.cpu, cpu), (self.wall, wall)))
-        return CompiledGrammar([matcher], frozenset(ENDS)).constraint(ignore_ends=False, key=key)
+        return CompiledGrammar(matcher, frozenset(ENDS)).constraint(ignore_ends=False, key=key)
 
     def step(self, constraints: list[GrammarConstraint]) -> np.ndarray[Any, Any]:
         """Fill the masks of a step, from the last row of the output to the first."""
@@ -147,7 +147,7 @@ def test_engine_ends_a_request_with_costly_masks_once_and_serves_the_others(pipe
     assert isinstance(compiler, GrammarCompiler) and isinstance(runtime, TorchRuntime)
     costs = {"costly": REQUEST_SECONDS * 0.4, "cheap": FREE_SECONDS}
     compiler.compile_grammar = lambda grammar: CompiledGrammar(
-        [cast("LLMatcher", SlowMatcher((cpu, costs[grammar])))], frozenset()
+        cast("LLMatcher", SlowMatcher((cpu, costs[grammar]))), frozenset()
     )
     assert isinstance(runtime.filler, MaskBuilder)
     runtime.filler.cpu_clock = runtime.filler.clock = cpu
