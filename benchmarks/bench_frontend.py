@@ -290,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(ratios))
     if arguments.save:
         config = {name: value for name, value in vars(arguments).items() if name not in ("compare", "save")}
-        config |= {"trees": {name: git_hash(path) for name, path in paths.items()}, "cores": os.cpu_count()}
+        others = {name: git_hash(path) for name, path in paths.items() if path != ROOT}
+        config |= {"trees": others, "cores": os.cpu_count()}
         print(save(arguments.save, config, figures | {"ratios": ratios}))
     return 0
 
