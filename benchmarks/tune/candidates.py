@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_nibbles_gated,
     choose_nibbles_normed,
 )
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.plan_types import NIBBLE_ROWS, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductKey
 from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem
 
@@ -43,7 +43,7 @@ def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
     gated = operation in ("gated", "normed_gated")
     if operation in ("normed", "normed_gated"):
         if bits == 4:
-            return choose_nibbles_normed(outputs, inputs, gated, gpu)
+            return choose_nibbles_normed(outputs, inputs, GROUP, gated, gpu)
         return choose_normed(outputs, inputs, gated, gpu, bits)
     if bits == 4:
         return (choose_nibbles_gated if gated else choose_nibbles)(rows, outputs, inputs, GROUP, gpu)
@@ -93,13 +93,19 @@ def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
     wide = (1024, 2048) if key.bits == 16 else (1024, 2048, 4096)
     sizes = _whole_sizes(key, whole) if fused else tuple(size for size in wide if size < 2 * key.inputs)
     for block_k in sizes:
-        for rows in (2, 4, 8) if key.bits == 16 else (2, 4, 8, 16):
+        for rows in _heights(key):
             for tiles in _tiles(key, block_k):
                 for warps in (4, 8, 16) if fused else (4, 8):
                     columns = ceil_div(key.inputs, block_k) * block_k if fused else block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
                     if LEAST_A_THREAD <= held <= MOST_A_THREAD[key.bits] and rows * tiles <= 16:
                         yield GemvPlan(rows, block_k, tiles, warps)
+
+
+def _heights(key: ProductKey) -> tuple[int, ...]:
+    if key.bits == 4:
+        return (NIBBLE_ROWS // 2 if "gated" in key.operation else NIBBLE_ROWS,)
+    return (2, 4, 8) if key.bits == 16 else (2, 4, 8, 16)
 
 
 def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:

@@ -51,8 +51,8 @@ def make_weight(key: ProductKey, device: str, dtype: torch.dtype = torch.bfloat1
         return Weight(values.view(torch.float8_e4m3fn), torch.full((outputs,), 1e-3, device=device))
     groups = max(1, key.inputs // GROUP)
     words = torch.randint(-(2**31), 2**31 - 1, (outputs, key.inputs // 8), device=device, dtype=torch.int32)
-    scales = torch.full((outputs, groups), 1e-3, device=device)
-    return Weight(words, scales, torch.full((outputs, groups), 8, device=device, dtype=torch.uint8))
+    scales = torch.full((groups, outputs), 1e-3, device=device)
+    return Weight(words, scales.t(), torch.full((groups, outputs), 8, device=device, dtype=torch.uint8).t())
 
 
 def weights_of(key: ProductKey) -> int:

@@ -37,6 +37,9 @@ def product_keys(model: ModelConfig, rows: Iterable[int], bits: Iterable[int]) -
         for count in rows:
             assert count in BUCKETS, f"rows {count} are not one of {BUCKETS}"
             before: tuple[Operation, Operation] = ("normed", "normed_gated") if count == 1 else ("product", "gated")
+            if weight_bits == 4:
+                # Whether the norm is fused depends on the device alone.
+                before = before[0], "gated"
             shapes: list[tuple[Operation, int, int]] = [
                 (before[1], width, hidden),
                 ("product", hidden, width),

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
+from tandem.engine_core.kernels.linear.nibble_order import restored
 from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS, choose_byte_gemm
 from tandem.engine_core.kernels.reference import byte_rows as oracle
 from tandem.engine_core.kernels.reference.byte_rows import byte_product
@@ -27,6 +28,7 @@ from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.quantization.nibbles import pack, unpack
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.device import read_gpu_traits
@@ -85,7 +87,8 @@ def plain(linear: Linear) -> ByteLinear | NibbleLinear:
     """Return the same weights for any device."""
     if isinstance(linear, TritonByteLinear):
         return ByteLinear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
-    return NibbleLinear(linear.words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
+    words = pack(restored(unpack(linear.words), linear.group_size))
+    return NibbleLinear(words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
 
 
 def error(found: Tensor, exact: Tensor) -> float:

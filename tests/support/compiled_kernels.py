@@ -223,16 +223,16 @@ def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
     for dtype, scales in ((fp8, torch.empty(64)), (fp8, torch.empty(4, 4)), (torch.int8, torch.empty(64))):
         values = half(64, 512, dtype=dtype)
         yield lambda values=values, scales=scales: dequantize_bytes(values, scales, torch.bfloat16, gpu.pdl)
-    words, scales = torch.empty(64, 64, dtype=torch.int32), torch.empty(64, 4)
-    zeros = torch.empty(64, 4, dtype=torch.uint8)
+    words, scales = torch.empty(64, 64, dtype=torch.int32), torch.empty(4, 64).t()
+    zeros = torch.empty(4, 64, dtype=torch.uint8).t()
     yield lambda: dequantize_nibbles(words, scales, zeros, torch.bfloat16, gpu.pdl)
 
 
 def nibble_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
     """The plain and the gated product that the choosers take for a weight of four bits."""
     x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
-    scales = torch.empty(outputs, inputs // 128)
-    stored = (words, scales, torch.empty(scales.shape, dtype=torch.uint8), None)
+    scales = torch.empty(inputs // 128, outputs)
+    stored = (words, scales.t(), torch.empty(scales.shape, dtype=torch.uint8).t(), None)
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
     for plan, activation in (
         (choose_nibbles(rows, outputs, inputs, 128, gpu), None),

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import widened
+from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
+from tandem.engine_core.kernels.linear.nibble_pairs import eight_levels
 
 BLOCK, WARPS = 2048, 4
 
@@ -36,36 +38,35 @@ def _dequantize_bytes_kernel(
 
 @triton.jit
 def _dequantize_nibbles_kernel(
-    out_ptr, words_ptr, scales_ptr, zeros_ptr, inputs, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    inputs,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     offs_w = first // 8 + tl.arange(0, BLOCK // 8)
     mask_w = offs_w < inputs // 8
     words = tl.load(words_ptr + row * (inputs // 8) + offs_w, mask=mask_w, other=0)
-    group = row * (inputs // GROUP) + offs_w * 8 // GROUP
+    begin = offs_w // (4 * RUN) * (32 * RUN) + offs_w % RUN * 32 if RUN > 0 else offs_w * 8
+    group = (begin // GROUP) * tl.num_programs(0).to(tl.int64) + row
     zeros = tl.load(zeros_ptr + group, mask=mask_w, other=0).to(tl.int32)
     scales = tl.load(scales_ptr + group, mask=mask_w, other=0.0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    # A thread unpacks whole words, which it loads once.
-    even = tl.join(
-        tl.join(number(words, zeros, scales, 0, dtype), number(words, zeros, scales, 4, dtype)),
-        tl.join(number(words, zeros, scales, 2, dtype), number(words, zeros, scales, 6, dtype)),
-    )
-    odd = tl.join(
-        tl.join(number(words, zeros, scales, 1, dtype), number(words, zeros, scales, 5, dtype)),
-        tl.join(number(words, zeros, scales, 3, dtype), number(words, zeros, scales, 7, dtype)),
-    )
-    numbers = tl.reshape(tl.join(even, odd), [BLOCK])
+    levels = eight_levels(words, zeros, tl.float32, False)
+    numbers = (levels * scales[:, None, None, None]).to(out_ptr.dtype.element_ty)
+    if RUN > 0:
+        # Parts of an input's number, from the words on: t, j, e, c, d.
+        numbers = tl.permute(tl.reshape(numbers, [BLOCK // (32 * RUN), 4, RUN, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
+    else:
+        numbers = tl.permute(numbers, (0, 1, 3, 2))
     offs = first + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
-    tl.store(out_ptr + row * inputs + offs, numbers, mask=offs < inputs)
-
-
-@triton.jit
-def number(words, zeros, scales, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """Return the weights in one place of words."""
-    return ((((words >> (4 * PLACE)) & 15) - zeros).to(tl.float32) * scales).to(dtype)
+    tl.store(out_ptr + row * inputs + offs, tl.reshape(numbers, [BLOCK]), mask=offs < inputs)
 
 
 def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
@@ -93,10 +94,10 @@ def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bo
 def dequantize_nibbles(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
     """Return weights of four bits as numbers, [outputs, inputs].
 
-    words: [outputs, inputs / 8] int32, see `quantization.nibbles`; scales: [outputs, groups] float32; zeros: [outputs,
-    groups] uint8.
+    words, scales, zeros: as `nibble_gemv` takes them, with groups of any size that is a multiple of 8.
     """
-    outputs, inputs = words.shape[0], words.shape[1] * 8
+    outputs, inputs = words.shape[0], words.shape[1] * PER_WORD
+    group, run = group_and_run(words, scales, zeros)
     out = torch.empty(outputs, inputs, device=words.device, dtype=dtype)
     _dequantize_nibbles_kernel[(outputs, triton.cdiv(inputs, BLOCK))](
         out,
@@ -104,7 +105,8 @@ def dequantize_nibbles(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torc
         scales,
         zeros,
         inputs,
-        GROUP=inputs // scales.shape[1],
+        GROUP=group,
+        RUN=run,
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=WARPS,

@@ -1,8 +1,9 @@
 """Product y = x W^T for one row x, with W in four bits an element.
 
 As in `kernels.linear.gemv`, each program owns a run of W's rows, sums in float32, and may do the norm before the
-product and the gated activation behind it. A group of columns has a scale s and a zero point z, and contributes
-s * (sum of q x - z * sum of x), so weights are not made into numbers one by one.
+product and the gated activation behind it. Tensor cores multiply, with x in eight equal columns: they idle otherwise,
+and what a weight would cost in multiplying and adding is spared. A group of columns has a scale s and a zero point z,
+and contributes s * (sum of q x - z * sum of x).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -14,91 +15,120 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.fast_math import INTERPRETED
 from tandem.engine_core.kernels.linear.gemv import gated, input_mode, normed_input, with_bias
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
+from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
+from tandem.engine_core.kernels.linear.nibble_pairs import RAISED, eight_levels
+from tandem.engine_core.kernels.tiles.plan_types import NIBBLE_ROWS, NIBBLE_STRIDE, GemvPlan
 
-PER_WORD = 8
-
-
-@triton.jit
-def eighths(vector, WORDS: tl.constexpr):
-    """Return the elements that each place of a word multiplies.
-
-    That is elements 0, 8, 16, ..., then 1, 9, 17, ... and so on to 7, 15, 23, ... of a vector, each [WORDS].
-    """
-    even, odd = tl.split(tl.reshape(vector, [WORDS, 2, 2, 2]))
-    of_0_4, of_2_6 = tl.split(even)
-    of_1_5, of_3_7 = tl.split(odd)
-    x0, x4 = tl.split(of_0_4)
-    x1, x5 = tl.split(of_1_5)
-    x2, x6 = tl.split(of_2_6)
-    x3, x7 = tl.split(of_3_7)
-    return x0, x1, x2, x3, x4, x5, x6, x7
+_PIECES = (128, 64, 32)
+"""Inputs of a group that are summed at once."""
+_RAISED = tl.constexpr(RAISED)
 
 
 @triton.jit
-def level_at(words, AT: tl.constexpr):
-    """Return the level from bit AT on, times 2^(AT - 149).
+def rows_at(first, place, N, GATED: tl.constexpr):
+    """Return the weight's rows of some places of a program's tile.
 
-    It is in float32, and AT at most 20. Such small floats count in units of 2^-149, so the bits are the number and no
-    conversion is needed.
+    Rows past the end repeat the last one and are not stored.
     """
-    return (words & (15 << AT)).to(tl.float32, bitcast=True)
+    return tl.minimum(first + place % 8, N - 1) + place // 8 * N if GATED else tl.minimum(first + place, N - 1)
 
 
 @triton.jit
-def group_values(ptr, rows, step, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Load the scale or zero point of each word of a step.
+def load_words(
+    word_ptr, first, step, N, K: tl.constexpr, RUN: tl.constexpr, BLOCKS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Load the words of a step, [4, 8, BLOCKS, 2, RUN].
 
-    rows: [ROWS]. Returns [ROWS, BLOCK_W]. The compiler gives a small load, of one number for each group, the layout of
-    what it is for; a load of one for each word would keep its own, and the sums would pass through shared memory.
+    The compiler spreads such a tensor over threads just as a tensor core's operand is: 4 x 8 threads have runs of RUN
+    words of rows 0 to 7 and 8 to 15, and warps divide the blocks.
     """
-    # The largest power of two that divides a group's words.
-    SHARE: tl.constexpr = min((GROUP // 8) & -(GROUP // 8), BLOCK_W)
-    COUNT: tl.constexpr = BLOCK_W // SHARE
-    ROWS: tl.constexpr = rows.shape[0]
-    first = (step * COUNT + tl.arange(0, COUNT)) * (SHARE * 8)
-    values = tl.load(ptr + rows[:, None] * (K // GROUP) + (first // GROUP)[None, :], mask=(first < K)[None, :], other=0)
-    return tl.reshape(tl.broadcast_to(values[:, :, None], [ROWS, COUNT, SHARE]), [ROWS, BLOCK_W])
+    place = tl.arange(0, 8)[None, :, None, None, None] + tl.arange(0, 2)[None, None, None, :, None] * 8
+    words = (step * BLOCKS + tl.arange(0, BLOCKS))[None, None, :, None, None] * (4 * RUN)
+    words += tl.arange(0, 4)[:, None, None, None, None] * RUN + tl.arange(0, RUN)[None, None, None, None, :]
+    row_ptr = word_ptr + rows_at(first, place, N, GATED).to(tl.int64) * (K // 8)
+    return tl.load(row_ptr + words, mask=words < K // 8, other=0)
 
 
 @triton.jit
 def load_step(
-    word_ptr, scale_ptr, zero_ptr, rows, step, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr
+    word_ptr, scale_ptr, zero_ptr, first, step, N, K: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    RUN: tl.constexpr, BLOCKS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Load words, scales and zero points of a step.
+    """Load the words, scales and zero points of a step.
 
-    All are [ROWS, BLOCK_W].
+    The words are those of `load_words`; each piece has a scale and a zero point, [PIECES, 16].
     """
-    offs_w = step * BLOCK_W + tl.arange(0, BLOCK_W)
-    # The hint keeps the compiler from loading four words to a thread: with one, the eight elements of x that a thread
-    # loads are those that its word multiplies. Else x would pass through shared memory.
-    places = word_ptr + rows.to(tl.int64)[:, None] * (K // 8) + offs_w[None, :]
-    words = tl.load(tl.multiple_of(places, [4, 4]), mask=(offs_w < K // 8)[None, :], other=0)
-    scales = group_values(scale_ptr, rows, step, K, GROUP, BLOCK_W)
-    return words, scales, group_values(zero_ptr, rows, step, K, GROUP, BLOCK_W)
+    PIECES: tl.constexpr = BLOCKS * RUN * 32 // PIECE
+    piece = tl.arange(0, PIECES)
+    begin = (step * BLOCKS + piece % BLOCKS) * (32 * RUN) + piece // BLOCKS * PIECE
+    offs = (begin // GROUP)[:, None] * (N * 2 if GATED else N) + rows_at(first, tl.arange(0, 16), N, GATED)[None, :]
+    mask = (begin < K)[:, None]
+    words = load_words(word_ptr, first, step, N, K, RUN, BLOCKS, GATED)
+    return words, tl.load(scale_ptr + offs, mask=mask, other=0.0), tl.load(zero_ptr + offs, mask=mask, other=0)
 
 
 @triton.jit
-def group_sums(loaded, x8):
-    """Return what each word adds to its row's product, times 2^-85.
+def weight_tile(words, dtype: tl.constexpr, PIECE: tl.constexpr, RAISED_LEVELS: tl.constexpr):
+    """Return the levels of `load_words`, [PIECES, 16, PIECE]."""
+    BLOCKS: tl.constexpr = words.shape[2]
+    TURNS: tl.constexpr = PIECE // 32
+    PARTS: tl.constexpr = words.shape[4] // TURNS
+    levels = eight_levels(words, tl.zeros(words.shape, tl.int32), dtype, RAISED_LEVELS)
+    # Parts of an input's number are t, (row, block, half,) j in parts and turns, e, c, d.
+    levels = tl.reshape(levels, [4, 8, BLOCKS, 2, PARTS, TURNS, 2, 2, 2])
+    return tl.reshape(tl.permute(levels, (4, 2, 3, 1, 5, 8, 0, 7, 6)), [PARTS * BLOCKS, 16, PIECE])
 
-    It is [ROWS, WORDS] in float32. loaded: `load_step`; x8: `eighths` of x in float32, each below 2^63. All elements of
-    a word stay in its thread.
+
+@triton.jit
+def input_pieces(vector, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return a step's inputs in the order of `weight_tile`, [PIECES, PIECE]."""
+    TURNS: tl.constexpr = PIECE // 32
+    vector = tl.reshape(vector, [BLOCKS, RUN // TURNS, TURNS, 2, 2, 4, 2])
+    return tl.reshape(tl.permute(vector, (1, 0, 2, 3, 5, 4, 6)), [BLOCKS * RUN // TURNS, PIECE])
+
+
+@triton.jit
+def step_sums(loaded, vector, PIECE: tl.constexpr):
+    """Return what a step adds to the product, and what zero points take from it.
+
+    The first is in eight equal columns, [16, 8], the second [PIECES, 16]. loaded: `load_step`; vector: the step's
+    inputs.
     """
     words, scales, zeros = loaded
-    x0, x1, x2, x3, x4, x5, x6, x7 = x8
-    high = words >> 8
-    sums = level_at(words, 0) * (x0 * 2.0**64)[None, :]
-    sums += level_at(words, 4) * (x1 * 2.0**60)[None, :]
-    sums += level_at(words, 8) * (x2 * 2.0**56)[None, :]
-    sums += level_at(words, 12) * (x3 * 2.0**52)[None, :]
-    sums += level_at(words, 16) * (x4 * 2.0**48)[None, :]
-    sums += level_at(words, 20) * (x5 * 2.0**44)[None, :]
-    sums += level_at(high, 16) * (x6 * 2.0**48)[None, :]
-    sums += level_at(high, 20) * (x7 * 2.0**44)[None, :]
-    total = (((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))) * 2.0**-85
-    return scales * (sums - zeros.to(tl.float32) * total[None, :])
+    dtype: tl.constexpr = vector.dtype
+    # float16 has no room for so much more than a level in the sums.
+    RAISED_LEVELS: tl.constexpr = dtype == tl.bfloat16 and not INTERPRETED
+    precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
+    x = input_pieces(vector, PIECE, words.shape[4], words.shape[2])
+    total = tl.sum(x.to(tl.float32), 1)
+    weights = weight_tile(words, dtype, PIECE, RAISED_LEVELS)
+    products = tl.dot(
+        weights, tl.broadcast_to(x[:, :, None], [x.shape[0], PIECE, 8]), input_precision=precision
+    )  # fmt: skip
+    less = zeros.to(tl.float32) + (_RAISED if RAISED_LEVELS else 0)
+    return tl.sum(products * scales[:, :, None], 0), scales * less * total[:, None]
+
+
+@triton.jit
+def store_tile(sums, less, bias_ptr, y_ptr, first, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Finish and store the outputs of a program.
+
+    sums, less: those of `step_sums`.
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    result = tl.sum(sums, 1) * 0.125 - tl.sum(less, 0)
+    GATED: tl.constexpr = ACTIVATION > 0
+    offs_n = first + tl.arange(0, 8 if GATED else 16)
+    mask_n = offs_n < N
+    if GATED:
+        gate, up = tl.split(tl.trans(tl.reshape(result, [2, 8])))
+        gate = with_bias(gate, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        up = with_bias(up, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+        tl.store(y_ptr + offs_n, gated(gate, up, ACTIVATION), mask=mask_n)
+    else:
+        tl.store(y_ptr + offs_n, with_bias(result, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype), mask=mask_n)
 
 
 @triton.jit
@@ -117,7 +147,8 @@ def nibble_gemv_kernel(
     N,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
@@ -126,49 +157,54 @@ def nibble_gemv_kernel(
 ):
     """Multiply one row by a transposed weight, with optional fused steps.
 
-    x: [K]; word: [N, K / 8] int32 ([2 N, K / 8] with an ACTIVATION, gate first); scale, zero: [N, K / GROUP], float32
-    and uint8; y: [N]; the rest as in `gemv_kernel`. A program makes ROWS elements of y.
+    x: [K]; word: [N, K / 8] int32 ([2 N, K / 8] with an ACTIVATION, gate first); scale, zero: [K / GROUP, N], float32
+    and uint8; RUN: `run_of` K and GROUP; PIECE divides GROUP and 32 * RUN; y: [N]; the rest as in `gemv_kernel`. A
+    program has 16 rows of the weight, which a tensor core takes at once, half of them the gate's if there is one.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    BLOCK_W: tl.constexpr = BLOCK_K // 8
+    BLOCKS: tl.constexpr = BLOCK_K // (32 * RUN)
     GATED: tl.constexpr = ACTIVATION > 0
-    offs_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_n = offs_n < N
-    # Rows past the end repeat the last one and are not stored.
-    rows = tl.minimum(offs_n, N - 1)
+    first = tl.program_id(0) * (8 if GATED else 16)
     offs_k = tl.arange(0, BLOCK_K)
     mask_k = offs_k < K
-    loaded = load_step(word_ptr, scale_ptr, zero_ptr, rows, 0, K, GROUP, BLOCK_W)
-    if GATED:
-        upper = load_step(word_ptr, scale_ptr, zero_ptr, rows + N, 0, K, GROUP, BLOCK_W)
+    loaded = load_step(word_ptr, scale_ptr, zero_ptr, first, 0, N, K, GROUP, PIECE, RUN, BLOCKS, GATED)
     if MODE > 0:
         norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
         x_weight = norm_weight
     if MODE == 3:
         x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
     wait_for_previous(PDL)
-    parts = tl.zeros([ROWS, BLOCK_W], tl.float32)
-    ups = tl.zeros([ROWS, BLOCK_W], tl.float32)
-    for step in tl.static_range(STEPS):
-        if MODE > 0:
-            vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
-        else:
-            columns = offs_k + step * BLOCK_K
-            vector = tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
-        x8 = eighths(vector, BLOCK_W)
-        parts += group_sums(loaded, x8)
-        if GATED:
-            ups += group_sums(upper, x8)
-        if step + 1 < STEPS:
-            loaded = load_step(word_ptr, scale_ptr, zero_ptr, rows, step + 1, K, GROUP, BLOCK_W)
-            if GATED:
-                upper = load_step(word_ptr, scale_ptr, zero_ptr, rows + N, step + 1, K, GROUP, BLOCK_W)
-    result = with_bias(tl.sum(parts, 1) * 2.0**85, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
-    if GATED:
-        up = with_bias(tl.sum(ups, 1) * 2.0**85, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
-        result = gated(result, up, ACTIVATION)
-    tl.store(y_ptr + offs_n, result, mask=mask_n)
+    if MODE > 0:
+        vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
+        vector = vector.to(dtype)
+    else:
+        vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0)
+    if STEPS == 1:
+        sums, less = step_sums(loaded, vector, PIECE)
+    else:
+        sums = tl.zeros([16, 8], tl.float32)
+        less = tl.zeros([BLOCK_K // PIECE, 16], tl.float32)
+        for step in tl.range(0, STEPS, num_stages=1):
+            now, vector_now = loaded, vector
+            columns = offs_k + (step + 1) * BLOCK_K
+            loaded = load_step(word_ptr, scale_ptr, zero_ptr, first, step + 1, N, K, GROUP, PIECE, RUN, BLOCKS, GATED)
+            vector = tl.load(x_ptr + columns, mask=columns < K, other=0.0)
+            more, away = step_sums(now, vector_now, PIECE)
+            sums += more
+            less += away
+    store_tile(sums, less, bias_ptr, y_ptr, first, N, HAS_BIAS, ACTIVATION)
+
+
+def _piece_of(plan: GemvPlan, group: int, run: int, *, gated: bool) -> int:
+    """Return how many inputs of a group a plan's programs sum at once.
+
+    The plan must fit the weight, which has runs of words.
+    """
+    assert run, f"inputs in groups of {group} do not divide into {NIBBLE_STRIDE}"
+    assert plan.rows * (2 if gated else 1) * plan.tiles == NIBBLE_ROWS, "a program has one tile of rows"
+    assert plan.block_k % (NIBBLE_STRIDE * run) == 0, f"steps of {plan.block_k} for blocks of {NIBBLE_STRIDE * run}"
+    return next(size for size in _PIECES if group % size == NIBBLE_STRIDE * run % size == 0)
 
 
 def nibble_gemv(
@@ -187,8 +223,9 @@ def nibble_gemv(
 ) -> tuple[Tensor, Tensor]:
     """Return the product of one row and a weight of four bits.
 
-    The residual stream follows it. x: [1, K]; words: [N, K / 8] int32, element 8 i + j in bits 4 j of word i; scales:
-    [N, groups] float32; zeros: [N, groups] uint8; bias: [N].
+    The residual stream follows it. x: [1, K]; words: [N, K / 8] int32, in the order of `kernels.linear.nibble_order`;
+    scales: [N, groups] float32; zeros: [N, groups] uint8, both with the numbers of a group side by side; bias: [N]. K
+    and the inputs of a group are multiples of 32.
 
     activation: the weight holds the gate's rows before the up projection's, and activation(gate) * up is returned, [1,
     N / 2]. norm_weight: [K]; x is added to the residual stream, [1, K] (None: it starts it), and normalised, where
@@ -197,8 +234,9 @@ def nibble_gemv(
     """
     outputs = words.shape[0] if activation is None else words.shape[0] // 2
     rows, inputs = x.shape
-    assert rows == 1 and x.is_contiguous() and words.is_contiguous() and words.shape[1] * PER_WORD == inputs
-    assert plan.tiles == 1 and (norm_weight is None or plan.block_k >= inputs), "only whole rows are normalised"
+    group, run = group_and_run(words, scales, zeros)
+    assert rows == 1 and x.is_contiguous() and words.shape[1] * PER_WORD == inputs
+    assert norm_weight is None or plan.block_k >= inputs, "only whole rows are normalised"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
     nibble_gemv_kernel[(triton.cdiv(outputs, plan.rows),)](
@@ -215,8 +253,9 @@ def nibble_gemv(
         eps,
         outputs,
         K=inputs,
-        GROUP=inputs // scales.shape[1],
-        ROWS=plan.rows,
+        GROUP=group,
+        PIECE=_piece_of(plan, group, run, gated=activation is not None),
+        RUN=run,
         BLOCK_K=plan.block_k,
         HAS_BIAS=bias is not None,
         MODE=input_mode(norm_weight, residual, x_weight),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.linear.nibble_order import run_of
 from tandem.engine_core.kernels.linear.plans import (
     MAX_NORM,
     TILE,
@@ -15,7 +16,15 @@ from tandem.engine_core.kernels.linear.plans import (
     normed_rule,
     split_inputs,
 )
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.tiles.plan_types import (
+    FEWEST_NIBBLES,
+    NIBBLE_ROWS,
+    NIBBLE_STRIDE,
+    ByteGemmPlan,
+    GemvPlan,
+    Plan,
+    SplitKPlan,
+)
 from tandem.engine_core.kernels.tiles.table import (
     BYTE_BUCKETS,
     ByteKind,
@@ -48,6 +57,8 @@ LIBRARY_BLOCK_INPUTS = 512
 _BLOCK_M, _LOW_M = 128, 64
 SPLITK_ROWS = 32
 """Most rows for which the weights are the left operand of a product of bytes with bytes, in `byte_splitk`."""
+WHOLE_NIBBLES = 4096
+"""Most weights of four bits of a row that four warps load at once."""
 _LONE_BYTES, _PAIRED_BYTES = 122880, 98304
 """Bytes of a pipeline beside which no second program fits an H200 multiprocessor (see `plans._LONE_STAGES`), and one
 does."""
@@ -170,8 +181,11 @@ def choose_bytes_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -> Pl
 
 def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of y = x W^T with W of four bits in groups of inputs."""
+    if not run_of(inputs, group):
+        return None
     if rows == 1:
-        return gpu.tiles.product(ProductKey("product", 4, outputs, inputs, 1), _nibble_rule(inputs))
+        rule = _nibble_rule(inputs, gated=False)
+        return gpu.tiles.product(ProductKey("product", 4, outputs, inputs, 1), rule)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
 
@@ -180,34 +194,60 @@ def choose_nibbles_gated(rows: int, width: int, inputs: int, group: int, gpu: Gp
 
     width: number of outputs; group: number of inputs of a group.
     """
-    if rows == 1:
-        return gpu.tiles.product(ProductKey("gated", 4, width, inputs, 1), _nibble_rule(inputs))
+    if not run_of(inputs, group):
+        return None
+    if rows == 1 and not _many_tiles(width, gpu):
+        rule = _nibble_rule(inputs, gated=True)
+        return gpu.tiles.product(ProductKey("gated", 4, width, inputs, 1), rule)
     return _splitk(rows, width, inputs, gpu, gated=True, bits=4, group=group)
 
 
-def choose_nibbles_normed(outputs: int, inputs: int, gated: bool, gpu: GpuTraits) -> GemvPlan | None:
+def choose_nibbles_normed(outputs: int, inputs: int, group: int, gated: bool, gpu: GpuTraits) -> GemvPlan | None:
     """Choose the plan of one row's product, fused with the norm before it.
 
     The weights have four bits; outputs: as in `choose_normed`. None stands for separate kernels.
     """
-    if inputs > MAX_NORM:
+    if inputs > MAX_NORM or not run_of(inputs, group) or (gated and _many_tiles(outputs, gpu)):
         return None
-    rule = GemvPlan(4, 1 << (inputs - 1).bit_length())
+    rule = _whole_nibbles(inputs, gated)
     operation: Operation = "normed_gated" if gated else "normed"
     found = gpu.tiles.product(ProductKey(operation, 4, outputs, inputs, 1), rule)
     return found if isinstance(found, GemvPlan) else rule
 
 
-def _nibble_rule(inputs: int) -> GemvPlan:
-    return GemvPlan(4, min(2048, 1 << (inputs - 1).bit_length()))
+def _many_tiles(width: int, gpu: GpuTraits) -> bool:
+    """Return whether tiles of a gated product occupy a GPU alone.
+
+    Then their loop, which loads while it multiplies, was faster for one row too on an H200, with a norm before it.
+    """
+    return ceil_div(width, TILE) >= gpu.multiprocessors
+
+
+def _whole_nibbles(inputs: int, gated: bool) -> GemvPlan:
+    """Return the plan of programs that hold whole rows.
+
+    More warps than four were slower on an H200 while the registers of four suffice.
+    """
+    whole = max(FEWEST_NIBBLES, 1 << (inputs - 1).bit_length())
+    return GemvPlan(NIBBLE_ROWS // 2 if gated else NIBBLE_ROWS, whole, 1, 4 if whole <= WHOLE_NIBBLES else 8)
+
+
+def _nibble_rule(inputs: int, gated: bool) -> GemvPlan:
+    plan = _whole_nibbles(inputs, gated)
+    return plan if inputs <= WHOLE_NIBBLES else replace(plan, block_k=WHOLE_NIBBLES // 2, warps=4)
 
 
 def _splitk(
     rows: int, outputs: int, inputs: int, gpu: GpuTraits, *, gated: bool, bits: int, group: int = _BLOCK_K
 ) -> Plan:
     size = bucket(rows)
-    block = min(group, _BLOCK_K)
-    if size is None or size > MAX_ROWS or inputs % block or group % block:
+    block = _BLOCK_K
+    if bits == 4:
+        # A step's inputs are of one group.
+        block = next(
+            part for part in (_BLOCK_K, 64, 32) if group % part == NIBBLE_STRIDE * run_of(inputs, group) % part == 0
+        )
+    if size is None or size > MAX_ROWS or inputs % block:
         return None
     operation: Operation = "gated" if gated else "product"
     # While one program decodes its weights, another multiplies. Equal parts need no masks.
@@ -222,6 +262,6 @@ def _splitk(
         return plan
     weight_bytes = plan.block_n * (2 if gated else 1) * bits / 8
     stage_bytes = int((weight_bytes + max(size, 16) * _INPUT_BYTES) * plan.block_k)
-    # Unpacked weights pass through shared memory into the layout of the product.
-    unpacked = plan.block_n * plan.block_k * _INPUT_BYTES if bits < 8 else 0
+    # On some GPUs unpacked weights pass through shared memory into the layout of the product.
+    unpacked = plan.block_n * (2 if gated else 1) * plan.block_k * _INPUT_BYTES if bits < 8 else 0
     return replace(plan, stages=min(plan.stages, gpu.max_stages(stage_bytes, unpacked, warpgroup=False)))

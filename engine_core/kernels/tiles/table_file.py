@@ -17,7 +17,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.plan_types import (
+    FEWEST_NIBBLES,
+    NIBBLE_ROWS,
+    NIBBLE_STRIDE,
+    ByteGemmPlan,
+    DecodePlan,
+    GemvPlan,
+    Plan,
+    SplitKPlan,
+    Tile,
+)
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
     BYTE_BUCKETS,
@@ -36,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 FEWEST_INPUTS_OF_A_DOT = 16
-WORD_OF_NIBBLES = 8
 SCALED_INPUTS = 128
 """Inputs of a block of scales."""
 
@@ -253,7 +262,7 @@ def product_problem(key: ProductKey, plan: Plan) -> str:
     if isinstance(plan, GemvPlan):
         return _gemv_problem(key, plan, normed)
     if isinstance(plan, SplitKPlan):
-        if one_row:
+        if one_row and (key.bits, key.operation) != (4, "gated"):
             return "one row takes a gemv plan"
         if not _powers_of_two(plan.block_n, plan.block_k, plan.warps) or plan.block_k < FEWEST_INPUTS_OF_A_DOT:
             return f"block_n {plan.block_n}, block_k {plan.block_k} and warps must be powers of two, block_k from 16 on"
@@ -261,6 +270,8 @@ def product_problem(key: ProductKey, plan: Plan) -> str:
             return f"{key.inputs} inputs are not divisible into {plan.split} parts of blocks of {plan.block_k}"
         if key.bits < 16 and 128 % plan.block_k:
             return f"block_k {plan.block_k} does not divide the 128 inputs of a block of scales"
+        if key.bits == 4 and plan.block_k % NIBBLE_STRIDE:
+            return f"block_k {plan.block_k} must be a multiple of the {NIBBLE_STRIDE} inputs whose words lie together"
     return ""
 
 
@@ -274,10 +285,13 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
     if key.bits == 8 and 16 % (plan.rows * plan.tiles):
         return f"{plan.rows} rows in {plan.tiles} tiles do not divide the 16 rows of a block of scales"
-    if key.bits == 4 and plan.block_k < WORD_OF_NIBBLES:
-        return f"block_k {plan.block_k} must hold a word of {WORD_OF_NIBBLES} weights of 4 bits"
-    if key.bits == 4 and plan.tiles > 1:
-        return "weights of 4 bits take one tile"
+    height = NIBBLE_ROWS // 2 if "gated" in key.operation else NIBBLE_ROWS
+    if key.bits == 4 and (plan.rows, plan.tiles) != (height, 1):
+        return (
+            f"{plan.rows} rows in {plan.tiles} tiles: a program has one tile of {height} outputs with weights of 4 bits"
+        )
+    if key.bits == 4 and plan.block_k < FEWEST_NIBBLES:
+        return f"block_k {plan.block_k} must be at least {FEWEST_NIBBLES} with weights of 4 bits"
     return ""
 
 

@@ -22,7 +22,7 @@ from tandem.engine_core.quantization.fields import unsupported
 from tandem.engine_core.quantization.nibbles import PER_WORD, pack, unpack
 from tandem.engine_core.quantization.scheme import NibbleScheme
 
-_ROWS = 1024
+ROWS = 1024
 """Outputs whose inputs are sorted at a time, to hold few of them unpacked."""
 _COLUMNS = 64
 """Words whose outputs are sorted at a time, to hold few of them twice."""
@@ -48,7 +48,7 @@ class NibbleLinear(QuantizedLinear):
         """Keep the weights of a map.
 
         words: [outputs, inputs / 8] int32, see `quantization.nibbles`; scales: [outputs, groups] float32; zeros:
-        [outputs, groups] uint8; bias: [outputs].
+        [outputs, groups] uint8; bias: [outputs]. They come from `empty_nibbles`.
         """
         super().__init__(bias, kernels)
         self.words = words
@@ -118,8 +118,8 @@ class NibbleLinear(QuantizedLinear):
             self.order = order
         else:
             self.source.sort_gated(order)
-        for start in range(0, self.words.shape[0], _ROWS):
-            rows = self.words[start : start + _ROWS]
+        for start in range(0, self.words.shape[0], ROWS):
+            rows = self.words[start : start + ROWS]
             rows.copy_(pack(unpack(rows)[:, order]))
 
     def sort_gated(self, order: Tensor) -> None:
@@ -177,7 +177,8 @@ def empty_nibbles(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the words, scales and zero points of a map; see `NibbleLinear`.
 
-    Zero points are 8, which is what symmetric checkpoints without them mean.
+    Zero points are 8, which is what symmetric checkpoints without them mean. The scales of a group lie side by side, as
+    do its zero points: kernels read them for many outputs at once.
     """
     group = scheme.group or inputs
     if outputs % PER_WORD or inputs % PER_WORD or inputs % group:
@@ -186,5 +187,6 @@ def empty_nibbles(
             f"{PER_WORD} and groups of {group} inputs"
         )
     words = torch.empty(outputs, inputs // PER_WORD, device=device, dtype=torch.int32)
-    scales = torch.empty(outputs, inputs // group, device=device)
-    return words, scales, torch.full(scales.shape, 8, device=device, dtype=torch.uint8)
+    scales = torch.empty(inputs // group, outputs, device=device)
+    zeros = torch.full(scales.shape, 8, device=device, dtype=torch.uint8)
+    return words, scales.t(), zeros.t()

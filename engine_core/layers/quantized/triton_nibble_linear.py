@@ -13,6 +13,7 @@ from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.dequantize import dequantize_nibbles
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
+from tandem.engine_core.kernels.linear.nibble_order import arranged
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_nibbles,
@@ -22,9 +23,10 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
-from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear, empty_nibbles
+from tandem.engine_core.layers.quantized.nibble_linear import ROWS, NibbleLinear, empty_nibbles
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.layers.triton_linear import SplitKWorkspace
+from tandem.engine_core.quantization.nibbles import pack, unpack
 from tandem.engine_core.quantization.scheme import NibbleScheme
 
 _choose = cache(choose_nibbles)
@@ -33,7 +35,10 @@ _choose_normed = cache(choose_nibbles_normed)
 
 
 class TritonNibbleLinear(NibbleLinear):
-    """Weights of four bits, multiplied by the kernel planned for their shape."""
+    """Weights of four bits, multiplied by the kernel planned for their shape.
+
+    Once they are loaded, the words are in the order of `kernels.linear.nibble_order`.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,16 @@ class TritonNibbleLinear(NibbleLinear):
         """Implement `QuantizedLinear.dequantized` in one launch."""
         return dequantize_nibbles(self.words, self.scales, self.zeros, dtype, self.gpu.pdl)
 
+    def sort(self, groups: Tensor, name: str) -> None:
+        """Extend `NibbleLinear.sort` by the order of the kernels.
+
+        It is called once, when the weights are loaded.
+        """
+        super().sort(groups, name)
+        for start in range(0, self.words.shape[0], ROWS):
+            rows = self.words[start : start + ROWS]
+            rows.copy_(pack(arranged(unpack(rows), self.group_size)))
+
     def product(self, x: Tensor) -> Tensor:
         """Implement `NibbleLinear.product`."""
         product = self._planned(x, None)
@@ -70,7 +85,7 @@ class TritonNibbleLinear(NibbleLinear):
         gated = activation is not None
         outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]
         alone = x.shape[0] == 1 and self.order is None and x.is_contiguous()
-        plan = _choose_normed(outputs, x.shape[1], gated, self.gpu) if alone else None
+        plan = _choose_normed(outputs, x.shape[1], self.group_size, gated, self.gpu) if alone else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             x_weight = None if residual is None else norm.update_weight
             given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)

@@ -34,7 +34,7 @@ def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: object)
         if key.rows <= 64 or key.bits == 16:
             assert plans[0] == chosen(key, gpu)
             assert ruled(key, gpu) in plans
-            assert len(plans) > 3
+            assert len(plans) > (2 if key.bits == 4 else 3)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

@@ -5,8 +5,10 @@ import torch
 
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
+from tandem.engine_core.kernels.linear.nibble_order import arranged
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
 from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
+from tandem.engine_core.quantization.nibbles import pack, unpack
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
 
 SCHEMES = {
@@ -31,11 +33,12 @@ def test_bytes_equal_their_numbers(name: str, outputs: int, inputs: int, device:
     assert torch.equal(dequantize_bytes(stored, scales, torch.float16), expected)
 
 
-@pytest.mark.parametrize("group", [32, 128])
-def test_nibbles_equal_their_numbers(group: int, device: str) -> None:
-    inputs = 2176
+@pytest.mark.parametrize(("inputs", "group"), [(2176, 32), (2176, 128), (2080, 32), (2080, 1040), (2072, 8)])
+def test_nibbles_equal_their_numbers(inputs: int, group: int, device: str) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (3, inputs // 8), dtype=torch.int32, device=device)
-    scales = torch.rand(3, inputs // group, device=device)
-    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=device)
+    scales = torch.rand(inputs // group, 3, device=device).t()
+    zeros = torch.randint(0, 16, (inputs // group, 3), dtype=torch.uint8, device=device).t()
     plain = NibbleLinear(words, scales, zeros, NibbleScheme("gptq", group, False), None, torch_kernels())
-    assert torch.equal(dequantize_nibbles(words, scales, zeros, torch.float16), plain.dequantized(torch.float16))
+    expected = plain.dequantized(torch.float16)
+    words = pack(arranged(unpack(words), group))
+    assert torch.equal(dequantize_nibbles(words, scales, zeros, torch.float16), expected)

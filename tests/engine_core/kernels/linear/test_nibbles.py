@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
+from tandem.engine_core.kernels.linear.nibble_order import arranged
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.reference.layer import (
@@ -30,10 +31,11 @@ def weights(outputs: int, inputs: int, group: int, device: str) -> tuple[Weights
     """Words, scales and zero points, and the numbers that they stand for."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), generator=generator, dtype=torch.int32)
-    scales = torch.rand(outputs, inputs // group, generator=generator) / 10
-    zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8)
+    scales = torch.rand(inputs // group, outputs, generator=generator).t() / 10
+    zeros = torch.randint(0, 16, (inputs // group, outputs), generator=generator, dtype=torch.uint8).t()
     spread = [tensor.repeat_interleave(group, 1) for tensor in (scales, zeros)]
     numbers = (unpack(words).float() - spread[1]) * spread[0]
+    words = pack(arranged(unpack(words), group))
     return (words.to(device), scales.to(device), zeros.to(device)), numbers.to(device)
 
 
@@ -47,7 +49,13 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("outputs", "inputs", "group", "plan"),
-    [(13, 128, 32, GemvPlan(8, 128)), (9, 160, 32, GemvPlan(4, 64)), (8, 96, 96, GemvPlan(2, 128))],
+    [
+        (13, 128, 32, GemvPlan(16, 128)),
+        (9, 160, 32, GemvPlan(16, 64)),
+        (8, 96, 96, GemvPlan(16, 128)),
+        (24, 384, 128, GemvPlan(16, 256)),
+        (24, 384, 64, GemvPlan(16, 512)),
+    ],
 )
 def test_gemv_equals_the_library(outputs: int, inputs: int, group: int, plan: GemvPlan, device: str) -> None:
     stored, numbers = weights(outputs, inputs, group, device)
@@ -60,19 +68,20 @@ def test_gemv_equals_the_library(outputs: int, inputs: int, group: int, plan: Ge
 @pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**40])
 def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str) -> None:
     levels = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 64).contiguous()
-    scales, zeros = torch.full((16, 2), 0.5), torch.full((16, 2), 7, dtype=torch.uint8)
-    for place in range(8):
+    scales, zeros = torch.full((2, 16), 0.5).t(), torch.full((2, 16), 7, dtype=torch.uint8).t()
+    words = pack(arranged(levels, 32))
+    for place in range(32):
         x = torch.zeros(1, 64)
         x[0, 32 + place] = size
-        stored = [tensor.to(device) for tensor in (pack(levels), scales, zeros)]
-        y, _ = nibble_gemv(x.to(device), *stored, None, GemvPlan(4, 64))
+        stored = [tensor.to(device) for tensor in (words, scales, zeros)]
+        y, _ = nibble_gemv(x.to(device), *stored, None, GemvPlan(16, 64))
         assert torch.equal(y.cpu()[0], (torch.arange(16.0) - 7) * 0.5 * size)
 
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize("mode", ["norm", "add_norm", "norm_add_norm"])
 def test_fused_steps_equal_separate_operations(mode: str, activation: Activation | None, device: str) -> None:
-    stored, numbers = weights(22, 96, 32, device)
+    stored, numbers = weights(24, 96, 32, device)
     x, norm_weight = vectors(1, 96, device), vectors(1, 96, device, 1)[0]
     residual = None if mode == "norm" else vectors(1, 96, device, 2)
     x_weight = vectors(1, 96, device, 3)[0] if mode == "norm_add_norm" else None
@@ -82,8 +91,9 @@ def test_fused_steps_equal_separate_operations(mode: str, activation: Activation
         normed, total = add_rms_norm(x, residual, norm_weight, EPS)
     else:
         normed, total = norm_add_rms_norm(x, x_weight, residual, norm_weight, EPS)
-    bias = torch.ones(22, device=device)
-    y, stream = nibble_gemv(x, *stored, bias, GemvPlan(4, 128), activation, False, norm_weight, EPS, residual, x_weight)
+    bias = torch.ones(24, device=device)
+    plan = GemvPlan(16 if activation is None else 8, 128)
+    y, stream = nibble_gemv(x, *stored, bias, plan, activation, False, norm_weight, EPS, residual, x_weight)
     expected = functional.linear(normed, numbers, bias)
     close(y, expected if activation is None else gated_activation(expected, activation))
     assert torch.equal(stream, total)
@@ -92,9 +102,9 @@ def test_fused_steps_equal_separate_operations(mode: str, activation: Activation
 @pytest.mark.parametrize(
     ("outputs", "inputs", "group", "split", "activation"),
     [
-        (70, 128, 32, 1, None),
-        (70, 128, 64, 2, None),
-        (42, 160, 32, 3, Activation.SILU),
+        (72, 128, 32, 1, None),
+        (72, 128, 64, 2, None),
+        (40, 160, 32, 3, Activation.SILU),
         (64, 256, 256, 2, Activation.GELU_TANH),
     ],
 )

@@ -15,6 +15,9 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_byte_gemm,
     choose_bytes,
     choose_bytes_gated,
+    choose_nibbles,
+    choose_nibbles_gated,
+    choose_nibbles_normed,
     library_multiplies,
     rounds_inputs,
 )
@@ -121,3 +124,39 @@ def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> N
         assert library_multiplies(129, 4096, 4096, "fp8", scaling, H200)
         assert not library_multiplies(64, 28672, 4096, "fp8", scaling, H200)
     assert library_multiplies(128, 6144, 4096, "fp8", "tensor", H200)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_plans_of_nibbles_fit_the_gpu_and_the_groups(gpu: GpuTraits) -> None:
+    for outputs, inputs in (*SHAPES, (320, 160)):
+        for group in (inputs, 128, 32):
+            for rows in (1, 2, 16, 17, 33, 64):
+                for gated in (False, True):
+                    choose = choose_nibbles_gated if gated else choose_nibbles
+                    plan = choose(rows, outputs // (1 + gated), inputs, group, gpu)
+                    if group > inputs or inputs % group:
+                        continue
+                    if isinstance(plan, GemvPlan):
+                        assert rows == 1
+                        assert plan.rows * (1 + gated) == 16
+                        assert plan.block_k % 128 == 0
+                    else:
+                        assert isinstance(plan, SplitKPlan)
+                        assert group % plan.block_k == inputs % plan.block_k == plan.block_k % 32 == 0
+                        weights = plan.block_n * (1 + gated)
+                        stage = plan.block_k * (weights // 2 + 2 * max(16, bucket(rows) or 0))
+                        assert (plan.stages - 1) * stage + weights * plan.block_k * 2 <= gpu.shared_memory
+
+
+def test_groups_that_no_kernel_takes_have_no_plan() -> None:
+    for inputs, group in ((4096, 16), (4072, 4072)):
+        assert choose_nibbles(1, 4096, inputs, group, H200) is None
+        assert choose_nibbles_gated(8, 4096, inputs, group, H200) is None
+        assert choose_nibbles_normed(4096, inputs, group, False, H200) is None
+
+
+def test_one_row_of_many_outputs_is_normalised_by_a_kernel_of_its_own() -> None:
+    assert choose_nibbles_normed(8192, 4096, 128, True, H200) is not None
+    assert choose_nibbles_normed(14336, 4096, 128, True, H200) is None
+    assert choose_nibbles_normed(14336, 4096, 128, False, H200) is not None
+    assert isinstance(choose_nibbles_gated(1, 14336, 4096, 128, H200), SplitKPlan)

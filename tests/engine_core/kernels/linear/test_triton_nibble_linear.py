@@ -5,10 +5,12 @@ import torch
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.kernels.linear.nibble_order import restored
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
 from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
+from tandem.engine_core.quantization.nibbles import pack, unpack
 from tandem.engine_core.quantization.scheme import NibbleScheme
 from tests.fakes.gpus import A100
 
@@ -29,7 +31,8 @@ def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonNibbleLinea
     found.order = torch.randperm(INPUTS, generator=generator).to(device) if ordered else None
     assert found.bias is not None
     found.bias.fill_(0.5)
-    plain = NibbleLinear(found.words, found.scales, found.zeros, found.scheme, found.bias, torch_kernels())
+    words = pack(restored(unpack(found.words), 64))
+    plain = NibbleLinear(words, found.scales, found.zeros, found.scheme, found.bias, torch_kernels())
     plain.order = found.order
     return found, plain
 

@@ -80,10 +80,15 @@ def test_a_fused_norm_takes_a_plan_of_the_table(gated: bool) -> None:
     for bits in (16, 8, 4):
         plan = GemvPlan(1, 2048, 1, 2)
         gpu = with_table(H200, ProductKey(operation, bits, 3072, 2048, 1), plan)
-        chooser = choose_nibbles_normed if bits == 4 else lambda *given, bits=bits: choose_normed(*given, bits)
-        assert chooser(3072, 2048, gated, gpu) == plan
-        assert chooser(3072, 2048, not gated, gpu) != plan
-        assert chooser(6144, 2048, gated, gpu) != plan
+
+        def chosen(outputs: int, gated: bool, bits: int = bits, gpu: GpuTraits = gpu) -> Plan:
+            if bits == 4:
+                return choose_nibbles_normed(outputs, 2048, 128, gated, gpu)
+            return choose_normed(outputs, 2048, gated, gpu, bits)
+
+        assert chosen(3072, gated) == plan
+        assert chosen(3072, not gated) != plan
+        assert chosen(6144, gated) != plan
 
 
 def test_measured_stages_are_cut_to_the_shared_memory() -> None:

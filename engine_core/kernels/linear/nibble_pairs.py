@@ -1,0 +1,89 @@
+"""Levels of four bits as numbers of 16 bits, two at a time.
+
+A pair of levels becomes the lowest bits of two floats from 128 on (in float16, 1024), where these count whole numbers,
+and what they are too large by is subtracted: conversions take far longer.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
+import triton
+import triton.language as tl
+
+from tandem.engine_core.kernels.fast_math import INTERPRETED
+
+RAISED = 128
+"""What levels are too large by where nothing is subtracted."""
+RAISE = """{
+    .reg .b32 s;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 s, $4, 4;
+    lop3.b32 $1, s, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 s, $4, 8;
+    lop3.b32 $2, s, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 s, $4, 12;
+    lop3.b32 $3, s, 0x000F000F, 0x43004300, 0xEA;
+}"""
+SUBTRACT = """{{
+    .reg .b32 a, b, c, d, s, one;
+    mov.b32 one, {one};
+    lop3.b32 a, $4, 0x000F000F, {base}, 0xEA;
+    shr.u32 s, $4, 4;
+    lop3.b32 b, s, 0x000F000F, {base}, 0xEA;
+    shr.u32 s, $4, 8;
+    lop3.b32 c, s, 0x000F000F, {base}, 0xEA;
+    shr.u32 s, $4, 12;
+    lop3.b32 d, s, 0x000F000F, {base}, 0xEA;
+    fma.rn.{dtype} $0, a, one, $6;
+    fma.rn.{dtype} $1, b, one, $6;
+    fma.rn.{dtype} $2, c, one, $6;
+    fma.rn.{dtype} $3, d, one, $6;
+}}"""
+RAISE_BFLOAT16 = tl.constexpr(RAISE)
+SUBTRACT_BFLOAT16 = tl.constexpr(SUBTRACT.format(base="0x43004300", one="0x3F803F80", dtype="bf16x2"))
+SUBTRACT_FLOAT16 = tl.constexpr(SUBTRACT.format(base="0x64006400", one="0x3C003C00", dtype="f16x2"))
+
+
+@triton.jit
+def pair_at(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
+    """Return the levels in two places of words, less zero points.
+
+    They are PLACE and PLACE + 4; returns [..., 2].
+    """
+    low = ((words >> (4 * PLACE)) & 15) - zeros
+    high = ((words >> (4 * PLACE + 16)) & 15) - zeros
+    return tl.join(low.to(dtype), high.to(dtype))
+
+
+@triton.jit
+def eight_levels(words, zeros, dtype: tl.constexpr, RAISED_LEVELS: tl.constexpr):
+    """Return the levels of words less zero points, [..., 2, 2, 2].
+
+    The dimensions are bits 2, 0 and 1 of a place. words, zeros: int32 of one shape, zero points at most 63. Whole
+    numbers of so few bits are exact in every dtype. With RAISED_LEVELS the levels are too large by RAISED, and no zero
+    point is subtracted; only a GPU's bfloat16 has that. All of a word stays in its thread.
+    """
+    if INTERPRETED or dtype == tl.float32:
+        p0, p1 = pair_at(words, zeros, 0, dtype), pair_at(words, zeros, 1, dtype)
+        p2, p3 = pair_at(words, zeros, 2, dtype), pair_at(words, zeros, 3, dtype)
+    elif RAISED_LEVELS:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            RAISE_BFLOAT16,
+            "=r,=r,=r,=r,r,r",
+            [tl.join(words, words)],
+            (tl.int16, tl.int16, tl.int16, tl.int16),
+            True,
+            2,
+        )
+    else:
+        BFLOAT: tl.constexpr = dtype == tl.bfloat16
+        # Minus 128 (1024) and the zero point, twice.
+        less = zeros + (0xC300 if BFLOAT else 0xE400)
+        less = less | (less << 16)
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            SUBTRACT_BFLOAT16 if BFLOAT else SUBTRACT_FLOAT16, "=r,=r,=r,=r,r,r,r,r",
+            [tl.join(words, words), tl.join(less, less)], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
+        )  # fmt: skip
+    if not INTERPRETED and dtype != tl.float32:
+        p0, p1 = p0.to(dtype, bitcast=True), p1.to(dtype, bitcast=True)
+        p2, p3 = p2.to(dtype, bitcast=True), p3.to(dtype, bitcast=True)
+    return tl.join(tl.join(p0, p1), tl.join(p2, p3))
