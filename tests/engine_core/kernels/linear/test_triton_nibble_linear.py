@@ -60,3 +60,17 @@ def test_norm_and_gate_equal_those_of_any_device(
         expected, expected_total = plain.apply_normed(x, stream, norm, activation)
         torch.testing.assert_close(y, expected, atol=2e-2, rtol=1e-2)
         torch.testing.assert_close(total, expected_total)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_loaded_words_are_brought_into_the_order_of_the_kernels(ordered: bool, device: str) -> None:
+    found, _ = linears(72, False, device)
+    plain = NibbleLinear(found.words.clone(), found.scales, found.zeros, found.scheme, found.bias, torch_kernels())
+    groups = torch.arange(INPUTS, dtype=torch.int32, device=device) // 64
+    if ordered:
+        groups = groups[torch.randperm(INPUTS, generator=torch.Generator().manual_seed(4)).to(device)]
+    for linear in (found, plain):
+        linear.sort(groups[None], "a map")
+    assert (found.order is not None) == ordered
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(5)).to(device, torch.float16)
+    torch.testing.assert_close(found.apply(x), plain.apply(x), atol=8e-3, rtol=4e-3)
