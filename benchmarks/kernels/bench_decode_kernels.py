@@ -99,7 +99,8 @@ def paged_sets(
 
 def bench_paged(sweep: bool) -> Iterator[tuple[str, float, float]]:
     shapes = [(32, 8, 64), (32, 8, 128)]
-    loads = [(1, 448), (8, 448), (32, 448), (64, 448), (128, 448), (256, 448), (1, 8192), (1, 131072), (16, 8192)]
+    loads = [(1, 448), (8, 448), (32, 448), (64, 448), (128, 448), (256, 448), (64, 1024)]
+    loads += [(1, 8192), (1, 131072), (16, 8192)]
     for (heads, kv_heads, head_dim), (batch, context) in itertools.product(shapes, loads):
         given, size = paged_sets(batch, context, heads, kv_heads, head_dim)
         name = f"paged D={head_dim} B={batch} context {context}"

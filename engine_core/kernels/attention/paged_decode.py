@@ -73,9 +73,12 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int,
     """Return how many programs may share a row's KV head.
 
     They are enough to fill the device when rows are few; for long rows among many see `spare_programs`. longest: the
-    longest context possible, in positions; at_least: from `choose_plan`. Programs without work return at once.
+    longest context possible, in positions; at_least: from `choose_plan`. Programs without work return at once, but
+    cost time all the same: with one beside each that has some, 32 rows of 448 positions and 8 KV heads of 64
+    elements took 15.1 us instead of 11.5 on an H200. So there are none from `MANY` pairs on.
     """
-    fill = ceil_div(multiprocessors * PROGRAMS_PER_SM, batch * kv_heads)
+    pairs = batch * kv_heads
+    fill = 1 if pairs >= MANY else ceil_div(multiprocessors * PROGRAMS_PER_SM, pairs)
     return max(1, min(max(fill, at_least), ceil_div(longest, 32), MAX_SPLITS))
 
 

@@ -200,7 +200,8 @@ def test_splits_fill_the_device() -> None:
     assert choose_splits(1, 8, 132, 131072) == 33
     assert choose_splits(1, 1, 132, 131072) == 64
     assert choose_splits(8, 8, 132, 448) == 5
-    assert choose_splits(64, 8, 132, 448) == 1
+    assert choose_splits(31, 8, 132, 448) == 2
+    assert [choose_splits(rows, 8, 132, 131072) for rows in (32, 33, 64)] == [1, 1, 1]
     assert choose_splits(256, 8, 132, 131072) == 1
     assert choose_splits(1, 1, 132, 1) == 1
 
