@@ -23,6 +23,10 @@ def bound_unsent(transport: asyncio.BaseTransport) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
+MAX_JOINED = 64 * 2**10
+"""Bytes of a part of a body that are copied to join them with the head. A longer part is a second write."""
+
+
 class AnswerWriter:
     """Write parts of a body whose length is not known ahead.
 
@@ -89,7 +93,8 @@ class JoinedHead(asyncio.Transport):
     """Transport of one answer that joins its head and the first part of its body.
 
     Two writes are two packets, and cost a short answer more than its encoding. The head waits until the end of the turn
-    of the event loop. Once it is sent, the answer has the transport of the connection itself.
+    of the event loop, but never beyond its answer: a body is written even if it is empty, and to HEAD, which gets none,
+    the head is sent at once. From then on the answer has the transport of the connection itself.
     """
 
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
@@ -99,13 +104,20 @@ class JoinedHead(asyncio.Transport):
         self._head: bytes | None = None
 
     def write(self, data: Any) -> None:
-        if self._head is not None:
-            self._send(self._head + data)
-        elif self._cycle.response_started:
+        if not self._cycle.response_started:
+            self._transport.write(data)  # 100 Continue
+        elif self._head is None:
             self._head = data
-            asyncio.get_running_loop().call_soon(self._flush)
+            if self._cycle.scope["method"] == "HEAD":
+                self._flush()
+            else:
+                asyncio.get_running_loop().call_soon(self._flush)
+        elif len(data) <= MAX_JOINED:
+            self._send(self._head + data)
         else:
-            self._transport.write(data)  # of 100 Continue
+            self._send(self._head)
+            if not self._transport.is_closing():
+                self._transport.write(data)
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()

@@ -9,7 +9,7 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from tandem.frontend.server.answer_writer import JoinedHead, join_head
+from tandem.frontend.server.answer_writer import MAX_JOINED, JoinedHead, join_head
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
@@ -97,6 +97,32 @@ def test_an_answer_to_head_is_sent_without_a_body(keep_alive: bool) -> None:
     found = answer(whole, "HEAD", keep_alive)
     (written,) = found.writes
     assert written.endswith(b"\r\n\r\n") and found.is_closed is not keep_alive
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("GET", 204)])
+def test_the_head_of_a_complete_answer_does_not_wait(method: str, status: int) -> None:
+    """What is written next, to the connection itself, belongs to a later request."""
+
+    async def complete(cycle: RequestResponseCycle, transport: Writes) -> None:
+        await cycle.send(cast("Any", {**START, "status": status, "headers": []}))
+        await cycle.send(cast("Any", {**BODY, "body": b""}))
+        assert cycle.response_complete
+        assert len(transport.writes) == 1
+        transport.write(b"later")
+
+    assert answer(complete, method).writes[1:] == [b"later"]
+
+
+@pytest.mark.parametrize(("length", "num_writes"), [(MAX_JOINED, 1), (MAX_JOINED + 1, 2)])
+def test_a_long_body_is_not_copied(length: int, num_writes: int) -> None:
+    body = b"b" * length
+
+    async def long(cycle: RequestResponseCycle, _: Writes) -> None:
+        await cycle.send(cast("Any", {**START, "headers": [(b"content-length", b"%d" % length)]}))
+        await cycle.send(cast("Any", {**BODY, "body": body}))
+
+    written = answer(long).writes
+    assert len(written) == num_writes and b"".join(written).endswith(b"\r\n\r\n" + body)
 
 
 def test_100_continue_does_not_wait_for_the_answer() -> None:

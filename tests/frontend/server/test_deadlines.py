@@ -326,6 +326,17 @@ def test_early_answer_that_ends_the_connection_lets_the_client_finish() -> None:
     play(story)
 
 
+def test_malformed_data_behind_a_request_of_head_is_answered_after_it() -> None:
+    async def story() -> None:
+        line = Line(refuse)
+        line.protocol.data_received(request(method="HEAD"))
+        await asyncio.sleep(0)  # the answer is complete, and more data came in the same turn
+        await line.feed(b"\x00\r\n\r\n")
+        assert [part[:3] for part in line.wire.written.split(b"HTTP/1.1 ")[1:]] == [b"401", b"400"]
+
+    play(story)
+
+
 def test_malformed_data_behind_an_answer_that_has_begun_only_closes() -> None:
     async def story() -> None:
         left = asyncio.Event()
