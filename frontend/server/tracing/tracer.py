@@ -118,7 +118,8 @@ class RequestTracer:
         span.set_attributes(request_attributes(scope))
         if record.end == "error" and (record.status >= 500 or record.status == 200):
             span.set_status(Status(StatusCode.ERROR, record.error))
-        offset = _unix_time(0.0)
+        assert span.start_time is not None
+        offset = span.start_time - int(record.arrived * 1e9)  # one for all, or a span could begin before its parent
         for child in request_spans(record):
             self._send(child, span, offset)
         assert record.ended_at is not None

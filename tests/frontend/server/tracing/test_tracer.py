@@ -72,8 +72,8 @@ def test_a_request_is_a_tree_of_spans_in_the_callers_trace(traced: RunningServer
     assert found["gen_ai.usage.prompt_tokens"] >= 2
     assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
     assert found["gen_ai.latency.time_in_queue"] == pytest.approx(0.0001)
-    text = get(traced.url + "/metrics").text
-    assert 'tandem_frontend_trace_spans_total{outcome="exported"} 7.0' in text
+    counted = 'tandem_frontend_trace_spans_total{outcome="exported"} 7.0'
+    until(lambda: counted in get(traced.url + "/metrics").text, "the answer of the collector is counted")
 
 
 def test_every_choice_has_a_span_in_the_engine(traced: RunningServer, spans: Collector) -> None:
