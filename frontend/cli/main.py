@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_check:
         arguments.run = partial(run_check, problems=problems)
     elif problems:
-        for problem in dict.fromkeys(problems):
+        for problem in dict.fromkeys([*problems, *_wrong_numbers(arguments)]):
             refuse("tandem", problem)
         return ExitCode.CONFIG
     try:

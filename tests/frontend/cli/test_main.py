@@ -97,6 +97,16 @@ def test_number_out_of_range_is_rejected_by_flag_name(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["serve"], ["engine", "--endpoint", "ipc:///x"]])
+def test_numbers_of_all_flags_are_told_together(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--max-concurrent=0", "--max-len=1", "--ops-port=-1"]) == 2
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "tandem: --max-concurrent must be between 1 and 2147483647, not 0",
+        "tandem: --max-len 1: must be at least 2",
+        "tandem: --ops-port must be between 0 and 65535, not -1",
+    ]
+
+
 def test_keys_writes_a_private_secret_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "keys"
     assert main(["keys", str(folder)]) == 0
