@@ -5,12 +5,11 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cached_property
 
-import httpx
-
 from tandem.frontend.hub.client import MAX_HTTP_BYTES, HubModel, Listing, RemoteFile
+from tandem.frontend.hub.connections import Connections, open_connections
 from tandem.frontend.hub.errors import HubError, explain_file_error
 from tandem.frontend.hub.progress import DownloadProgress, size_text
 from tandem.frontend.hub.selection import (
@@ -23,13 +22,15 @@ from tandem.frontend.hub.selection import (
     small_files,
     weight_index,
 )
-from tandem.frontend.hub.transfer import Source, StoppedError, Transfer, new_client
+from tandem.frontend.hub.transfer import Source, StoppedError, Transfer
 
 logger = logging.getLogger(__name__)
 
 THREADS = 8
 """Most files that are downloaded at once."""
 _SHOW_SECONDS = 0.2
+_END_SECONDS = 2.0
+"""Longest wait for threads to end; one that still connects or checks a file then reads no connection."""
 
 
 class Download:
@@ -150,7 +151,7 @@ class Download:
     def _fetch(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download files in threads and wait for them.
 
-        The threads end with the process, however long a connection takes to notice.
+        The threads end with the process, whatever they wait for.
         """
         waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         for file in files:
@@ -164,37 +165,49 @@ class Download:
                 except queue.Empty:
                     return
                 try:
-                    self._fetch_one(file, client, progress)
+                    self._fetch_one(file, connections, progress)
                     finished.put(None)
                 except Exception as error:
                     finished.put(error)
                     return
 
-        client = self._client
-        for _ in range(min(THREADS, len(files))):
-            threading.Thread(target=work, name="download", daemon=True).start()
-        left = len(files)
+        connections = self._connections
+        threads = [threading.Thread(target=work, name="download", daemon=True) for _ in range(min(THREADS, len(files)))]
+        for thread in threads:
+            thread.start()
         try:
-            while left:
-                try:
-                    error = finished.get(timeout=_SHOW_SECONDS)
-                except queue.Empty:
-                    error = None
-                else:
-                    left -= 1
-                if error is not None:
-                    raise error if isinstance(error, OSError | StoppedError) else self._model.asked.explain(error)
-                progress.show()
+            self._wait(len(files), finished, progress)
         except BaseException:
             self._stop.set()
+            connections.cut()
+            deadline = time.monotonic() + _END_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
             raise
 
-    @cached_property
-    def _client(self) -> httpx.Client:
-        """Connections, which cost time to prepare: a model in the cache needs none."""
-        return self._resources.enter_context(new_client(THREADS))
+    def _wait(self, files: int, finished: "queue.SimpleQueue[Exception | None]", progress: DownloadProgress) -> None:
+        """Show the progress until all files are here.
 
-    def _fetch_one(self, file: RemoteFile, client: httpx.Client, progress: DownloadProgress) -> None:
+        Raises what the first thread to fail raised, StoppedError if `stop` was set.
+        """
+        while files:
+            try:
+                error = finished.get(timeout=_SHOW_SECONDS)
+            except queue.Empty:
+                if self._stop.is_set():
+                    raise StoppedError from None
+            else:
+                files -= 1
+                if error is not None:
+                    raise error if isinstance(error, OSError | StoppedError) else self._model.asked.explain(error)
+            progress.show()
+
+    @cached_property
+    def _connections(self) -> Connections:
+        """Connections, which cost time to prepare: a model in the cache needs none."""
+        return self._resources.enter_context(closing(open_connections(THREADS)))
+
+    def _fetch_one(self, file: RemoteFile, connections: Connections, progress: DownloadProgress) -> None:
         if self._stop.is_set():
             raise StoppedError
         if (self._snapshot / file.name).exists():
@@ -204,7 +217,7 @@ class Download:
             self._model.download_large(file, commit)
         else:
             source = Source(self._model.url(file, commit), self._model.headers(), self._model.asked)
-            Transfer(self._model.cache, file, source, client, self._stop, progress, _log_wait).run()
+            Transfer(self._model.cache, file, source, connections, self._stop, progress, _log_wait).run()
             # Not by the library, which would ask again, and take what a later answer says in place of what was checked.
             self._model.cache.link(file.name, file.digest, commit)
         progress.add_file()

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from tandem.frontend.hub.cache import ModelCache
 from tandem.frontend.hub.client import RemoteFile
+from tandem.frontend.hub.connections import Connections
 from tandem.frontend.hub.errors import Asked, HubError, UnreachableError
 from tandem.frontend.hub.progress import DownloadProgress
 
@@ -50,7 +51,7 @@ class Transfer:
         cache: ModelCache,
         file: RemoteFile,
         source: Source,
-        client: httpx.Client,
+        connections: Connections,
         stop: threading.Event,
         progress: DownloadProgress,
         on_wait: Callable[[str], None],
@@ -62,7 +63,7 @@ class Transfer:
         self._cache = cache
         self._file = file
         self._source = source
-        self._client = client
+        self._connections = connections
         self._stop = stop
         self._progress = progress
         self._on_wait = on_wait
@@ -137,7 +138,7 @@ class Transfer:
         headers = {**self._source.headers, "accept-encoding": "identity"}
         if have:
             headers["range"] = f"bytes={have}-"
-        with self._client.stream("GET", self._source.url, headers=headers) as answer:
+        with self._connections.get(self._source.url, headers) as answer:
             if answer.status_code in _BUSY:
                 raise _BusyError(answer.status_code)
             if answer.status_code == _BEYOND or (have and answer.status_code == 200):
@@ -192,9 +193,3 @@ def _write(out: int, chunk: bytes) -> None:
     view = memoryview(chunk)
     while view:
         view = view[os.write(out, view) :]
-
-
-def new_client(connections: int) -> httpx.Client:
-    """Create a client with the proxies and certificates of the environment."""
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    return httpx.Client(follow_redirects=True, timeout=httpx.Timeout(30.0), limits=limits)

@@ -63,6 +63,9 @@ class HubServer:
         self.hold = threading.Event()
         """While this is not set, the body of a large file stops after its first half."""
         self.hold.set()
+        self.hold_statuses = threading.Event()
+        """While this is not set, an answer of `statuses` waits."""
+        self.hold_statuses.set()
         self._threads: list[threading.Thread] = []
         self._hub, self._cdn = (_server(self, kind) for kind in ("hub", "cdn"))
 
@@ -95,6 +98,7 @@ class HubServer:
     def close(self) -> None:
         """Close the ports. Idempotent."""
         self.hold.set()
+        self.hold_statuses.set()
         while self._threads:
             for server in (self._hub, self._cdn):
                 server.shutdown()
@@ -204,6 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fails(self, what: str) -> bool:
         if planned := self.hub.statuses.get(what):
+            self.hub.hold_statuses.wait()
             self._send(planned.pop(0), b"")
             return True
         return False

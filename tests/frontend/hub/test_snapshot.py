@@ -5,17 +5,21 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections import Counter, namedtuple
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tandem.frontend.hub.cache import ModelCache
 from tandem.frontend.hub.client import HubModel
 from tandem.frontend.hub.errors import HubError
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.hub.snapshot import Snapshot, find_snapshot
+from tandem.frontend.hub.transfer import StoppedError
 from tests.fakes.hub_server import COMMIT, HubServer, digest_of, hub_server
 from tests.support.hub_models import NAME, SHARDED, SHARDS, SINGLE, UNWANTED, hub_model, names_in, repository
 
@@ -302,3 +306,41 @@ def test_two_downloads_at_once_fetch_each_file_once(hub: HubServer, tmp_path: Pa
     assert found[0] == found[1]
     assert {name: (found[0].folder / name).read_bytes() for name in SINGLE} == SINGLE
     assert Counter(len(hub.bodies(name)) for name in SINGLE) == {1: len(SINGLE)}
+
+
+def test_failed_download_has_left_the_files_that_others_were_reading(tmp_path: Path) -> None:
+    broken, slow = SHARDS
+    with hub_server({NAME: repository(SHARDED)}) as hub, ThreadPoolExecutor() as pool:
+        find(hub, tmp_path, with_weights=False)
+        hub.statuses[broken] = [404]
+        hub.hold.clear()
+        hub.hold_statuses.clear()
+        refused = pool.submit(refusal, hub, tmp_path)
+        wait_for_part(tmp_path, SHARDS[slow], refused)
+        hub.hold_statuses.set()
+        assert "has lost a file" in refused.result()
+        assert not hub.hold.is_set()
+        with FileLock(ModelCache(tmp_path, NAME).locks / f"{digest_of(SHARDS[slow])}.lock", timeout=0):
+            pass
+        hub.hold.set()
+        assert names_in(find(hub, tmp_path)) == set(SHARDED)
+
+
+def test_stop_ends_a_download_whose_server_has_fallen_silent(hub: HubServer, tmp_path: Path) -> None:
+    hub.hold.clear()
+    stop = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(find_snapshot, hub_model(hub, tmp_path), True, stop)
+        wait_for_part(tmp_path, SINGLE["tokenizer.json"], running)
+        stop.set()
+        with pytest.raises(StoppedError):
+            running.result()
+    with FileLock(ModelCache(tmp_path, NAME).locks / f"{digest_of(SINGLE['tokenizer.json'])}.lock", timeout=0):
+        assert not hub.hold.is_set()
+
+
+def wait_for_part(cache: Path, content: bytes, running: "Future[object]") -> None:
+    """Wait until a part of a file is here, or its download has ended."""
+    partial = ModelCache(cache, NAME).partial(digest_of(content))
+    while not running.done() and not (partial.is_file() and partial.stat().st_size):
+        time.sleep(0.001)

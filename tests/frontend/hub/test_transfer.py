@@ -4,15 +4,17 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tandem.frontend.hub import transfer
 from tandem.frontend.hub.client import RemoteFile
+from tandem.frontend.hub.connections import open_connections
 from tandem.frontend.hub.errors import HubError
 from tandem.frontend.hub.progress import DownloadProgress
-from tandem.frontend.hub.transfer import Source, StoppedError, Transfer, new_client
+from tandem.frontend.hub.transfer import Source, StoppedError, Transfer
 from tests.fakes.clock import FakeClock
 from tests.fakes.hub_server import COMMIT, HubServer, digest_of, hub_server
 from tests.support.hub_models import NAME, SINGLE, hub_model, repository
@@ -41,8 +43,10 @@ class Case:
 
     def run(self) -> None:
         source = Source(self.model.url(self.file, COMMIT), {}, self.model.asked)
-        with new_client(1) as client:
-            Transfer(self.model.cache, self.file, source, client, self.stop, self.progress, self.waits.append).run()
+        with closing(open_connections(1)) as connections:
+            Transfer(
+                self.model.cache, self.file, source, connections, self.stop, self.progress, self.waits.append
+            ).run()
 
     def ranges(self) -> list[str]:
         return [seen.range for seen in self.hub.bodies(self.file.name)]
