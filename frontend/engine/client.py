@@ -264,7 +264,7 @@ class EngineClient:
             count = self._held.resubmit(self.num_links, self._clock())
             self._metrics.link.resubmitted.inc(count)
             if count:
-                logger.info("submitted %d requests again that had lost their engine", count)
+                logger.info("requests that had lost their engine and were submitted again: %d", count)
 
     def _unavailable(self, reason: str) -> ApiError:
         """Return the 503 of a request while the engine is not ready."""
