@@ -128,7 +128,7 @@ def ops_server(
     """Build the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
         CheckOpsHost(ops_app(watch, frontends, exposition), allowed),
-        log_level="warning",
+        log_level="error",  # a warning for each malformed request would be a line that strangers write
         log_config=None,
         access_log=False,
         server_header=False,

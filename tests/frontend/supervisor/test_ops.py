@@ -1,15 +1,19 @@
 """What the ops port says of the engine and the frontends."""
 
+import asyncio
+import socket
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.testclient import TestClient
 
+from tandem.frontend.access.allowed_hosts import AllowedHosts
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
-from tandem.frontend.supervisor.ops import FrontendCollector, health, ops_app
+from tandem.frontend.supervisor.ops import FrontendCollector, health, ops_app, ops_server
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
@@ -105,3 +109,20 @@ def test_metrics_have_a_series_for_each_slot() -> None:
         'tandem_frontend_restarts_total{reason="hang",slot="1"} 0.0',
         'tandem_frontend_restarts_total{reason="replaced",slot="1"} 1.0',
     ]
+
+
+def test_malformed_requests_write_nothing_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def ask(sock: socket.socket) -> bytes:
+        server = ops_server(watch(READY), None, Exposition([], lambda: ""), AllowedHosts(()))
+        serving = asyncio.create_task(server.serve([sock]))
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(b"\x00\r\n\r\n")
+        found = await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        assert asyncio.run(ask(sock)).startswith(b"HTTP/1.1 400 ")
+    assert caplog.messages == []
