@@ -6,13 +6,15 @@ from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, formats_of
 from tandem.protocol.model_folder import read_json
 
 ADAPTER = "adapter_config.json"
+TOKENIZER = "tokenizer.json"
 _MAX_NAMED = 3
 
 
 def explain(folder: Path) -> str:
     """Explain what a folder without a model holds, and what to give instead.
 
-    Empty for any folder with a config.json other than an adapter's, and where nothing tells what it is.
+    Empty for any folder with a config.json other than an adapter's, and for one with a tokenizer, of which the engine
+    tells what it lacks.
     """
     if (folder / ADAPTER).is_file() and not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return _of_adapter(folder)
@@ -26,12 +28,12 @@ def explain(folder: Path) -> str:
         more = f" (and {len(models) - _MAX_NAMED} more)" if len(models) > _MAX_NAMED else ""
         return f"{folder} has no {CONFIG}, but folders in it have; give one of them: {named}{more}"
     formats = formats_of(path.name for path in folder.iterdir() if path.name != SINGLE and path.is_file())
-    if not formats:
+    if not formats and (folder / TOKENIZER).is_file():
         return ""
+    found = f", and its weights are in a format that is not supported: {', '.join(formats)}" if formats else ""
     return (
-        f"{folder} has no {CONFIG}, and its weights are in a format that is not supported: {', '.join(formats)}; give "
-        f"a folder in Hugging Face's format, with {CONFIG}, safetensors and tokenizer, or the name of such a model on "
-        "the hub"
+        f"{folder} has no {CONFIG}{found}; give a folder in Hugging Face's format, with {CONFIG}, safetensors and "
+        "tokenizer, or the name of such a model on the hub"
     )
 
 

@@ -81,6 +81,7 @@ def test_what_prevents_a_start_is_a_problem(
 def test_unusable_tokenizer_is_a_problem_beside_the_choices(
     content: bytes | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     assert report("--model", str(tmp_path), *PORTS) == 1

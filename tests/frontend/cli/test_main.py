@@ -47,6 +47,7 @@ def test_start_failure_prints_one_line(
         port = str(taken.getsockname()[1])
         long = "ipc://" + "x" * 120
         folder = ["--model", str(tmp_path)]
+        (tmp_path / "config.json").write_text("{}")
         for argv, reason in (
             (["serve", "--model", "/nowhere"], "the model /nowhere is not a directory"),
             (["serve", *folder, "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),

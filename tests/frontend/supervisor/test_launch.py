@@ -23,6 +23,7 @@ def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.Mon
 
 
 def test_address_of_another_machine_asks_for_another_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     assert main(["serve", "--model", str(tmp_path), "--ops-port", "0", "--host", "192.0.2.1", "--port", "0"]) == 2
     assert capsys.readouterr().err == (
         "tandem: cannot listen on 192.0.2.1:0 (Cannot assign requested address); choose another --host\n"

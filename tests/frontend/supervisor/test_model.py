@@ -38,6 +38,7 @@ def test_name_on_the_hub_is_told_from_a_path(
 
 def test_folder_of_the_same_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Qwen" / "Qwen3").mkdir(parents=True)
+    (tmp_path / "Qwen" / "Qwen3" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert not is_hub_name("Qwen/Qwen3")
     assert find_model("Qwen/Qwen3", HubOptions()) == ModelFolder(Path("Qwen/Qwen3"))

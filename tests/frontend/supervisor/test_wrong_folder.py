@@ -37,6 +37,9 @@ def folder_of(folder: Path, files: dict[str, str]) -> Path:
         ),
         ({"consolidated.00.pth": "", "params.json": "{}"}, r"not supported: PyTorch files"),
         ({"model.onnx": "", "tokenizer.json": "{}"}, r"not supported: ONNX; give"),
+        ({}, r"has no config.json; give a folder in Hugging Face's format"),
+        ({"pyproject.toml": "", "src/a.py": ""}, r"has no config.json; give a folder in Hugging Face's format"),
+        ({"model.safetensors": ""}, r"has no config.json; give a folder in Hugging Face's format"),
         ({"a/config.json": "", "b/config.json": ""}, r"but folders in it have; give one of them: \S*/a, \S*/b$"),
         ({f"{name}/config.json": "" for name in "abcde"}, r"give one of them: \S*/a, \S*/b, \S*/c \(and 2 more\)$"),
         ({"snapshots/0a1/config.json": "", "refs/main": "0a1"}, r"of huggingface_hub's cache; give \S*/snapshots/0a1$"),
@@ -58,7 +61,7 @@ def test_a_folder_of_the_cache_is_named_as_on_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        {},
+        {"tokenizer.json": "{}"},
         {"config.json": "{}", "pytorch_model.bin": ""},
         {"config.json": "{}", "original/config.json": "{}", "model.safetensors": ""},
         {"adapter_config.json": ADAPTER, "config.json": "{}", "model.safetensors": ""},
