@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -142,3 +143,29 @@ class JoinedHead(asyncio.Transport):
 def join_head(cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
     """Give an answer its transport, once its request has arrived completely."""
     cycle.transport = transport if cycle.response_started else JoinedHead(cycle, transport)
+
+
+def without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return the app that answers a client of HTTP/1.0, which knows no chunks.
+
+    A body whose length is not told ahead ends with the connection. For other clients it is the app itself.
+    """
+    if cycle.scope["http_version"] != "1.0":
+        return app
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        ends_with_connection = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal ends_with_connection
+            if message["type"] == "http.response.start":
+                ends_with_connection = all(name.lower() != b"content-length" for name, _ in message.get("headers", []))
+                if ends_with_connection:
+                    cycle.chunked_encoding = False
+            elif ends_with_connection:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

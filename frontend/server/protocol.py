@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 from tandem.frontend.api.live_stream import WRITER_KEY
 from tandem.frontend.listening import ConnectionLimits, plain_address
 from tandem.frontend.server import lingering, refusal
-from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent, join_head
+from tandem.frontend.server.answer_writer import AnswerWriter, bound_unsent, join_head, without_chunks
 from tandem.frontend.server.body_parser import body_parser, framing
 from tandem.frontend.server.connections import Closed, Connection, Connections, is_liveness_probe
 from tandem.frontend.server.lingering import LingeringTransport, has_unread
@@ -219,7 +219,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._running = cycle
         if self._connections.grace is not None:
             self._announce_end()
-        start = partial(super()._start_asgi_task, cycle, app)
+        start = partial(super()._start_asgi_task, cycle, without_chunks(cycle, app))
         if is_health_check(cycle.scope["path"]):
             start()  # a busy server must not be taken for a dead one, or for one that takes no requests
         else:

@@ -1,6 +1,7 @@
 """Writes in which an answer leaves, with the parts of a body and without."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -10,6 +11,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tandem.frontend.server.answer_writer import MAX_JOINED, JoinedHead, join_head
+from tests.frontend.conftest import RunningServer
+from tests.support.raw_http import RawClient, request
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
@@ -151,3 +154,20 @@ def test_an_answer_that_began_before_its_request_ended_keeps_the_transport() -> 
         assert not isinstance(cycle.transport, JoinedHead)
 
     assert answer(early).writes == []
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_of_http_1_0_gets_no_chunks(server: RunningServer, is_stream: bool) -> None:
+    fields = {"model": "fake-model", "prompt": "one two", "max_tokens": 3, "stream": is_stream}
+    body = json.dumps(fields).encode()
+    asked = request("/v1/completions", f"content-length: {len(body)}", method="POST", body=body)
+    with RawClient(server.sock.getsockname()) as client:
+        head, _, answer = client.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0", 1)).rest().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"\r\nconnection: close" in head
+    assert b"transfer-encoding" not in head and (b"content-length" in head) is not is_stream
+    if is_stream:
+        events = answer.split(b"\n\n")
+        assert all(event.startswith(b"data: ") for event in events[:-1])
+        assert events[-2:] == [b"data: [DONE]", b""]
+    else:
+        assert json.loads(answer)["usage"]["completion_tokens"] == 3
