@@ -21,7 +21,7 @@ def run_complete(arguments: argparse.Namespace) -> int:
 
     The code is 0 for success, 1 for a server error and for JSON that was cut, and 130 for an interrupt.
     """
-    prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    prompt = arguments.prompt if arguments.prompt is not None else _read_prompt()
     answer = StreamedAnswer(sys.stdout, time.monotonic)
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
@@ -42,6 +42,13 @@ def run_complete(arguments: argparse.Namespace) -> int:
     if not is_complete:
         return INTERRUPTED
     return answer.report_cut(arguments.json_schema is not None)
+
+
+def _read_prompt() -> str:
+    """Read the prompt from stdin; on a terminal, say that it is awaited."""
+    if sys.stdin.isatty():
+        print("type a prompt, then Ctrl-D on a line of its own", file=sys.stderr)
+    return sys.stdin.read()
 
 
 def _follow(server: Connection, body: dict[str, Any], answer: StreamedAnswer, by_default: bool) -> bool:

@@ -38,6 +38,17 @@ def test_complete_writes_only_the_answer_to_stdout(
     assert capsys.readouterr() == (TEXT + "\n", "")
 
 
+def test_complete_asks_for_a_prompt_on_a_terminal(
+    server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(engine, TEXT)
+    typed = io.StringIO("the quick brown fox\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert complete(server) == 0
+    assert capsys.readouterr() == (TEXT + "\n", "type a prompt, then Ctrl-D on a line of its own\n")
+
+
 def test_complete_reads_stdin_and_writes_usage_to_stderr(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
