@@ -142,11 +142,22 @@ def build_runtime(
     free_at_start = parts.device.free_bytes()
     try:
         return _build(_new_builder(config, source, parts, filler, status, log), free_at_start, status, log)
-    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
+    except (RuntimeError, DeviceMemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
         raise MemoryTooSmallError(
             f"the memory is too small for weights, steps, graphs and KV pool ({error}); lower --gpu-memory, "
-            "--max-rows or --max-step-tokens"
+            "--max-rows, --max-step-tokens, --graph-rows or --graph-tokens"
         ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return True if a device had too little memory.
+
+    The driver, which holds graphs and the code of kernels, has no class of errors for that: torch and Triton pass its
+    words on.
+    """
+    return isinstance(error, torch.OutOfMemoryError | DeviceMemoryError) or "out of memory" in str(error)
 
 
 def _build(
