@@ -107,8 +107,6 @@ def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
 
 def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) -> Table:
     """Time every graph of a slot, and the longest step if no graph holds it."""
-    # All inputs are padding: what the last step left here would be read as rows and positions.
-    runtime.slots[0].device_inputs.zero_()
     table: Table = {(rows, 0): _time_graph(runtime, graphs, GraphBucket(rows, 0)) for rows in graphs.decode[0]}
     last = 0.0
     for rows, tokens in sorted(graphs.mixed[0]) if graphs.mixed else ():
@@ -144,6 +142,8 @@ def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: Step
 
 def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, again: bool = True) -> float:
     """Time a graph of the first slot; with `again`, its second replay."""
+    # All inputs are padding: what the last step left here would be read as rows and positions.
+    runtime.slots[0].device_inputs.zero_()
     if bucket.num_prefill_tokens:
         mixed = graphs.mixed[0][bucket]
         # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.

@@ -2,17 +2,22 @@
 
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import StepGraphs
+from tandem.engine_core.startup import step_timing
 from tandem.engine_core.startup.step_timing import faster_buckets
 from tandem.protocol.events import Finished
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.runtime.test_recorded_graphs import MODEL, build
-from tests.fakes.recording_gpu import oracle_attention
+from tests.fakes.recording_gpu import RecordedGraph, oracle_attention
 from tests.support.engine_driver import DrivenEngine
 from tests.support.plan_recording import runtime_of
 from tests.support.tiny_llama import Compared, random_model
@@ -72,3 +77,25 @@ def test_random_preferences_change_no_token(tmp_path: Path, seed: int) -> None:
             assert scheduler.rows.free == rows and scheduler.num_open == 0
     torch.set_num_threads(before)
     assert preferred > 4 and compared.tokens > 20 * compared.close
+
+
+def test_graphs_are_timed_again_on_padding_after_the_longest_step_has_run(tmp_path: Path) -> None:
+    """No graph holds that step here, so its words are in the slot when graphs are compared."""
+    replay, dirty = RecordedGraph.replay, list[bool]()
+    with oracle_attention():
+        runtime = runtime_of(build(tmp_path))
+        config = StepConfig(
+            model_name="", device="cuda", dtype="float32", depth=2, max_rows=6, max_len=64, max_step_tokens=32,
+            prefill_chunk=16, page_size=16, max_waiting=0,
+        )  # fmt: skip
+        layout = KVLayout(group=KVGroup((0,)), page_size=16, kv_heads=1, head_dim=32, dtype=torch.float32)
+
+        def note(graph: RecordedGraph) -> None:
+            dirty.append(bool(runtime.slots[0].device_inputs.any()))
+            replay(graph)
+
+        pair = {GraphBucket(1, 0): GraphBucket(4, 0)}
+        compared = patch.object(step_timing, "faster_buckets", lambda _: pair)
+        with compared, patch.object(RecordedGraph, "replay", note):
+            step_timing.measure_costs(runtime, config, MODEL, layout)
+    assert dirty and not any(dirty[-4:]), "the last graphs are those that were compared"
