@@ -98,7 +98,7 @@ class EngineClient:
         self._is_ending = False
         """True once requests are ended instead of held."""
         self._ids = itertools.count(1)
-        self.calls = EngineCalls(self._send_call)
+        self.calls = EngineCalls(self._send_call, watch.note_pause)
         self._monitor = EngineMonitor(watch, self._on_heartbeat, self._tick)
         self._listener: asyncio.Task[None] | None = None
 

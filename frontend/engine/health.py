@@ -33,7 +33,17 @@ class EngineHealth(Struct, frozen=True):
         return self.ready or self.status == "paused"
 
 
+class _PauseAnswer(Struct, frozen=True):
+    """Answer of an engine that it has paused or goes on."""
+
+    epoch: int
+    is_paused: bool
+    heard_at: float
+
+
 _READY = EngineHealth(True, "ready")
+_ANSWER_SECONDS = 1.0
+"""Seconds after an answer in which heartbeats that contradict it may have been sent before it."""
 
 
 class EngineWatch:
@@ -58,6 +68,8 @@ class EngineWatch:
         """True after the first heartbeat of any life."""
         self._progress_at = 0.0
         self._ended_epoch: int | None = None
+        self._pause_answer: _PauseAnswer | None = None
+        """Answer that the heartbeats have yet to confirm."""
 
     def observe(self, heartbeat: Heartbeat) -> None:
         """Record a heartbeat, unless its process is known to have ended."""
@@ -68,10 +80,20 @@ class EngineWatch:
         self._was_heard = True
         self._heard_at = now = self._clock()
         self._starts.observe(heartbeat, now)
+        if self._pause_answer is not None and not _precedes(heartbeat, self._pause_answer, now):
+            self._pause_answer = None
         owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
         stood_still = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and stood_still):
             self._progress_at = now
+
+    def note_pause(self, is_paused: bool) -> None:
+        """Record the engine's answer to a pause or a resume.
+
+        It counts until a heartbeat says the same, or a later one something else.
+        """
+        if self.heartbeat is not None:
+            self._pause_answer = _PauseAnswer(self.heartbeat.engine_epoch, is_paused, self._clock())
 
     def note_failure(self, reason: str) -> None:
         """Record why a handshake failed, for the reason of the silence that follows."""
@@ -122,7 +144,8 @@ class EngineWatch:
             return EngineHealth(False, "failed", f"the engine failed: {heartbeat.detail or 'no detail given'}")
         if heartbeat.phase is Phase.DRAINING:
             return EngineHealth(False, "draining", "the engine is shutting down")
-        if heartbeat.stats.paused:
+        answer = self._pause_answer
+        if heartbeat.stats.paused if answer is None else answer.is_paused:
             return EngineHealth(False, "paused", "the engine is paused; POST /admin/resume has it go on")
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
             reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
@@ -147,6 +170,16 @@ class EngineWatch:
         if self.silence() > patience:
             return f"no heartbeat from the engine for {self.silence():.1f} s"
         return health.reason if health.status == "hung" else ""
+
+
+def _precedes(heartbeat: Heartbeat, answer: _PauseAnswer, now: float) -> bool:
+    """Return whether a heartbeat heard now may be older than an answer.
+
+    Heartbeats arrive in order: those after one that agrees with the answer are newer.
+    """
+    if heartbeat.engine_epoch != answer.epoch or bool(heartbeat.stats.paused) == answer.is_paused:
+        return False
+    return now - answer.heard_at < _ANSWER_SECONDS
 
 
 def _position(heartbeat: Heartbeat) -> tuple[int, int, int]:

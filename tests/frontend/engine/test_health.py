@@ -9,9 +9,10 @@ from tests.fakes.clock import FakeClock
 
 
 def heartbeat(
-    phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100
+    phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100, paused: int = 0
 ) -> Heartbeat:
-    return Heartbeat(epoch, phase, percent, "", pending, EngineStats(steps_launched=steps, steps_committed=steps))
+    stats = EngineStats(steps_launched=steps, steps_committed=steps, paused=paused)
+    return Heartbeat(epoch, phase, percent, "", pending, stats)
 
 
 class Engine:
@@ -86,6 +87,34 @@ def test_paused_engine_is_neither_ready_nor_hung() -> None:
     for now in range(205, 270, 2):
         engine.sends(heartbeat(pending=3, steps=7), float(now))
     assert engine.at(270.0).health().status == "hung"
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_answer_of_a_pause_or_resume_counts_before_a_heartbeat_says_so(pauses: bool) -> None:
+    before, after = ("ready", "paused") if pauses else ("paused", "ready")
+    old, new = heartbeat(paused=not pauses), heartbeat(paused=pauses)
+    engine = Engine()
+    engine.sends(old, 10.0)
+    assert engine.watch.health().status == before
+    engine.watch.note_pause(pauses)
+    assert engine.watch.health().status == after
+    engine.sends(old, 10.1)
+    assert engine.watch.health().status == after, "that heartbeat may have been sent before the answer"
+    engine.sends(new, 10.2)
+    engine.sends(old, 10.3)
+    assert engine.watch.health().status == before, "another frontend has changed it since"
+
+
+def test_answer_of_a_pause_ends_with_later_heartbeats_and_with_the_life_of_the_engine() -> None:
+    contradicted, restarted, unheard = Engine(), Engine(), Engine()
+    for engine in (contradicted, restarted):
+        engine.sends(heartbeat(), 10.0)
+        engine.watch.note_pause(True)
+    contradicted.sends(heartbeat(), 11.0)
+    restarted.sends(heartbeat(epoch=2), 10.1)
+    unheard.watch.note_pause(True)
+    unheard.sends(heartbeat(), 10.0)
+    assert all(engine.watch.health().ready for engine in (contradicted, restarted, unheard))
 
 
 def test_idle_and_warming_engines_are_never_hung() -> None:
