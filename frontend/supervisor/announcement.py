@@ -31,17 +31,20 @@ class Announcement:
         http_urls: Sequence[str],
         ops_url: str,
         commit: str,
+        endpoint: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts.
 
         `http_urls` are those of the frontends, if there are any; `commit` that of a model of the hub, or empty.
+        Frontends without an engine here connect to the one at `endpoint`.
         """
         self._engine = engine
         self._frontends = frontends
         self._http_urls = http_urls
         self._ops_url = ops_url
         self._commit = f"commit {commit}, " if commit else ""
+        self._endpoint = endpoint
         self._clock = clock
         self._started = clock()
 
@@ -78,6 +81,7 @@ class Announcement:
         )
 
     async def _announce_frontends(self, frontends: Frontends) -> None:
+        announce(f"tandem frontend waits for the engine at {self._endpoint}")
         while not frontends.was_heard:
             await asyncio.sleep(_POLL_SECONDS)
         announce(f"tandem frontend listens on {self._addresses}")

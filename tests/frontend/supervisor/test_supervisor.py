@@ -263,14 +263,16 @@ def test_a_signal_that_is_sent_twice_at_once_still_drains(tandem: Start) -> None
     assert process.wait() == 0
 
 
-def test_a_frontend_says_where_it_listens_and_when_it_is_ready(
+def test_a_frontend_says_what_it_waits_for_where_it_listens_and_when_it_is_ready(
     tandem: Start, ipc_dir: Path, model_dir: Path, engine: FakeEngine
 ) -> None:
     endpoint = f"ipc://{ipc_dir}/engine"
     process = tandem(SERVING, "frontend", "--port", "0", "--endpoint", endpoint, "--model", str(model_dir))
+    process.find(f"tandem frontend waits for the engine at {endpoint}\n")
     url = process.find(r"tandem frontend listens on (http://127\.0\.0\.1:\d+)")[1]
     until(lambda: get(url + "/health/live").status_code == 200, "it answers there")
     assert "ready" not in process.output
     engine.start()
     process.find(f"tandem frontend is ready on {url}\n")
     assert process.output.count(url) == 2
+    assert process.output.count("waits for the engine") == 1
