@@ -22,6 +22,7 @@ from tandem.frontend.flags.arguments import check_security, child_argv, http_arg
 from tandem.frontend.listening import listen, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
+from tandem.frontend.supervisor.addresses.port_flags import check_ports
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses, ServiceSockets, once_free
 from tandem.frontend.supervisor.addresses.tcp_address import listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.announcement import Announcement
@@ -198,8 +199,12 @@ async def supervise(
         endpoint = arguments.endpoint or private_endpoint(private)
         check_ipc_length(endpoint)
         settings = checked_transport(arguments, endpoint)
+        api = _addresses(arguments) if with_frontends else None
+        check_ports(api, arguments.ops_host, arguments.ops_port, arguments.endpoint)
         if arguments.endpoint is not None:
             once_free(lambda: check_unused(endpoint))
+        # Before the ops port, whose default gives way to a port that was given.
+        listeners = _open_listeners(arguments, stack) if with_frontends else ServiceSockets(())
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
         log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
@@ -211,9 +216,7 @@ async def supervise(
             process, watch, endpoint, settings, arguments.hang_timeout, RestartPolicy(), StatusLog(watch), level_file
         )
         frontends: Frontends | None = None
-        listeners = ServiceSockets(())
         if with_frontends:
-            listeners = _open_listeners(arguments, stack)
             frontends = _frontends(arguments, endpoint, model.folder, listeners, private)
         name = options.served_model_name or model.served_name
         return await _supervisor(arguments, engine, frontends, listeners, ops_socket, model.commit, name).run()
@@ -227,6 +230,7 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
     with ExitStack() as stack:
         private = stack.enter_context(run_directory())
         checked_transport(arguments, arguments.endpoint)
+        check_ports(_addresses(arguments), arguments.ops_host, arguments.ops_port, None)
         listeners = _open_listeners(arguments, stack)
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         frontends = _frontends(arguments, arguments.endpoint, model.folder, listeners, private)
@@ -239,11 +243,14 @@ def default_allowed_hosts(hosts: Sequence[str]) -> list[str]:
     return [LOOPBACK if all(map(is_loopback, hosts)) else ANY]
 
 
+def _addresses(arguments: argparse.Namespace) -> Addresses:
+    return Addresses(arguments.host, arguments.port, arguments.uds, arguments.uds_mode)
+
+
 def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> ServiceSockets:
     """Open the listening sockets of all frontends until the end of the stack."""
     count = arguments.frontends or default_frontends(usable_cores())
-    addresses = Addresses(arguments.host, arguments.port, arguments.uds, arguments.uds_mode)
-    opened = ServiceSockets.open(addresses, count, stack)
+    opened = ServiceSockets.open(_addresses(arguments), count, stack)
     hosts = opened.tcp_hosts
     arguments.allowed_hosts = arguments.allowed_hosts or default_allowed_hosts(hosts)
     has_keys = bool(http_keys(arguments) or arguments.api_keys)

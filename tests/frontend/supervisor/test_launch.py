@@ -3,6 +3,7 @@
 import socket
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,36 @@ def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.Mon
             assert found.getsockname()[1] > port
         with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port} \(Address already in use\); choose another --ops"):
             listen_ops("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["frontend", "--endpoint", "ipc:///nowhere/engine"]])
+def test_equal_port_and_ops_port_are_refused_by_name(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main([*command, "--model", str(tmp_path), "--port", "9000", "--ops-port", "9000"]) == 2
+    assert capsys.readouterr().err == ("tandem: --port and --ops-port are both 9000 on 127.0.0.1; change one of them\n")
+
+
+def test_default_ops_port_gives_way_to_the_port_of_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    opened: list[int] = []
+
+    class Recorder:
+        """Supervisor that notes the ports it got instead of running."""
+
+        def __init__(self, *parts: Any) -> None:
+            opened.extend(sock.getsockname()[1] for sock in (*parts[2], parts[6]))
+
+        async def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(launch, "DEFAULT_OPS_PORT", port)
+    monkeypatch.setattr(launch, "Supervisor", Recorder)
+    assert main(["serve", "--model", str(tmp_path), "--port", str(port), "--frontends", "1"]) == 0
+    assert opened[0] == port < opened[1]
 
 
 def test_address_of_another_machine_asks_for_another_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
