@@ -64,10 +64,13 @@ def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, arc
 
 
 def test_words_of_four_bits_are_unpacked_within_their_threads(one_tile_each: Lines) -> None:
-    """Through shared memory one row of four bits took twice the time of 16 bits."""
+    """Through shared memory one row of four bits took twice the time of 16 bits.
+
+    What passes through it are the sums of four warps, 16 x 8 floats each; a step's weights would be 128 KiB.
+    """
     used = [line["shared_memory"] for line in one_tile_each if line["kernel"] == "nibble_gemv_kernel"]
     assert used
-    assert max(used) <= 1024
+    assert max(used) <= 4 * 16 * 8 * 4
 
 
 @pytest.mark.slow
