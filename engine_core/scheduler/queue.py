@@ -42,7 +42,7 @@ class RunningSequences:
 
         One is enough where the next step has a row of several positions anyway.
         """
-        return 1 if self.unsteady else ceil_div(len(self.members), JUMP_SHARE)
+        return 1 if self.unsteady else max(1, ceil_div(len(self.members), JUMP_SHARE))
 
     def add(self, seq: Sequence) -> None:
         """Add a sequence that was just admitted."""

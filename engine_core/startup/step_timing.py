@@ -5,7 +5,8 @@ steps are run. Neither reads much context: `StepCosts` adds that.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tandem.engine_core.startup.warmup import GREEDY, padding_prompt, run_step
 
 Table = dict[tuple[int, int], float]
+_Size = TypeVar("_Size", bound=tuple[int, int])
 
 LONG_MS = 20.0
 """Milliseconds of a step from which the next is timed at its first replay: what that takes longer is little then. Steps
@@ -48,14 +50,7 @@ def without_outliers(table: Table) -> Table:
     Each was timed once or twice, and something else may have held it up. Steps with prompts and those without run
     other kernels, and are not compared.
     """
-    return {
-        (rows, tokens): min(
-            milliseconds
-            for (more_rows, more_tokens), milliseconds in table.items()
-            if more_rows >= rows and more_tokens >= tokens and bool(more_tokens) == bool(tokens)
-        )
-        for rows, tokens in table
-    }
+    return {size: min(table[larger] for larger in _holding(size, table)) for size in table}
 
 
 def faster_buckets(milliseconds: Mapping[GraphBucket, float]) -> dict[GraphBucket, GraphBucket]:
@@ -66,17 +61,19 @@ def faster_buckets(milliseconds: Mapping[GraphBucket, float]) -> dict[GraphBucke
     """
     faster = {}
     for bucket, time in milliseconds.items():
-        larger = [
-            other
-            for other in milliseconds
-            if other.num_decode_tokens >= bucket.num_decode_tokens
-            and other.num_prefill_tokens >= bucket.num_prefill_tokens
-            and bool(other.num_prefill_tokens) == bool(bucket.num_prefill_tokens)
-        ]
-        best = min(larger, key=lambda other: (milliseconds[other], other))
+        best = min(_holding(bucket, milliseconds), key=lambda other: (milliseconds[other], other))
         if time - milliseconds[best] >= max(WORTH_PADDING * time, WORTH_PADDING_MS):
             faster[bucket] = best
     return faster
+
+
+def _holding(size: tuple[int, int], sizes: Iterable[_Size]) -> list[_Size]:
+    """Return the sizes that hold steps of a size and run the same kernels.
+
+    A size is rows and tokens.
+    """
+    rows, tokens = size
+    return [other for other in sizes if other[0] >= rows and other[1] >= tokens and bool(other[1]) == bool(tokens)]
 
 
 def prompts_alone(table: Table, positions: int) -> float:

@@ -27,7 +27,7 @@ def run_of(inputs: int, group: int) -> int:
 def group_and_run(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[int, int]:
     """Return the inputs of a group and the words of a run of weights.
 
-    Their layout is checked.     words: [outputs, inputs / 8]; scales, zeros: [outputs, groups].
+    Their layout is checked. words: [outputs, inputs / 8]; scales, zeros: [outputs, groups].
     """
     assert words.is_contiguous() and len(words) == len(scales) == len(zeros)
     assert scales.t().is_contiguous() and zeros.t().is_contiguous(), "a group's scales and zero points lie together"

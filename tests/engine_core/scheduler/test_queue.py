@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.queue import ARRIVALS_PER_PRIORITY, WaitingQueue
+from tandem.engine_core.scheduler.queue import ARRIVALS_PER_PRIORITY, RunningSequences, WaitingQueue
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
 from tests.support.scheduling import submitted
@@ -114,3 +114,7 @@ def test_queue_equals_a_sorted_list(arrivals: list[tuple[int, bool]]) -> None:
             queue.remove(kept.pop(len(kept) // 2))
     assert order(queue) == [s.id for s in sorted(kept, key=lambda s: (s.id - ARRIVALS_PER_PRIORITY * s.priority, s.id))]
     assert len(queue) == len(kept)
+
+
+def test_a_sequence_that_was_preempted_from_among_none_jumps_over_no_sample_in_flight() -> None:
+    assert RunningSequences().least_jump == 1

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import write_tokenizer
+from tests.fakes.tokenizer import write_chat_template, write_tokenizer
 from tests.frontend.api.test_errors import error_of
 from tests.frontend.api.test_malformed import GENERATING, GOOD
 from tests.frontend.conftest import RunningServer, open_stream, post, until
@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model that can chat."""
     folder = tmp_path_factory.mktemp("model")
     write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    write_chat_template(folder)
     return folder
 
 

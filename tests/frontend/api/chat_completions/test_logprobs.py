@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engine_request import fake_logprob
-from tests.fakes.tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer
 from tests.support.shared_frontend import shared_fixtures
 
@@ -21,7 +21,7 @@ TEXT = "one 🙃 two"
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     write_tokenizer(path)
-    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write_chat_template(path)
     return path
 
 
