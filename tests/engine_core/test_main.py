@@ -20,7 +20,7 @@ from tandem.protocol.codec import decode_event, encode, pack_ids, runs
 from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.curve import make_curve
 from tandem.protocol.errors import ErrorCode, ExitCode
-from tandem.protocol.events import Heartbeat, Phase, Ready, StepOutput
+from tandem.protocol.events import Failure, Heartbeat, Phase, Ready, StepOutput
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.sockets import bind_router, connect_dealer, connect_heartbeat, heartbeat_endpoint
 from tandem.protocol.version import PROTOCOL_VERSION
@@ -266,12 +266,20 @@ def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: 
         assert isinstance(event(dealer), Ready)
         for request_id in range(300):
             dealer.send(encode(Submit(request_id, pack_ids([5]), SamplingParams(60, ignore_eos=True))))
-        output = event(dealer)
-        assert isinstance(output, StepOutput)
-        finished = [end.request_id for end in output.finished]
+        # The refusal of an empty prompt says that all before it have been read. Those under way when a process ends are
+        # lost with its socket, and their frontend submits them to the next engine.
+        dealer.send(encode(Submit(300, b"", SamplingParams(60))))
+        finished: list[int] = []
+        refused: list[Failure] = []
+        while not refused:
+            output = event(dealer)
+            assert isinstance(output, StepOutput)
+            refused += output.failures
+            finished += [end.request_id for end in output.finished]
+        assert [(failure.request_id, failure.code) for failure in refused] == [(300, ErrorCode.INVALID_VALUE)]
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=60) == ExitCode.OK
-        failures = []
+        failures: list[Failure] = []
         while dealer.poll(1000, zmq.POLLIN):
             output = decode_event(dealer.recv())
             assert isinstance(output, StepOutput)

@@ -11,6 +11,7 @@ from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.supervisor import launch, model
 from tandem.frontend.supervisor.launch import check_length, check_unused, listen_ops
 from tandem.frontend.supervisor.model import LaunchError
+from tests.support.tcp_proxy import free_ports
 
 
 def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +75,11 @@ def test_ipc_endpoint_of_a_running_engine_is_refused(ipc_dir: Path) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "*"])
 def test_tcp_endpoint_needs_its_port_and_the_next(host: str) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        port = taken.getsockname()[1]
-        for endpoint in (f"tcp://{host}:{port}", f"tcp://{host}:{port - 1}"):
-            with pytest.raises(LaunchError, match=f"needs the ports .* {port} is in use"):
-                check_unused(endpoint)
+    first = free_ports(2)
+    with socket.create_server(("0.0.0.0", first + 1)):
+        for port in (first, first + 1):
+            with pytest.raises(LaunchError, match=f"needs the ports .* {first + 1} is in use"):
+                check_unused(f"tcp://{host}:{port}")
 
 
 @pytest.mark.parametrize("command", [["serve"], ["frontend", "--endpoint", "ipc:///nowhere/engine"]])
