@@ -1,28 +1,37 @@
-"""Planning of a step: positions by policy, then pages, then rows."""
+"""Planning of a step: who computes how many positions, and with which pages.
 
-from bisect import bisect_left
+There are three ways, of which the cheapest that applies is taken; each gives the rows that the last would give:
+
+1. `_plan_steady`: all sequences are in steady decode. Each computes one position, so there is nothing to choose.
+2. `_plan_beside_steady`: some are not, the policy puts decoding rows first, and the step has room for them. Those in
+   steady decode are planned as in 1, and the policy chooses among the others.
+3. `plan_each`: the policy chooses among all.
+
+What is chosen gets its limits (`_budget`: positions, and time by `time_budget.py`), positions by the policy
+(`policy.py`), pages (`preemption.py`), and then its rows (`step_rows.py`).
+"""
+
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 
 from msgspec import Struct
 
 from tandem.engine_core.kv_cache.manager import KVManager
-from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.policy import PATIENCE, POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
-from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, most_pairs
+from tandem.engine_core.scheduler.step_costs import StepCosts
+from tandem.engine_core.scheduler.step_rows import (
+    build_paged_row,
+    build_row,
+    build_steady_rows,
+    build_steady_rows_some_constrained,
+    new_sequence,
+)
+from tandem.engine_core.scheduler.time_budget import fitting_tokens
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy
-
-LEAST_MS, SLOWDOWN = 5.0, 2.5
-"""Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
-those of prompts among them; `--max-itl` replaces both."""
-MOST_STRETCH = 1.25
-"""How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
-IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
-"""Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
-at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
 
 
 class SchedulerLimits(Struct, frozen=True):
@@ -41,74 +50,7 @@ class SchedulerLimits(Struct, frozen=True):
     static: bool = False
     """True for static batching: a batch runs to its end before the next is admitted."""
     max_itl: float | None = None
-    """Milliseconds that a step in which rows decode may take; None: see LEAST_MS."""
-
-
-def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
-    """Return the row with the next `length` positions of a sequence.
-
-    It brings everything that the device needs for them and lacks.
-    """
-    start = seq.num_scheduled_tokens
-    end = start + length
-    first = min(start, seq.device.uploaded_len) if start < seq.device.upload_end else start
-    scored = seq.scored and seq.wire.reported_len < seq.prompt_len
-    return ScheduledSequence(
-        seq.id,
-        seq.row,
-        start,
-        length,
-        length == seq.pending,
-        constrained=seq.constraint is not None,
-        tokens=seq.tokens[first : min(end, seq.device.upload_end)].tobytes() if first < seq.device.upload_end else b"",
-        new_pages=memory.unmapped_pages(seq, end),
-        first_page=seq.device.num_mapped_pages,
-        skipped=start - first,
-        targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",
-    )
-
-
-def build_paged_row(seq: Sequence) -> ScheduledSequence:
-    """Return the next row of a steady sequence that was given a new page."""
-    start, first = seq.num_scheduled_tokens, seq.device.num_mapped_pages
-    constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
-    return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
-
-
-def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
-    """Return the rows of sequences in steady decode that need no new page.
-
-    Their next position lies in a page that the device knows.
-    """
-    return [
-        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens)
-        for seq in running
-        if seq.num_scheduled_tokens < seq.next_page_boundary
-    ]
-
-
-def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
-    """Return the rows of `build_steady_rows` where some have a grammar.
-
-    It is a separate loop so that `build_steady_rows` need not check for grammars.
-    """
-    return [
-        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
-        for seq in running
-        if seq.num_scheduled_tokens < seq.next_page_boundary
-    ]
-
-
-def new_sequence(seq: Sequence) -> NewSequence:
-    """Return the facts about a sequence that the device needs before its first row."""
-    return NewSequence(
-        seq.id,
-        seq.row,
-        seq.prompt_len,
-        seq.submit.sampling,
-        tuple(seq.end_ids) if seq.min_tokens else (),
-        seq.submit.logprobs is not None,
-    )
+    """Milliseconds that a step in which rows decode may take; None: see `time_budget`."""
 
 
 def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) -> None:
@@ -129,8 +71,9 @@ def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) 
 class Planner:
     """Build plans over the running sequences.
 
-    Length limits are foreseen, since samples in flight count; an end-of-sequence token cannot be foreseen, hence
-    zombies. The loops are written out for speed: they run for every row of every step.
+    Length limits are foreseen, since samples in flight count. An end-of-sequence token is not: its sequence may have
+    one more row in flight, and is a zombie until that is committed. The loops are written out for speed, as they run
+    for every row of every step.
     """
 
     def __init__(
@@ -187,23 +130,36 @@ class Planner:
                 return plan
         return self.plan_each(step_id, running, held)
 
-    def plan_each(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
-        """Return the next step, with a choice among all rows.
+    def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
+        """Return a step of sequences in steady decode, perhaps of no rows.
 
-        None if no row can compute anything.
+        None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at
+        `num_scheduled_tokens`, and the budget serves all.
         """
-        members = running.members
-        candidates = [seq for seq in members.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
-        return self._plan_chosen(step_id, running, *self._choose(candidates, members, held))
+        constrained = bool(running.constrained)
+        rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
+        updated_rows: tuple[ScheduledSequence, ...] = ()
+        if len(rows) < len(sequences):
+            at_boundary = [
+                seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
+            ]
+            if not self.memory.grow_each(at_boundary):
+                return None
+            updated_rows = tuple([build_paged_row(seq) for seq in at_boundary])
+        self._reserver.out_of_pages = False
+        all_rows = (*rows, *updated_rows)
+        needs_mask = constrained and any(row.constrained for row in all_rows)
+        return StepPlan.decode_only(
+            step_id, all_rows, needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
+        )
 
     def _plan_beside_steady(
         self, step_id: int, running: RunningSequences, held: Collection[Sequence]
     ) -> StepPlan | None:
-        """Return the next step, with all rows that are in steady decode.
+        """Return the next step, with all rows in steady decode.
 
-        The policy chooses among the others. The step has the rows of `plan_each`, without the time of choosing what is
-        not chosen. None: no row is in steady decode, pages are missing, or prompts are overdue that time does not
-        limit, before which decoding rows may have to wait.
+        The policy chooses among the others. None if no row is in steady decode, if pages are missing, or if prompts are
+        overdue that time does not limit: decoding rows may have to wait for those.
         """
         members = running.members
         overdue = any(members[seq_id].steps_skipped >= PATIENCE - 1 for seq_id in running.unsteady)
@@ -225,6 +181,15 @@ class Planner:
             return None
         plan = self._plan_chosen(step_id, running, *chosen)
         return steady if plan is None else steady.followed_by(plan)
+
+    def plan_each(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
+        """Return the next step, with a choice among all rows.
+
+        None if no row can compute anything.
+        """
+        members = running.members
+        candidates = [seq for seq in members.values() if len(seq.tokens) + seq.num_inflight_samples < seq.total_len]
+        return self._plan_chosen(step_id, running, *self._choose(candidates, members, held))
 
     def _plan_chosen(
         self, step_id: int, running: RunningSequences, candidates: Items[Sequence], lengths: Items[int]
@@ -293,60 +258,6 @@ class Planner:
                     context += seq.num_scheduled_tokens
                 else:
                     prompts.append((seq.num_scheduled_tokens, wanted))
-            prompt_tokens = self._fitting_tokens(rows, context, prompts)
+            prompt_tokens = fitting_tokens(self.costs, rows, context, prompts, limits.max_itl)
         tokens = limits.max_step_tokens - beside
         return Budget(tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens, beside > 0)
-
-    def _fitting_tokens(self, rows: int, context: int, prompts: Items[tuple[int, int]]) -> int:
-        """Return the largest size of the table with which a step is short enough.
-
-        It is at least the smallest size, so that prompts always go on. rows, context: of the rows that decode; prompts:
-        start and lacking positions of each prompt.
-        """
-        costs, sizes = self.costs, self.costs.mixed_token_sizes if rows else self.costs.token_sizes
-        allowed = self.allowed_milliseconds(rows, context, len(prompts))
-        fitting = bisect_left(
-            sizes,
-            True,
-            lo=1,
-            key=lambda size: costs.milliseconds(StepWork(rows, context, size, most_pairs(prompts, size))) > allowed,
-        )
-        return sizes[fitting - 1]
-
-    def allowed_milliseconds(self, rows: int, context: int, prompts: int) -> float:
-        """Return how long a step with prompts may be expected to take.
-
-        The prompts' rows count as if they decoded too, and the limit grows as their share does: a prompt that waits
-        costs its stream more than a longer step costs the others. If fewer decoding rows meant shorter steps, prompts
-        would wait longer, fewer rows would decode yet, and under full load the engine would stay half empty. rows,
-        context: of the rows that decode; prompts: their number.
-        """
-        if not rows:
-            return max(IDLE_MS, IDLE_SLOWDOWN * self.costs.milliseconds(StepWork(1, 0)))
-        if self.limits.max_itl:
-            return self.limits.max_itl
-        alone = self.costs.milliseconds(StepWork(rows + prompts, context))
-        return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
-
-    def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
-        """Return a step of sequences in steady decode, perhaps of no rows.
-
-        None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at
-        `num_scheduled_tokens`, and the budget serves all.
-        """
-        constrained = bool(running.constrained)
-        rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
-        updated_rows: tuple[ScheduledSequence, ...] = ()
-        if len(rows) < len(sequences):
-            at_boundary = [
-                seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
-            ]
-            if not self.memory.grow_each(at_boundary):
-                return None
-            updated_rows = tuple([build_paged_row(seq) for seq in at_boundary])
-        self._reserver.out_of_pages = False
-        all_rows = (*rows, *updated_rows)
-        needs_mask = constrained and any(row.constrained for row in all_rows)
-        return StepPlan.decode_only(
-            step_id, all_rows, needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
-        )

@@ -6,9 +6,16 @@ import pytest
 
 from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.scheduler.planner import IDLE_MS, IDLE_SLOWDOWN, LEAST_MS, MOST_STRETCH, SLOWDOWN
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, num_pairs
+from tandem.engine_core.scheduler.time_budget import (
+    IDLE_MS,
+    IDLE_SLOWDOWN,
+    LEAST_MS,
+    MOST_STRETCH,
+    SLOWDOWN,
+    allowed_milliseconds,
+)
 from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import new, sequence
 
@@ -158,13 +165,14 @@ def test_steps_correct_the_table_with_and_without_masks(grammar: str | None) -> 
 )
 def test_rows_that_wait_for_prompts_count_toward_the_limit(rows: int, prompts: int, expected: float) -> None:
     table = {(1, 0): 1.0, (8, 0): 1.5, (64, 0): 4.0, (128, 0): 5.0, (0, 64): 2.0}
-    planner = Simulation(table=table).scheduler.planner
-    assert planner.allowed_milliseconds(rows, 0, prompts) == pytest.approx(expected)
+    costs = StepCosts(table, AttentionShare())
+    assert allowed_milliseconds(costs, rows, 0, prompts, None) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(1, 0), (1, 60), (60, 1)])
 def test_max_itl_is_never_stretched(rows: int, prompts: int) -> None:
-    assert Simulation(max_itl=7.0).scheduler.planner.allowed_milliseconds(rows, 10_000, prompts) == 7.0
+    costs = StepCosts({(1, 0): 1.0, (0, 64): 2.0}, AttentionShare())
+    assert allowed_milliseconds(costs, rows, 10_000, prompts, 7.0) == 7.0
 
 
 def test_steps_beside_streams_are_of_captured_sizes() -> None:

@@ -1,0 +1,74 @@
+"""Rows of a step, with what the device must be told of each sequence."""
+
+from collections.abc import Sequence as Items
+
+from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.plan import NewSequence, ScheduledSequence
+from tandem.engine_core.sequence import Sequence
+
+
+def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
+    """Return the row with the next `length` positions of a sequence.
+
+    It brings everything that the device needs for them and lacks.
+    """
+    start = seq.num_scheduled_tokens
+    end = start + length
+    first = min(start, seq.device.uploaded_len) if start < seq.device.upload_end else start
+    scored = seq.scored and seq.wire.reported_len < seq.prompt_len
+    return ScheduledSequence(
+        seq.id,
+        seq.row,
+        start,
+        length,
+        length == seq.pending,
+        constrained=seq.constraint is not None,
+        tokens=seq.tokens[first : min(end, seq.device.upload_end)].tobytes() if first < seq.device.upload_end else b"",
+        new_pages=memory.unmapped_pages(seq, end),
+        first_page=seq.device.num_mapped_pages,
+        skipped=start - first,
+        targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",
+    )
+
+
+def build_paged_row(seq: Sequence) -> ScheduledSequence:
+    """Return the next row of a steady sequence that was given a new page."""
+    start, first = seq.num_scheduled_tokens, seq.device.num_mapped_pages
+    constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
+    return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
+
+
+def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:
+    """Return the rows of sequences in steady decode that need no new page.
+
+    Their next position lies in a page that the device knows.
+    """
+    return [
+        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens)
+        for seq in running
+        if seq.num_scheduled_tokens < seq.next_page_boundary
+    ]
+
+
+def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[ScheduledSequence]:
+    """Return the rows of `build_steady_rows` where some have a grammar.
+
+    It is a separate loop so that `build_steady_rows` need not check for grammars.
+    """
+    return [
+        ScheduledSequence(seq.id, seq.row, seq.num_scheduled_tokens, constrained=seq.constraint is not None)
+        for seq in running
+        if seq.num_scheduled_tokens < seq.next_page_boundary
+    ]
+
+
+def new_sequence(seq: Sequence) -> NewSequence:
+    """Return the facts about a sequence that the device needs before its first row."""
+    return NewSequence(
+        seq.id,
+        seq.row,
+        seq.prompt_len,
+        seq.submit.sampling,
+        tuple(seq.end_ids) if seq.min_tokens else (),
+        seq.submit.logprobs is not None,
+    )

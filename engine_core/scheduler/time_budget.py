@@ -1,0 +1,53 @@
+"""Time that a step with prompts may take, and the positions that fit it."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, most_pairs
+
+LEAST_MS, SLOWDOWN = 5.0, 2.5
+"""Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
+those of prompts among them; `--max-itl` replaces both."""
+MOST_STRETCH = 1.25
+"""How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
+IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
+"""Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
+at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
+
+
+def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int, max_itl: float | None) -> float:
+    """Return how long a step with prompts may be expected to take.
+
+    The prompts' rows count as if they decoded too, and the limit grows as their share does: a prompt that waits costs
+    its stream more than a longer step costs the others. If fewer decoding rows meant shorter steps, prompts would wait
+    longer, fewer rows would decode yet, and under full load the engine would stay half empty.
+
+    rows, context: number of the rows that decode, and of the positions that they attend to; prompts: their number;
+    max_itl: milliseconds of a step in which rows decode, in place of all that.
+    """
+    if not rows:
+        return max(IDLE_MS, IDLE_SLOWDOWN * costs.milliseconds(StepWork(1, 0)))
+    if max_itl:
+        return max_itl
+    alone = costs.milliseconds(StepWork(rows + prompts, context))
+    return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
+
+
+def fitting_tokens(
+    costs: StepCosts, rows: int, context: int, prompts: Sequence[tuple[int, int]], max_itl: float | None
+) -> int:
+    """Return the positions of prompts that a step may compute.
+
+    It is the largest size of the table that is short enough, and at least the smallest, so that prompts always go on.
+
+    prompts: start and lacking positions of each; the others as for `allowed_milliseconds`.
+    """
+    sizes = costs.mixed_token_sizes if rows else costs.token_sizes
+    allowed = allowed_milliseconds(costs, rows, context, len(prompts), max_itl)
+    fitting = bisect_left(
+        sizes,
+        True,
+        lo=1,
+        key=lambda size: costs.milliseconds(StepWork(rows, context, size, most_pairs(prompts, size))) > allowed,
+    )
+    return sizes[fitting - 1]
