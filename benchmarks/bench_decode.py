@@ -295,8 +295,7 @@ def line(f: Figures) -> str:
     return f"{f.rows:>5} {f.mode:>10} {times} {f.tokens_per_second:>9.0f} {limits} {overlap}"
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
@@ -305,7 +304,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0, help="length of a lone prompt to measure too")
     parser.add_argument("--max-len", type=int, help="as of `tandem serve` (default 1024, or what --prompt needs)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    arguments = arguments_parser().parse_args()
     bandwidth = read_bandwidth()
     weights, quantize, prompt = arguments.weights, arguments.quantize, arguments.prompt
     bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, arguments.max_len)

@@ -50,8 +50,7 @@ def text(outcome: Outcome) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure, and return 1 if anything leaked."""
+def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 2000], help="(default: 100 2000)")
     parser.add_argument("--frontends", type=int, default=4, help="(default: 4)")
@@ -61,7 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, metavar="N", help="of a stream that is still open when its fault comes")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     parser.add_argument("--real", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of a real engine; comes last")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and return 1 if anything leaked."""
+    arguments = arguments_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the servers that it has started
     real = None if arguments.real is None else tuple(arguments.real)
     found: list[Outcome] = []

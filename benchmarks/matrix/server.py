@@ -109,8 +109,12 @@ class Server:
         assert self._process is not None
         stop_process(self._process, STOP_SECONDS)
 
+    def metrics(self) -> str:
+        """Return what Prometheus would scrape; empty if the server does not answer."""
+        return self._get(self._ops_port, "/metrics") or ""
+
     def scrape(self) -> Scrape:
-        return Scrape(self._get(self._ops_port, "/metrics") or "")
+        return Scrape(self.metrics())
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the engine logged.

@@ -1,0 +1,47 @@
+"""The command that runs a campaign."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.campaign.__main__ import main
+
+
+def test_the_plan_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--only", "faults"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "faults: llama-3.2-1b, 0 s to start"
+    assert lines[1].split()[:3] == ["faults_1b", "90", "s"]
+    assert "--only kill-engine stop-engine" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--out DIR says where"),
+        (["--list", "--only", "nothing"], "--only nothing: the plan has"),
+        (["--list", "--plan", "{missing}"], "No such file or directory"),
+        (["--list", "--plan", "{wrong}"], "wrong.toml: "),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.toml").write_text("group = []")
+    places = {"missing": tmp_path / "missing.toml", "wrong": tmp_path / "wrong.toml"}
+    with pytest.raises(SystemExit) as caught:
+        main([word.format_map(places) for word in arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_campaign_measures_a_step_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[[group]]\nname = "folders"\nshape = "llama-3.2-1b"\nserve = false\n[[group.measurement]]\nname = "listing"\n'
+        'seconds = 60\ncommand = "json.tool {folder}/config.json"\n'
+    )
+    assert main(["--plan", str(plan), "--out", str(tmp_path / "out")]) == 0
+    assert '"model_type": "llama"' in (tmp_path / "out" / "listing.log").read_text()
+    assert main(["--plan", str(plan), "--out", str(tmp_path / "out")]) == 0, "all is done"
+    assert capsys.readouterr().out.count("listing: done") == 1
