@@ -51,6 +51,8 @@ ALLOWANCE_MS = 0.4
 """Milliseconds allowed for a step's norms, rotations, launches and sampling, in addition to linears and KV."""
 CLIENT, EPOCH = b"bench", 1
 GREEDY = SamplingParams(LAST + 40, temperature=0.0, ignore_eos=True)
+SAMPLED_ROWS = (64, 256)
+"""Rows that are measured with temperature and top-p too."""
 SAMPLED = SamplingParams(LAST + 40, temperature=0.8, top_p=0.95, ignore_eos=True, seed=1)
 
 
@@ -237,7 +239,8 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
         floor = weights / bandwidth + kv_read
         linears = weights / bandwidth if bench.is_quantized else linear_seconds(bench.runtime.model, rows)
         bounds = Bounds(floor * 1e3, linears * 1e3, (linears + kv_read) * 1e3 + allowance)
-        ways = [("blocking", 1, GREEDY), ("pipelined", 2, GREEDY)] + ([("sampled", 2, SAMPLED)] if rows == 64 else [])
+        ways = [("blocking", 1, GREEDY), ("pipelined", 2, GREEDY)]
+        ways += [("sampled", 2, SAMPLED)] if rows in SAMPLED_ROWS else []
         blocking = None
         for mode, depth, params in ways:
             measured = bench.run(rows, depth, params)
