@@ -24,6 +24,7 @@ from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
 from tandem.frontend.process import child_environment
+from tandem.frontend.supervisor.addresses.port_flags import port_clash
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import tcp_addresses
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
@@ -73,10 +74,7 @@ def run_doctor(arguments: argparse.Namespace, ask: AskEngine | None = None) -> i
 def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
     """Collect the report. It holds no values of the environment and no keys."""
     problems: list[str] = []
-    ports = {
-        **_service_ports(arguments, problems),
-        "ops port": _ops_port(arguments.ops_host, arguments.ops_port, problems),
-    }
+    ports = _ports(arguments, problems)
     options = engine_options(arguments)
     engine, model = Forecast(), {_kind(options.model): options.model or ""}
     try:
@@ -196,15 +194,30 @@ def _driver() -> str:
     return found.stdout.strip().partition("\n")[0] or "nvidia-smi failed"
 
 
-def _service_ports(arguments: argparse.Namespace, problems: list[str]) -> Section:
-    addresses = Addresses(arguments.host, arguments.port)
+def _ports(arguments: argparse.Namespace, problems: list[str]) -> Section:
+    """Describe the ports of a server, and note those that it cannot have.
+
+    In place of the default ops port a server takes the next that is free.
+    """
+    addresses, ops_host, given = Addresses(arguments.host, arguments.port), arguments.ops_host, arguments.ops_port
+    ops_port = DEFAULT_OPS_PORT if given is None else given
+    found, clash = ", ".join(addresses.tcp_hosts), ""
     try:
         resolved = tcp_addresses(addresses.tcp_hosts)
+        found = "; ".join([_port(address.host, addresses.tcp_port, "--port", problems) for address in resolved])
+        clash = port_clash(addresses, ops_host, ops_port, None)
     except LaunchError as error:
         problems.append(str(error))
-        return {"port": ", ".join(addresses.tcp_hosts)}
-    found = [_port(address.host, addresses.tcp_port, "--port", problems) for address in resolved]
-    return {"port": "; ".join(found)}
+    ops_problems = [clash] if clash else []
+    if clash:
+        ops = f"{ops_host}:{ops_port} is asked for twice"
+    else:
+        ops = _port(ops_host, ops_port, "--ops-port", ops_problems)
+    if given is not None:
+        problems += ops_problems
+    elif ops_problems:
+        ops += "; a server takes the next free one"
+    return {"port": found, "ops port": ops}
 
 
 def _port(host: str, port: int, flag: str, problems: list[str]) -> str:
@@ -216,15 +229,3 @@ def _port(host: str, port: int, flag: str, problems: list[str]) -> str:
         problems.append(f"cannot listen on {host}:{port} ({error.strerror or error}{owner}); choose another {flag}")
         return f"{host}:{port} cannot be used{owner}"
     return f"{host}:{port} is free"
-
-
-def _ops_port(host: str, port: int | None, problems: list[str]) -> str:
-    """Describe the ops port.
-
-    In place of the default one a server takes the next that is free.
-    """
-    if port is not None:
-        return _port(host, port, "--ops-port", problems)
-    unused: list[str] = []
-    text = _port(host, DEFAULT_OPS_PORT, "--ops-port", unused)
-    return text + ("; a server takes the next free one" if unused else "")

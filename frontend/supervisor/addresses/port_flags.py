@@ -23,10 +23,16 @@ class PortUse(Struct, frozen=True):
 
 
 def check_ports(api: Addresses | None, ops_host: str, ops_port: int | None, endpoint: str | None) -> None:
-    """Raise LaunchError if two flags ask for one port of one address.
+    """Raise LaunchError if two flags ask for one port of one address, as `port_clash` says."""
+    if clash := port_clash(api, ops_host, ops_port, endpoint):
+        raise LaunchError(clash)
+
+
+def port_clash(api: Addresses | None, ops_host: str, ops_port: int | None, endpoint: str | None) -> str:
+    """Return which two flags ask for one port of one address; "" if none do.
 
     `api` has the addresses of the frontends, if there are any, `endpoint` is that of an engine of this command. An ops
-    port that was not given gives way to the others, so it takes no part.
+    port that was not given gives way to the others, so it takes no part. Raises LaunchError for a host without address.
     """
     uses: list[PortUse] = []
     if api is not None and api.tcp_hosts:
@@ -37,7 +43,8 @@ def check_ports(api: Addresses | None, ops_host: str, ops_port: int | None, endp
     uses += _endpoint_uses(endpoint) if endpoint is not None else []
     for one, other in combinations(uses, 2):
         if one.port and one.port == other.port and (host := _shared_host(one.addresses, other.addresses)):
-            raise LaunchError(f"{one.flag} and {other.flag} are both {one.port} on {host}; change one of them")
+            return f"{one.flag} and {other.flag} are both {one.port} on {host}; change one of them"
+    return ""
 
 
 def _endpoint_uses(endpoint: str) -> list[PortUse]:

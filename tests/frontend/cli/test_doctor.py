@@ -15,6 +15,7 @@ from tandem.frontend.cli.port_owner import port_owner
 from tandem.frontend.listening import listen
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast
+from tests.support.serving import free_port
 
 CHOICES = Forecast(["NVIDIA L4, compute capability 8.9"], {"supported": "yes"}, {"rows": "256 (default on cuda)"})
 PORTS = ["--port", "0", "--ops-port", "0"]
@@ -55,6 +56,21 @@ def test_ports_in_use_name_their_process_and_only_given_ones_are_problems(
         monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)
         assert report("--port", "0") == 0
         assert "a server takes the next free one" in capsys.readouterr().out
+
+
+def test_one_port_asked_for_twice_is_a_problem_unless_it_is_the_default_ops_port(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    assert report("--port", str(port), "--ops-port", str(port)) == 1
+    text = capsys.readouterr().out
+    assert f"- --port and --ops-port are both {port} on 127.0.0.1; change one of them" in text
+    assert f"ops port          127.0.0.1:{port} is asked for twice\n" in text
+    monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)
+    assert report("--port", str(port)) == 0
+    assert "is asked for twice; a server takes the next free one" in capsys.readouterr().out
+    assert report("--host", "nowhere.invalid", "--port", str(port), "--ops-port", str(port)) == 1
+    assert f"ops port          127.0.0.1:{port} is free" in capsys.readouterr().out
 
 
 def test_unknown_owner_of_a_port_is_another_process(tmp_path: Path) -> None:
