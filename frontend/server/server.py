@@ -52,7 +52,7 @@ make one of the next. What a request takes is freed by reference counts, so that
 class DrainingServer(uvicorn.Server):
     """Server of one frontend, which drains before it exits.
 
-    It drains at the first signal, and exits at once at a second. If it has a supervisor, it asks that for a successor
+    It drains at the first signal, and ends what is open at a second, before it exits. If it has a supervisor, it asks that for a successor
     first, and serves on until it is told to drain.
     """
 
@@ -86,6 +86,7 @@ class DrainingServer(uvicorn.Server):
         self._signaled_at: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._drain: asyncio.Task[None] | None = None
+        self._exit: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run_slots(self, slots: Sequence[Sequence[socket.socket]]) -> None:
@@ -186,13 +187,19 @@ class DrainingServer(uvicorn.Server):
             audit.info("the certificate was reloaded from %s", cert)
 
     def exit(self) -> None:
-        """Exit without draining."""
-        self.should_exit = self.force_exit = True
+        """Exit without draining: end what is open with an error first, or nothing if called again.
+
+        Called by the event loop, once it runs.
+        """
+        if self._loop is None or self._exit is not None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._exit = self._loop.create_task(self._end_and_exit())
 
     # The rest.
 
     def _on_signal(self) -> None:
-        """Begin to end at the first signal, exit at the second.
+        """Begin to end at the first signal, exit at a later one.
 
         Programs such as coreutils' `timeout` send one signal twice, to the process and to its group.
         """
@@ -232,6 +239,13 @@ class DrainingServer(uvicorn.Server):
                     cut,
                     timeout,
                 )
+            await self._end_and_exit()
+        finally:
+            self.should_exit = True
+
+    async def _end_and_exit(self) -> None:
+        """End what is open with an error, and exit once that is written."""
+        try:
             self._service.end_requests()
             await self.connections.wait_until_answered(_FLUSH_SECONDS)
         finally:

@@ -1,5 +1,6 @@
 """Drain of a server: what it still accepts and answers, how connections end, and when it exits."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -138,7 +139,7 @@ def test_what_is_open_after_the_timeout_ends_with_an_error(
     until(lambda: engine.num_running == 0, "its row is freed")
 
 
-def test_second_signal_exits_at_once(
+def test_second_signal_ends_what_is_open_with_an_error_and_exits(
     server: RunningServer, engine: FakeEngine, clients: list[RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.step_seconds = 0.02
@@ -154,6 +155,21 @@ def test_second_signal_exits_at_once(
     assert not server.server.should_exit, "one that follows at once counts as the first"
     monkeypatch.setattr(f"{MODULE}.REPEATED_SIGNAL_SECONDS", -1.0)
     server.server.handle_exit(signal.SIGTERM, None)
+    assert b'"code":"shutting_down"' in clients[0].reply().body
+    assert has_ended(server)
+    assert not server.server.force_exit
+
+
+def test_third_signal_exits_at_once(
+    server: RunningServer, engine: FakeEngine, clients: list[RawClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.hold = True
+    clients[0].send(stream_request(2000))
+    until(lambda: server.server._service.client.num_open == 1)
+    monkeypatch.setattr(f"{MODULE}.REPEATED_SIGNAL_SECONDS", -1.0)
+    monkeypatch.setattr(server.server.connections, "wait_until_answered", lambda _: asyncio.sleep(3600.0))
+    for _ in range(3):
+        server.server.handle_exit(signal.SIGTERM, None)
     until(lambda: server.server.should_exit and server.server.force_exit)
     assert has_ended(server)
 

@@ -85,7 +85,7 @@ class Supervisor:
         return not self.thread.is_alive() and self.is_closed
 
     def close(self) -> None:
-        self.server.exit()
+        self.server.should_exit = self.server.force_exit = True
         assert self.has_exited()
         self._loop.close()
         for listener in self.listeners:
@@ -262,4 +262,3 @@ def test_frontend_without_its_supervisor_exits(supervisor: Supervisor, engine: F
     serving(supervisor, engine)
     supervisor.disconnect()
     assert supervisor.has_exited()
-    assert supervisor.server.force_exit
