@@ -71,13 +71,15 @@ def serve(arguments: argparse.Namespace) -> None:
     disconnects = Disconnects.watch(router)
     launches = LaunchRecord(arguments.launches_dir) if arguments.launches_dir is not None else None
     try:
-        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator, launches=launches, disconnects=disconnects)
+        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator, launches=launches, disconnects=disconnects,
+                             announce=heartbeat.announce)  # fmt: skip
         engine = build_engine(engine_options(arguments), mailbox, status)
         if launches is not None:  # an engine that fails while it loads leaves no file
             launches.open()
 
         def stop(_signal: int, _frame: FrameType | None) -> None:
             status.enter(Phase.DRAINING)
+            heartbeat.announce()
             engine.stopping = True
             wakeup.wake()
 
@@ -85,6 +87,7 @@ def serve(arguments: argparse.Namespace) -> None:
         signal.signal(signal.SIGINT, stop)
         freeze_heap()
         status.enter(Phase.READY, 100)
+        heartbeat.announce()
         engine.run()
     except Exception as error:
         status.enter(Phase.FAILED, detail=str(error))

@@ -212,6 +212,9 @@ class Mailbox(Protocol):
     def reply(self, client: bytes, event: AnyEvent) -> None:
         """Send one event to a frontend at once; drop it if the frontend's queue is full."""
 
+    def announce(self) -> None:
+        """Send the next heartbeat at once, for stats that must not wait for it."""
+
     def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
         """Add tokens to the next flush."""
 

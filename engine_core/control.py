@@ -127,8 +127,7 @@ class Control:
                 self._pause(client, command)
             case Resume(call):
                 logger.info("resumed by %s", self.clients[client])
-                self.pause.end()
-                return Answer(call, True)
+                self.pause.end(client, call)
         return None
 
     def forget(self, client: bytes) -> bool:

@@ -9,6 +9,8 @@ launches t+1 while the device runs t.
 import logging
 from collections.abc import Callable
 
+from msgspec import structs
+
 from tandem.engine_core.contracts import Compiler, Mailbox, Runtime
 from tandem.engine_core.control import Control
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
@@ -292,12 +294,15 @@ class Engine:
         self.stages.mark("send")
 
     def _settle_pause(self) -> None:
-        """Say whether the engine is paused, and answer those who waited for it."""
+        """Say to all whether the engine is paused, and answer those who asked for it."""
         pause = self.control.pause
         complete = pause.is_complete(self.pipeline.in_flight, len(self.scheduler.running))
-        self.stats.paused = int(complete)
+        if complete != self.stats.paused:
+            self.stats.paused = int(complete)
+            self.stats.pause_changes += 1
+            self.mailbox.announce()
         for client, answer in pause.take_answers(complete):
-            self.mailbox.reply(client, answer)
+            self.mailbox.reply(client, structs.replace(answer, pause_changes=self.stats.pause_changes))
 
     def _update_gauges(self) -> None:
         """Copy the state that metrics show as gauges into the stats, once a tick."""

@@ -187,6 +187,8 @@ class Answer(Event, frozen=True, array_like=True, tag=4):
     ok: bool
     message: str = ""
     """Reason if it is not ok."""
+    pause_changes: int = 0
+    """For a `Pause` or `Resume`, that number of the engine's stats once it was carried out."""
 
 
 SequenceState = Literal["waiting", "compiling", "following", "prefill", "decode", "leaving", "zombie"]

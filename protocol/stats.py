@@ -177,3 +177,7 @@ class EngineStats(Struct, array_like=True):
     request_max_tokens: Annotated[
         Histogram, _histogram("tandem_request_params_max_tokens", "`max_tokens` of a sequence that has run.")
     ] = field(default_factory=_empty_histogram)
+    pause_changes: int = 0
+    """Times that `paused` has changed, odd while it is 1.
+
+    It orders heartbeats and answers, which come by two sockets."""

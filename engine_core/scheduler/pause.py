@@ -18,6 +18,8 @@ class PauseSwitch:
         """True if requests that arrive are refused until the engine resumes."""
         self._calls: list[tuple[bytes, int]] = []
         """Frontends and numbers of the calls that wait for the pause."""
+        self._resumes: list[tuple[bytes, int]] = []
+        """The same of calls that have ended one."""
 
     @property
     def holds_rows(self) -> bool:
@@ -27,7 +29,7 @@ class PauseSwitch:
     @property
     def is_unsettled(self) -> bool:
         """True if the engine pauses or has paused, or if calls wait for an answer."""
-        return self.mode is not None or bool(self._calls)
+        return self.mode is not None or bool(self._calls or self._resumes)
 
     def begin(self, client: bytes, command: Pause) -> None:
         """Begin a pause, or change the one in force.
@@ -37,9 +39,10 @@ class PauseSwitch:
         self.mode, self.refuses_new = command.mode, command.refuse_new
         self._calls.append((client, command.call))
 
-    def end(self) -> None:
-        """End the pause, if there is one."""
+    def end(self, client: bytes, call: int) -> None:
+        """End the pause, if there is one; the call is answered in any case."""
         self.mode, self.refuses_new = None, False
+        self._resumes.append((client, call))
 
     def is_complete(self, in_flight: int, running: int) -> bool:
         """Return whether the engine is paused.
@@ -53,12 +56,15 @@ class PauseSwitch:
 
         Each comes with its frontend. complete: True if the engine is paused.
         """
+        resumes, self._resumes = self._resumes, []
+        answers = [(client, Answer(call, True)) for client, call in resumes]
         if self.mode is not None and not complete:
-            return []
+            return answers
         calls, self._calls = self._calls, []
         message = "" if complete else "the engine was resumed before it had paused"
-        return [(client, Answer(call, complete, message)) for client, call in calls]
+        return answers + [(client, Answer(call, complete, message)) for client, call in calls]
 
     def forget(self, client: bytes) -> None:
         """Drop the calls of a frontend that is gone."""
         self._calls = [call for call in self._calls if call[0] != client]
+        self._resumes = [call for call in self._resumes if call[0] != client]

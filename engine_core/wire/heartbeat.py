@@ -2,6 +2,8 @@
 
 import logging
 import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import zmq
@@ -69,6 +71,7 @@ class HeartbeatPublisher:
         self.status = status
         self.keys = keys
         self._handshakes = HandshakeLog()
+        self._news: SimpleQueue[None] = SimpleQueue()  # which a signal handler may use too
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -78,16 +81,25 @@ class HeartbeatPublisher:
         self._thread = threading.Thread(target=self._run, args=(publisher,), name="heartbeat", daemon=True)
         self._thread.start()
 
+    def announce(self) -> None:
+        """Have a heartbeat sent at once."""
+        self._news.put(None)
+
     def stop(self) -> None:
         """Send a last heartbeat and close the socket."""
         self._stop.set()
+        self.announce()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self, publisher: Any) -> None:
         self._handshakes.open(publisher)
         names = self.keys.names if self.keys is not None else {}
-        while not self._stop.wait(INTERVAL_SECONDS):
+        while True:
+            with suppress(Empty):
+                self._news.get(timeout=INTERVAL_SECONDS)
+            if self._stop.is_set():
+                break
             publisher.send(encode(self.status.heartbeat()))
             self._handshakes.read()
             if self.keys is not None and (current := self.keys.names) is not names:

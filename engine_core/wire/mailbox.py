@@ -51,12 +51,14 @@ class ZmqMailbox:
         authenticator: Authenticator | None = None,
         launches: LaunchRecord | None = None,
         disconnects: Disconnects | None = None,
+        announce: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over the bound socket.
 
         authenticator: its keys decide whose messages count; None takes those of every peer. launches: record of the
         requests that are started, and of those that engines before this one started; None for none. disconnects: watch
         of the socket's connections; with None a frontend is gone when a send to it fails, or its lease expires.
+        announce: sends a heartbeat at once.
         """
         self.router = router
         self.wakeup = wakeup
@@ -72,6 +74,7 @@ class ZmqMailbox:
         self._leases = Leases(clock)
         self._log = LimitedLog(logger, clock)
         self._launches = launches
+        self._announce = announce
         self._kept = False
         self._gone: dict[bytes, str] = {}
         """Frontends that the next flush reports, each with the reason."""
@@ -172,6 +175,9 @@ class ZmqMailbox:
         if not self._try_send(client, encode(event)):
             kind = type(event).__name__
             self._log.warning("dropped", "frontend %s does not read; dropped a %s", client.hex(), kind)
+
+    def announce(self) -> None:
+        self._announce()
 
     def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
         box = self._outbox(client)

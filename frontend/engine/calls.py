@@ -19,14 +19,14 @@ class EngineCalls:
     """Table of the open calls, which matches replies with calls by number.
 
     Numbers are never reused, so late replies are ignored. `send` sends a call or raises ApiError 503. `on_pause` gets
-    True once the engine has paused and False once it goes on, before the call returns. Every method raises ApiError 503
-    if no reply arrives.
+    the `pause_changes` of an engine that has paused or goes on, before the call returns. Every method raises ApiError
+    503 if no reply arrives.
     """
 
     def __init__(
         self,
         send: Callable[[EngineCall], None],
-        on_pause: Callable[[bool], None],
+        on_pause: Callable[[int], None],
         timeout: float = CALL_SECONDS,
     ) -> None:
         self._send = send
@@ -62,13 +62,12 @@ class EngineCalls:
         assert isinstance(reply, Answer), reply
         if not reply.ok:
             return reply.message
-        self._on_pause(True)
+        self._on_pause(reply.pause_changes)
         return ""
 
     async def resume(self) -> None:
         """Have the engine go on after a pause, if there is one."""
-        await self._answer(Resume)
-        self._on_pause(False)
+        self._on_pause((await self._answer(Resume)).pause_changes)
 
     async def inspect(self) -> Inspection:
         """Return a snapshot of the scheduler."""

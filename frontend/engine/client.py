@@ -189,10 +189,10 @@ class EngineClient:
         assert heartbeat is not None
         if self._refusal is not None and self._refusal[0] == heartbeat.engine_epoch:
             return EngineHealth(False, "refused", self._refusal[1])
-        if self._link is None and self._broken is not None:
-            reason = f"{self._broken[2]}; waiting for a heartbeat from it or from another engine"
-            return EngineHealth(False, "lost", reason)
-        if self._link is None or self._link.ready is None:
+        if self._link is None:
+            lost = self._broken[2] if self._broken is not None else "the engine was silent for too long"
+            return EngineHealth(False, "lost", f"{lost}; waiting for a heartbeat from it or from another engine")
+        if self._link.ready is None:
             return EngineHealth(False, "connecting", "the handshake with the engine is under way")
         return health
 

@@ -33,17 +33,15 @@ class EngineHealth(Struct, frozen=True):
         return self.ready or self.status == "paused"
 
 
-class _PauseAnswer(Struct, frozen=True):
-    """Answer of an engine that it has paused or goes on."""
+class _Pause(Struct, frozen=True):
+    """Newest word of an engine on whether it is paused."""
 
     epoch: int
+    changes: int
     is_paused: bool
-    heard_at: float
 
 
 _READY = EngineHealth(True, "ready")
-_ANSWER_SECONDS = 1.0
-"""Seconds after an answer in which heartbeats that contradict it may have been sent before it."""
 
 
 class EngineWatch:
@@ -68,8 +66,7 @@ class EngineWatch:
         """True after the first heartbeat of any life."""
         self._progress_at = 0.0
         self._ended_epoch: int | None = None
-        self._pause_answer: _PauseAnswer | None = None
-        """Answer that the heartbeats have yet to confirm."""
+        self._pause = _Pause(0, 0, False)
 
     def observe(self, heartbeat: Heartbeat) -> None:
         """Record a heartbeat, unless its process is known to have ended."""
@@ -80,20 +77,24 @@ class EngineWatch:
         self._was_heard = True
         self._heard_at = now = self._clock()
         self._starts.observe(heartbeat, now)
-        if self._pause_answer is not None and not _precedes(heartbeat, self._pause_answer, now):
-            self._pause_answer = None
+        stats = heartbeat.stats
+        self._hear(_Pause(heartbeat.engine_epoch, stats.pause_changes, bool(stats.paused)))
         owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
         stood_still = previous is not None and _position(previous) == _position(heartbeat)
         if not (owes_steps and stood_still):
             self._progress_at = now
 
-    def note_pause(self, is_paused: bool) -> None:
+    def note_pause(self, changes: int) -> None:
         """Record the engine's answer to a pause or a resume.
 
-        It counts until a heartbeat says the same, or a later one something else.
+        changes: `EngineStats.pause_changes` of the answer. Heartbeats that were sent before it count no more.
         """
         if self.heartbeat is not None:
-            self._pause_answer = _PauseAnswer(self.heartbeat.engine_epoch, is_paused, self._clock())
+            self._hear(_Pause(self.heartbeat.engine_epoch, changes, changes % 2 == 1))
+
+    def _hear(self, pause: _Pause) -> None:
+        if pause.epoch != self._pause.epoch or pause.changes >= self._pause.changes:
+            self._pause = pause
 
     def note_failure(self, reason: str) -> None:
         """Record why a handshake failed, for the reason of the silence that follows."""
@@ -144,8 +145,7 @@ class EngineWatch:
             return EngineHealth(False, "failed", f"the engine failed: {heartbeat.detail or 'no detail given'}")
         if heartbeat.phase is Phase.DRAINING:
             return EngineHealth(False, "draining", "the engine is shutting down")
-        answer = self._pause_answer
-        if heartbeat.stats.paused if answer is None else answer.is_paused:
+        if self._pause.is_paused:
             return EngineHealth(False, "paused", "the engine is paused; POST /admin/resume has it go on")
         if heartbeat.pending and (stuck := self._clock() - self._progress_at) > self.step_timeout:
             reason = f"the engine made no step for {stuck:.0f} s while {heartbeat.pending} requests wait for it"
@@ -170,16 +170,6 @@ class EngineWatch:
         if self.silence() > patience:
             return f"no heartbeat from the engine for {self.silence():.1f} s"
         return health.reason if health.status == "hung" else ""
-
-
-def _precedes(heartbeat: Heartbeat, answer: _PauseAnswer, now: float) -> bool:
-    """Return whether a heartbeat heard now may be older than an answer.
-
-    Heartbeats arrive in order: those after one that agrees with the answer are newer.
-    """
-    if heartbeat.engine_epoch != answer.epoch or bool(heartbeat.stats.paused) == answer.is_paused:
-        return False
-    return now - answer.heard_at < _ANSWER_SECONDS
 
 
 def _position(heartbeat: Heartbeat) -> tuple[int, int, int]:

@@ -52,8 +52,8 @@ make one of the next. What a request takes is freed by reference counts, so that
 class DrainingServer(uvicorn.Server):
     """Server of one frontend, which drains before it exits.
 
-    It drains at the first signal, and ends what is open at a second, before it exits. If it has a supervisor, it asks that for a successor
-    first, and serves on until it is told to drain.
+    It drains at the first signal, and ends what is open at a second, before it exits. If it has a supervisor, it asks
+    that for a successor first, and serves on until it is told to drain.
     """
 
     def __init__(

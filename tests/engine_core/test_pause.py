@@ -30,7 +30,8 @@ def paused(depth: int, mode: PauseMode, *, refuse_new: bool = False) -> Bench:
     for _ in range(30):
         bench.engine.tick()
     assert bench.engine.pipeline.in_flight == 0
-    assert (answers(bench), bench.stats.paused) == ([Answer(7, True)], 1)
+    assert (answers(bench), bench.stats.paused) == ([Answer(7, True, "", 1)], 1)
+    assert bench.mailbox.num_announced == 1
     return bench
 
 
@@ -44,11 +45,11 @@ class TestModes:
         assert not bench.engine.tick(), "a paused loop sleeps"
         bench.say(Resume(8))
         bench.finish()
-        assert answers(bench)[1:] == [Answer(8, True)]
+        assert answers(bench)[1:] == [Answer(8, True, "", 2)]
         assert bench.stats.steps_launched > launched
         for number in (1, 2):
             assert bench.mailbox.received[CLIENT, number] == reference([3, 4, 5], 8, frozenset())
-        assert (bench.stats.paused, bench.at_rest()) == (0, True)
+        assert (bench.stats.paused, bench.mailbox.num_announced, bench.at_rest()) == (0, 2, True)
 
     def test_wait_lets_running_requests_finish_and_admits_no_others(self, depth: int) -> None:
         bench = paused(depth, "wait")
@@ -115,7 +116,7 @@ def test_constrained_step_that_waits_for_its_mask_is_sampled_before_the_pause() 
     bench.say(Pause(7, "keep"))
     for _ in range(3):
         bench.engine.tick()
-    assert (bench.engine.pipeline.in_flight, answers(bench)) == (0, [Answer(7, True)])
+    assert (bench.engine.pipeline.in_flight, answers(bench)) == (0, [Answer(7, True, "", 1)])
     bench.say(Resume(8))
     bench.finish()
     assert bench.at_rest()
@@ -129,6 +130,14 @@ def test_resume_before_the_pause_is_complete_answers_both() -> None:
     bench.finish()
     assert answers(bench) == [Answer(8, True), Answer(7, False, "the engine was resumed before it had paused")]
     assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 8, frozenset())
+
+
+def test_change_of_a_pause_that_leaves_the_engine_paused_is_no_change() -> None:
+    bench = paused(2, "keep")
+    bench.say(Resume(8), Pause(9, "keep"))
+    bench.engine.tick()
+    assert answers(bench)[1:] == [Answer(8, True, "", 1), Answer(9, True, "", 1)]
+    assert (bench.stats.pause_changes, bench.mailbox.num_announced) == (1, 1)
 
 
 def test_resume_without_a_pause_is_answered() -> None:

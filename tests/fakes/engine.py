@@ -127,6 +127,7 @@ class FakeEngine:
         for name, value in vars(FakeEngine(self.endpoint)).items():
             if not name.startswith("_") and name not in ("epoch", "facts", "stats"):
                 setattr(self, name, value)
+        self.stats.pause_changes += self.stats.paused
         self.stats.paused = 0  # as `pause`, which is None now
 
     @property
@@ -225,11 +226,16 @@ class FakeEngine:
             case Pause(call) if self.resumed_early:
                 return Answer(call, False, "resumed by the fake engine")
             case Pause(call):
-                self.pause, self.hold, self.stats.paused = command, True, 1
-                return Answer(call, True)
+                self.pause, self.hold = command, True
+                return self._answer_paused(call, 1)
             case Resume(call):
-                self.pause, self.hold, self.stats.paused = None, False, 0
-                return Answer(call, True)
+                self.pause, self.hold = None, False
+                return self._answer_paused(call, 0)
+
+    def _answer_paused(self, call: int, paused: int) -> Answer:
+        self.stats.pause_changes += paused != self.stats.paused
+        self.stats.paused = paused
+        return Answer(call, True, pause_changes=self.stats.pause_changes)
 
     def _inspection(self, call: int) -> Inspection:
         rows = self._running.values()

@@ -31,7 +31,7 @@ class FakeMailbox:
         self.on_flush: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self.on_settle: Callable[[], None] = lambda: None
-        self.num_settled = 0
+        self.num_settled = self.num_announced = 0
         self._pending: set[bytes] = set()
 
     @property
@@ -52,6 +52,9 @@ class FakeMailbox:
 
     def reply(self, client: bytes, event: AnyEvent) -> None:
         self.replies.append((client, event))
+
+    def announce(self) -> None:
+        self.num_announced += 1
 
     def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
         for request_id, token in zip(delta.request_ids, delta.tokens, strict=True):

@@ -132,6 +132,7 @@ STATS = st.builds(
     queue_time=HISTOGRAM,
     step_rows=HISTOGRAM,
     paused=ANY_INT,
+    pause_changes=ANY_INT,
 )
 EVENTS = (
     st.builds(Ready, protocol_version=ANY_INT, engine_epoch=ANY_INT, model=FACTS, limits=LIMITS)
@@ -158,7 +159,7 @@ EVENTS = (
         pending=ANY_INT,
         stats=STATS,
     )
-    | st.builds(Answer, call=ANY_INT, ok=st.booleans(), message=TEXT)
+    | st.builds(Answer, call=ANY_INT, ok=st.booleans(), message=TEXT, pause_changes=ANY_INT)
     | st.builds(
         Inspection,
         call=ANY_INT,

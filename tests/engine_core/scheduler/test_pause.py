@@ -49,16 +49,26 @@ def test_every_call_is_answered_once() -> None:
 def test_calls_that_a_resume_overtakes_are_told() -> None:
     pause = PauseSwitch()
     pause.begin(b"a", Pause(1, "wait", True))
-    pause.end()
+    pause.end(b"b", 2)
     assert (pause.mode, pause.refuses_new, pause.is_unsettled) == (None, False, True)
-    assert pause.take_answers(False) == [(b"a", Answer(1, False, RESUMED))]
+    assert pause.take_answers(False) == [(b"b", Answer(2, True)), (b"a", Answer(1, False, RESUMED))]
     assert not pause.is_unsettled
+
+
+def test_resume_is_answered_although_another_pause_has_begun() -> None:
+    pause = PauseSwitch()
+    pause.end(b"a", 1)
+    pause.begin(b"b", Pause(2, "wait"))
+    assert pause.take_answers(False) == [(b"a", Answer(1, True))]
+    assert pause.take_answers(True) == [(b"b", Answer(2, True))]
 
 
 def test_calls_of_a_frontend_that_is_gone_are_dropped_and_the_pause_stays() -> None:
     pause = PauseSwitch()
     pause.begin(b"a", Pause(1, "keep"))
     pause.begin(b"b", Pause(2, "keep"))
+    pause.end(b"a", 3)
+    pause.begin(b"b", Pause(4, "keep"))
     pause.forget(b"a")
     assert pause.mode == "keep"
-    assert pause.take_answers(True) == [(b"b", Answer(2, True))]
+    assert pause.take_answers(True) == [(b"b", Answer(2, True)), (b"b", Answer(4, True))]

@@ -77,6 +77,25 @@ def test_publisher_beats_while_the_main_thread_is_busy_and_once_at_the_end(endpo
     assert (last.detail, last.stats.steps_committed) == ("the device is lost", 41)
 
 
+def test_announced_heartbeat_is_sent_at_once(endpoint: str, context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.engine_core.wire.heartbeat.INTERVAL_SECONDS", 3600.0)
+    status = Status(7, new_stats())
+    heartbeat = HeartbeatPublisher(context, endpoint, Transport(), status)
+    heartbeat.start()
+    listener = connect_heartbeat(context, endpoint)
+    try:
+        for changes in (1, 2):
+            status.stats.pause_changes = changes
+            heartbeat.announce()  # again, while the listener is not connected yet
+            while not listener.poll(100):
+                heartbeat.announce()
+            while (beat := next_beat(listener)).stats.pause_changes != changes:
+                pass
+            assert beat.engine_epoch == 7
+    finally:
+        heartbeat.stop()
+
+
 def test_stop_frees_the_endpoint_and_is_idempotent(endpoint: str, context: Any) -> None:
     for epoch in (1, 2):
         heartbeat = HeartbeatPublisher(context, endpoint, Transport(), Status(epoch, new_stats()))

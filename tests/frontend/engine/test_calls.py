@@ -81,22 +81,22 @@ def test_engine_loss_fails_every_open_call() -> None:
     asyncio.run(lose())
 
 
-def test_pause_and_resume_are_told_once_the_engine_has_answered() -> None:
+def test_changes_of_a_pause_and_a_resume_are_told_once_the_engine_has_answered() -> None:
     async def ask() -> None:
         sent: list[EngineCall] = []
-        told: list[bool] = []
+        told: list[int] = []
         calls = EngineCalls(sent.append, told.append)
         refused, paused = (asyncio.create_task(calls.pause(mode, False)) for mode in PAUSE_MODES[:2])
         resumed = asyncio.create_task(calls.resume())
         while len(sent) < 3:
             await asyncio.sleep(0)
         assert told == []
-        calls.answer(Answer(sent[0].call, False, "it was resumed"))
+        calls.answer(Answer(sent[0].call, False, "it was resumed", 2))
         assert (await refused, told) == ("it was resumed", [])
-        calls.answer(Answer(sent[1].call, True))
-        assert (await paused, told) == ("", [True])
-        calls.answer(Answer(sent[2].call, True))
+        calls.answer(Answer(sent[1].call, True, pause_changes=3))
+        assert (await paused, told) == ("", [3])
+        calls.answer(Answer(sent[2].call, True, pause_changes=4))
         await resumed
-        assert told == [True, False]
+        assert told == [3, 4]
 
     asyncio.run(ask())

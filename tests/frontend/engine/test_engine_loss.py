@@ -89,6 +89,10 @@ def test_a_silent_engine_ends_streams_and_is_reconnected_later(engine: FakeEngin
         engine.frozen = True
         assert "no heartbeat" in stream.last_error()["message"]
         assert ready(server)["status"] == "silent"
+        # A frontend that was held up itself takes nobody for silent, and still has no engine.
+        server.server._service.client._watch.reset_timers()
+        held_up = ready(server)
+        assert (held_up["status"], "silent for too long" in held_up["reason"]) == ("lost", True)
         engine.frozen = False
         server.ready()
         assert complete(server).status_code == 200

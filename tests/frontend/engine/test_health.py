@@ -9,9 +9,10 @@ from tests.fakes.clock import FakeClock
 
 
 def heartbeat(
-    phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100, paused: int = 0
+    phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100, changes: int = 0
 ) -> Heartbeat:
-    stats = EngineStats(steps_launched=steps, steps_committed=steps, paused=paused)
+    paused = changes % 2
+    stats = EngineStats(steps_launched=steps, steps_committed=steps, paused=paused, pause_changes=changes)
     return Heartbeat(epoch, phase, percent, "", pending, stats)
 
 
@@ -89,32 +90,40 @@ def test_paused_engine_is_neither_ready_nor_hung() -> None:
     assert engine.at(270.0).health().status == "hung"
 
 
-@pytest.mark.parametrize("pauses", [True, False])
-def test_answer_of_a_pause_or_resume_counts_before_a_heartbeat_says_so(pauses: bool) -> None:
-    before, after = ("ready", "paused") if pauses else ("paused", "ready")
-    old, new = heartbeat(paused=not pauses), heartbeat(paused=pauses)
+@pytest.mark.parametrize("changes", [1, 2])
+def test_newest_word_on_a_pause_counts_by_whichever_socket_it_comes(changes: int) -> None:
+    words = ("ready", "paused", "ready", "paused")
     engine = Engine()
+    old, new, newer = (heartbeat(changes=number) for number in range(changes - 1, changes + 2))
     engine.sends(old, 10.0)
-    assert engine.watch.health().status == before
-    engine.watch.note_pause(pauses)
-    assert engine.watch.health().status == after
-    engine.sends(old, 10.1)
-    assert engine.watch.health().status == after, "that heartbeat may have been sent before the answer"
-    engine.sends(new, 10.2)
-    engine.sends(old, 10.3)
-    assert engine.watch.health().status == before, "another frontend has changed it since"
+    assert engine.watch.health().status == words[changes - 1]
+    engine.watch.note_pause(changes)
+    assert engine.watch.health().status == words[changes]
+    engine.sends(old, 15.0)
+    assert engine.watch.health().status == words[changes], "it was sent before the answer"
+    engine.sends(new, 15.1)
+    engine.sends(newer, 15.2)
+    assert engine.watch.health().status == words[changes + 1], "another frontend has changed it since"
+    engine.watch.note_pause(changes)
+    assert engine.watch.health().status == words[changes + 1], "an answer that is late"
 
 
-def test_answer_of_a_pause_ends_with_later_heartbeats_and_with_the_life_of_the_engine() -> None:
-    contradicted, restarted, unheard = Engine(), Engine(), Engine()
-    for engine in (contradicted, restarted):
-        engine.sends(heartbeat(), 10.0)
-        engine.watch.note_pause(True)
-    contradicted.sends(heartbeat(), 11.0)
+def test_pause_ends_with_the_life_of_the_engine() -> None:
+    restarted, unheard = Engine(), Engine()
+    restarted.sends(heartbeat(changes=3), 10.0)
     restarted.sends(heartbeat(epoch=2), 10.1)
-    unheard.watch.note_pause(True)
+    unheard.watch.note_pause(1)
     unheard.sends(heartbeat(), 10.0)
-    assert all(engine.watch.health().ready for engine in (contradicted, restarted, unheard))
+    assert all(engine.watch.health().ready for engine in (restarted, unheard))
+
+
+def test_pause_of_an_engine_that_does_not_count_its_changes_is_seen() -> None:
+    engine = Engine()
+    for paused, status in ((0, "ready"), (1, "paused"), (0, "ready")):
+        sent = heartbeat()
+        sent.stats.paused = paused
+        engine.sends(sent, 10.0)
+        assert engine.watch.health().status == status
 
 
 def test_idle_and_warming_engines_are_never_hung() -> None:
