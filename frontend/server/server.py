@@ -187,9 +187,9 @@ class DrainingServer(uvicorn.Server):
             audit.info("the certificate was reloaded from %s", cert)
 
     def exit(self) -> None:
-        """Exit without draining: end what is open with an error first, or nothing if called again.
+        """Exit without draining.
 
-        Called by the event loop, once it runs.
+        What is open ends with an error first, unless this is called again. Called by the event loop, once it runs.
         """
         if self._loop is None or self._exit is not None:
             self.should_exit = self.force_exit = True

@@ -23,7 +23,7 @@ class PortUse(Struct, frozen=True):
 
 
 def check_ports(api: Addresses | None, ops_host: str, ops_port: int | None, endpoint: str | None) -> None:
-    """Raise LaunchError if two flags ask for one port of one address, as `port_clash` says."""
+    """Raise LaunchError for what `port_clash` returns."""
     if clash := port_clash(api, ops_host, ops_port, endpoint):
         raise LaunchError(clash)
 
