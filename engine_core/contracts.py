@@ -111,6 +111,10 @@ class Compiler(Protocol):
     All methods are called on the loop's thread.
     """
 
+    @property
+    def is_busy(self) -> bool:
+        """True while something is being compiled or waits for that."""
+
     def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "", seconds: float = 0.0) -> None:
         """Request the constraint of one sequence.
 
@@ -126,7 +130,7 @@ class Compiler(Protocol):
 
         A result is a constraint, or the error that its request ends in.
 
-        Called only while a sequence waits for a constraint.
+        Called only while a sequence waits for a constraint, or the compiler is busy.
         """
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ class Engine:
                 self.mailbox.reply(client, answer)
             if busy and self.stages.clock() >= deadline:
                 break
-        if self.scheduler.compiling:
+        if self.scheduler.compiling or self.compiler.is_busy:
             for seq_id, result in self.compiler.take_finished():
                 self.scheduler.set_constraint(seq_id, result)
         self.stages.mark("drain")

@@ -97,11 +97,13 @@ class GrammarCompiler:
         limit_seconds: float = COMPILE_TIMEOUT_SECONDS,
         cached: int = CACHED_GRAMMARS,
         cpu_times: CpuTimes | None = None,
+        max_bases: int = 1,
     ) -> None:
         """Keep the parts of a compiler.
 
         compile_grammar: may raise RequestError; lanes: in the order of their `max_seconds`, of which the last is
-        infinite; wake: called on a compile thread with each result.
+        infinite; wake: called on a compile thread with each result; max_bases: number of times that a grammar of many
+        sequences is compiled, of use where as many threads compute masks.
         """
         self.compile_grammar = compile_grammar
         self.lanes = lanes
@@ -110,6 +112,7 @@ class GrammarCompiler:
         self.clock = clock
         self.limit_seconds = limit_seconds
         self.cached = cached
+        self.max_bases = max_bases
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._cpu_times = cpu_times or CpuTimes()
         self._jobs: dict[str, Job] = {}
@@ -124,6 +127,8 @@ class GrammarCompiler:
         if compiled_grammar is not None:
             self._grammars.move_to_end(grammar)
             self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends, key)))
+            if seconds <= self.lanes[0].max_seconds:
+                self._relieve(grammar, compiled_grammar, key)
             return
         job = self._jobs.get(grammar)
         if job is None:
@@ -134,6 +139,10 @@ class GrammarCompiler:
         if job.future is None:
             job.lane.add(key, grammar)
             self._begin()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._jobs)
 
     def cancel(self, seq_id: int) -> None:
         self._ready = [ready for ready in self._ready if ready[0] != seq_id]
@@ -183,15 +192,41 @@ class GrammarCompiler:
         self.stats.compile_time.observe(compiled.seconds)
         result = compiled.result
         if isinstance(result, CompiledGrammar):
-            self._grammars[compiled.grammar] = result
-            if len(self._grammars) > self.cached:
-                self._grammars.popitem(last=False)
+            result = self._keep(compiled.grammar, result)
+        key = ""
         for seq_id in job.waiting:
             waiter = self._waiters.pop(seq_id)
+            key = waiter.key
             if isinstance(result, CompiledGrammar):
                 self._ready.append((seq_id, result.constraint(waiter.ignore_ends, waiter.key)))
             else:
                 self._ready.append((seq_id, result))
+        if isinstance(result, CompiledGrammar) and job.lane is self.lanes[0]:
+            self._relieve(compiled.grammar, result, key)
+
+    def _keep(self, grammar: str, compiled_grammar: CompiledGrammar) -> CompiledGrammar:
+        """Put a grammar into the cache, and return it.
+
+        One that is there already gets another base.
+        """
+        cached = self._grammars.get(grammar)
+        if cached is not None:
+            cached.add_base(compiled_grammar.bases[0].matcher)
+            return cached
+        self._grammars[grammar] = compiled_grammar
+        if len(self._grammars) > self.cached:
+            self._grammars.popitem(last=False)
+        return compiled_grammar
+
+    def _relieve(self, grammar: str, compiled_grammar: CompiledGrammar, key: str) -> None:
+        """Compile a quick grammar again if many sequences follow it.
+
+        No request waits for the result.
+        """
+        if compiled_grammar.is_crowded and len(compiled_grammar.bases) < self.max_bases and grammar not in self._jobs:
+            job = self._jobs[grammar] = Job(self.lanes[0], set())
+            job.lane.add(key, grammar)
+            self._begin()
 
     def _fail_overdue(self) -> None:
         now = self.clock()

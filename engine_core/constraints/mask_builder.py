@@ -1,10 +1,12 @@
 """Token masks of many constraints at once, built on several threads.
 
-Copies of one compiled grammar share a lock, so threads only contend there: 64 masks of one grammar took 0.6 ms on one
-thread and 1.1 ms on eight, 256 masks of as many grammars 3.6 ms and 1.2 ms.
+A mask holds the lock of its base (`grammars.GrammarBase`) for the whole of its computation, so threads gain nothing
+where all rows of a step are of one base: 64 masks of one took 0.6 ms on one thread and 1.1 ms on eight, 256 masks of as
+many 3.6 ms and 1.2 ms. Whether they gain anything otherwise depends on cores that others use too, so it is measured.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -12,6 +14,7 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
+from tandem.engine_core.constraints.faster_way import FasterWay
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
 from tandem.engine_core.contracts import Constraint
@@ -21,8 +24,9 @@ Ints = NDArray[np.int32]
 Pairs = Sequence[tuple[GrammarConstraint, int]]
 """Constraints, each with the index of its mask."""
 
-PARALLEL_GRAMMARS = 8
-"""Smallest number of different grammars in a step for which other threads are used."""
+PARALLEL_BASES, PARALLEL_ROWS = 8, 24
+"""Other threads may be used for masks of as many bases, or where as many rows are of other bases than the most common.
+Fewer are done before the threads have woken up."""
 
 SLOW_SECONDS = 0.01
 """Time of masks computed on several threads, whose own times are unknown, from which some are measured in later steps.
@@ -59,6 +63,7 @@ class MaskBuilder:
         self.clock = clock
         self.cpu_clock = cpu_clock
         self._budget = MaskBudget(clock)
+        self._threads_help = FasterWay()
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
@@ -69,11 +74,13 @@ class MaskBuilder:
         start = self.clock()
         pairs = cast("Pairs", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
-        grammars = {id(constraint.compiled_grammar) for constraint, _ in pairs}
-        if self.executor is None or len(grammars) < PARALLEL_GRAMMARS:
+        if self.executor is None or not _may_be_parallel(pairs):
             self._compute_measured(pairs, out)
-        else:
-            self._compute_parallel(self.executor, pairs, out)
+        elif not self._threads_help.choose():
+            self._compute_measured(pairs, out)
+            self._threads_help.record(False, self.clock() - start, len(pairs))
+        elif self._compute_parallel(self.executor, pairs, out):
+            self._threads_help.record(True, self.clock() - start, len(pairs))
         endless = [index for constraint, index in pairs if constraint.ignore_ends]
         if endless:
             self._drop_ends(endless, out)
@@ -116,11 +123,11 @@ class MaskBuilder:
             out[index] = EVERYTHING
         return bool(constraint.overdrawn)
 
-    def _compute_parallel(self, executor: LLExecutor, pairs: Pairs, out: Ints) -> None:
+    def _compute_parallel(self, executor: LLExecutor, pairs: Pairs, out: Ints) -> bool:
         """Compute masks on all threads, but a few on the calling one.
 
         These are of constraints that slow steps had: first those that took longest, then those that were measured
-        least.
+        least. Return whether there were none.
         """
         suspects = [pair for pair in pairs if pair[0].cost.unmeasured or pair[0].cost.debt]
         suspects.sort(key=lambda pair: (pair[0].cost.debt, pair[0].cost.unmeasured), reverse=True)
@@ -131,13 +138,16 @@ class MaskBuilder:
         measured = {index for _, index in alone}
         together = [pair for pair in pairs if pair[1] not in measured and not self._is_overdrawn(*pair, out)]
         if not together:
-            return
+            return False
+        # Each thread takes a part of the list: with a base in one part alone, none waits for the lock of another.
+        together.sort(key=lambda pair: id(pair[0].base))
         start = self.clock()
         wanted = [(constraint.matcher, index) for constraint, index in together]
         executor.unsafe_compute_mask_ptr(wanted, out.ctypes.data, out.strides[0], len(out))
         if self.clock() - start >= SLOW_SECONDS:
             for constraint, _ in together:
                 constraint.cost.unmeasured = constraint.cost.unmeasured or MEASURED_MASKS
+        return not alone
 
     def _drop_ends(self, indices: list[int], out: Ints) -> None:
         """Clear the end ids in these masks, unless nothing would remain.
@@ -155,3 +165,12 @@ class MaskBuilder:
         for index, words in zip(rows.tolist(), found, strict=True):
             if not out[index].any():
                 out[index, self._end_words] = words
+
+
+def _may_be_parallel(pairs: Pairs) -> bool:
+    """Return whether threads could compute these masks at once.
+
+    A few are not worth it.
+    """
+    rows = Counter([id(constraint.base) for constraint, _ in pairs])
+    return len(rows) >= PARALLEL_BASES or len(pairs) - max(rows.values(), default=0) >= PARALLEL_ROWS

@@ -200,22 +200,23 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
     """
     end_ids = source.model.eos_ids
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
-    lanes = compile_lanes()
+    lanes, threads = compile_lanes(), mask_threads()
     lanes[0].submit(grammars.prepare)
+    executor = LLExecutor(threads) if threads else None
     return Constraints(
-        GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic),
-        MaskBuilder(_executor(), end_ids, stats, time.monotonic),
+        GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, max_bases=max(1, threads)),
+        MaskBuilder(executor, end_ids, stats, time.monotonic),
     )
 
 
-def _executor() -> LLExecutor | None:
-    """Return the threads that fill masks.
+def mask_threads() -> int:
+    """Return the number of threads that fill masks besides the loop's.
 
-    Up to MASK_THREADS run, on all cores but the loop's and one more. None for fewer than two: a single thread would
-    only be another one to wake.
+    Up to MASK_THREADS run, on all cores but the loop's and one more. 0 instead of one, which would only be another one
+    to wake.
     """
     threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
-    return LLExecutor(threads) if threads > 1 else None
+    return threads if threads > 1 else 0
 
 
 def scheduler_limits(config: StepConfig) -> SchedulerLimits:

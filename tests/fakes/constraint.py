@@ -94,6 +94,10 @@ class FakeCompiler:
         """CPU time that frontends measured for each grammar."""
         self.closed = False
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.jobs)
+
     def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "", seconds: float = 0.0) -> None:
         assert not self.closed and seq_id not in self.jobs
         self.jobs[seq_id] = (grammar, self.delay())

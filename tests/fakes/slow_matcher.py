@@ -39,9 +39,13 @@ class SlowMatcher:
 class SlowExecutor:
     """Fake of `llguidance.LLExecutor` that computes one mask after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *costs: tuple[FakeClock, float]) -> None:
+        """Keep the seconds by which each call moves each clock, beside its masks."""
+        self.costs = costs
         self.num_masks: list[int] = []
         """Number of masks of each call."""
+        self.matchers: list[SlowMatcher] = []
+        """Matchers of the last call, in their order."""
 
     def unsafe_compute_mask_ptr(
         self, masks: Sequence[tuple[SlowMatcher, int]], address: int, size: int, count: int
@@ -50,5 +54,8 @@ class SlowExecutor:
             raise ValueError("No interpreters")
         assert all(0 <= index < count for _, index in masks)
         self.num_masks.append(len(masks))
+        self.matchers = [matcher for matcher, _ in masks]
+        for clock, seconds in self.costs:
+            clock.advance(seconds)
         for matcher, index in masks:
             matcher.unsafe_compute_mask_ptr(address + index * size, size)

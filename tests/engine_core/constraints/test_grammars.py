@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from llguidance import LLMatcher
 
-from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.grammars import CROWDED, Grammars
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.frontend.grammar.json_schema import OPTIONS, with_options
@@ -164,3 +164,50 @@ def test_unusable_tokenizer_is_reported(tmp_path: Path) -> None:
     shutil.copy(DEFAULT_MODEL / "tokenizer.json", file)
     with pytest.raises(RequestError, match="vocab size too small; 4000 vs 4096"):
         Grammars(file, 4000, ENDS).compile(REGEX("a"))
+
+
+class TestBases:
+    """A grammar of many sequences, compiled several times."""
+
+    def test_sequences_fill_one_base_before_the_next(self, grammars: Grammars) -> None:
+        compiled = grammars.compile(REGEX("[a-z]+"))
+        first = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED - 1)]
+        assert not compiled.is_crowded
+        last = compiled.constraint(ignore_ends=False)
+        assert compiled.is_crowded
+        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
+        assert not compiled.is_crowded
+        later = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
+        assert {len(base.constraints) for base in compiled.bases} == {CROWDED}
+        assert compiled.is_crowded
+        assert len({id(each.matcher) for each in (*first, last, *later)}) == 2 * CROWDED
+
+    def test_ended_sequences_leave_room(self, grammars: Grammars) -> None:
+        compiled = grammars.compile(REGEX("[a-z]+"))
+        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
+        assert compiled.is_crowded
+        del held[3]
+        assert not compiled.is_crowded
+
+    def test_added_base_takes_its_share_of_sequences_without_tokens(self, grammars: Grammars) -> None:
+        compiled = grammars.compile(REGEX("[a-z]+"))
+        held = [compiled.constraint(ignore_ends=False) for _ in range(10)]
+        (token,) = ids(grammars, "a")
+        for begun in held[:4]:
+            assert begun.accept(token)
+        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
+        old, new = compiled.bases
+        assert len(old.constraints) == len(new.constraints) == 5
+        assert all(each.base is old for each in held[:4])
+        assert all(each in each.base.constraints for each in held)
+        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
+        assert len(compiled.bases[2].constraints) == 3
+        assert sum(len(base.constraints) for base in compiled.bases) == 10
+
+    def test_sequence_that_begun_stays(self, grammars: Grammars) -> None:
+        compiled = grammars.compile(REGEX("[a-z]+"))
+        held = [compiled.constraint(ignore_ends=False) for _ in range(3)]
+        (token,) = ids(grammars, "a")
+        assert all(each.accept(token) for each in held)
+        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
+        assert not compiled.bases[1].constraints

@@ -1,17 +1,21 @@
 """Masks of many constraints at once, and rejected tokens."""
 
+from itertools import groupby, zip_longest
+from random import Random
 from typing import cast
 
 import numpy as np
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
+from benchmarks.measuring.grammars import SCHEMAS
+from tandem.engine_core.constraints.faster_way import PROBE_EVERY
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
-from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.mask_builder import PARALLEL_BASES, PARALLEL_ROWS, MaskBuilder
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.clock import FakeClock
-from tests.fakes.slow_matcher import SlowMatcher
+from tests.fakes.slow_matcher import SlowExecutor, SlowMatcher
 
 WORDS = -(-VOCAB // 32)
 UNTOUCHED = 0x5A5A5A5A
@@ -135,3 +139,79 @@ def test_fill_asserts_shape_and_dtype_of_its_output(grammars: Grammars, mask_bui
         mask_builder.fill(each, masks(2)[:, ::2])
     with pytest.raises(AssertionError, match="for masks"):
         mask_builder.fill(each, masks(2).astype(np.int64))
+
+
+class TestThreads:
+    """Steps whose masks the threads may compute."""
+
+    def constraints(self, clock: FakeClock, *rows: int) -> list[GrammarConstraint]:
+        """Return this many constraints of each of several bases, whose masks take a second."""
+        compiled = [CompiledGrammar(cast("LLMatcher", SlowMatcher((clock, 1.0))), frozenset(ENDS)) for _ in rows]
+        held = [[each.constraint(False) for _ in range(count)] for each, count in zip(compiled, rows, strict=True)]
+        return [constraint for of_base in zip_longest(*held) for constraint in of_base if constraint is not None]
+
+    @pytest.mark.parametrize(
+        ("rows", "parallel"),
+        [
+            ([256], False),
+            ([64, PARALLEL_ROWS - 1], False),
+            ([64, PARALLEL_ROWS], True),
+            ([PARALLEL_ROWS, PARALLEL_ROWS], True),
+            ([1] * (PARALLEL_BASES - 1), False),
+            ([1] * PARALLEL_BASES, True),
+        ],
+    )
+    def test_they_are_used_for_rows_of_several_bases(self, rows: list[int], parallel: bool) -> None:
+        clock, executor = FakeClock(), SlowExecutor()
+        mask_builder = MaskBuilder(cast("LLExecutor", executor), ENDS, new_stats(), clock)
+        held = self.constraints(clock, *rows)
+        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
+        assert executor.num_masks == ([len(held)] if parallel else [])
+
+    def test_bases_are_kept_together(self) -> None:
+        clock, executor = FakeClock(), SlowExecutor()
+        mask_builder = MaskBuilder(cast("LLExecutor", executor), ENDS, new_stats(), clock)
+        held = self.constraints(clock, 30, 20, 10)
+        bases = {id(constraint.matcher): constraint.base for constraint in held}
+        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
+        order = [bases[id(matcher)] for matcher in executor.matchers]
+        assert len(list(groupby(order))) == 3
+
+    def test_they_are_left_where_they_make_masks_slower(self) -> None:
+        clock = FakeClock()
+        executor = SlowExecutor((clock, 50.0))
+        mask_builder = MaskBuilder(cast("LLExecutor", executor), ENDS, new_stats(), clock)
+        held = self.constraints(clock, 30, 30)
+        for constraint in held:
+            cast("SlowMatcher", constraint.matcher).costs = ()
+        pairs = [(constraint, index) for index, constraint in enumerate(held)]
+        for _ in range(3 * PROBE_EVERY):
+            mask_builder.fill(pairs, masks(len(held)))
+        assert PROBE_EVERY - 1 <= len(executor.num_masks) <= PROBE_EVERY + 2
+
+
+@pytest.mark.parametrize("name", list(SCHEMAS))
+def test_masks_of_many_rows_are_those_of_matchers_compiled_alone(
+    grammars: Grammars, mask_builder: MaskBuilder, name: str
+) -> None:
+    """At random walks over every schema, whichever base a row is of and whichever thread computes."""
+    random, rows, steps = Random(name), 60, 20
+    text = LLMatcher.grammar_from_json_schema(SCHEMAS[name])
+    compiled = grammars.compile(text)
+    for _ in range(2):
+        compiled.add_base(grammars.compile(text).bases[0].matcher)
+    held = [GrammarConstraint(base.matcher.deep_copy(), base, frozenset(ENDS), False) for base in compiled.bases * 20]
+    alone = [LLMatcher(grammars.prepare(), text, log_level=0) for _ in range(rows)]
+    out = masks(rows)
+    for _ in range(steps):
+        places = random.sample(range(rows), rows)
+        mask_builder.fill(list(zip(held, places, strict=True)), out)
+        for row, (constraint, reference) in enumerate(zip(held, alone, strict=True)):
+            mask = out[places[row]]
+            assert mask.tobytes() == reference.compute_bitmask(), f"{name}, row {row}"
+            token = random.choice(allowed(mask))
+            assert constraint.accept(token) and reference.consume_token(token)
+            if constraint.is_complete:
+                base = constraint.base
+                held[row] = GrammarConstraint(base.matcher.deep_copy(), base, frozenset(ENDS), False)
+                alone[row] = LLMatcher(grammars.prepare(), text, log_level=0)
