@@ -1,27 +1,38 @@
 """CPU time of an engine tick by stage, with a runtime that computes nothing.
 
-    python -m benchmarks.bench_tick [--rows 1 32 256] [--constrained 0] [--steps 2000] [--cached-pages 100000] [--save]
+    python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--cached-pages 100000] [--save]
+        [--constrained 0] [--grammar anything|records|integers|text] [--mask-threads N ...] [--wall]
 
 Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
 staging of each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and the pool has no free
 ones, so every page that a row grows by evicts one: 16 per tick at 256 rows. The target is under 400 us at 256 rows for
 plan + stage + commit + encode, so that the loop never delays a GPU step of 1 ms. The ceiling shown with it is the time
 of bare loops of dictionary lookups over 256 rows, the least that Python code can take.
+
+Masks are computed by `--mask-threads` besides the loop's, as many as an engine on this machine has unless it says
+otherwise; their time is the loop's waiting, which --wall shows and CPU time does not. Whether threads help on a machine
+of 16 cores, and how much:
+
+    python -m benchmarks.bench_tick --rows 64 256 --constrained 100 --grammar text --steps 400 --wall --mask-threads 0 8
 """
 
 import argparse
-import os
+import random
 import statistics
 import tempfile
 import threading
 import time
 from array import array
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 from llguidance import LLExecutor, LLMatcher
+from msgspec import Struct
 
+from benchmarks.measuring.grammars import ENDLESS
 from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
@@ -31,18 +42,18 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
-from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.staging import capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, mask_threads
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode, pack_ids, runs, step_output
-from tandem.protocol.commands import Hello, Submit
+from tandem.protocol.commands import RENEW_SECONDS, Hello, Renew, Submit
 from tandem.protocol.events import Limits, ModelFacts, StepOutput
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.sockets import bind_router, connect_dealer
@@ -52,37 +63,76 @@ EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
 PROMPT = 64
 ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
 """Grammar without an end."""
+GRAMMARS = {"anything": ANYTHING} | {
+    name: LLMatcher.grammar_from_json_schema(schema) for name, schema in ENDLESS.items()
+}
 
 
 class StagingRuntime:
     """Runtime that stages every plan as the real one does and computes nothing.
 
-    It yields the same token for every row.
+    A row under a grammar other than `anything` yields a token that its mask allows, other rows the same token always.
     """
 
-    def __init__(self, max_rows: int, filler: MaskFiller) -> None:
+    def __init__(self, max_rows: int, filler: MaskFiller, samples_masks: bool) -> None:
         words = capacity(max_rows, STEP_TOKENS, max_rows * MAX_LEN // PAGE_SIZE, max_rows * MAX_LEN)
         self.buffers = [np.zeros(words, dtype=np.int32) for _ in range(2)]
-        self.rows = [0, 0]
+        self.rows: list[tuple[ScheduledSequence, ...]] = [(), ()]
         self.filler = filler
         self.masks = np.zeros((max_rows, VOCAB // 32), dtype=np.int32)
+        self.places: dict[int, int] = {}
+        self.samples_masks = samples_masks
+        self.random = random.Random(0)
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
-        self.rows[slot] = len(plan.rows)
+        self.rows[slot] = plan.rows
 
     def sample(self, slot: int, masks: Masks | None) -> None:
+        self.places = {}
         if masks:
             self.filler.fill([(constraint, place) for place, (_, constraint) in enumerate(masks)], self.masks)
+            self.places = {row: place for place, (row, _) in enumerate(masks)} if self.samples_masks else {}
 
     def collect(self, slot: int) -> StepResult:
-        return StepResult([1] * self.rows[slot], [7] * self.rows[slot])
+        rows, places = self.rows[slot], self.places
+        tokens = [self._allowed(places[row.row]) if row.row in places else 7 for row in rows if row.samples]
+        return StepResult([int(row.samples) for row in rows], tokens)
+
+    def _allowed(self, place: int) -> int:
+        """Return a token at random: one of a word of the mask that allows any."""
+        words = self.masks[place]
+        start = self.random.randrange(len(words))
+        # Most masks allow nearly everything, and few words have to be looked at.
+        for part in (words[start : start + 8], words[start:], words):
+            found = part.nonzero()[0]
+            if len(found):
+                offset = int(found[0]) + (0 if part is words else start)
+                bits = int(words[offset]) & 0xFFFFFFFF
+                lowest = (bits & -bits).bit_length() - 1
+                return offset * 32 + lowest
+        raise AssertionError("a mask allows nothing")
 
     def synchronize(self) -> None:
         return None
 
     def device_times(self) -> DeviceTimes:
         return DeviceTimes()
+
+
+class Options(Struct, frozen=True):
+    """Settings of all ticks of a run."""
+
+    steps: int
+    cached_pages: int
+    constrained: int
+    """Percentage of rows that follow a grammar."""
+    grammar: str
+    tokenizer: Path
+    """Its tokenizer.json; ids beyond it are never allowed."""
+    mask_threads: int
+    clock: Callable[[], float]
+    """Time of the stages, in seconds: of the loop's thread, or any."""
 
 
 def full_cache(pages: int) -> KVManager:
@@ -106,21 +156,23 @@ def full_cache(pages: int) -> KVManager:
     return KVManager(allocator, PAGE_SIZE, tree)
 
 
-def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engine:
-    pages = cached_pages or rows * MAX_LEN // PAGE_SIZE
-    memory = full_cache(pages) if cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
+def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine:
+    pages = options.cached_pages or rows * MAX_LEN // PAGE_SIZE
+    memory = full_cache(pages) if options.cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
-    threads = len(os.sched_getaffinity(0)) // 2
-    mask_builder = MaskBuilder(LLExecutor(threads) if threads > 1 else None, [2], stats, time.monotonic)
+    threads = options.mask_threads
+    mask_builder = MaskBuilder(LLExecutor(threads) if threads else None, [2], stats, time.monotonic)
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
-    grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", VOCAB, (2,))
-    compiler = GrammarCompiler(grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic)
+    grammars = Grammars(options.tokenizer, VOCAB, (2,))
+    compiler = GrammarCompiler(
+        grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic, max_bases=max(1, threads)
+    )
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
     return Engine.assemble(
         scheduler,
-        StagingRuntime(rows, mask_builder),
+        StagingRuntime(rows, mask_builder, options.grammar != ANYTHING),
         mailbox,
         compiler,
         depth=2,
@@ -129,51 +181,56 @@ def build(rows: int, cached_pages: int, router: Any, wakeup: LoopWaker) -> Engin
         limits=limits,
         stats=stats,
         clock=time.monotonic,
-        stage_clock=time.thread_time,
+        stage_clock=options.clock,
     )
 
 
 def read_everything(dealer: Any, stop: threading.Event) -> None:
-    """Receive everything as a frontend would.
+    """Receive everything as a frontend would, and renew its lease.
 
     libzmq delivers without holding the interpreter lock.
     """
+    renewed = time.monotonic()
     while not stop.is_set():
         if dealer.poll(50):
             dealer.recv()
+        if time.monotonic() - renewed >= RENEW_SECONDS:
+            renewed = time.monotonic()
+            dealer.send(encode(Renew()))
 
 
-def measure(rows: int, steps: int, constrained: int, cached_pages: int) -> dict[str, float]:
+def measure(rows: int, options: Options) -> dict[str, float]:
     """Measure the median microseconds of each stage over full decode steps.
 
-    constrained: percentage of rows that follow a grammar. CPU time of the loop's thread: masks are filled, and tokens
-    accepted, by other threads, which it waits for.
+    The tick is without `collect`, in which the runtime chooses its tokens.
     """
+    constrained, cached_pages = options.constrained, options.cached_pages
     context = zmq.Context()
     with tempfile.TemporaryDirectory() as directory:
         endpoint = f"ipc://{directory}/engine.sock"
         router, dealer = bind_router(context, endpoint), connect_dealer(context, endpoint)
         wakeup = LoopWaker.open()
-        engine = build(rows, cached_pages, router, wakeup)
+        engine = build(rows, options, router, wakeup)
         dealer.send(encode(Hello(PROTOCOL_VERSION, EPOCH, "bench")))
         params = SamplingParams(MAX_LEN - PROMPT, ignore_eos=True)
         for request_id in range(rows):
             follows = (request_id + 1) * constrained // 100 > request_id * constrained // 100
             prompt = [request_id] * (PROMPT - request_id % PAGE_SIZE)
-            dealer.send(encode(Submit(request_id, pack_ids(prompt), params, ANYTHING if follows else None)))
-        while engine.stats.running < rows:
-            engine.tick()
+            dealer.send(encode(Submit(request_id, pack_ids(prompt), params, options.grammar if follows else None)))
         stop = threading.Event()
         reader = threading.Thread(target=read_everything, args=(dealer, stop))
         reader.start()
-        samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
-        for _ in range(min(steps, MAX_LEN - PROMPT - 50)):
-            before = dict(engine.stats.stage_seconds)
-            start = time.thread_time()
+        while engine.stats.running < rows:
             engine.tick()
-            samples["tick"].append(time.thread_time() - start)
+        samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
+        for _ in range(min(options.steps, MAX_LEN - PROMPT - 50)):
+            before = dict(engine.stats.stage_seconds)
+            start = options.clock()
+            engine.tick()
+            seconds = options.clock() - start
             for stage in STAGES:
                 samples[stage].append(engine.stats.stage_seconds[stage] - before[stage])
+            samples["tick"].append(seconds - samples["collect"][-1])
         assert engine.stats.running == rows, "the run ended before its measurement"
         assert not engine.stats.preemptions and bool(engine.stats.pages_evicted) == bool(cached_pages)
         stop.set()
@@ -215,43 +272,59 @@ def measure_messages(rows: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument(
         "--constrained", type=int, default=0, metavar="PERCENT", help="share of rows that follow a grammar"
     )
+    parser.add_argument("--grammar", choices=list(GRAMMARS), default="anything", help="their grammar")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=DEFAULT_MODEL / "tokenizer.json", help="tokenizer of the masks"
+    )
+    parser.add_argument(
+        "--mask-threads",
+        type=int,
+        nargs="+",
+        default=[mask_threads()],
+        metavar="N",
+        help="0: masks on the loop's thread",
+    )
+    parser.add_argument("--wall", action="store_true", help="measure time instead of CPU time of the loop's thread")
     parser.add_argument(
         "--cached-pages", type=int, default=100_000, help="pages in the prefix cache; 0: no prefix cache"
     )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
+    return parser
+
+
+def main() -> None:
+    parser = arguments_parser()
     arguments = parser.parse_args()
     least = max(arguments.rows) * MAX_LEN // PAGE_SIZE
     if 0 < arguments.cached_pages < least:
         parser.error(f"--cached-pages {arguments.cached_pages}: rows that grow need {least}, or 0 for no cache")
-    ticks = {
-        rows: measure(rows, arguments.steps, arguments.constrained, arguments.cached_pages) for rows in arguments.rows
-    }
-    print(f"{'median us':>12}" + "".join(f"{rows:>10} rows" for rows in ticks))
-    for stage in (*STAGES, "tick"):
-        print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))
+    settings = {name: getattr(arguments, name) for name in ("steps", "cached_pages", "constrained")}
+    settings |= {"grammar": GRAMMARS[arguments.grammar], "tokenizer": arguments.tokenizer}
+    clock = time.perf_counter if arguments.wall else time.thread_time
+    found = {}
+    for threads in arguments.mask_threads:
+        options = Options(**settings, mask_threads=threads, clock=clock)
+        ticks = found[threads] = {rows: measure(rows, options) for rows in arguments.rows}
+        kind = "time" if arguments.wall else "CPU time"
+        print(f"medians of {kind} in us, {threads} threads for masks")
+        print(" " * 12 + "".join(f"{rows:>10} rows" for rows in ticks))
+        for stage in (*STAGES, "tick"):
+            print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))
     messages = {rows: measure_messages(rows) for rows in arguments.rows}
     for name in next(iter(messages.values())):
         print(f"{name:>40}" + "".join(f"{messages[rows][name]:>12.1f}" for rows in messages))
     if arguments.save:
-        print(
-            save(
-                "bench_tick",
-                {
-                    "rows": arguments.rows,
-                    "steps": arguments.steps,
-                    "constrained": arguments.constrained,
-                    "cached_pages": arguments.cached_pages,
-                },
-                {"ticks": ticks, "messages": messages},
-            )
-        )
+        names = ("rows", "steps", "constrained", "cached_pages", "grammar", "mask_threads", "wall")
+        config = {name: getattr(arguments, name) for name in names}
+        ticks = found[arguments.mask_threads[0]]
+        print(save("bench_tick", config, {"ticks": ticks, "ticks_by_threads": found, "messages": messages}))
 
 
 if __name__ == "__main__":
