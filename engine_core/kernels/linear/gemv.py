@@ -292,6 +292,7 @@ def _launch(
         SCALES=NO_SCALES if scales is None else scales.ndim,
         PDL=pdl,
         num_warps=plan.warps,
+        maxnreg=plan.registers,
         **({"launch_pdl": True} if pdl else {}),
     )
     return y
