@@ -23,7 +23,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 )
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Scaling, TileTable
-from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
+from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_5090
 
 SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336), (256, 128))
 
@@ -160,3 +160,28 @@ def test_one_row_of_many_outputs_is_normalised_by_a_kernel_of_its_own() -> None:
     assert choose_nibbles_normed(14336, 4096, 128, True, H200) is None
     assert choose_nibbles_normed(14336, 4096, 128, False, H200) is not None
     assert isinstance(choose_nibbles_gated(1, 14336, 4096, 128, H200), SplitKPlan)
+
+
+@pytest.mark.parametrize("gpu", [A100, L4, H20, H200, B200, RTX_5090], ids=lambda gpu: gpu.name)
+def test_parts_of_long_inputs_fill_a_gpu_whose_kernels_are_chained(gpu: GpuTraits) -> None:
+    """There are never more programs than fit side by side, and a part is never short."""
+    for outputs, inputs in (*SHAPES, (8192, 28672), (3584, 18944)):
+        for rows in (16, 32, 64):
+            plan = choose_nibbles(rows, outputs, inputs, 128, gpu)
+            assert isinstance(plan, SplitKPlan)
+            tiles = outputs // plan.block_n
+            # Weights and inputs of a step.
+            stage = plan.block_k * (plan.block_n // 2 + 2 * rows)
+            places = min(4, gpu.shared_memory // (4 * stage)) * gpu.multiprocessors
+            could_be_more = 2 * tiles * plan.split <= places and inputs // (2 * plan.split) >= 1536
+            assert not (could_be_more and gpu.pdl)
+            assert plan.split == 1 or tiles * plan.split <= max(places, 2 * gpu.multiprocessors)
+
+
+def test_down_of_an_8b_is_divided_by_what_fits_side_by_side() -> None:
+    """64 tiles: an H200 holds four programs on each of 132 multiprocessors, and two at 64 rows."""
+    splits = {
+        gpu.name: [choose_nibbles(rows, 4096, 14336, 128, gpu).split for rows in (2, 16, 32, 33, 64)]  # type: ignore[union-attr]
+        for gpu in (H200, L4, RTX_5090)
+    }
+    assert splits == {H200.name: [8, 8, 8, 4, 4], L4.name: [1] * 5, RTX_5090.name: [4] * 5}
