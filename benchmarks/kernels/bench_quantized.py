@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.kernels.bench_linear import CEILING, EPS, LAYERS, MODELS, graph_time, random_rows
-from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.layers.linear import LinearWeights
+from benchmarks.kernels.bench_linear import CEILING, LAYERS, MODELS, Shape, graph_time
+from benchmarks.measuring.linear_layers import PRODUCTS, LinearLayers, Name
 from tandem.engine_core.layers.linear_choice import triton_build_context
-from tandem.engine_core.layers.norm import RMSNorm
-from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.weights import fill_with_noise
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
 from tandem.engine_core.runtime.device import read_gpu_traits
@@ -33,57 +29,19 @@ SCHEMES: dict[str, Scheme | None] = {
     "int8": ByteScheme("int8", Activations.TOKEN),
     "four bits": NibbleScheme("gptq", 128, False),
 }
-PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-class Layers:
-    """The linear maps of some layers in one format."""
+def build_layers(model: str, scheme: Scheme | None) -> LinearLayers:
+    """Build the linear maps of some layers in one format."""
+    context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), scheme)
+    shapes: dict[Name, Shape] = {name: MODELS[model][name] for name in PRODUCTS}
+    return LinearLayers.build(shapes, LAYERS, context)
 
-    def __init__(self, model: str, scheme: Scheme | None) -> None:
-        context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), scheme)
-        self.shapes = {name: MODELS[model][name] for name in PRODUCTS}
-        self.maps: list[dict[str, LinearWeights]] = [
-            {name: context.linear_method.build(*shape, False, context) for name, shape in self.shapes.items()}
-            for _ in range(LAYERS)
-        ]
-        weight = torch.ones(self.shapes["qkv"][1], device="cuda", dtype=torch.bfloat16)
-        self.norm = RMSNorm(weight, EPS, context.kernels)
 
-    def weight_slots(self) -> list[WeightSlot]:
-        """Implement `Loadable.weight_slots`."""
-        return [
-            slot
-            for index, layer in enumerate(self.maps)
-            for name, linear in layer.items()
-            for slot in linear.slots(f"{index}.", name)
-        ]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes that the parameters take."""
-        parameters = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in self.weight_slots()}
-        return sum(parameters.values())
-
-    def step(self, update: Tensor, residual: Tensor) -> None:
-        """Run all products of a step, with what is between them but attention."""
-        rows, attended = update.shape[0], self.shapes["o"][1]
-        x, stream = update, residual
-        for layer in self.maps:
-            y, stream = layer["qkv"].apply_normed(x, stream, self.norm)
-            x = layer["o"].apply(y.view(-1)[: rows * attended].view(rows, attended))
-            to = layer["down"].input_format(rows)
-            if to is None:
-                y, stream = layer["gate_up"].apply_normed(x, stream, self.norm, Activation.SILU)
-                x = layer["down"].apply(y)
-            else:
-                y, stream = layer["gate_up"].apply_normed(x, stream, self.norm)
-                x = layer["down"].apply_quantized(self.norm.kernels.quantized_gate(y, Activation.SILU, to))
-
-    def time(self, rows: int) -> float:
-        """Return the time of a step in microseconds."""
-        hidden = self.shapes["qkv"][1]
-        update, residual = random_rows(rows, hidden), random_rows(rows, hidden)
-        return graph_time(lambda: self.step(update, residual))
+def time(layers: LinearLayers, rows: int) -> float:
+    """Return the time of a step in microseconds."""
+    given = layers.inputs_of("qkv", rows)
+    return graph_time(lambda: layers.step(*given))
 
 
 def measure(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
@@ -91,11 +49,11 @@ def measure(model: str, row_counts: list[int]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     usual: dict[int, float] = {}
     for name, scheme in SCHEMES.items():
-        layers = Layers(model, scheme)
+        layers = build_layers(model, scheme)
         fill_with_noise(layers)
         floor = layers.stored_bytes / CEILING / 1e3
         for rows in row_counts:
-            us = layers.time(rows)
+            us = time(layers, rows)
             usual.setdefault(rows, us)
             records.append({"format": name, "rows": rows, "us": us, "floor_us": floor, "ratio": us / usual[rows]})
             print(
