@@ -13,28 +13,83 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.bench_linear import EPS, MODELS, Shape, graph_time, random_rows
-from benchmarks.tune.byte_products import DTYPES, FORMATS, Operands, byte_plans
+from benchmarks.tune.byte_candidates import byte_plans
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
-from tandem.engine_core.kernels.linear.quantized_plans import choose_byte_gemm
+from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    SCALE_COLUMNS,
+    SCALE_ROWS,
+    byte_gemm_workspace,
+    choose_byte_gemm,
+)
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
-from tandem.engine_core.kernels.tiles.table import ByteProductKey
+from tandem.engine_core.kernels.tiles.table import ByteKind, ByteProductKey, Scaling
+from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 COPIES = 8
 PEAK = 790e12
 """Operations per second of 16-bit products on the H200; bytes have at most twice as many."""
 PRODUCTS = ("qkv", "o", "gate_up", "down")
+FORMATS: dict[str, tuple[ByteKind, Scaling]] = {
+    "tensor": ("fp8", "tensor"), "blocks": ("fp8", "block"), "int8": ("int8", "output"), "outputs": ("fp8", "output"),
+}  # fmt: skip
+"""What is multiplied, by the name of a format."""
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass
+class Operands:
+    """Weights of some layers and one input."""
+
+    x: ByteRows
+    values: list[Tensor]
+    scales: Tensor
+    library_scales: Tensor
+    partials: Tensor
+    counters: Tensor
+    pdl: bool
+
+    @classmethod
+    def random(cls, key: ByteProductKey, copies: int, gpu: GpuTraits, device: str = "cuda") -> "Operands":
+        """Make the operands of a product."""
+        dtype, group = DTYPES[key.kind], SCALE_COLUMNS if key.scaling == "block" else None
+        known = torch.full((1,), 6 / 448, device=device) if key.scaling == "tensor" else None
+        dense = torch.randn(key.rows, key.inputs, device=device, dtype=torch.bfloat16)
+        x = triton_kernels(gpu.pdl).quantize(dense, ByteFormat(dtype, group, known))
+        noise = (torch.randn(key.outputs, key.inputs, device=device) * 30).clamp(-127, 127).to(dtype)
+        scales = torch.full((key.outputs,), key.inputs**-0.5 / 30, device=device)
+        wide = scales[:1] if key.scaling == "tensor" else scales
+        if group is not None:
+            scales = scales[:1].expand(ceil_div(key.outputs, SCALE_ROWS), key.inputs // group).contiguous()
+            wide = scales[:: 128 // SCALE_ROWS].contiguous()
+        floats, counters = byte_gemm_workspace(gpu)
+        space = torch.empty(floats, device=device), torch.zeros(counters, device=device, dtype=torch.int32)
+        return cls(x, [noise.clone() for _ in range(copies)], scales, wide, *space, gpu.pdl)
+
+    def run(self, plan: ByteGemmPlan | None) -> list[Tensor]:
+        """Return the product with every weight, by a plan or in the library."""
+        if plan is None:
+            return [library_product(self.x, values, self.library_scales, None) for values in self.values]
+        space = self.partials, self.counters
+        return [
+            multiply_bytes(self.x, values, self.scales, None, plan, *space, True, self.pdl) for values in self.values
+        ]  # fmt: skip
 
 
 def key_of(name: str, rows: int, shape: Shape) -> ByteProductKey:

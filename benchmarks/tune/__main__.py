@@ -2,43 +2,56 @@
 
     python -m benchmarks.tune --model 1b 8b --minutes 4 [--rows 1 64] [--bits 16 8 4] [--only products|bytes|decode]
 
-The shapes are those of the models. Candidates are compiled in parallel, then timed in CUDA graphs over more weights, or
-keys and values, than the cache holds, each product of 16-bit inputs behind the norm before it. Times are kept as they
-are measured: a run that ended early goes on where it stopped. Decode attention comes first, then the products of the
-first of --rows, those of bytes with bytes (with --bits 8) of the first of --byte-rows, and so on, for all models. What
-is printed: the time of today's plan, of the rule's and of the best.
+The shapes are those of the models. Candidates are compiled in parallel, for which no GPU is needed, then timed in CUDA
+graphs over more weights, or keys and values, than the cache holds. Products are timed in their layer, one after the
+other as the engine runs them, and another plan is taken only if the whole layer is faster. Times are kept as they are
+measured: a run that ended early goes on where it stopped. Decode attention comes first, then the layers of the first of
+--rows, those of bytes with bytes (with --bits 8) of the first of --byte-rows, and so on, for all models. What is
+printed: the times of today's plans, of the rules' and of the best.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 from torch import version as torch_version
 
 from benchmarks.tune.attention import KV_DTYPES, DecodeTimer
-from benchmarks.tune.byte_products import FORMATS, ByteTimer, byte_candidates, byte_chosen
-from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled
-from benchmarks.tune.compiling import compile_all, identity, jobs_of
-from benchmarks.tune.products import ProductTimer
-from benchmarks.tune.shapes import byte_keys, decode_keys, product_keys, read_models
+from benchmarks.tune.byte_candidates import byte_candidates, byte_chosen
+from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates
+from benchmarks.tune.compiling import Job, compile_all, identity, jobs_of
+from benchmarks.tune.descent import Found, LayerTask, Round, incomplete, search
+from benchmarks.tune.layers import LayerTimer
+from benchmarks.tune.shapes import (
+    BITS,
+    BYTE_FORMATS,
+    LayerKey,
+    decode_keys,
+    layer_key,
+    product_keys,
+    read_models,
+    runs_on,
+)
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan
-from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
     BYTE_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
     ByteProductKey,
-    DecodeKey,
     ProductKey,
+    TileTable,
 )
 from tandem.engine_core.kernels.tiles.table_file import file_name, packaged, write_table
+from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 COMPILING = 0.55
@@ -54,10 +67,10 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", nargs="+", default=["1b", "8b"], help="1b, 8b, 4b, a shape's name or a folder")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS)
-    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="bits of a weight")
+    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=BITS, help="bits of a weight")
     parser.add_argument("--kv-bits", type=int, nargs="+", default=[16], choices=(16, 8), help="bits of keys and values")
-    parser.add_argument("--byte-rows", type=int, nargs="+", default=[64, 256, 2048, 128], choices=BYTE_BUCKETS)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="of bytes with bytes")
+    parser.add_argument("--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=BYTE_BUCKETS)
+    parser.add_argument("--formats", nargs="+", default=list(BYTE_FORMATS), choices=BYTE_FORMATS, help="of bytes")
     parser.add_argument("--only", choices=("products", "bytes", "decode"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, help="the table; by default the packaged one of this GPU")
@@ -66,76 +79,151 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
-    """List what to tune, each key once, what saves most first."""
-    models = read_models(options.model)
-    bare = GpuTraits(gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_memory, NO_TABLE)
+    """List the kinds of decode attention to tune, each once."""
+    bare = replace(gpu, tiles=NO_TABLE)
     tasks: dict[Key, Task] = {}
     if options.only in (None, "decode"):
+        models = read_models(options.model)
         for key in (key for model in models for key in decode_keys(model, DECODE_BATCHES, options.kv_bits)):
             given = key.head_dim, key.pairs, torch.bfloat16, KV_DTYPES[key.kv_bits]
             today, rule = (choose_plan(*given, one) for one in (gpu, bare))
             tasks[key] = Task(key, decode_candidates(key, today, rule), rule)
-    for rows, byte_rows in zip_longest(options.rows, options.byte_rows):
-        if options.only in (None, "products") and rows is not None:
-            for product in (key for model in models for key in product_keys(model, [rows], options.bits)):
-                plans = product_candidates(product, gpu)
-                if plans and plans[0] == chosen(product, gpu):
-                    tasks[product] = Task(product, plans, ruled(product, gpu))
-        if _tunes_bytes(options) and byte_rows is not None:
-            for one in (key for model in models for key in byte_keys(model, [byte_rows], options.formats)):
-                if one.kind == "int8" or gpu.capability >= FP8_CAPABILITY:
-                    tasks[one] = Task(one, byte_candidates(one, gpu), byte_chosen(one, bare))
     return list(tasks.values())
 
 
-def _tunes_bytes(options: argparse.Namespace) -> bool:
-    return options.only == "bytes" or (options.only is None and 8 in options.bits)
+def list_layers(options: argparse.Namespace, gpu: GpuTraits) -> list[LayerTask]:
+    """List the layers to tune, each once, what saves most first."""
+    models = read_models(options.model)
+    tasks: dict[LayerKey, LayerTask] = {}
+    for rows, byte_rows in zip_longest(options.rows, options.byte_rows):
+        layers = (
+            _layers(models, [BITS[bits] for bits in options.bits], rows) if options.only in (None, "products") else []
+        )
+        if options.only == "bytes" or (options.only is None and 8 in options.bits):
+            layers += _layers(models, [name for name in options.formats if runs_on(name, gpu)], byte_rows)
+        for layer in layers:
+            task = layer_task(layer, gpu)
+            if task.candidates:
+                tasks[layer] = task
+    return list(tasks.values())
 
 
-class Timer:
-    """Timer of everything that is tuned."""
+def _layers(models: list[ModelConfig], formats: list[str], rows: int | None) -> list[LayerKey]:
+    return [] if rows is None else [layer_key(model, name, rows) for name in formats for model in models]
 
-    def __init__(self, gpu: GpuTraits) -> None:
-        self.products = ProductTimer(gpu.pdl)
-        self.bytes = ByteTimer(gpu)
-        self.decode = DecodeTimer(gpu)
 
-    def __call__(self, key: Key, plan: AnyPlan) -> float:
-        """Return microseconds, infinite for a plan that does not run."""
-        try:
-            if isinstance(key, DecodeKey):
-                return self.decode(key, cast("DecodePlan", plan))
-            if isinstance(key, ByteProductKey):
-                return self.bytes(key, cast("ByteGemmPlan | None", plan))
-            return self.products(key, cast("Plan", plan))
-        except Exception as error:
-            if "CUDA error" in str(error):
-                # Nothing runs on the device any more.
-                raise RuntimeError(f"{key} {plan} broke the device") from error
-            torch.cuda.empty_cache()
-            say(f"{key} {plan}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-            return float("inf")
+def layer_task(layer: LayerKey, gpu: GpuTraits) -> LayerTask:
+    """Return what to try in a layer; nothing where no product has a choice."""
+    candidates: dict[ProductKey | ByteProductKey, list[Any]] = {}
+    today: dict[ProductKey | ByteProductKey, Any] = {}
+    for key in product_keys(layer, gpu).values():
+        is_bytes = isinstance(key, ByteProductKey)
+        plans: list[Any] = byte_candidates(key, gpu) if is_bytes else product_candidates(key, gpu)  # type: ignore[arg-type]
+        if len(plans) > 1:
+            candidates[key] = plans
+            today[key] = byte_chosen(key, gpu) if is_bytes else chosen(key, gpu)  # type: ignore[arg-type]
+    return LayerTask(layer, candidates, today)
+
+
+def guarded(time_plan: Callable[[Any, Any], float], key: object, plan: object) -> float:
+    """Return microseconds, infinite for plans that do not run.
+
+    Raises RuntimeError if nothing runs on the device any more.
+    """
+    try:
+        return time_plan(key, plan)
+    except Exception as error:
+        if "CUDA error" in str(error):
+            raise RuntimeError(f"{key} {plan} broke the device") from error
+        torch.cuda.empty_cache()
+        say(f"{key} {plan}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return float("inf")
 
 
 def line_of(choice: Choice) -> str:
-    """Return the line that says what was found for one key."""
+    """Return the line that says what was found for one kind of attention."""
     key, rule = choice.task.key, choice.rule_us
-    if isinstance(key, ProductKey):
-        name = f"{key.operation} {key.bits} bits {key.outputs}x{key.inputs} rows {key.rows}"
-    elif isinstance(key, ByteProductKey):
-        name = f"bytes {key.kind} by {key.scaling} {key.outputs}x{key.inputs} rows {key.rows}"
-    else:
-        name = f"decode head_dim {key.head_dim} KV {key.kv_bits} bits pairs {key.pairs}"
-    against = "not timed" if rule is None else f"{rule:8.2f}"
-    gain = 1 - choice.us / choice.today_us
-    return (
-        f"{name:44} today {choice.today_us:8.2f} us  rule {against}  best {choice.us:8.2f}  {gain:5.1%}  {choice.plan}"
+    name = f"decode head_dim {key.head_dim} KV {key.kv_bits} bits pairs {key.pairs}"
+    return f"{_times(name, choice.today_us, rule, choice.us)}  {choice.plan}"
+
+
+def lines_of(found: Found, timings: Timings) -> list[str]:
+    """Return a line of a layer's times, and one of each plan that is not the rule's."""
+    task = found.task
+    rules = {key: plans[0] for key, plans in task.candidates.items()}
+    today, rule, best = (
+        timings.of(Round(task.key, 0), tuple(plans.values())) for plans in (task.today, rules, found.plans)
     )
+    if today is None or best is None:
+        return [f"{task.key!s:44} not timed"]
+    lines = [_times(str(task.key), today, rule, best)]
+    for key, plan in found.plans.items():
+        if plan != rules[key]:
+            operation = key.operation if isinstance(key, ProductKey) else f"{key.kind} by {key.scaling}"
+            lines.append(f"    {operation} {key.outputs}x{key.inputs}: {'library' if plan is None else plan}")
+    return lines
+
+
+def _times(name: str, today: float, rule: float | None, best: float) -> str:
+    against = "not timed" if rule is None else f"{rule:8.2f}"
+    gain = 1 - best / today if today < float("inf") else 1.0
+    return f"{name:44} today {today:8.2f} us  rule {against}  best {best:8.2f}  {gain:5.1%}"
 
 
 def say(line: str) -> None:
     """Print a line at once."""
     print(line, flush=True)
+
+
+class Tuning:
+    """One run: what it tunes, on which GPU, until when."""
+
+    def __init__(self, options: argparse.Namespace, gpu: GpuTraits, timings: Timings, began: float) -> None:
+        self.gpu = gpu
+        self.timings = timings
+        self.tasks = list_tasks(options, gpu)
+        self.layers = list_layers(options, gpu)
+        self.seconds = 60 * options.minutes
+        self.began = began
+
+    def out_of_time(self) -> bool:
+        """Return whether the minutes are over."""
+        return time.monotonic() - self.began > self.seconds
+
+    def run(self) -> tuple[TileTable, bool]:
+        """Compile and time; return the table, and whether there was time for all."""
+        left = COMPILING * self.seconds - (time.monotonic() - self.began)
+        jobs = jobs_of(self.tasks, incomplete(self.layers, self.timings), self.timings)
+        compiled = compile_all(jobs, self.gpu, left, say) if jobs else {}
+
+        def usable(job: Job) -> bool:
+            return job.plan is None or identity(job) not in jobs or compiled.get(identity(job), "?") == ""
+
+        with torch.inference_mode():
+            decode_timer, layer_timer = DecodeTimer(self.gpu), LayerTimer(self.gpu)
+            complete = measure(
+                self.tasks, lambda key, plan: guarded(decode_timer, key, plan), self.timings,
+                lambda key, plan: usable(Job(None, key, plan)), self.out_of_time,
+            )  # fmt: skip
+            searched = search(
+                self.layers, self.timings, lambda layer, plans: guarded(layer_timer, layer, plans),
+                lambda task, key, plan: usable(Job(task.key, key, plan)), self.out_of_time,
+            )  # fmt: skip
+        table = self._table(choose_best(self.tasks, self.timings), searched)
+        return table, complete and all(found.complete for found in searched)
+
+    def _table(self, choices: list[Choice], searched: list[Found]) -> TileTable:
+        plans: dict[Key, AnyPlan] = {}
+        rules: dict[Key, AnyPlan] = {}
+        for choice in choices:
+            say(line_of(choice))
+            plans[choice.task.key], rules[choice.task.key] = choice.plan, choice.task.rule
+        for found in searched:
+            for line in lines_of(found, self.timings):
+                say(line)
+            plans |= found.plans
+            rules |= {key: listed[0] for key, listed in found.task.candidates.items()}
+        return merged(self.gpu.tiles, self.gpu.name, plans, rules)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -145,27 +233,14 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = read_gpu_traits()
     triton = sys.modules["triton"].__version__
     kept = Path.home() / ".cache" / "tandem-tune" / f"{file_name(gpu.name)}-{KERNEL_VERSION}-{triton}.jsonl"
-    timings = Timings.resume(options.timings or kept)
-    tasks = list_tasks(options, gpu)
-    plans = sum(len(task.plans) for task in tasks)
-    say(f"{gpu.name}: {len(tasks)} keys, {plans} plans, {len(timings.found)} times kept in {timings.path}")
-    seconds = 60 * options.minutes
-    compiled = compile_all(
-        jobs_of(tasks, timings),
-        gpu,
-        COMPILING * seconds - (time.monotonic() - began),
-        say,
+    tuning = Tuning(options, gpu, Timings.resume(options.timings or kept), began)
+    plans = sum(len(plans) for layer in tuning.layers for plans in layer.candidates.values())
+    say(
+        f"{gpu.name}: {len(tuning.layers)} layers with {plans} plans, {len(tuning.tasks)} kinds of attention, "
+        f"{len(tuning.timings.found)} times kept in {tuning.timings.path}"
     )
-    with torch.inference_mode():
-        complete = measure(
-            tasks, Timer(gpu), timings, lambda key, plan: compiled.get(identity(key, plan), "?") == "",
-            lambda: time.monotonic() - began > seconds,
-        )  # fmt: skip
-    choices = choose_best(tasks, timings)
-    for choice in choices:
-        say(line_of(choice))
+    table, complete = tuning.run()
     path = options.out or Path(str(packaged(gpu.name)))
-    table = merged(gpu.tiles, gpu.name, choices)
     write_table(path, table, {"torch": str(torch_version.__version__), "triton": triton})
     left = "" if complete else "; time ran out, run it again to go on"
     print(

@@ -92,14 +92,10 @@ def _all(given: list[Given], plan: DecodePlan, gpu: GpuTraits) -> None:
         run(one, plan, gpu)
 
 
-def compile_decode(key: DecodeKey, plan: DecodePlan, gpu: GpuTraits) -> None:
-    """Run a plan once on few rows.
-
-    Its code is in Triton's cache then.
-    """
+def launch_decode(key: DecodeKey, plan: DecodePlan, gpu: GpuTraits, device: str) -> None:
+    """Run a plan once on few rows."""
     splits = choose_splits(max(1, key.pairs // KV_HEADS), min(KV_HEADS, key.pairs), gpu.multiprocessors, LONGEST)
-    given = layers(key._replace(pairs=min(key.pairs, 8 * KV_HEADS)), 64, "cuda")[0]
+    given = layers(key._replace(pairs=min(key.pairs, 8 * KV_HEADS)), 64, device)[0]
     query, keys = given[:2]
     tile = fit_tile(plan.tile, query, keys, gpu)
     paged_decode(*given, max(splits, plan.splits), pdl=gpu.pdl, tile=tile, least=plan.least)
-    torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Plans worth timing.
 
-The kernels accept them, and they may be fast. Those of today come first.
+The kernels accept them, and they may be fast. The rule's comes first.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.linear.plans import PIECE, choose, choose_gated, choose_normed, split_inputs
+from tandem.engine_core.kernels.linear.plans import MAX_SPLIT, PIECE, choose, choose_gated, choose_normed, split_inputs
 from tandem.engine_core.kernels.linear.quantized_plans import (
+    FEWEST_INPUTS,
     choose_bytes,
     choose_bytes_gated,
     choose_nibbles,
@@ -17,20 +18,33 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_nibbles_normed,
 )
 from tandem.engine_core.kernels.tiles.plan_types import NIBBLE_ROWS, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductKey
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductKey, TileTable
 from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem
 
 GROUP = 128
 """Inputs of a group of weights of four bits."""
-LEAST_A_THREAD, MOST_A_THREAD = 16, {16: 128, 8: 256, 4: 512}
+LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 16, 4: 32}, {16: 128, 8: 256, 4: 512}
 """Fewest and most weights, by their bits, that a thread of a GEMV holds.
 
 Fewer wait too often, more spill from its registers.
 """
-WAVES = 3
-"""Most programs that a split-K product has for each multiprocessor when its inputs are divided."""
-SPLITK_TILES = ((64, 128, 4), (64, 128, 6), (64, 128, 3), (64, 64, 6), (64, 256, 3), (128, 64, 4), (128, 128, 3))
-"""block_n, block_k and stages."""
+CROWDED, FEW_REGISTERS = 256, 128
+"""Weights of four bits that a thread holds from which the compiler takes 168 to 255 registers, by its assembler for
+sm_90, and the bound that is tried there: with half of them twice the warps fit a multiprocessor."""
+WARPS = (1, 2, 4, 8)
+PROGRAMS = 4
+"""Most programs that a split-K product has for each multiprocessor when its inputs are divided: all that fit side by
+side, with 128 registers for each of 128 threads."""
+SPLITK_TILES = (
+    *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 3, 4), (64, 64, 6, 4), (64, 256, 3, 4), (128, 64, 4, 8)),
+    *((128, 128, 3, 8), (128, 64, 4, 4)),
+)
+"""block_n, block_k, stages and warps."""
+NIBBLE_TILES = (
+    *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 3, 4), (64, 64, 6, 4), (64, 128, 4, 8), (128, 128, 4, 4)),
+    *((128, 128, 4, 8), (128, 128, 3, 8), (32, 128, 6, 4), (32, 128, 4, 2)),
+)
+"""The same with weights of four bits."""
 DECODE_TILES = (
     *((64, 4, 4), (64, 4, 3), (64, 4, 2), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 2, 4)),
     *((32, 4, 3), (128, 4, 2), (16, 1, 4)),
@@ -58,23 +72,22 @@ def ruled(key: ProductKey, gpu: GpuTraits) -> Plan:
 
 
 def product_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
-    """List the plans of a product.
+    """List the plans of a product, as the engine would run them.
 
-    They are today's, the rule's, the library's and others, without repetition.
+    They are the rule's, the library's, others and today's, without repetition; none where no kernel is for the product.
     """
-    found: list[Plan] = [chosen(key, gpu), ruled(key, gpu)]
+    rule = ruled(key, gpu)
+    if rule is None and not _has_library(key):
+        return []
+    found: list[Plan] = [rule]
     if _has_library(key) and key.rows > 1:
         found.append(None)
-    found += _gemvs(key) if key.rows == 1 else _splitks(key, gpu)
-    unique = dict.fromkeys(_fitted(key, plan, gpu) for plan in found)
-    return [plan for plan in unique if not product_problem(key, plan) and (plan is not None or _has_library(key))]
-
-
-def most_stages(key: ProductKey, plan: SplitKPlan, gpu: GpuTraits) -> int:
-    """Return how many stages of a plan fit the shared memory."""
-    weight_bytes = plan.block_n * (2 if key.operation == "gated" else 1) * key.bits / 8
-    stage_bytes = int((weight_bytes + max(16, key.rows) * 2) * plan.block_k)
-    return gpu.max_stages(stage_bytes, warpgroup=key.bits == 16)
+    if key.rows == 1:
+        found += _gemvs(key)
+    if key.rows > 1 or (key.bits, key.operation) == (4, "gated"):
+        found += _splitks(key, gpu)
+    found = [rule, *(_fitted(key, plan, gpu) for plan in found if not product_problem(key, plan)), chosen(key, gpu)]
+    return [plan for plan in dict.fromkeys(found) if plan is not None or _has_library(key)]
 
 
 def _has_library(key: ProductKey) -> bool:
@@ -82,24 +95,26 @@ def _has_library(key: ProductKey) -> bool:
 
 
 def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
-    if not isinstance(plan, SplitKPlan):
-        return plan
-    return replace(plan, stages=min(plan.stages, most_stages(key, plan, gpu)))
+    """Return a plan of a table with as many stages as the engine leaves it."""
+    return chosen(key, replace(gpu, tiles=TileTable(gpu.name, {key: plan})))
 
 
 def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
     whole = 1 << (key.inputs - 1).bit_length()
-    fused = key.operation != "product"
-    wide = (1024, 2048) if key.bits == 16 else (1024, 2048, 4096)
-    sizes = _whole_sizes(key, whole) if fused else tuple(size for size in wide if size < 2 * key.inputs)
+    in_steps = key.operation == "product" or (key.bits, key.operation) == (4, "gated")
+    steps = {16: (1024, 2048), 8: (1024, 2048, 4096), 4: (512, 1024, 2048, 4096)}[key.bits]
+    sizes = tuple(size for size in steps if size < 2 * key.inputs) if in_steps else _whole_sizes(key, whole)
     for block_k in sizes:
         for rows in _heights(key):
             for tiles in _tiles(key, block_k):
-                for warps in (4, 8, 16) if fused else (4, 8):
-                    columns = ceil_div(key.inputs, block_k) * block_k if fused else block_k
+                for warps in WARPS if in_steps else (4, 8, 16):
+                    columns = block_k if in_steps else ceil_div(key.inputs, block_k) * block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
-                    if LEAST_A_THREAD <= held <= MOST_A_THREAD[key.bits] and rows * tiles <= 16:
+                    within = LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]
+                    if within and rows * tiles <= 16 and (key.bits > 4 or warps * GROUP <= block_k):
                         yield GemvPlan(rows, block_k, tiles, warps)
+                        if key.bits == 4 and held >= CROWDED:
+                            yield GemvPlan(rows, block_k, tiles, warps, FEW_REGISTERS)
 
 
 def _heights(key: ProductKey) -> tuple[int, ...]:
@@ -124,15 +139,25 @@ def _tiles(key: ProductKey, block_k: int) -> tuple[int, ...]:
 
 
 def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
-    for block_n, block_k, stages in SPLITK_TILES:
-        tiles = ceil_div(key.outputs, block_n)
-        one_wave = split_inputs(tiles, key.inputs, gpu.multiprocessors)
-        for split in dict.fromkeys((one_wave, 2 * one_wave, 1, 2, 4)):
-            programs = tiles * split
-            if split > one_wave and not gpu.multiprocessors // 2 <= programs <= WAVES * gpu.multiprocessors:
-                continue
-            if key.inputs % block_k == 0 and split * block_k <= key.inputs:
-                yield SplitKPlan(block_n, block_k, split, stages, 8 if block_n == 128 and key.rows > 32 else 4)
+    for block_n, block_k, stages, warps in NIBBLE_TILES if key.bits == 4 else SPLITK_TILES:
+        if key.inputs % block_k == 0:
+            for split in splits(ceil_div(key.outputs, block_n), key.inputs, gpu):
+                yield SplitKPlan(block_n, block_k, split, stages, warps)
+
+
+def splits(tiles: int, inputs: int, gpu: GpuTraits) -> list[int]:
+    """List the numbers of parts into which to try to divide the inputs.
+
+    They are one, those that fill the multiprocessors once and twice, and powers of two that neither leave half of them
+    idle nor make more programs than fit side by side.
+    """
+    one_wave = split_inputs(tiles, inputs, gpu.multiprocessors)
+    least, most = gpu.multiprocessors // 2, PROGRAMS * gpu.multiprocessors
+    found = {one_wave}
+    for split in (1, 2, 4, MAX_SPLIT, 2 * one_wave):
+        if least <= tiles * split <= most and split * FEWEST_INPUTS <= inputs:
+            found.add(split)
+    return sorted(found)
 
 
 def decode_candidates(key: DecodeKey, today: DecodePlan, rule: DecodePlan) -> list[DecodePlan]:

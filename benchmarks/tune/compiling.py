@@ -1,68 +1,94 @@
 """Compilation of many plans at once, in processes of their own.
 
 Compiling takes longer than timing. Triton keeps the code in its cache on disk, where the timing process finds it.
+The processes compile what the engine would launch for a plan, and need no GPU.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from multiprocessing import get_context
+from typing import NamedTuple, cast
 
-from benchmarks.tune.attention import compile_decode
-from benchmarks.tune.byte_products import compile_byte_product
-from benchmarks.tune.products import compile_key, compile_product
+from benchmarks.tune.attention import launch_decode
+from benchmarks.tune.descent import LayerTask
+from benchmarks.tune.layers import run_product
+from benchmarks.tune.shapes import LayerKey, product_keys
 from benchmarks.tune.timings import AnyPlan, Key, Task, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, DecodeKey, ProductKey
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, DecodeKey
 
 MOST_PROCESSES = 15
 Identity = tuple[object, ...]
 
 
-def identity(key: Key, plan: AnyPlan) -> Identity:
-    """Return all that the code of a plan depends on."""
-    if isinstance(key, ProductKey):
-        assert not isinstance(plan, DecodePlan | ByteGemmPlan)
-        return compile_key(key, plan)
+class Job(NamedTuple):
+    """One code to compile: that of a plan, of a product with the layer that it is in."""
+
+    layer: LayerKey | None
+    key: Key
+    plan: AnyPlan
+
+
+def identity(job: Job) -> Identity:
+    """Return all that the code of a plan depends on.
+
+    The number of outputs is not part of it.
+    """
+    layer, key, plan = job
+    if isinstance(key, DecodeKey):
+        assert isinstance(plan, DecodePlan)
+        return key.head_dim, key.kv_bits, plan.tile, plan.splits > 1 or key.pairs < 256
+    assert layer is not None
     if isinstance(key, ByteProductKey):
-        return key.kind, key.scaling, key.inputs, plan
-    assert isinstance(key, DecodeKey) and isinstance(plan, DecodePlan)
-    return key.head_dim, key.kv_bits, plan.tile, plan.splits > 1 or key.pairs < 256
+        return layer.format, key.inputs, plan
+    rows = max(16, key.rows) if isinstance(plan, SplitKPlan) else 1
+    return layer.format, key.operation, key.bits, key.inputs, rows, plan
 
 
-def compile_one(key: Key, plan: AnyPlan, gpu: GpuTraits) -> str:
+def compile_one(job: Job, gpu: GpuTraits) -> str:
     """Compile a plan; return why that failed, or nothing."""
+    from benchmarks.measuring.offline_compiler import compiling_only
+
     try:
-        if isinstance(key, ProductKey):
-            assert not isinstance(plan, DecodePlan | ByteGemmPlan)
-            compile_product(key, plan, gpu.pdl)
-        elif isinstance(key, ByteProductKey):
-            assert plan is None or isinstance(plan, ByteGemmPlan)
-            compile_byte_product(key, plan, gpu)
-        else:
-            assert isinstance(plan, DecodePlan)
-            compile_decode(key, plan, gpu)
+        with compiling_only(gpu.capability[0] * 10 + gpu.capability[1]) as compiled:
+            _launch(job, gpu)
     except Exception as error:
         # Triton raises errors of many classes for tiles that a GPU cannot hold.
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return ""
+    most = max((code.metadata.shared for code in compiled), default=0)
+    if not compiled:
+        return "nothing was launched"
+    return f"{most} bytes of shared memory, of which there are {gpu.shared_memory}" if most > gpu.shared_memory else ""
 
 
-def jobs_of(tasks: Iterable[Task], timings: Timings) -> dict[Identity, tuple[Key, AnyPlan]]:
-    """List the codes to compile for plans without a time.
+def _launch(job: Job, gpu: GpuTraits) -> None:
+    """Launch what a plan is for, with its arguments on the CPU."""
+    layer, key, plan = job
+    if isinstance(key, DecodeKey):
+        assert isinstance(plan, DecodePlan)
+        launch_decode(key, plan, gpu, "cpu")
+        return
+    assert layer is not None and not isinstance(plan, DecodePlan)
+    names = {found: name for name, found in product_keys(layer, gpu).items()}
+    run_product(layer, names[key], {key: cast("Plan | ByteGemmPlan", plan)}, gpu, "cpu")
 
-    Each is listed once, those of today's plans first.
+
+def jobs_of(tasks: Iterable[Task], layers: Iterable[LayerTask], timings: Timings) -> dict[Identity, Job]:
+    """List the codes to compile, each once, those of the first plans first.
+
+    For kinds of attention they are those without a time, for layers all but the library's.
     """
-    jobs: dict[Identity, tuple[Key, AnyPlan]] = {}
-    listed: Sequence[Task] = list(tasks)
-    for first in (True, False):
-        for task in listed:
-            for plan in task.plans[:1] if first else task.plans[1:]:
-                if timings.of(task.key, plan) is None:
-                    jobs.setdefault(identity(task.key, plan), (task.key, plan))
-    return jobs
+    lists = [[Job(None, task.key, plan) for plan in task.plans if timings.of(task.key, plan) is None] for task in tasks]
+    lists += [[Job(task.key, key, plan) for plan in plans] for task in layers for key, plans in task.candidates.items()]
+    found: dict[Identity, Job] = {}
+    for job in (*(job for jobs in lists for job in jobs[:1]), *(job for jobs in lists for job in jobs[1:])):
+        if job.plan is not None:
+            found.setdefault(identity(job), job)
+    return found
 
 
 def new_processes(count: int) -> Executor:
@@ -77,7 +103,7 @@ def _outcome(future: Future[str]) -> str:
 
 
 def compile_all(
-    jobs: dict[Identity, tuple[Key, AnyPlan]],
+    jobs: dict[Identity, Job],
     gpu: GpuTraits,
     seconds: float,
     report: Callable[[str], None],
@@ -88,11 +114,11 @@ def compile_all(
     new_pool: starts as many processes as it is told. Return why each plan that was compiled failed; empty if it did
     not.
     """
-    plain = GpuTraits(gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_memory, NO_TABLE)
+    plain = replace(gpu, tiles=NO_TABLE)
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs)))
     began = time.monotonic()
     pool = new_pool(processes)
-    futures = {pool.submit(compile_one, key, plan, plain): code for code, (key, plan) in jobs.items()}
+    futures = {pool.submit(compile_one, job, plain): code for code, job in jobs.items()}
     done, _ = wait(futures, timeout=max(0.0, seconds))
     pool.shutdown(wait=True, cancel_futures=True)
     done |= {future for future in futures if future.done() and not future.cancelled()}

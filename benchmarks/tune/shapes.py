@@ -1,22 +1,124 @@
-"""Products and decode attention of given models, which are tuned."""
+"""Products of a layer and decode attention of given models, which are tuned."""
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
-from benchmarks.tune.byte_products import FORMATS
+from benchmarks.measuring.linear_layers import Name, Shape
+from benchmarks.tune.candidates import GROUP, chosen
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.linear.quantized_plans import rounds_inputs
 from tandem.engine_core.kernels.tiles.table import (
-    BUCKETS,
-    BYTE_BUCKETS,
     ByteProductKey,
     DecodeKey,
     Operation,
     ProductKey,
+    Scaling,
 )
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
 
 SHAPES = Path(__file__).parent.parent / "shapes"
 SHORT_NAMES = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "4b": "qwen3-4b"}
+BYTE_FORMATS: dict[str, ByteScheme] = {
+    "tensor": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+    "blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "int8": ByteScheme("int8", Activations.TOKEN),
+    "outputs": ByteScheme("fp8", Activations.TOKEN),
+}
+"""Formats whose inputs are rounded to bytes."""
+BITS = {16: "16 bits", 8: "8 bits", 4: "4 bits"}
+"""Formats whose inputs keep their 16 bits, by the bits of a weight."""
+FORMATS: dict[str, Scheme | None] = {
+    "16 bits": None,
+    "8 bits": ByteScheme("fp8", Activations.UNQUANTIZED),
+    "4 bits": NibbleScheme("gptq", GROUP, False),
+    **BYTE_FORMATS,
+}
+TUNING_ORDER: tuple[Name, ...] = ("gate_up", "down", "qkv", "o", "head")
+"""Products of a step, the longest first."""
+Key: TypeAlias = ProductKey | ByteProductKey
+
+
+class LayerKey(NamedTuple):
+    """Name of a layer whose products are tuned for a number of rows."""
+
+    format: str
+    """One of FORMATS."""
+    rows: int
+    hidden: int
+    queries: int
+    """Elements of the queries of a row, and of what attention returns."""
+    kv: int
+    """Elements of a row's keys, and as many of its values."""
+    width: int
+    vocabulary: int
+
+    @property
+    def shapes(self) -> dict[Name, Shape]:
+        """Outputs and inputs of a layer's maps, and of the head if it has their format."""
+        shapes: dict[Name, Shape] = {
+            "qkv": (self.queries + 2 * self.kv, self.hidden),
+            "o": (self.hidden, self.queries),
+            "gate_up": (2 * self.width, self.hidden),
+            "down": (self.hidden, self.width),
+        }
+        if FORMATS[self.format] is None:
+            shapes["head"] = (self.vocabulary, self.hidden)
+        return shapes
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        scheme = FORMATS[self.format]
+        return 16 if scheme is None else 8 if isinstance(scheme, ByteScheme) else 4
+
+    def __str__(self) -> str:
+        return f"{self.format}, {self.hidden} wide, {self.rows} row{'s' if self.rows > 1 else ''}"
+
+
+def layer_key(model: ModelConfig, name: str, rows: int) -> LayerKey:
+    """Return the layer of a model in a format."""
+    queries, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return LayerKey(name, rows, model.hidden_size, queries, kv, model.intermediate_size, model.vocab_size)
+
+
+def product_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
+    """Return the keys by which the engine looks up a layer's products.
+
+    They are in tuning order.
+    """
+    return {name: _product_key(layer, name, gpu) for name in TUNING_ORDER if name in layer.shapes}
+
+
+def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
+    scheme, rows = FORMATS[layer.format], layer.rows
+    outputs, inputs = layer.shapes[name]
+    if isinstance(scheme, ByteScheme):
+        rounded = scheme.activations is not Activations.UNQUANTIZED
+        if rounded and rounds_inputs(rows, scheme.kind, gpu):
+            return ByteProductKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
+    plain: Operation = "product"
+    normed: Operation = "normed"
+    if name == "gate_up":
+        plain, normed, outputs = "gated", "normed_gated", outputs // 2
+    fused = ProductKey(normed, layer.bits, outputs, inputs, rows)
+    # Whether one row's norm is part of the product depends on the shape and the device.
+    if rows == 1 and name not in ("o", "down") and chosen(fused, gpu) is not None:
+        return fused
+    return ProductKey(plain, layer.bits, outputs, inputs, rows)
+
+
+def _scaling(scheme: ByteScheme) -> Scaling:
+    if scheme.block is not None:
+        return "block"
+    return "tensor" if scheme.per_tensor else "output"
+
+
+def runs_on(name: str, gpu: GpuTraits) -> bool:
+    """Return whether a GPU multiplies the bytes of a format."""
+    return BYTE_FORMATS[name].kind == "int8" or gpu.capability >= FP8_CAPABILITY
 
 
 def model_folder(name: str) -> Path:
@@ -26,43 +128,6 @@ def model_folder(name: str) -> Path:
     """
     known = SHAPES / SHORT_NAMES.get(name, name)
     return known if known.is_dir() else Path(name)
-
-
-def product_keys(model: ModelConfig, rows: Iterable[int], bits: Iterable[int]) -> list[ProductKey]:
-    """List the products of a model's step, in tuning order."""
-    hidden, width = model.hidden_size, model.intermediate_size
-    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    found: list[ProductKey] = []
-    for weight_bits in bits:
-        for count in rows:
-            assert count in BUCKETS, f"rows {count} are not one of {BUCKETS}"
-            before: tuple[Operation, Operation] = ("normed", "normed_gated") if count == 1 else ("product", "gated")
-            if weight_bits == 4:
-                # Whether the norm is fused depends on the device alone.
-                before = before[0], "gated"
-            shapes: list[tuple[Operation, int, int]] = [
-                (before[1], width, hidden),
-                ("product", hidden, width),
-                (before[0], query + 2 * kv, hidden),
-                ("product", hidden, query),
-            ]
-            if weight_bits == 16:
-                shapes.append((before[0], model.vocab_size, hidden))
-            found += [ProductKey(what, weight_bits, outputs, inputs, count) for what, outputs, inputs in shapes]
-    return found
-
-
-def byte_keys(model: ModelConfig, rows: Iterable[int], formats: Iterable[str]) -> list[ByteProductKey]:
-    """List the products of bytes with bytes of a model, in tuning order."""
-    hidden, width = model.hidden_size, model.intermediate_size
-    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    found: list[ByteProductKey] = []
-    for count in rows:
-        assert count in BYTE_BUCKETS, f"rows {count} are not one of {BYTE_BUCKETS}"
-        for name in formats:
-            shapes = ((2 * width, hidden), (hidden, width), (query + 2 * kv, hidden), (hidden, query))
-            found += [ByteProductKey(*FORMATS[name], outputs, inputs, count) for outputs, inputs in shapes]
-    return found
 
 
 def decode_keys(model: ModelConfig, batches: Iterable[int], kv_bits: Iterable[int] = (16,)) -> list[DecodeKey]:

@@ -4,7 +4,7 @@ Times are kept in a file as they are measured.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -20,12 +20,12 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to tune."""
+    """One kind of decode attention to tune."""
 
-    key: Key
-    plans: Sequence[AnyPlan]
+    key: DecodeKey
+    plans: Sequence[DecodePlan]
     """The plans to time; the first is today's."""
-    rule: AnyPlan
+    rule: DecodePlan
     """The plan that is taken without a table."""
 
 
@@ -36,7 +36,7 @@ class Timings:
     path: Path
     """File of one JSON object a line."""
     found: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Microseconds by key and plan as text; infinite for a plan that cannot run."""
+    """Microseconds by what was timed and its plans, as text; infinite for plans that cannot run."""
 
     @classmethod
     def resume(cls, path: Path) -> "Timings":
@@ -50,14 +50,14 @@ class Timings:
                 continue
         return timings
 
-    def add(self, key: Key, plan: AnyPlan, us: float) -> None:
+    def add(self, key: object, plan: object, us: float) -> None:
         """Keep a time, in the file too."""
         self.found[repr(key), repr(plan)] = us
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"key": repr(key), "plan": repr(plan), "us": us}) + "\n")
 
-    def of(self, key: Key, plan: AnyPlan) -> float | None:
+    def of(self, key: object, plan: object) -> float | None:
         """Return the time of a plan, None if it was not measured."""
         return self.found.get((repr(key), repr(plan)))
 
@@ -67,7 +67,7 @@ class Choice:
     """The best plan of one task."""
 
     task: Task
-    plan: AnyPlan
+    plan: DecodePlan
     us: float
     today_us: float
     rule_us: float | None
@@ -75,7 +75,7 @@ class Choice:
 
 def measure(
     tasks: Iterable[Task],
-    time_plan: Callable[[Key, AnyPlan], float],
+    time_plan: Callable[[DecodeKey, DecodePlan], float],
     timings: Timings,
     usable: Callable[[Key, AnyPlan], bool],
     out_of_time: Callable[[], bool],
@@ -123,17 +123,19 @@ def choose_best(tasks: Iterable[Task], timings: Timings) -> list[Choice]:
     return choices
 
 
-def merged(table: TileTable, device: str, choices: Iterable[Choice]) -> TileTable:
-    """Return a table with the choices.
+def merged(
+    table: TileTable, device: str, plans: Mapping[Key, AnyPlan], rules: Mapping[Key, AnyPlan]
+) -> TileTable:  # fmt: skip
+    """Return a table with plans that were chosen.
 
     It keeps what this run did not measure. A plan that the rule takes anyway has no entry.
     """
     lists: dict[type, dict] = {  # type: ignore[type-arg]
         ProductKey: dict(table.products), DecodeKey: dict(table.decode), ByteProductKey: dict(table.byte_products),
     }  # fmt: skip
-    for choice in choices:
-        entries = lists[type(choice.task.key)]
-        entries.pop(choice.task.key, None)
-        if choice.plan != choice.task.rule:
-            entries[choice.task.key] = choice.plan
+    for key, plan in plans.items():
+        entries = lists[type(key)]
+        entries.pop(key, None)
+        if plan != rules[key]:
+            entries[key] = plan
     return TileTable(device, lists[ProductKey], lists[DecodeKey], lists[ByteProductKey])

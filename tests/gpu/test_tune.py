@@ -5,45 +5,33 @@ import math
 import pytest
 import torch
 
+from benchmarks.tune.__main__ import layer_task
 from benchmarks.tune.attention import DecodeTimer
-from benchmarks.tune.byte_products import ByteTimer, byte_candidates
-from benchmarks.tune.candidates import decode_candidates, product_candidates
-from benchmarks.tune.compiling import compile_one
-from benchmarks.tune.products import ProductTimer
+from benchmarks.tune.candidates import decode_candidates
+from benchmarks.tune.compiling import Job, compile_one
+from benchmarks.tune.layers import LayerTimer
+from benchmarks.tune.shapes import FORMATS, LayerKey
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan
-from tandem.engine_core.kernels.tiles.table import ByteKind, ByteProductKey, DecodeKey, Operation, ProductKey, Scaling
+from tandem.engine_core.kernels.tiles.table import DecodeKey
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    ("operation", "bits", "rows"),
-    [
-        ("normed", 16, 1), ("normed_gated", 8, 1), ("product", 4, 1),
-        ("product", 16, 16), ("gated", 8, 16), ("gated", 4, 16),
-    ],
-)  # fmt: skip
-def test_products_are_compiled_and_timed(operation: Operation, bits: int, rows: int) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_layers_are_compiled_and_timed(name: str, rows: int) -> None:
     gpu = read_gpu_traits()
-    key = ProductKey(operation, bits, 1024, 2048, rows)
-    plans = product_candidates(key, gpu)
-    timer = ProductTimer(gpu.pdl)
+    if rows == 1 and "bits" not in name:
+        pytest.skip("one row of bytes is that of 8 bits")
+    task = layer_task(LayerKey(name, rows, 2048, 2048, 512, 4096, 4096), gpu)
+    timer = LayerTimer(gpu)
     with torch.inference_mode():
-        for plan in (plans[0], plans[-1]):
-            assert compile_one(key, plan, gpu) == ""
-            assert 0 < timer(key, plan) < math.inf
-
-
-@pytest.mark.parametrize(("kind", "scaling"), [("fp8", "tensor"), ("fp8", "block"), ("int8", "output")])
-def test_products_of_bytes_are_compiled_and_timed(kind: ByteKind, scaling: Scaling) -> None:
-    gpu = read_gpu_traits()
-    key = ByteProductKey(kind, scaling, 1024, 2048, 128)
-    timer, plans = ByteTimer(gpu), byte_candidates(key, gpu)
-    with torch.inference_mode():
-        for plan in (plans[0], plans[-1]):
-            assert compile_one(key, plan, gpu) == ""
-            assert 0 < timer(key, plan) < math.inf
+        for place in (0, -1):
+            plans = {key: listed[place] for key, listed in task.candidates.items()}
+            for key, plan in plans.items():
+                assert plan is None or compile_one(Job(task.key, key, plan), gpu) == ""
+            assert 0 < timer(task.key, plans) < math.inf
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
@@ -54,5 +42,5 @@ def test_decode_attention_is_compiled_and_timed(kv_bits: int) -> None:
     timer = DecodeTimer(gpu)
     with torch.inference_mode():
         for plan in (today, decode_candidates(key, today, today)[-1]):
-            assert compile_one(key, plan, gpu) == ""
+            assert compile_one(Job(None, key, plan), gpu) == ""
             assert 0 < timer(key, plan) < math.inf

@@ -2,21 +2,26 @@
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
 import pytest
 
 from benchmarks.tune import compiling
-from benchmarks.tune.compiling import compile_all, identity
-from benchmarks.tune.timings import AnyPlan, Key
+from benchmarks.tune.__main__ import list_layers, list_tasks, read_arguments
+from benchmarks.tune.compiling import Job, compile_all, compile_one, identity, jobs_of, new_processes
+from benchmarks.tune.shapes import LayerKey
+from benchmarks.tune.timings import Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import ProductKey
-from tests.fakes.gpus import H200
+from tests.fakes.gpus import H200, L4, RTX_5090
+from tests.support.layer_codes import codes_of_a_layer
 
+LAYER = LayerKey("16 bits", 16, hidden=256, queries=128, kv=64, width=512, vocabulary=128)
 KEY = ProductKey("product", 16, 256, 128, 16)
-JOBS: dict[tuple[object, ...], tuple[Key, AnyPlan]] = {
-    identity(KEY, plan): (KEY, plan) for plan in (SplitKPlan(64, 64, 1), SplitKPlan(64, 128, 1))
+JOBS = {
+    identity(job): job for job in (Job(LAYER, KEY, plan) for plan in (SplitKPlan(64, 64, 1), SplitKPlan(64, 128, 1)))
 }
 
 
@@ -25,22 +30,47 @@ def test_the_traits_of_a_gpu_travel_to_another_process() -> None:
 
 
 @pytest.mark.slow
-def test_plans_are_compiled_in_processes_that_say_why_one_fails() -> None:
-    """Without a GPU every plan fails."""
+@pytest.mark.parametrize("gpu", [H200, L4, RTX_5090], ids=lambda gpu: gpu.name)
+def test_plans_of_every_format_are_compiled_without_a_gpu(gpu: GpuTraits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    command = ["--model", "8b", "--bits", "16", "8", "4", "--rows", "1", "16", "64", "--byte-rows", "16", "128"]
+    options = read_arguments(command)
+    jobs = jobs_of(list_tasks(options, gpu), list_layers(options, gpu), Timings(Path("none")))
+    some = dict(list(jobs.items())[::29])
     said: list[str] = []
-    found = compile_all(JOBS, H200, 120.0, said.append)
-    assert set(found) == set(JOBS)
-    failed = [reason for reason in found.values() if reason]
-    (line,) = said
-    assert line.startswith(f"compiled {2 - len(failed)} of 2 kernels in ")
-    assert all(reason in line for reason in failed[:1])
+    found = compile_all(some, gpu, 600.0, said.append)
+    assert set(found) == set(some)
+    assert {some[code]: reason for code, reason in found.items() if reason} == {}
+
+
+@pytest.mark.slow
+def test_the_code_of_a_layer_is_that_of_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be compiled again when it is timed, one plan after the other."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with new_processes(1) as pool:
+        for name, rows in (("4 bits", 1), ("4 bits", 16), ("8 bits", 1), ("16 bits", 16), ("blocks", 16), ("int8", 64)):
+            compiled, launched = pool.submit(codes_of_a_layer, LAYER._replace(format=name, rows=rows)).result()
+            assert launched <= compiled, name
+
+
+def test_a_plan_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels cannot."""
+    (job, *_) = JOBS.values()
+
+    def launch(_job: Job, _gpu: GpuTraits) -> None:
+        raise ValueError("the tile is too large\nfor this GPU")
+
+    monkeypatch.setattr(compiling, "_launch", lambda _job, _gpu: None)
+    assert compile_one(job, H200) == "nothing was launched"
+    monkeypatch.setattr(compiling, "_launch", launch)
+    assert compile_one(job, H200) == "ValueError: the tile is too large"
 
 
 def test_a_plan_that_fails_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = JOBS
 
-    def compile_one(_key: Key, plan: AnyPlan, _gpu: GpuTraits) -> str:
-        if plan == JOBS[bad][1]:
+    def compile_one(job: Job, _gpu: GpuTraits) -> str:
+        if job == JOBS[bad]:
             raise OSError("the disk is full")
         return ""
 
@@ -56,7 +86,7 @@ def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     """One thread compiles; the second plan has not begun when the time is over."""
     released = Event()
 
-    def compile_one(_key: Key, _plan: AnyPlan, _gpu: GpuTraits) -> str:
+    def compile_one(_job: Job, _gpu: GpuTraits) -> str:
         released.wait(30)
         return ""
 
@@ -76,9 +106,32 @@ def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_products_share_code_whatever_their_number_of_outputs() -> None:
-    plan = SplitKPlan(64, 64, 1)
-    assert identity(KEY, plan) == identity(KEY._replace(outputs=512), plan)
-    assert identity(KEY, plan) != identity(KEY._replace(inputs=256), plan)
-    assert identity(KEY, plan) != identity(KEY._replace(rows=32), plan)
-    one = KEY._replace(rows=1)
-    assert identity(one, GemvPlan(2, 1024)) != identity(one, GemvPlan(4, 1024))
+    job = Job(LAYER, KEY, SplitKPlan(64, 64, 1))
+
+    def other(**fields: int) -> Job:
+        return job._replace(key=KEY._replace(**fields))
+
+    assert identity(job) == identity(other(outputs=512))
+    assert identity(job) != identity(other(inputs=256))
+    assert identity(job) != identity(other(rows=32))
+    assert identity(job) == identity(other(rows=1)), "one row is padded to 16"
+    one = [Job(LAYER, KEY._replace(rows=1), GemvPlan(rows, 1024)) for rows in (2, 4)]
+    assert identity(one[0]) != identity(one[1])
+
+
+def test_each_code_is_compiled_once_and_what_the_rules_take_first(tmp_path: Path) -> None:
+    options = read_arguments(["--model", "1b", "--rows", "64", "1"])
+    tasks, layers = list_tasks(options, H200), list_layers(options, H200)
+    timings = Timings(tmp_path / "t.jsonl")
+    jobs = jobs_of(tasks, layers, timings)
+    plans = [Job(task.key, key, plan) for task in layers for key, listed in task.candidates.items() for plan in listed]
+    plans += [Job(None, task.key, plan) for task in tasks for plan in task.plans]
+    assert set(jobs) == {identity(job) for job in plans if job.plan is not None}
+    firsts = [Job(task.key, key, listed[0]) for task in layers for key, listed in task.candidates.items()]
+    firsts += [Job(None, task.key, task.plans[0]) for task in tasks]
+    first = {identity(job) for job in firsts if job.plan is not None}
+    assert set(list(jobs)[: len(first)]) == first
+    for task in tasks:
+        for plan in task.plans:
+            timings.add(task.key, plan, 1.0)
+    assert jobs_of(tasks, [], timings) == {}

@@ -7,72 +7,100 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tune import __main__ as tune
-from benchmarks.tune.compiling import Identity
-from benchmarks.tune.timings import AnyPlan, Key
+from benchmarks.tune.__main__ import layer_task, line_of, lines_of, list_layers, list_tasks, read_arguments
+from benchmarks.tune.compiling import Identity, Job
+from benchmarks.tune.descent import Found, Round
+from benchmarks.tune.layers import LayerPlans
+from benchmarks.tune.shapes import LayerKey, layer_key, read_models
+from benchmarks.tune.timings import Choice, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey
 from tandem.engine_core.kernels.tiles.table_file import read_table
 from tests.fakes.gpus import H200, L4
 
-TARGET = ProductKey("normed", 16, 3072, 2048, 1)
-BEST = GemvPlan(4, 2048, 2, 8)
+TARGET = ProductKey("product", 4, 2048, 8192, 1)
+BEST = GemvPlan(16, 1024, 1, 1, 128)
 
 
-class MadeUpTimer:
-    """Times of 10 to 11 us, but for one plan that is twice as fast."""
+class MadeUpDecode:
+    """Times of decode attention of about 10 us."""
 
     timed = 0
 
     def __init__(self, _gpu: GpuTraits) -> None:
         self.random = random.Random(0)
 
-    def __call__(self, key: Key, plan: AnyPlan) -> float:
+    def __call__(self, _key: DecodeKey, _plan: DecodePlan) -> float:
         type(self).timed += 1
-        return 5.0 if (key, plan) == (TARGET, BEST) else self.random.uniform(10, 10.1)
+        return self.random.uniform(10, 10.1)
+
+
+class MadeUpLayers:
+    """Times of a layer of about 100 us, but 80 with one plan of one product."""
+
+    timed = 0
+
+    def __init__(self, _gpu: GpuTraits) -> None:
+        self.random = random.Random(0)
+
+    def __call__(self, _layer: LayerKey, plans: LayerPlans) -> float:
+        type(self).timed += 1
+        return (80.0 if plans.get(TARGET) == BEST else 100.0) + self.random.uniform(0, 0.4)
 
 
 def compile_at_once(
-    jobs: dict[Identity, tuple[Key, AnyPlan]], _gpu: GpuTraits, _seconds: float, report: Callable[[str], None]
+    jobs: dict[Identity, Job], _gpu: GpuTraits, _seconds: float, report: Callable[[str], None]
 ) -> dict[Identity, str]:
     report(f"compiled {len(jobs)}")
     return dict.fromkeys(jobs, "")
 
 
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "read_gpu_traits", lambda: H200)
+    monkeypatch.setattr(tune, "compile_all", compile_at_once)
+    monkeypatch.setattr(tune, "DecodeTimer", MadeUpDecode)
+    monkeypatch.setattr(tune, "LayerTimer", MadeUpLayers)
+    monkeypatch.setattr(MadeUpDecode, "timed", 0)
+    monkeypatch.setattr(MadeUpLayers, "timed", 0)
+
+
+@pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("gpu", [H200, L4], ids=lambda gpu: gpu.name)
 def test_a_run_writes_a_table_and_a_second_one_goes_on_from_its_times(
     gpu: GpuTraits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tune, "read_gpu_traits", lambda: gpu)
-    monkeypatch.setattr(tune, "compile_all", compile_at_once)
-    monkeypatch.setattr(tune, "Timer", MadeUpTimer)
-    monkeypatch.setattr(MadeUpTimer, "timed", 0)
     out = tmp_path / "new" / "table.json"
-    command = ["--model", "1b", "--rows", "1", "64", "--out", str(out), "--timings", str(tmp_path / "t.jsonl")]
+    command = ["--model", "1b", "--bits", "4", "16", "--rows", "1", "64"]
+    command += ["--out", str(out), "--timings", str(tmp_path / "t.jsonl")]
     assert tune.main(command) == 0
     table = read_table(out)
     assert table.device == gpu.name
     assert table.products[TARGET] == BEST
     assert {key: plan for key, plan in table.products.items() if key != TARGET} == dict(gpu.tiles.products)
     assert dict(table.decode) == {}
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("normed 16 bits 3072x2048"))
-    assert "best     5.00" in line
-    assert repr(BEST) in line
-    timed, text = MadeUpTimer.timed, out.read_text()
+    lines = capsys.readouterr().out.splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith("4 bits, 2048 wide, 1 row "))
+    assert "best    80." in lines[place]
+    assert lines[place + 1] == f"    product 2048x8192: {BEST}"
+    assert '"warps": 1, "registers": 128}' in out.read_text()
+    timed, text = (MadeUpDecode.timed, MadeUpLayers.timed), out.read_text()
     assert tune.main(command) == 0
-    assert (MadeUpTimer.timed, out.read_text()) == (timed, text)
+    assert ((MadeUpDecode.timed, MadeUpLayers.timed), out.read_text()) == (timed, text)
+    assert "compiled" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("made_up")
 def test_products_of_bytes_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The made-up times leave today's plans; the library's times are half of them."""
+    """The library saves a fifth of the layer's time for each product that it multiplies."""
 
-    class Timer(MadeUpTimer):
-        def __call__(self, key: Key, plan: AnyPlan) -> float:
-            return 5.0 if plan is None else super().__call__(key, plan)
+    class Layers(MadeUpLayers):
+        def __call__(self, _layer: LayerKey, plans: LayerPlans) -> float:
+            return 100.0 - 20 * list(plans.values()).count(None)
 
-    monkeypatch.setattr(tune, "read_gpu_traits", lambda: H200)
-    monkeypatch.setattr(tune, "compile_all", compile_at_once)
-    monkeypatch.setattr(tune, "Timer", Timer)
+    monkeypatch.setattr(tune, "LayerTimer", Layers)
     out = tmp_path / "table.json"
     command = ["--model", "8b", "--only", "bytes", "--byte-rows", "128", "--formats", "blocks", "int8", "tensor"]
     assert tune.main([*command, "--out", str(out), "--timings", str(tmp_path / "t.jsonl")]) == 0
@@ -81,12 +109,8 @@ def test_products_of_bytes_are_written_too(tmp_path: Path, monkeypatch: pytest.M
     assert found == {ByteProductKey("fp8", "block", *shape, 128): None for shape in ours}
 
 
-def test_a_run_without_time_keeps_the_table_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tune, "read_gpu_traits", lambda: H200)
-    monkeypatch.setattr(tune, "compile_all", compile_at_once)
-    monkeypatch.setattr(tune, "Timer", MadeUpTimer)
+@pytest.mark.usefixtures("made_up")
+def test_a_run_without_time_keeps_the_table_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table.json"
     assert tune.main(["--minutes", "0", "--out", str(out), "--timings", str(tmp_path / "t.jsonl")]) == 0
     assert read_table(out) == H200.tiles
@@ -94,21 +118,62 @@ def test_a_run_without_time_keeps_the_table_as_it_was(
 
 
 def test_a_plan_that_does_not_run_takes_forever_and_a_lost_device_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    timer = tune.Timer(H200)
-
-    def fail(message: str) -> Callable[[Key, AnyPlan], float]:
-        def run(_key: Key, _plan: AnyPlan) -> float:
+    def fail(message: str) -> Callable[[object, object], float]:
+        def run(_key: object, _plan: object) -> float:
             raise RuntimeError(message)
 
         return run
 
-    monkeypatch.setattr(timer, "products", fail("out of resource: shared memory"))
-    assert timer(TARGET, BEST) == float("inf")
+    assert tune.guarded(lambda _key, _plan: 7.0, TARGET, BEST) == 7.0
+    assert tune.guarded(fail("out of resource: shared memory"), TARGET, BEST) == float("inf")
     assert "out of resource" in capsys.readouterr().out
-    monkeypatch.setattr(timer, "bytes", lambda _key, plan: 7.0 if plan is None else 8.0)
-    assert timer(ByteProductKey("fp8", "tensor", 4096, 4096, 64), None) == 7.0
-    monkeypatch.setattr(timer, "decode", fail("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="broke the device"):
-        timer(DecodeKey(64, 16, 512), BEST)
+        tune.guarded(fail("CUDA error: an illegal memory access was encountered"), TARGET, BEST)
+
+
+def test_a_share_of_the_tasks_can_be_asked_for() -> None:
+    names = []
+    for more in ([], ["--only", "decode"], ["--only", "products"], ["--only", "bytes"], ["--bits", "16", "8"]):
+        options = read_arguments(["--model", "1b", *more])
+        keys = [key for task in list_layers(options, H200) for key in task.candidates]
+        keys += [task.key for task in list_tasks(options, H200)]
+        names.append({type(key).__name__ for key in keys})
+    every = {"ProductKey", "DecodeKey", "ByteProductKey"}
+    assert names == [{"ProductKey", "DecodeKey"}, {"DecodeKey"}, {"ProductKey"}, {"ByteProductKey"}, every]
+
+
+def test_layers_come_by_their_rows_for_all_models() -> None:
+    command = ["--model", "1b", "8b", "--rows", "64", "1", "--byte-rows", "256", "--bits", "16", "8"]
+    layers = [task.key for task in list_layers(read_arguments([*command, "--formats", "blocks"]), H200)]
+    assert [(layer.rows, layer.format, layer.hidden) for layer in layers] == [
+        (64, "16 bits", 2048), (64, "16 bits", 4096), (64, "8 bits", 2048), (64, "8 bits", 4096),
+        (256, "blocks", 2048), (256, "blocks", 4096),
+        (1, "16 bits", 2048), (1, "16 bits", 4096), (1, "8 bits", 2048), (1, "8 bits", 4096),
+    ]  # fmt: skip
+
+
+def test_a_layer_without_a_kernel_of_ours_is_left_out() -> None:
+    """More than 64 rows of four bits are made into numbers for the library."""
+    assert list_layers(read_arguments(["--model", "8b", "--bits", "4", "--rows", "128"]), H200) == []
+
+
+def test_lines_name_keys_times_and_plans(tmp_path: Path) -> None:
+    (task,) = (one for one in list_tasks(read_arguments(["--model", "1b", "--only", "decode"]), H200)
+               if one.key == DecodeKey(64, 16, 512))  # fmt: skip
+    line = line_of(Choice(task, task.plans[1], 9.0, 10.0, None))
+    assert "decode head_dim 64 KV 16 bits pairs 512" in line
+    assert "10.0%" in line
+    assert repr(task.plans[1]) in line
+    layer = layer_task(layer_key(read_models(["8b"])[0], "4 bits", 32), H200)
+    timings = Timings(tmp_path / "t.jsonl")
+    down = ProductKey("product", 4, 4096, 14336, 32)
+    plans = {**layer.today, down: SplitKPlan(128, 128, 8)}
+    assert lines_of(Found(layer, plans, True), timings) == [f"{'4 bits, 4096 wide, 32 rows':44} not timed"]
+    timings.add(Round(layer.key, 0), tuple(layer.today.values()), 96.0)
+    timings.add(Round(layer.key, 0), tuple(plans.values()), 72.0)
+    first, second = lines_of(Found(layer, plans, True), timings)
+    assert first.startswith("4 bits, 4096 wide, 32 rows ")
+    assert first.endswith("today    96.00 us  rule    96.00  best    72.00  25.0%")
+    assert second == "    product 4096x14336: SplitKPlan(block_n=128, block_k=128, split=8, stages=4, warps=4)"

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, GemvPlan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey, TileTable
 
-KEY = ProductKey("product", 16, 3072, 2048, 64)
-ONE_ROW = ProductKey("product", 16, 3072, 2048, 1)
-TODAY, OTHER, LAST = SplitKPlan(64, 128, 2), SplitKPlan(64, 64, 4), SplitKPlan(128, 64, 1)
-TASK = Task(KEY, (TODAY, OTHER, None, LAST), TODAY)
-TIMES: dict[AnyPlan, float] = {TODAY: 10.0, OTHER: 9.0, None: 8.0, LAST: float("inf")}
+KEY = DecodeKey(64, 16, 512)
+TODAY, OTHER, BEST, LAST = (DecodePlan(Tile(positions, 4, 3), 1024) for positions in (16, 32, 64, 128))
+TASK = Task(KEY, (TODAY, OTHER, BEST, LAST), TODAY)
+TIMES = {TODAY: 10.0, OTHER: 9.0, BEST: 8.0, LAST: float("inf")}
 
 
 class Clock:
@@ -30,11 +29,11 @@ def always(_key: Key, _plan: AnyPlan) -> bool:
     return True
 
 
-def run(timings: Timings, left: int = 100, tasks: tuple[Task, ...] = (TASK,)) -> tuple[bool, list[AnyPlan]]:
+def run(timings: Timings, left: int = 100, tasks: tuple[Task, ...] = (TASK,)) -> tuple[bool, list[DecodePlan]]:
     """Measure with made-up times; return whether all were, and which plans."""
-    timed: list[AnyPlan] = []
+    timed: list[DecodePlan] = []
 
-    def time_plan(_key: Key, plan: AnyPlan) -> float:
+    def time_plan(_key: DecodeKey, plan: DecodePlan) -> float:
         timed.append(plan)
         return TIMES[plan]
 
@@ -43,8 +42,8 @@ def run(timings: Timings, left: int = 100, tasks: tuple[Task, ...] = (TASK,)) ->
 
 def test_the_fastest_plan_is_chosen(tmp_path: Path) -> None:
     timings = Timings(tmp_path / "t.jsonl")
-    assert run(timings) == (True, [TODAY, OTHER, None, LAST])
-    assert choose_best([TASK], timings) == [Choice(TASK, None, 8.0, 10.0, 10.0)]
+    assert run(timings) == (True, [TODAY, OTHER, BEST, LAST])
+    assert choose_best([TASK], timings) == [Choice(TASK, BEST, 8.0, 10.0, 10.0)]
 
 
 def test_a_run_out_of_time_is_gone_on_with(tmp_path: Path) -> None:
@@ -52,7 +51,7 @@ def test_a_run_out_of_time_is_gone_on_with(tmp_path: Path) -> None:
     assert run(Timings.resume(path), left=2) == (False, [TODAY, OTHER])
     resumed = Timings.resume(path)
     assert choose_best([TASK], resumed)[0].plan == OTHER
-    assert run(resumed) == (True, [None, LAST])
+    assert run(resumed) == (True, [BEST, LAST])
     assert Timings.resume(path).found == resumed.found
     assert resumed.of(KEY, LAST) == float("inf")
 
@@ -66,7 +65,7 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
 
 def test_a_gain_within_the_noise_changes_nothing(tmp_path: Path) -> None:
     timings = Timings(tmp_path / "t.jsonl")
-    for plan, us in ((TODAY, 10.0), (OTHER, 9.85), (None, 12.0)):
+    for plan, us in ((TODAY, 10.0), (OTHER, 9.85), (BEST, 12.0)):
         timings.add(KEY, plan, us)
     assert choose_best([TASK], timings)[0].plan == TODAY
     timings.add(KEY, LAST, 9.79)
@@ -81,24 +80,25 @@ def test_nothing_is_chosen_without_the_time_of_today(tmp_path: Path) -> None:
 
 def test_plans_that_were_not_compiled_wait_for_a_later_run(tmp_path: Path) -> None:
     timings = Timings(tmp_path / "t.jsonl")
-    compiled = {None}
+    compiled = {BEST}
     assert measure([TASK], lambda _, plan: TIMES[plan], timings, lambda _, plan: plan in compiled, Clock(9))
-    assert {plan for _, plan in timings.found} == {repr(TODAY), "None"}
-
-
-def choice(key: Key, plan: AnyPlan, rule: AnyPlan) -> Choice:
-    return Choice(Task(key, (rule, plan), rule), plan, 1.0, 2.0, 2.0)
+    assert {plan for _, plan in timings.found} == {repr(TODAY), repr(BEST)}
 
 
 def test_a_table_gets_what_differs_from_the_rule_and_keeps_the_rest() -> None:
-    decode, tile = DecodeKey(64, 16, 512), DecodePlan(Tile(64, 4, 3), 256, 2)
-    old = TileTable("NVIDIA Test", {ONE_ROW: GemvPlan(4, 1024), KEY: OTHER}, {})
-    found = merged(old, "NVIDIA Test", [choice(KEY, None, TODAY), choice(decode, tile, DecodePlan(tile.tile, 1024))])
-    assert dict(found.products) == {ONE_ROW: GemvPlan(4, 1024), KEY: None}
-    assert dict(found.decode) == {decode: tile}
-    assert dict(old.products)[KEY] == OTHER
-    back = merged(found, "NVIDIA Test", [choice(KEY, TODAY, TODAY)])
-    assert dict(back.products) == {ONE_ROW: GemvPlan(4, 1024)}
+    product, one_row = ProductKey("product", 16, 3072, 2048, 64), ProductKey("product", 16, 3072, 2048, 1)
+    of_bytes = ByteProductKey("int8", "output", 3072, 2048, 64)
+    small, large = SplitKPlan(64, 128, 2), SplitKPlan(64, 64, 4)
+    old = TileTable("NVIDIA Test", {one_row: GemvPlan(4, 1024), product: large}, {})
+    plans: dict[Key, AnyPlan] = {product: None, KEY: BEST, of_bytes: ByteGemmPlan(16, 64, 8, 4, 4)}
+    rules: dict[Key, AnyPlan] = {product: small, KEY: TODAY, of_bytes: None}
+    found = merged(old, "NVIDIA Test", plans, rules)
+    assert dict(found.products) == {one_row: GemvPlan(4, 1024), product: None}
+    assert dict(found.decode) == {KEY: BEST}
+    assert dict(found.byte_products) == {of_bytes: ByteGemmPlan(16, 64, 8, 4, 4)}
+    assert dict(old.products)[product] == large
+    back = merged(found, "NVIDIA Test", {product: small}, rules)
+    assert dict(back.products) == {one_row: GemvPlan(4, 1024)}
 
 
 def test_a_plan_of_today_that_cannot_run_is_replaced(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_plan_of_today_that_cannot_run_is_replaced(tmp_path: Path) -> None:
 def test_a_plan_that_breaks_the_device_is_not_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
 
-    def time_plan(_key: Key, plan: AnyPlan) -> float:
+    def time_plan(_key: DecodeKey, plan: DecodePlan) -> float:
         if plan == OTHER:
             raise RuntimeError("broke the device")
         return TIMES[plan]
@@ -123,4 +123,4 @@ def test_a_plan_that_breaks_the_device_is_not_tried_again(tmp_path: Path) -> Non
     resumed = Timings.resume(path)
     assert resumed.of(KEY, OTHER) == float("inf")
     assert measure([TASK], time_plan, resumed, always, Clock(100))
-    assert choose_best([TASK], resumed)[0].plan is None
+    assert choose_best([TASK], resumed)[0].plan == BEST

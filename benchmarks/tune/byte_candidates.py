@@ -1,0 +1,80 @@
+"""Plans worth timing of products of bytes with bytes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.tune.candidates import splits
+from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    LIBRARY_BLOCK_INPUTS,
+    SCALE_COLUMNS,
+    SPLITK_ROWS,
+    choose_byte_gemm,
+    fits_byte_workspace,
+    library_multiplies,
+)
+from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey
+from tandem.engine_core.kernels.tiles.table_file import byte_product_problem
+
+TILES = (
+    *((128, 64, 5, 4), (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (64, 64, 6, 4)),
+    *((64, 64, 8, 4), (64, 64, 11, 4), (64, 128, 8, 4), (64, 32, 8, 4), (64, 256, 3, 8), (128, 256, 3, 8)),
+)
+"""Rows, outputs, stages and warps of the plans worth trying for many rows."""
+FEW_ROW_TILES = (
+    *((64, 12, 4, 128), (64, 9, 4, 128), (64, 5, 4, 128), (64, 6, 4, 256), (64, 4, 4, 256)),
+    *((128, 6, 4, 128), (128, 4, 4, 256), (128, 4, 8, 256), (32, 9, 4, 128), (32, 6, 4, 256)),
+)
+"""Outputs, stages, warps and inputs of a step of the plans worth trying for up to 32 rows."""
+
+
+def byte_chosen(key: ByteProductKey, gpu: GpuTraits) -> ByteGemmPlan | None:
+    """Return the plan that the engine would take, None for the library."""
+    given = key.rows, key.outputs, key.inputs, key.kind, key.scaling, gpu
+    return None if library_multiplies(*given) else choose_byte_gemm(*given)
+
+
+def byte_ruled(key: ByteProductKey, gpu: GpuTraits) -> ByteGemmPlan | None:
+    """Return the plan that the rules alone would choose."""
+    return byte_chosen(key, replace(gpu, tiles=NO_TABLE))
+
+
+def byte_candidates(key: ByteProductKey, gpu: GpuTraits) -> list[ByteGemmPlan | None]:
+    """List the plans of a product, without repetition.
+
+    They are the rule's, the library's, others that fit the GPU, and today's.
+    """
+    found = [byte_ruled(key, gpu)]
+    if has_library(key, gpu):
+        found.append(None)
+    found += byte_plans(key, gpu)
+    return [
+        plan
+        for plan in dict.fromkeys([*found, byte_chosen(key, gpu)])
+        if not byte_product_problem(key, plan)
+        and (plan is None or fits_byte_workspace(plan, key.rows, key.outputs, gpu))
+    ]
+
+
+def has_library(key: ByteProductKey, gpu: GpuTraits) -> bool:
+    """Return whether the library multiplies such bytes and scales their sums."""
+    known = gpu.capability[0] == 9 and key.inputs % LIBRARY_BLOCK_INPUTS == 0
+    return key.kind == "fp8" and (key.scaling != "block" or known)
+
+
+def byte_plans(key: ByteProductKey, gpu: GpuTraits) -> Iterator[ByteGemmPlan]:
+    """Yield the plans of ours that are worth trying."""
+    for block_m, block_n, stages, warps, block_k in _tiles(key):
+        # Scales of blocks are loaded with each step.
+        scales = 4 * (block_m + block_n) if key.scaling == "block" else 0
+        most = gpu.max_stages((block_m + block_n) * block_k + scales, warpgroup=True)
+        plan = ByteGemmPlan(block_m, block_n, 1, min(stages, most), warps, block_k)
+        for split in splits(plan.tiles(key.rows, key.outputs), key.inputs, gpu):
+            yield replace(plan, split=split)
+
+
+def _tiles(key: ByteProductKey) -> list[tuple[int, int, int, int, int]]:
+    if key.rows <= SPLITK_ROWS:
+        return [(key.rows, *tile) for tile in FEW_ROW_TILES]
+    return [(*tile, SCALE_COLUMNS) for tile in TILES if tile[0] > 64 or key.rows <= 512]

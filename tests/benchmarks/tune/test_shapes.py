@@ -1,0 +1,58 @@
+"""What is tuned are the products of a model's layer, by the names under which the engine looks them up."""
+
+from pathlib import Path
+
+from benchmarks.tune.shapes import decode_keys, layer_key, model_folder, product_keys, read_models, runs_on
+from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey
+from tests.fakes.gpus import A100, H200
+
+
+def test_the_products_of_a_layer_are_those_of_its_step() -> None:
+    (model,) = read_models(["1b"])
+    assert product_keys(layer_key(model, "16 bits", 64), H200) == {
+        "gate_up": ProductKey("gated", 16, 8192, 2048, 64),
+        "down": ProductKey("product", 16, 2048, 8192, 64),
+        "qkv": ProductKey("product", 16, 3072, 2048, 64),
+        "o": ProductKey("product", 16, 2048, 2048, 64),
+        "head": ProductKey("product", 16, 128256, 2048, 64),
+    }
+    assert product_keys(layer_key(model, "blocks", 64), H200) == {
+        "gate_up": ByteProductKey("fp8", "block", 16384, 2048, 64),
+        "down": ByteProductKey("fp8", "block", 2048, 8192, 64),
+        "qkv": ByteProductKey("fp8", "block", 3072, 2048, 64),
+        "o": ByteProductKey("fp8", "block", 2048, 2048, 64),
+    }
+
+
+def test_norms_are_part_of_a_product_where_the_engine_fuses_them() -> None:
+    small, large = read_models(["1b", "8b"])
+    found = [
+        [key.operation for key in product_keys(layer_key(model, name, rows), H200).values()]  # type: ignore[union-attr]
+        for model, name, rows in (
+            (large, "8 bits", 1),
+            (small, "4 bits", 1),
+            (large, "4 bits", 1),
+            (large, "4 bits", 16),
+        )
+    ]
+    fused = ["normed_gated", "product", "normed", "product"]
+    assert found == [fused, fused, ["gated", *fused[1:]], ["gated", "product", "product", "product"]]
+
+
+def test_bytes_keep_the_inputs_that_the_gpu_multiplies() -> None:
+    layer = layer_key(read_models(["8b"])[0], "int8", 16)
+    assert {type(key) for key in product_keys(layer, A100).values()} == {ByteProductKey}
+    assert [runs_on(name, A100) for name in ("int8", "blocks", "tensor")] == [True, False, False]
+    assert runs_on("blocks", H200)
+
+
+def test_decode_attention_is_named_by_pairs() -> None:
+    (model,) = read_models(["1b"])
+    assert [key.pairs for key in decode_keys(model, [1, 64, 256])] == [8, 512, 2048]
+    assert decode_keys(model, [64], [16, 8]) == [DecodeKey(64, 16, 512), DecodeKey(64, 8, 512)]
+
+
+def test_models_are_named_shortly_by_shape_or_by_folder(tmp_path: Path) -> None:
+    assert model_folder("8b").name == "llama-3.1-8b"
+    assert model_folder("qwen2.5-7b").name == "qwen2.5-7b"
+    assert model_folder(str(tmp_path)) == tmp_path
