@@ -1,7 +1,8 @@
 """Compile the Triton kernels for GPUs that this machine need not have, with Triton's own assembler.
 
-`python -m tests.support.compiled_kernels [--all-tiles] 80 89 ...` prints one line of JSON for each kernel and
-architecture (80 for sm_80). Triton's interpreter must be off in the process, so tests start this one.
+`python -m tests.support.compiled_kernels [--all-tiles] [--share=1/4] 80 89 ...` prints one line of JSON for each kernel
+and architecture (80 for sm_80); of the launches a share may be asked for. Triton's interpreter must be off in the
+process, so tests start this one.
 """
 
 import json
@@ -9,15 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.measuring.offline_compiler import CompileOnlyDriver
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import DecodeStep, RaggedStep
 from tandem.engine_core.kernels.activation import Activation
@@ -57,23 +59,13 @@ from tests.support.sampling_case import make_case
 
 GPUS = {80: A100, 86: RTX_3090, 89: L4, 90: H200, 100: B200, 120: RTX_5090}
 FP8 = torch.float8_e4m3fn
+SHAPES = (
+    *((3072, 2048, False), (2048, 8192, False), (4096, 14336, False)),
+    *((16384, 2048, True), (28672, 4096, True), (19456, 2560, True)),
+)
+"""Outputs and inputs of weights of the measured models, and whether their products are gated."""
+BOTH = (False, True)
 Launch = Callable[[], object]
-
-
-class CompileOnlyDriver:
-    """A driver of Triton for one architecture, without a device: enough to compile, not to launch."""
-
-    def __init__(self, architecture: int) -> None:
-        self.architecture = architecture
-
-    def get_current_device(self) -> int:
-        return self.architecture
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.architecture, 32)
 
 
 class Compiler:
@@ -142,14 +134,15 @@ def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, sp
     return lambda: ragged.run_into(query, query, pool, pool, layer, scales_for(kv_dtype), beside_decode=True)
 
 
-def products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
-    """The plain and the gated product that the choosers take for a weight."""
+def products(
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products that the choosers take for a weight, plain and gated."""
     x, weight = half(rows, inputs), half(outputs, inputs)
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
-    for plan, activation in (
-        (choose(rows, outputs, inputs, 2, gpu), None),
-        (choose_gated(rows, outputs // 2, inputs, 2, gpu), Activation.SILU),
-    ):
+    for gated in gates:
+        chooser, activation = (choose_gated, Activation.SILU) if gated else (choose, None)
+        plan = chooser(rows, outputs // (1 + gated), inputs, 2, gpu)
         if isinstance(plan, SplitKPlan):
             call = (x, weight, None, plan, *space, activation, gpu.pdl)
             yield lambda call=call: splitk_gemm(*call)
@@ -157,10 +150,12 @@ def products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[L
             yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
 
 
-def normed_products(gpu: GpuTraits, outputs: int, inputs: int) -> Iterator[Launch]:
+def normed_products(
+    gpu: GpuTraits, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
     """The products of one row behind a norm, and behind two, that the chooser takes for a weight."""
     x, weight = half(1, inputs), half(outputs, inputs)
-    for gated in (True, False):
+    for gated in gates:
         shape = outputs // (1 + gated), inputs, gated
         plan, sandwiched = choose_normed(*shape, gpu), choose_normed(*shape, gpu, norms=2)
         if plan is not None and sandwiched is not None:
@@ -171,17 +166,18 @@ def normed_products(gpu: GpuTraits, outputs: int, inputs: int) -> Iterator[Launc
             yield lambda two=two: normed_product(*two)
 
 
-def byte_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
-    """The plain and the gated product that the choosers take for a weight of one byte."""
+def byte_products(
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products that the choosers take for a weight of one byte, plain and gated."""
     x, space = half(rows, inputs), (torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32))
     fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
     blocks = torch.empty(outputs // 16, inputs // 128)
     for dtype, scales in ((torch.int8, torch.empty(outputs)), (fp8, torch.empty(outputs)), (fp8, blocks)):
         weight = half(outputs, inputs, dtype=dtype)
-        for plan, activation in (
-            (choose_bytes(rows, outputs, inputs, gpu), None),
-            (choose_bytes_gated(rows, outputs // 2, inputs, gpu), Activation.SILU),
-        ):
+        for gated in gates:
+            chooser, activation = (choose_bytes_gated, Activation.SILU) if gated else (choose_bytes, None)
+            plan = chooser(rows, outputs // (1 + gated), inputs, gpu)
             if isinstance(plan, SplitKPlan):
                 call = (x, weight, None, plan, *space, activation, gpu.pdl, scales)
                 yield lambda call=call: splitk_gemm(*call)
@@ -228,16 +224,17 @@ def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: dequantize_nibbles(words, scales, zeros, torch.bfloat16, gpu.pdl)
 
 
-def nibble_products(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
-    """The plain and the gated product that the choosers take for a weight of four bits."""
+def nibble_products(
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products that the choosers take for a weight of four bits, plain and gated."""
     x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
     scales = torch.empty(inputs // 128, outputs)
     stored = (words, scales.t(), torch.empty(scales.shape, dtype=torch.uint8).t(), None)
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
-    for plan, activation in (
-        (choose_nibbles(rows, outputs, inputs, 128, gpu), None),
-        (choose_nibbles_gated(rows, outputs // 2, inputs, 128, gpu), Activation.SILU),
-    ):
+    for gated in gates:
+        chooser, activation = (choose_nibbles_gated, Activation.SILU) if gated else (choose_nibbles, None)
+        plan = chooser(rows, outputs // (1 + gated), inputs, 128, gpu)
         if isinstance(plan, SplitKPlan):
             call = (x, *stored, plan, *space, activation, gpu.pdl)
             yield lambda call=call: nibble_splitk(*call)
@@ -309,14 +306,14 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     yield from layer_kernels(gpu)
     yield from rounding(gpu)
     yield from dequantized(gpu)
-    for outputs, inputs in ((3072, 2048), (16384, 2048), (2048, 8192), (28672, 4096), (19456, 2560), (4096, 14336)):
+    for outputs, inputs, gated in SHAPES:
         for rows in (1, 16, 32, 64, 128):
-            yield from products(gpu, rows, outputs, inputs)
-            yield from byte_products(gpu, rows, outputs, inputs)
-            yield from nibble_products(gpu, rows, outputs, inputs)
+            yield from products(gpu, rows, outputs, inputs, (gated,))
+            yield from byte_products(gpu, rows, outputs, inputs, (gated,))
+            yield from nibble_products(gpu, rows, outputs, inputs, (gated,))
         for rows in (16, 32, 64, 128, 2048):
             yield from products_of_bytes(gpu, rows, outputs, inputs)
-        yield from normed_products(gpu, outputs, inputs)
+        yield from normed_products(gpu, outputs, inputs, (gated,))
     for head_dim in HEAD_DIMS:
         tiles = TILES[head_width(head_dim)]
         for pairs in (max(1, least) for least in tiles):
@@ -335,11 +332,14 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
 def main(arguments: list[str]) -> None:
     assert "TRITON_INTERPRET" not in os.environ, "interpreted kernels cannot be compiled"
     everything = "--all-tiles" in arguments
+    shares = [word.removeprefix("--share=").split("/") for word in arguments if word.startswith("--share=")]
+    part, parts = map(int, shares[0]) if shares else (1, 1)
     for architecture in [int(word) for word in arguments if word.isdigit()]:
         driver.set_active(CompileOnlyDriver(architecture))
         compiler = Compiler(architecture, once=not everything)
         with patch.object(JITFunction, "run", lambda *given, to=compiler, **options: to.launch(*given, **options)):
-            for launch in (every_tile if everything else one_tile_of_each)(GPUS[architecture]):
+            launches = (every_tile if everything else one_tile_of_each)(GPUS[architecture])
+            for launch in islice(launches, part - 1, None, parts):
                 launch()
 
 
