@@ -1,15 +1,19 @@
 """Cost of constrained output: compiling grammars, filling masks and throughput.
 
     python -m benchmarks.bench_constrained [--model-dir DIR] [--save NAME]
-        [--url http://host:port --model NAME [--shares 0 20 80 100] [--streams 16] [--rounds 3] ...]
+    python -m benchmarks.bench_constrained --url http://host:port --model NAME [--save NAME]
+        [--output text records] [--streams 64 256] [--shares 100] [--rounds 5] [--seconds 80] ...
 
 Grammars: each schema of `benchmarks/measuring/grammars.py` is compiled a few times, then followed at random, every
 allowed token equally likely. Mask time is CPU time of one row, on one thread; a step fills the masks of many rows in
 parallel.
 
-With --url, a running server is loaded with requests, a share of which sets `response_format` to a JSON schema that no
-output completes, so that all requests generate the same number of tokens. Each round measures all shares in turn.
-Throughput is in tokens/s, and the loss of a share is relative to 0 % in the same round.
+With --url, a running server is loaded instead, or too if there is a --model-dir: with requests of which a share sets
+`response_format` to a JSON schema that no output completes, so that all requests generate the same number of tokens,
+from prompts of the same lengths. Each round measures every number of streams without a schema and then each share of
+each output, every other round in the opposite order, until there are --rounds of them or the next one would not end
+within --seconds. Throughput is in tokens/s; the loss of a share is relative to the same round's requests without a
+schema. Medians of the rounds are shown.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import statistics
 import time
 import zlib
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +44,13 @@ from tandem.frontend.cli.bench.clients import Clients
 from tandem.frontend.cli.bench.completion import Dialect
 from tandem.frontend.cli.bench.connection import Endpoint
 from tandem.frontend.cli.bench.distribution import distribution
-from tandem.frontend.cli.bench.level import Level, Slo, summarise
+from tandem.frontend.cli.bench.level import Slo, summarise
 from tandem.frontend.cli.bench.workloads import Load, Request, Span, Workload
 from tandem.frontend.progress import Progress
 
 COMPILATIONS, WALKS, LONGEST_WALK = 5, 20, 80
 SLO = Slo(500.0, 50.0)
+Clock = Callable[[], float]
 
 
 def measure_grammar(
@@ -114,23 +120,48 @@ class ConstrainedDialect(Dialect):
         return plain[:-1] + b',"response_format":' + msgspec.json.encode(wanted) + b"}"
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One kind of load.
+
+    A share of the requests, in percent, follows the schema of an output.
+    """
+
+    streams: int
+    output: str
+    share: int
+
+    def __str__(self) -> str:
+        return f"{self.streams} streams, " + (f"{self.output}, {self.share} %" if self.share else "no schema")
+
+
+def cells(streams: int, outputs: Sequence[str], shares: Sequence[int]) -> list[Cell]:
+    """Return what a round measures for a number of streams.
+
+    The load without a schema comes first.
+    """
+    constrained = [Cell(streams, output, share) for output in outputs for share in shares if share]
+    return [Cell(streams, outputs[0], 0), *constrained]
+
+
 class Server:
-    """Running server that gets the same load for every share."""
+    """Running server that gets the same load in every cell."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._arguments = arguments
         self._clients = clients
         self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
 
-    def level(self, share: int, turn: int) -> Level:
-        """Run one share.
+    def tokens_per_second(self, cell: Cell, turn: int) -> float:
+        """Run one cell.
 
-        Raises ConnectionError if a request failed, since the rest could not be compared.
+        Raises ConnectionError if a request failed or a reply has another length, since the rest could not be compared.
         """
         a = self._arguments
-        dialect = ConstrainedDialect(a.model, a.temperature, token_ids=True, share=share, schema=ENDLESS[a.output])
+        schema = ENDLESS[cell.output]
+        dialect = ConstrainedDialect(a.model, a.temperature, token_ids=True, share=cell.share, schema=schema)
         workload = Workload(turn, a.input_len, a.output_len, a.prompt_ids)
-        load = Load(f"{share} % constrained, round {turn + 1}", a.streams, requests=a.requests)
+        load = Load(f"{cell}, round {turn + 1}", cell.streams, requests=a.requests)
         progress = Progress(load.label, load.total(), load.duration)
         level = summarise(
             load, self._clients.run(Job(self._endpoints, dialect, workload, load, a.timeout), progress), SLO
@@ -138,49 +169,83 @@ class Server:
         progress.clear()
         if level.errors or level.other_length:
             raise ConnectionError(f"{load.label}: {level.errors or 'replies of another length'} {level.error_example}")
-        return level
+        return level.output_tokens_per_s
 
 
-def measure_server(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure tokens/s by share, and the loss against a share of 0 in percent."""
-    rates: dict[int, list[float]] = {share: [] for share in arguments.shares}
-    losses: dict[int, list[float]] = {share: [] for share in arguments.shares}
-    with Clients(arguments.clients) as clients:
-        server = Server(arguments, clients)
-        server.level(100, -1)
-        for turn in range(arguments.rounds):
-            levels = {share: server.level(share, turn) for share in arguments.shares}
-            free = levels[0].output_tokens_per_s
-            for share, level in levels.items():
-                rates[share].append(level.output_tokens_per_s)
-                losses[share].append(100 * (1 - level.output_tokens_per_s / free))
+def measure_rounds(
+    measure: Callable[[Cell, int], float], groups: Sequence[list[Cell]], rounds: int, seconds: float, clock: Clock
+) -> list[dict[Cell, float]]:
+    """Measure each cell once a round, in opposite orders by turns.
+
+    Stop when another round as long as the longest would not end in time, but not before the first.
+    """
+    found: list[dict[Cell, float]] = []
+    began = clock()
+    longest = 0.0
+    while (len(found) < rounds and clock() + longest <= began + seconds) or not found:
+        start, turn = clock(), len(found)
+        ordered = [cell for group in groups for cell in group]
+        ordered = ordered[::-1] if turn % 2 else ordered
+        found.append({cell: measure(cell, turn) for cell in ordered})
+        longest = max(longest, clock() - start)
+    return found
+
+
+def losses(rounds: Sequence[dict[Cell, float]], group: Sequence[Cell]) -> dict[str, Any]:
+    """Return tokens/s and percentage of loss of a group's cells.
+
+    The loss is that against the first cell.
+    """
+    free = group[0]
     return {
-        f"{share} %": {
-            "output_tokens_per_s": statistics.median(rates[share]),
-            "loss_percent": statistics.median(losses[share]),
-            "rounds": rates[share],
+        str(cell): {
+            "streams": cell.streams,
+            "output": cell.output,
+            "share": cell.share,
+            "output_tokens_per_s": statistics.median(found[cell] for found in rounds),
+            "loss_percent": statistics.median(100 * (1 - found[cell] / found[free]) for found in rounds),
+            "rounds": [found[cell] for found in rounds],
         }
-        for share in arguments.shares
+        for cell in group
     }
 
 
+def measure_server(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure tokens/s and loss of each cell.
+
+    The cells of the last group run once before, for the server to warm up.
+    """
+    groups = [cells(streams, arguments.output, arguments.shares) for streams in arguments.streams]
+    began = time.monotonic()
+    with Clients(arguments.clients) as clients:
+        server = Server(arguments, clients)
+        for cell in groups[-1]:
+            server.tokens_per_second(cell, -1)
+        left = arguments.seconds - (time.monotonic() - began)
+        rounds = measure_rounds(server.tokens_per_second, groups, arguments.rounds, left, time.monotonic)
+    return {name: found for group in groups for name, found in losses(rounds, group).items()}
+
+
 def print_server(figures: dict[str, Any]) -> None:
-    print(f"{'constrained':>12}{'tokens/s':>12}{'loss %':>9}   by round")
-    for share, found in figures.items():
+    print(f"{'load':>30}{'tokens/s':>12}{'loss %':>9}   by round")
+    for name, found in figures.items():
         rounds = ", ".join(f"{rate:,.0f}" for rate in found["rounds"])
-        print(f"{share:>12}{found['output_tokens_per_s']:>12,.0f}{found['loss_percent']:>9.1f}   {rounds}")
+        print(f"{name:>30}{found['output_tokens_per_s']:>12,.0f}{found['loss_percent']:>9.1f}   {rounds}")
 
 
 def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=Path, default=DEFAULT_MODEL, help="config.json and tokenizer.json")
+    parser.add_argument(
+        "--model-dir", type=Path, help="config.json and tokenizer.json for grammars (default: the default model's)"
+    )
     parser.add_argument("--url", help="http://host:port of a running server, or several with commas")
     parser.add_argument("--model", default="tandem-default", help="name of the model on the server")
-    parser.add_argument("--shares", type=int, nargs="+", default=[0, 20, 80, 100], help="percent; 0 is always measured")
-    parser.add_argument("--output", choices=list(ENDLESS), default="records", help="kind of output")
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=4, help="requests per stream, share and round (default 4)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shares", type=int, nargs="+", default=[100], help="percent; 0 is always measured")
+    parser.add_argument("--output", nargs="+", choices=list(ENDLESS), default=["text", "records"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="requests open at once")
+    parser.add_argument("--requests", type=int, default=4, help="requests a stream and round (default 4)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=80.0, help="most for all rounds (default 80)")
     parser.add_argument("--clients", type=int, default=1, help="client processes (default 1)")
     parser.add_argument("--input-len", type=Span.parse, default="64")
     parser.add_argument("--output-len", type=Span.parse, default="128")
@@ -193,9 +258,10 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = arguments_parser().parse_args(argv)
-    arguments.shares = sorted({0, *arguments.shares})
-    figures = {"grammars": measure_grammars(arguments.model_dir)}
-    print_grammars(figures["grammars"])
+    figures: dict[str, Any] = {}
+    if arguments.model_dir or not arguments.url:
+        figures["grammars"] = measure_grammars(arguments.model_dir or DEFAULT_MODEL)
+        print_grammars(figures["grammars"])
     if arguments.url:
         figures["serving"] = measure_server(arguments)
         print_server(figures["serving"])

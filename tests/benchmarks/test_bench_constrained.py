@@ -6,7 +6,7 @@ import random
 import pytest
 
 from benchmarks import bench_constrained
-from benchmarks.bench_constrained import ConstrainedDialect, measure_grammar
+from benchmarks.bench_constrained import Cell, ConstrainedDialect, cells, losses, measure_grammar, measure_rounds
 from benchmarks.measuring.grammars import ENDLESS, SCHEMAS
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
@@ -55,3 +55,40 @@ def test_endless_grammars_never_complete(name: str) -> None:
     mask_builder = MaskBuilder(None, (2,), new_stats(), FakeClock())
     most = bench_constrained.WALKS * bench_constrained.LONGEST_WALK
     assert measure_grammar(grammars, mask_builder, ENDLESS[name], random.Random(2))["masks"] == most
+
+
+class TestRounds:
+    """Loads in turns, and the losses between them."""
+
+    def test_cells_of_a_group_begin_without_a_schema(self) -> None:
+        assert cells(64, ["text", "records"], [0, 20, 100]) == [
+            Cell(64, "text", 0),
+            Cell(64, "text", 20),
+            Cell(64, "text", 100),
+            Cell(64, "records", 20),
+            Cell(64, "records", 100),
+        ]
+
+    def test_rounds_alternate_their_order_and_end_in_time(self) -> None:
+        clock, order = FakeClock(), []
+        groups = [cells(streams, ["text"], [100]) for streams in (4, 8)]
+
+        def measure(cell: Cell, turn: int) -> float:
+            clock.advance(2.0)
+            order.append((turn, cell.streams, cell.share))
+            return 1.0
+
+        found = measure_rounds(measure, groups, rounds=5, seconds=25.0, clock=clock)
+        assert len(found) == 3
+        assert order[:4] == [(0, 4, 0), (0, 4, 100), (0, 8, 0), (0, 8, 100)]
+        assert order[4:8] == [(1, 8, 100), (1, 8, 0), (1, 4, 100), (1, 4, 0)]
+        assert len(measure_rounds(measure, groups, rounds=2, seconds=1e3, clock=clock)) == 2
+        assert len(measure_rounds(measure, groups, rounds=5, seconds=0.0, clock=clock)) == 1
+
+    def test_loss_is_the_median_of_losses_within_a_round(self) -> None:
+        free, text = cells(4, ["text"], [100])
+        rounds = [{free: 100.0, text: 90.0}, {free: 50.0, text: 49.0}, {free: 200.0, text: 160.0}]
+        found = losses(rounds, [free, text])
+        assert found["4 streams, no schema"]["loss_percent"] == 0.0
+        assert found["4 streams, text, 100 %"]["loss_percent"] == pytest.approx(10.0)
+        assert found["4 streams, text, 100 %"]["output_tokens_per_s"] == 90.0
