@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.1-8b --weights fp8-blocks --prompt 8192
-    python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b --max-len 131072
+    python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b --max-len 4096 131072 [--batches 1 8 64]
 
 Prompts of 256 random tokens, random weights, greedy; measured in milliseconds per step while the context grows from
 320 to 576. Reported with every step: the floor (weights and KV read once at the read bandwidth measured in the same
@@ -11,7 +11,8 @@ back, with nothing from the host between them, at the middle of the range); the 
 which is a test double here); and the GPU's idle time: the step minus F, and by timed events only the gap between two
 steps. Of quantized weights (--weights, --quantize) the time to read them once stands for the linear layers. --prompt
 measures a lone prompt too, from its submission to its first token; --max-len allows longer contexts, which should cost
-these steps nothing.
+these steps nothing: with two lengths the steps of two engines are timed in turns instead, greedy and with penalties,
+and the loss of the second against the first is told.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch.nn import functional
 
+from benchmarks.measuring import two_lengths
 from benchmarks.measuring.graph_timing import graph_seconds, new_event
 from benchmarks.measuring.results import save
 from benchmarks.measuring.weight_formats import FORMATS, write_shape
@@ -301,21 +304,56 @@ def line(f: Figures) -> str:
 def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="rows (default 1 8 32 64 128 256; 1 8 64 with two values of --max-len)"
+    )
     parser.add_argument("--weights", default="16-bit", choices=FORMATS, help="format of the random weights")
     parser.add_argument("--quantize", default="off", choices=("off", "fp8"), help="as of `tandem serve`")
     parser.add_argument("--prompt", type=int, default=0, help="length of a lone prompt to measure too")
-    parser.add_argument("--max-len", type=int, help="as of `tandem serve` (default 1024, or what --prompt needs)")
+    parser.add_argument(
+        "--max-len",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="as of `tandem serve` (default 1024, or what --prompt needs); two to compare",
+    )
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser
 
 
+def compare_lengths(arguments: argparse.Namespace) -> None:
+    """Time the steps of two engines in turns, and tell the loss of the second."""
+    batches, lengths = arguments.batches or [1, 8, 64], arguments.max_len
+    if min(lengths) < two_lengths.LEAST:
+        raise SystemExit(f"--max-len {min(lengths)}: the rows to be timed need {two_lengths.LEAST}")
+    with tempfile.TemporaryDirectory() as directory:
+        folder = write_shape(arguments.shape, arguments.weights, Path(directory))
+        engines = two_lengths.build(folder, lengths, max(batches), arguments.quantize)
+    found = []
+    for kind in two_lengths.KINDS:
+        for rows in batches:
+            found.append(two_lengths.compare(engines, rows, kind))
+            print(two_lengths.line(arguments.max_len, found[-1]), flush=True)
+    if arguments.save:
+        config = {"shape": arguments.shape.name, "batches": batches, "max_len": arguments.max_len}
+        config |= {"weights": arguments.weights, "quantize": arguments.quantize, "gpu": torch.cuda.get_device_name()}
+        print(save(arguments.save, config, {"steps": [structs.asdict(loss) for loss in found]}))
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    arguments = arguments_parser().parse_args()
+    parser = arguments_parser()
+    arguments = parser.parse_args()
+    lengths = arguments.max_len or [None]
+    if len(lengths) > 2:
+        parser.error(f"--max-len takes one length or two to compare, not {len(lengths)}")
+    if len(lengths) == 2:
+        compare_lengths(arguments)
+        return
+    arguments.batches = arguments.batches or [1, 8, 32, 64, 128, 256]
     bandwidth = read_bandwidth()
     weights, quantize, prompt = arguments.weights, arguments.quantize, arguments.prompt
-    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, arguments.max_len)
+    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, lengths[0])
     print(
         f"{arguments.shape.name} --weights {weights} --quantize {quantize}: read bandwidth {bandwidth / 1e9:.0f} GB/s, "
         f"ready in {bench.ready_seconds:.1f} s",
@@ -329,7 +367,7 @@ def main() -> None:
     if arguments.save:
         config = {"shape": arguments.shape.name, "batches": arguments.batches, "prompt": PROMPT, "context": [320, 576]}
         config |= {
-            "max_len": arguments.max_len,
+            "max_len": lengths[0],
             "weights": weights,
             "quantize": quantize,
             "lone_prompt": prompt,

@@ -295,7 +295,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cached-pages", type=int, default=100_000, help="pages in the prefix cache; 0: no prefix cache"
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_tick.json")
+    parser.add_argument(
+        "--save", metavar="NAME", nargs="?", const="bench_tick", help="write benchmarks/results/NAME.json"
+    )
     return parser
 
 
@@ -324,7 +326,7 @@ def main() -> None:
         names = ("rows", "steps", "constrained", "cached_pages", "grammar", "mask_threads", "wall")
         config = {name: getattr(arguments, name) for name in names}
         ticks = found[arguments.mask_threads[0]]
-        print(save("bench_tick", config, {"ticks": ticks, "ticks_by_threads": found, "messages": messages}))
+        print(save(arguments.save, config, {"ticks": ticks, "ticks_by_threads": found, "messages": messages}))
 
 
 if __name__ == "__main__":
