@@ -1,6 +1,6 @@
 """A layer that is timed is the engine's: its products are looked up by the keys that are tuned, and computed alike."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any, cast
@@ -11,8 +11,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from benchmarks.measuring.linear_layers import LinearLayers, Name
+from benchmarks.tune import layers as tuned_layers
 from benchmarks.tune.__main__ import layer_task
-from benchmarks.tune.layers import LayerPlans, build_layers, table_of, take_plans
+from benchmarks.tune.layers import LayerPlans, LayerTimer, build_layers, table_of, take_plans
 from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, Key, LayerKey, product_keys
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
@@ -161,6 +162,29 @@ def test_plans_are_taken_as_they_are() -> None:
             gpu = layers.linears[0].gpu  # type: ignore[attr-defined]
             assert gpu.tiles.products == {key: plan}
             assert all(linear.gpu is not SMALL for linear in layers.linears)  # type: ignore[attr-defined]
+
+
+def test_a_timer_keeps_the_weights_of_a_layer_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up graph takes 32 us, whatever is in it."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *_, **__: None)
+    seen: list[object] = []
+
+    def graph_seconds(work: Callable[[], object], _replays: int) -> float:
+        seen.append(work())
+        return 32e-6
+
+    monkeypatch.setattr(tuned_layers, "graph_seconds", graph_seconds)
+    timer = LayerTimer(SMALL, DEVICE)
+    kept = []
+    for name, rows in (("4 bits", 1), ("4 bits", 16), ("blocks", 16)):
+        task = layer_task(small_layer(name, rows), SMALL)
+        us = timer(task.key, {key: plans[0] for key, plans in task.candidates.items()})
+        assert us == pytest.approx(2.0), "of sixteen layers, for they are small"
+        kept.append(timer._kept)
+    assert [result.shape for result in cast("list[Tensor]", seen)] == [(1, 256), (16, 256), (16, 256)]
+    assert kept[0] is kept[1]
+    assert kept[1] is not kept[2]
 
 
 def test_tables_hold_each_kind_of_product() -> None:
