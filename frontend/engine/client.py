@@ -290,7 +290,7 @@ class EngineClient:
         open_ids = self._streams.fail_all(code, message)
         if open_ids and self._link is not None:
             self._link.send(Abort(open_ids))
-        self.calls.fail_all(unavailable(message, code))
+        self.calls.fail_all(unavailable(message, code, self.seconds_until_ready()))
 
     def _too_long(self) -> ApiError:
         reason = self.health().reason or "it was lost again, or has no room"
@@ -397,4 +397,4 @@ class EngineClient:
         assert self._link is not None
         self._refusal = (self._link.epoch, reason)
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
-        self._held.give_up_all(unavailable(reason))
+        self._held.give_up_all(unavailable(reason, retry_after=MAX_SECONDS))

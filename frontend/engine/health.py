@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from tandem.frontend.engine.start_estimate import PREPARING, StartEstimate
+from tandem.frontend.engine.start_estimate import PREPARING, UNKNOWN_SECONDS, StartEstimate
 from tandem.protocol.events import Heartbeat, Phase
 
 
@@ -153,7 +153,12 @@ class EngineWatch:
         return _READY
 
     def seconds_until_ready(self) -> int:
-        """Estimate the seconds until the engine is ready, from how long that took before."""
+        """Estimate the seconds until the engine is ready, from how long that took before.
+
+        The end of a pause is not known.
+        """
+        if self.health().status == "paused":
+            return UNKNOWN_SECONDS
         return self._starts.seconds(self._clock())
 
     def should_restart(self, hang_timeout: float) -> str:

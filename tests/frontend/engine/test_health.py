@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.engine.start_estimate import UNKNOWN_SECONDS
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
@@ -106,6 +107,16 @@ def test_newest_word_on_a_pause_counts_by_whichever_socket_it_comes(changes: int
     assert engine.watch.health().status == words[changes + 1], "another frontend has changed it since"
     engine.watch.note_pause(changes)
     assert engine.watch.health().status == words[changes + 1], "an answer that is late"
+
+
+def test_retry_after_of_a_pause_is_not_the_time_of_the_last_restart() -> None:
+    engine = Engine()
+    for epoch, start in ((1, 10.0), (2, 100.0)):
+        engine.sends(heartbeat(Phase.LOADING, epoch=epoch, percent=0), start)
+        engine.sends(heartbeat(epoch=epoch), start + 40.0)
+    assert engine.watch.seconds_until_ready() == 60
+    engine.sends(heartbeat(epoch=2, changes=1), 140.1)
+    assert engine.watch.seconds_until_ready() == UNKNOWN_SECONDS
 
 
 def test_pause_ends_with_the_life_of_the_engine() -> None:
