@@ -6,11 +6,8 @@ from msgspec import structs
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tandem.frontend.metrics.families import Family, added, metrics_of
+from tandem.frontend.metrics.families import Family, added, metrics_of, rounded
 from tandem.frontend.metrics.reports import Report, families_of
-
-_FRACTION = 2.0**20
-"""Counters and histograms are added up in multiples of 1 / _FRACTION, about a microsecond."""
 
 
 class MetricTotals(Collector):
@@ -19,8 +16,7 @@ class MetricTotals(Collector):
     The counters and histograms of a process that has ended stay in the sums, so that no counter falls. A gauge is the
     sum over the processes that run, and 0 without any, so that no series is gone while a service drains.
 
-    What is added up is rounded first, so that sums are exact whatever the order of the processes is: one that is lower
-    by the last bit would be taken for a counter that began anew.
+    What is added up is `rounded` first.
     """
 
     def __init__(self) -> None:
@@ -53,19 +49,8 @@ class MetricTotals(Collector):
 def _families(report: Report) -> list[Family]:
     """Return the metrics of a report, with values that can be added up."""
     families = [*families_of(report.layout or (), report.values), *report.others]
-    return [family if family.kind == "gauge" else _rounded(family) for family in families]
+    return [family if family.kind == "gauge" else rounded(family) for family in families]
 
 
 def _zeroed(family: Family) -> Family:
     return structs.replace(family, samples=tuple(structs.replace(sample, value=0.0) for sample in family.samples))
-
-
-def _rounded(family: Family) -> Family:
-    """Round the values that are not whole numbers."""
-    samples = [
-        sample
-        if sample.value == int(sample.value)
-        else structs.replace(sample, value=round(sample.value * _FRACTION) / _FRACTION)
-        for sample in family.samples
-    ]
-    return structs.replace(family, samples=tuple(samples))

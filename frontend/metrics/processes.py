@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tandem.frontend.metrics.families import Family, Sample, added, metrics_of, snapshot
+from tandem.frontend.metrics.families import Family, Sample, added, metrics_of, rounded, snapshot
 
 _CPU = "process_cpu_seconds"
 
@@ -45,12 +45,13 @@ class ProcessesCollector(Collector):
     def _families(self, name: str, pid: int) -> list[Family]:
         """Return the metrics of one process; none if it has ended."""
         labels = (("process", name),)
-        return [
+        families = [
             structs.replace(
                 family, samples=tuple([structs.replace(sample, labels=labels) for sample in family.samples])
             )
             for family in snapshot(ProcessCollector(pid=lambda: pid, registry=None))
         ]
+        return [rounded(family) if family.name == _CPU else family for family in families]
 
 
 class GarbageCollector(Collector):
