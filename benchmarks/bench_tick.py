@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 from msgspec import Struct
 
 from benchmarks.measuring.grammars import ENDLESS
@@ -48,7 +48,7 @@ from tandem.engine_core.runtime.staging import capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.startup.engine import DEFAULT_MODEL, mask_threads
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, mask_executors, mask_threads
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
@@ -161,7 +161,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
     memory = full_cache(pages) if options.cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
     threads = options.mask_threads
-    mask_builder = MaskBuilder(LLExecutor(threads) if threads else None, [2], stats, time.monotonic)
+    mask_builder = MaskBuilder(mask_executors(threads), [2], stats, time.monotonic)
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
     grammars = Grammars(options.tokenizer, VOCAB, (2,))

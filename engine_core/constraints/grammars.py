@@ -26,7 +26,7 @@ library's own lengths, 10 and 30, a mask shortly before the end of a string of l
 at 128k tokens; with these, masks of such records take a third less on average."""
 
 
-CROWDED = 32
+CROWDED = 16
 """Constraints on one base from which on another is worth its tables: each base fills its own wherever its rows reach
 states that are new to it. In a string with a `minLength`, where every token leads to one, that takes 0.2 ms a step."""
 

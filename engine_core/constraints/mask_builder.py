@@ -7,7 +7,7 @@ many 3.6 ms and 1.2 ms. Whether they gain anything otherwise depends on cores th
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -24,7 +24,7 @@ Ints = NDArray[np.int32]
 Pairs = Sequence[tuple[GrammarConstraint, int]]
 """Constraints, each with the index of its mask."""
 
-PARALLEL_BASES, PARALLEL_ROWS = 8, 24
+PARALLEL_BASES, PARALLEL_ROWS = 8, 16
 """Other threads may be used for masks of as many bases, or where as many rows are of other bases than the most common.
 Fewer are done before the threads have woken up."""
 
@@ -42,7 +42,7 @@ class MaskBuilder:
 
     def __init__(
         self,
-        executor: LLExecutor | None,
+        executors: Mapping[int, LLExecutor],
         end_ids: Sequence[int],
         stats: EngineStats,
         clock: Callable[[], float],
@@ -50,10 +50,10 @@ class MaskBuilder:
     ) -> None:
         """Keep the threads, and the end ids as words and bits of a mask.
 
-        executor: threads besides the loop's, or None; end_ids: ids that end a sequence; clock: seconds, for the time
-        that masks take; cpu_clock: CPU time in seconds of the calling thread.
+        executors: threads besides the loop's, by their number, the fewest first; end_ids: ids that end a sequence;
+        clock: seconds, for the time that masks take; cpu_clock: CPU time in seconds of the calling thread.
         """
-        self.executor = executor
+        self.executors = executors
         # Several end ids may share a word.
         self._end_words = np.unique(np.array(end_ids, dtype=np.int64) // 32)
         self._end_bits = np.zeros(len(self._end_words), dtype=np.int32)
@@ -74,18 +74,30 @@ class MaskBuilder:
         start = self.clock()
         pairs = cast("Pairs", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
-        if self.executor is None or not _may_be_parallel(pairs):
+        executor = self._threads_for(pairs) if self.executors else None
+        if executor is None:
             self._compute_measured(pairs, out)
         elif not self._threads_help.choose():
             self._compute_measured(pairs, out)
             self._threads_help.record(False, self.clock() - start, len(pairs))
-        elif self._compute_parallel(self.executor, pairs, out):
+        elif self._compute_parallel(executor, pairs, out):
             self._threads_help.record(True, self.clock() - start, len(pairs))
         endless = [index for constraint, index in pairs if constraint.ignore_ends]
         if endless:
             self._drop_ends(endless, out)
         self.stats.mask_rows += len(pairs)
         self.stats.mask_seconds += self.clock() - start
+
+    def _threads_for(self, pairs: Pairs) -> LLExecutor | None:
+        """Return as many threads as these masks have bases, or the next fewer.
+
+        More would wait for each other's locks. None if one thread is enough.
+        """
+        rows = Counter([id(constraint.base) for constraint, _ in pairs])
+        if len(rows) < PARALLEL_BASES and len(pairs) - max(rows.values(), default=0) < PARALLEL_ROWS:
+            return None
+        fitting = [executor for threads, executor in self.executors.items() if threads <= len(rows)]
+        return fitting[-1] if fitting else None
 
     def _compute_measured(self, pairs: Pairs, out: Ints) -> None:
         """Compute masks on the calling thread, and charge their CPU time.
@@ -165,12 +177,3 @@ class MaskBuilder:
         for index, words in zip(rows.tolist(), found, strict=True):
             if not out[index].any():
                 out[index, self._end_words] = words
-
-
-def _may_be_parallel(pairs: Pairs) -> bool:
-    """Return whether threads could compute these masks at once.
-
-    A few are not worth it.
-    """
-    rows = Counter([id(constraint.base) for constraint, _ in pairs])
-    return len(rows) >= PARALLEL_BASES or len(pairs) - max(rows.values(), default=0) >= PARALLEL_ROWS

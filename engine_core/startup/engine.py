@@ -202,11 +202,16 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
     lanes, threads = compile_lanes(), mask_threads()
     lanes[0].submit(grammars.prepare)
-    executor = LLExecutor(threads) if threads else None
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, max_bases=max(1, threads)),
-        MaskBuilder(executor, end_ids, stats, time.monotonic),
+        MaskBuilder(mask_executors(threads), end_ids, stats, time.monotonic),
     )
+
+
+def mask_executors(threads: int) -> dict[int, LLExecutor]:
+    """Return groups of 2, 4, ... threads that fill masks, up to this many."""
+    counts = [count for count in (2, 4, MASK_THREADS) if count < threads]
+    return {count: LLExecutor(count) for count in (*counts, threads) if count > 1}
 
 
 def mask_threads() -> int:

@@ -23,7 +23,7 @@ UNTOUCHED = 0x5A5A5A5A
 
 @pytest.fixture(params=[None, 2], ids=["one thread", "parallel"])
 def mask_builder(request: pytest.FixtureRequest) -> MaskBuilder:
-    return MaskBuilder(LLExecutor(request.param) if request.param else None, ENDS, new_stats(), FakeClock())
+    return MaskBuilder({2: LLExecutor(2)} if request.param else {}, ENDS, new_stats(), FakeClock())
 
 
 def constraint(grammars: Grammars, regex: str, ignore_ends: bool = False) -> GrammarConstraint:
@@ -52,7 +52,7 @@ def test_fill_writes_each_mask_into_its_row_only(grammars: Grammars, mask_builde
 
 def test_fill_counts_its_time() -> None:
     clock = FakeClock()
-    mask_builder = MaskBuilder(None, ENDS, new_stats(), clock)
+    mask_builder = MaskBuilder({}, ENDS, new_stats(), clock)
     slow = CompiledGrammar(cast("LLMatcher", SlowMatcher((clock, 2.5))), frozenset(ENDS))
     mask_builder.fill([(slow.constraint(ignore_ends=False), 0)], masks(1))
     assert mask_builder.stats.mask_seconds == 2.5
@@ -102,7 +102,7 @@ def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars,
 def test_end_ids_may_share_a_word_and_take_its_sign_bit(grammars: Grammars) -> None:
     ends = (31, 63, 62)
     file, clock = grammars.tokenizer_file, FakeClock()
-    other, mask_builder = Grammars(file, VOCAB, ends), MaskBuilder(None, ends, new_stats(), clock)
+    other, mask_builder = Grammars(file, VOCAB, ends), MaskBuilder({}, ends, new_stats(), clock)
     out = masks(2)
     mask_builder.fill([(constraint(other, "[a-z]*"), 0), (constraint(other, "[a-z]*", ignore_ends=True), 1)], out)
     assert set(allowed(out[0])) - set(allowed(out[1])) == set(ends)
@@ -163,14 +163,24 @@ class TestThreads:
     )
     def test_they_are_used_for_rows_of_several_bases(self, rows: list[int], parallel: bool) -> None:
         clock, executor = FakeClock(), SlowExecutor()
-        mask_builder = MaskBuilder(cast("LLExecutor", executor), ENDS, new_stats(), clock)
+        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock)
         held = self.constraints(clock, *rows)
         mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
         assert executor.num_masks == ([len(held)] if parallel else [])
 
+    @pytest.mark.parametrize(
+        ("rows", "threads"), [([64, 64], 2), ([30, 30, 30], 2), ([16] * 4, 4), ([2] * 64, 8), ([64], 0)]
+    )
+    def test_there_are_no_more_of_them_than_bases(self, rows: list[int], threads: int) -> None:
+        clock, executors = FakeClock(), {count: SlowExecutor() for count in (2, 4, 8)}
+        mask_builder = MaskBuilder(cast("dict[int, LLExecutor]", executors), ENDS, new_stats(), clock)
+        held = self.constraints(clock, *rows)
+        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
+        assert [count for count, executor in executors.items() if executor.num_masks] == ([threads] if threads else [])
+
     def test_bases_are_kept_together(self) -> None:
         clock, executor = FakeClock(), SlowExecutor()
-        mask_builder = MaskBuilder(cast("LLExecutor", executor), ENDS, new_stats(), clock)
+        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock)
         held = self.constraints(clock, 30, 20, 10)
         bases = {id(constraint.matcher): constraint.base for constraint in held}
         mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
@@ -180,7 +190,7 @@ class TestThreads:
     def test_they_are_left_where_they_make_masks_slower(self) -> None:
         clock = FakeClock()
         executor = SlowExecutor((clock, 50.0))
-        mask_builder = MaskBuilder(cast("LLExecutor", executor), ENDS, new_stats(), clock)
+        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock)
         held = self.constraints(clock, 30, 30)
         for constraint in held:
             cast("SlowMatcher", constraint.matcher).costs = ()

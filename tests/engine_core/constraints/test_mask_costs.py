@@ -29,7 +29,7 @@ class Bench:
 
     def __init__(self, executor: SlowExecutor | None = None) -> None:
         self.cpu, self.wall = FakeClock(), FakeClock()
-        threads = cast("LLExecutor | None", executor)
+        threads = {2: cast("LLExecutor", executor)} if executor else {}
         self.mask_builder = MaskBuilder(threads, ENDS, new_stats(), self.wall, self.cpu)
 
     def constraint(self, cpu: float = 0.0, wall: float = 0.0, key: str = "") -> GrammarConstraint:
