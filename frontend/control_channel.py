@@ -81,6 +81,10 @@ class Drain(Struct, frozen=True, tag="drain"):
     timeout: float
 
 
+class End(Struct, frozen=True, tag="end"):
+    """Order to a frontend to end what is open with an error, and exit at once."""
+
+
 class Totals(Struct, frozen=True, tag="totals"):
     """Metrics of the supervisor and all its processes.
 
@@ -98,7 +102,7 @@ class Reload(Struct, frozen=True, tag="reload"):
 
 
 FromFrontend = Beat | Leaving | Metrics
-ToFrontend = Accept | Drain | Totals | Reload
+ToFrontend = Accept | Drain | End | Totals | Reload
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing", bound=Struct)
 

@@ -18,6 +18,7 @@ from tandem.frontend.control_channel import (
     Accept,
     Beat,
     Drain,
+    End,
     FrontendEnd,
     Leaving,
     Metrics,
@@ -73,7 +74,7 @@ class Supervisee(Protocol):
         ...
 
     def exit(self) -> None:
-        """End at once."""
+        """End what is open with an error, and exit."""
         ...
 
 
@@ -141,6 +142,8 @@ class Supervised:
                         self._frontend.accept_from(slots)
                     case Drain(delay, timeout):
                         self._frontend.begin_drain(delay, timeout)
+                    case End():
+                        self._frontend.exit()
                     case Reload(log_level):
                         self._frontend.reload(log_level)
                     case Totals(scrape, text):

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE_STOP_SECONDS = 3.0
 """Seconds that the engine gets to end, once the frontends have ended, before it is killed."""
+END_SECONDS = 2.0
+"""Seconds that frontends get after the second signal to end what is open with an error, before all is killed."""
 REPEATED_SIGNAL_SECONDS = 0.5
 """Seconds after the first signal within which another one changes nothing."""
 _FORCED = 130
@@ -42,7 +44,8 @@ class Supervisor:
     """Supervisor that restarts each process that ends.
 
     It stops all if one cannot run with its settings, or fails to start the same way again and again. The first SIGTERM
-    or SIGINT drains the frontends, then stops the engine. The second kills all.
+    or SIGINT drains the frontends, then stops the engine. The second ends what is open with an error, the third kills
+    all.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Supervisor:
         return _FORCED if self._is_forced else max(codes)
 
     def handle_signal(self) -> None:
-        """Stop in order at the first signal, kill at the second.
+        """Stop in order at the first signal, at once at the second, kill at the third.
 
         Programs such as coreutils' `timeout` send one signal twice, to the process and to its group: a second one that
         follows at once counts as the first.
@@ -114,9 +117,17 @@ class Supervisor:
             self._manager.stopping()
             self._log_drain()
         elif now - self._signaled_at > REPEATED_SIGNAL_SECONDS:
-            self._is_forced = True
-            self._kill()
+            self._force()
         self._stop.set()
+
+    def _force(self) -> None:
+        """End what is open with an error, and kill what is left; the second time at once."""
+        is_first, self._is_forced = not self._is_forced, True
+        if is_first and self._frontends is not None and self._frontends.is_running:
+            self._frontends.end()
+            asyncio.get_running_loop().call_later(END_SECONDS, self._kill)
+        else:
+            self._kill()
 
     def _status(self) -> tuple[bool, str]:
         """Return whether the service is ready, and its state in words."""
@@ -151,7 +162,9 @@ class Supervisor:
             sock.close()
         if self._frontends is not None:
             await self._frontends.stop(self._stop_times.shutdown_delay, self._stop_times.drain_timeout)
-        if self._engine is not None:
+        if self._is_forced:
+            self._kill()
+        elif self._engine is not None:
             await self._engine.stop(ENGINE_STOP_SECONDS)
 
     def _kill(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from tandem.frontend.control_channel import Accept, Beat, Drain, FromFrontend, Leaving, ToFrontend
+from tandem.frontend.control_channel import Accept, Beat, Drain, End, FromFrontend, Leaving, ToFrontend
 
 START_SECONDS = 120.0
 """Seconds that a process may be silent before it has served for the first time."""
@@ -82,6 +82,17 @@ class FrontendProcess:
         if self.was_ready:
             self._end_at = self._clock() + delay + timeout + EXTRA_STOP_SECONDS
             self.child.send(Drain(delay, timeout))
+        else:
+            self.kill()
+
+    def end(self) -> None:
+        """Tell the process to end what is open and exit.
+
+        One that has not served yet is killed.
+        """
+        self.is_draining = True
+        if self.was_ready:
+            self.child.send(End())
         else:
             self.kill()
 

@@ -125,6 +125,12 @@ class Frontends:
             self.tick()
             await asyncio.sleep(_END_POLL_SECONDS)
 
+    def end(self) -> None:
+        """End all frontends for good, and what is open in them with an error."""
+        self._is_stopping = True
+        for slot in self.slots:
+            slot.end()
+
     def kill(self) -> None:
         """Kill all frontends for good."""
         self._is_stopping = True

@@ -86,6 +86,12 @@ class FrontendSlot:
         for process in self.processes:
             process.drain(delay, timeout)
 
+    def end(self) -> None:
+        """End all processes for good, and what is open in them with an error."""
+        self._start_at = None
+        for process in self.processes:
+            process.end()
+
     def kill(self) -> None:
         """Kill all processes for good."""
         self._start_at = None

@@ -19,6 +19,7 @@ from tandem.frontend.supervisor.supervisor import REPEATED_SIGNAL_SECONDS
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import get, open_stream, post, until
 from tests.support.scrape import value
+from tests.support.stopped_process import stop_process
 from tests.support.tandem_process import SERVING, Start, Tandem
 
 HANGING_ONCE = """
@@ -242,13 +243,24 @@ def open_sequence(process: Tandem) -> Iterator[Iterator[bytes]]:
         yield chunks
 
 
-def test_a_second_signal_kills_all_processes(tandem: Start) -> None:
+def test_a_second_signal_ends_what_is_open_with_an_error(tandem: Start) -> None:
     process = tandem(STREAMING, *SERVE[:-1], "60")
-    with open_sequence(process):
+    with open_sequence(process) as chunks:
         process.process.send_signal(signal.SIGTERM)
         process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
         time.sleep(2 * REPEATED_SIGNAL_SECONDS)
         process.process.send_signal(signal.SIGTERM)
+        assert b'"code":"shutting_down"' in b"".join(chunks)
+        assert process.wait() == 130
+
+
+def test_a_third_signal_kills_all_processes(tandem: Start) -> None:
+    process = tandem(STREAMING, *SERVE[:-1], "60")
+    with open_sequence(process):
+        stop_process(process.child("tandem.frontend").pid)  # which ends nothing
+        for _ in range(3):
+            process.process.send_signal(signal.SIGTERM)
+            time.sleep(2 * REPEATED_SIGNAL_SECONDS)
         assert process.wait() == 130
 
 
