@@ -37,6 +37,7 @@ from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -161,7 +162,8 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
     memory = full_cache(pages) if options.cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
     threads = options.mask_threads
-    mask_builder = MaskBuilder(mask_executors(threads), [2], stats, time.monotonic)
+    executors = mask_executors(threads)
+    mask_builder = MaskBuilder(executors, [2], stats, time.monotonic)
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
     grammars = Grammars(options.tokenizer, VOCAB, (2,))
@@ -182,6 +184,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
         stats=stats,
         clock=time.monotonic,
         stage_clock=options.clock,
+        acceptor=TokenAcceptor(executors, time.monotonic) if executors else None,
     )
 
 

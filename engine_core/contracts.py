@@ -105,6 +105,17 @@ Masks = Sequence[tuple[int, Constraint]]
 """Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
 
 
+class Acceptor(Protocol):
+    """Advances the constraints of many rows at once."""
+
+    def accept_ahead(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
+        """Let some of these constraints accept their token already.
+
+        A call of `Constraint.accept` with this token follows for each of them, unless its sequence ends, and returns
+        what it would have returned otherwise.
+        """
+
+
 class Compiler(Protocol):
     """Compiles grammars into constraints outside the loop's thread.
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from tandem.engine_core.contracts import Compiler, Mailbox, Runtime
+from tandem.engine_core.contracts import Acceptor, Compiler, Mailbox, Runtime
 from tandem.engine_core.control import Control
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.scheduler.commit import SchedulerUpdates
+from tandem.engine_core.scheduler.commit import SchedulerUpdates, first_tokens
 from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
@@ -57,6 +57,7 @@ class Engine:
         compiler: Compiler,
         stats: EngineStats,
         stages: StageClock,
+        acceptor: Acceptor | None,
     ) -> None:
         self.scheduler = scheduler
         self.pipeline = pipeline
@@ -66,6 +67,7 @@ class Engine:
         self.compiler = compiler
         self.stats = stats
         self.stages = stages
+        self.acceptor = acceptor
         self.timelines = Timelines()
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
@@ -86,18 +88,20 @@ class Engine:
         stats: EngineStats,
         clock: Callable[[], float],
         stage_clock: Callable[[], float],
+        acceptor: Acceptor | None = None,
     ) -> "Engine":
         """Build an engine from the parts that differ between its users.
 
         Its users are startup, benchmarks and tests.
 
         depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
-        seconds, for the time that each stage of the loop takes.
+        seconds, for the time that each stage of the loop takes; acceptor: None if constraints accept one token after
+        another.
         """
         stats.page_size = limits.page_size
         control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
         stages = StageClock(stats.stage_seconds, stage_clock)
-        return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages)
+        return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages, acceptor)
 
     def run(self) -> None:
         """Tick until `stopping` is set.
@@ -256,6 +260,8 @@ class Engine:
         step = self.pipeline.begin_commit()
         result = self.runtime.collect(step.slot)
         now = self.stages.mark("collect")
+        if self.acceptor is not None and step.plan.needs_mask:
+            self.acceptor.accept_ahead(first_tokens(step.plan, result, self.scheduler.running))
         updates = self.scheduler.commit(step.plan, result)
         for seq in updates.first_tokens:
             count_first_token(self.stats, seq, now)

@@ -34,7 +34,7 @@ states that are new to it. In a string with a `minLength`, where every token lea
 class GrammarConstraint:
     """Implement `contracts.Constraint` over one llguidance matcher."""
 
-    __slots__ = ("__weakref__", "_ends", "base", "cost", "ignore_ends", "is_new", "matcher", "overdrawn")
+    __slots__ = ("__weakref__", "_ends", "ahead", "base", "cost", "ignore_ends", "is_new", "matcher", "overdrawn")
 
     def __init__(
         self, matcher: LLMatcher, base: "GrammarBase", ends: frozenset[int], ignore_ends: bool, key: str = ""
@@ -49,6 +49,8 @@ class GrammarConstraint:
         self.ignore_ends = ignore_ends
         self._ends = ends
         self.cost = MaskCost(key)
+        self.ahead: tuple[int, bool] | None = None
+        """Token that the matcher got already, and whether it accepted it; None if `accept` is to give it the next."""
         self.is_new = True
         """True until the first token."""
         self.overdrawn = ""
@@ -73,8 +75,13 @@ class GrammarConstraint:
         if self.overdrawn:
             return False
         self.is_new = False
+        if self.ahead is None:
+            accepted = self.matcher.consume_token(token)
+        else:
+            (ahead, accepted), self.ahead = self.ahead, None
+            assert ahead == token, f"token {token} after {ahead} was accepted ahead"
         # A matcher that has failed still consumes end ids.
-        return self.matcher.consume_token(token) and not (token in self._ends and self.problem)
+        return accepted and not (token in self._ends and self.problem)
 
 
 class GrammarBase:

@@ -6,7 +6,6 @@ many 3.6 ms and 1.2 ms. Whether they gain anything otherwise depends on cores th
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -17,16 +16,13 @@ from numpy.typing import NDArray
 from tandem.engine_core.constraints.faster_way import FasterWay
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
+from tandem.engine_core.constraints.threads import fitting
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.stats import EngineStats
 
 Ints = NDArray[np.int32]
 Pairs = Sequence[tuple[GrammarConstraint, int]]
 """Constraints, each with the index of its mask."""
-
-PARALLEL_BASES, PARALLEL_ROWS = 8, 16
-"""Other threads may be used for masks of as many bases, or where as many rows are of other bases than the most common.
-Fewer are done before the threads have woken up."""
 
 SLOW_SECONDS = 0.01
 """Time of masks computed on several threads, whose own times are unknown, from which some are measured in later steps.
@@ -74,7 +70,7 @@ class MaskBuilder:
         start = self.clock()
         pairs = cast("Pairs", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
-        executor = self._threads_for(pairs) if self.executors else None
+        executor = fitting(self.executors, (constraint for constraint, _ in pairs))
         if executor is None:
             self._compute_measured(pairs, out)
         elif not self._threads_help.choose():
@@ -87,17 +83,6 @@ class MaskBuilder:
             self._drop_ends(endless, out)
         self.stats.mask_rows += len(pairs)
         self.stats.mask_seconds += self.clock() - start
-
-    def _threads_for(self, pairs: Pairs) -> LLExecutor | None:
-        """Return as many threads as these masks have bases, or the next fewer.
-
-        More would wait for each other's locks. None if one thread is enough.
-        """
-        rows = Counter([id(constraint.base) for constraint, _ in pairs])
-        if len(rows) < PARALLEL_BASES and len(pairs) - max(rows.values(), default=0) < PARALLEL_ROWS:
-            return None
-        fitting = [executor for threads, executor in self.executors.items() if threads <= len(rows)]
-        return fitting[-1] if fitting else None
 
     def _compute_measured(self, pairs: Pairs, out: Ints) -> None:
         """Compute masks on the calling thread, and charge their CPU time.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
-from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -96,6 +96,20 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
             if seq.outcome is None and seq.constraint is not None and row.start + row.length >= len(seq.tokens):
                 masks.append((row.row, seq.constraint))
     return masks
+
+
+def first_tokens(plan: StepPlan, result: StepResult, running: Mapping[int, Sequence]) -> list[tuple[Constraint, int]]:
+    """Return the first token that each constraint accepts in the commit of a step.
+
+    Those of sequences that do not run any more are left out.
+    """
+    tokens = []
+    for row, run in zip(plan.rows, result.runs(), strict=True):
+        if row.constrained and run and run[0] != NO_TOKEN:
+            seq = running.get(row.seq_id)
+            if seq is not None and seq.constraint is not None and row.start + row.length >= len(seq.tokens):
+                tokens.append((seq.constraint, run[0]))
+    return tokens
 
 
 def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finished | Failure | None:

@@ -17,6 +17,7 @@ from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
@@ -187,10 +188,12 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
 
 
 class Constraints(Struct, frozen=True):
-    """The compiler of grammars, and the builder of their masks."""
+    """The compiler of grammars, and those that advance them and build their masks."""
 
     compiler: GrammarCompiler
     mask_builder: MaskBuilder
+    acceptor: TokenAcceptor | None
+    """None without threads for masks."""
 
 
 def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
@@ -202,9 +205,11 @@ def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats
     grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
     lanes, threads = compile_lanes(), mask_threads()
     lanes[0].submit(grammars.prepare)
+    executors = mask_executors(threads)
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, max_bases=max(1, threads)),
-        MaskBuilder(mask_executors(threads), end_ids, stats, time.monotonic),
+        MaskBuilder(executors, end_ids, stats, time.monotonic),
+        TokenAcceptor(executors, time.monotonic) if executors else None,
     )
 
 
@@ -276,6 +281,7 @@ def _build_loop(
         stats=stats,
         clock=time.monotonic,
         stage_clock=time.monotonic,
+        acceptor=constraints.acceptor,
     )
 
 

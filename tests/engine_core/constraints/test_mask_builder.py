@@ -11,7 +11,8 @@ from llguidance import LLExecutor, LLMatcher
 from benchmarks.measuring.grammars import SCHEMAS
 from tandem.engine_core.constraints.faster_way import PROBE_EVERY
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
-from tandem.engine_core.constraints.mask_builder import PARALLEL_BASES, PARALLEL_ROWS, MaskBuilder
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.threads import PARALLEL_BASES, PARALLEL_ROWS
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.clock import FakeClock
