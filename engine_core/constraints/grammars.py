@@ -5,7 +5,7 @@ This is the only place that constructs objects of llguidance.
 
 import threading
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -99,12 +99,21 @@ class GrammarBase:
 class CompiledGrammar:
     """A grammar's matcher at its start, copied for each sequence.
 
-    A copy takes microseconds, a compilation milliseconds. A grammar of many sequences may be compiled several times.
+    A copy takes microseconds, a compilation milliseconds. A grammar of many sequences may be compiled several times; a
+    base that was added goes with the last of its sequences, since tables can grow by megabytes.
     """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self.bases = [GrammarBase(matcher)]
+        self._first = GrammarBase(matcher)
+        self._added: list[ref[GrammarBase]] = []
+        self._unused: GrammarBase | None = None
+        """The newest base while it has no constraint, which would hold it."""
         self._ends = ends
+
+    @property
+    def bases(self) -> list[GrammarBase]:
+        """The matcher that was compiled first, and those added that are still held."""
+        return [self._first, *(base for added in self._added if (base := added()) is not None)]
 
     @property
     def is_crowded(self) -> bool:
@@ -118,8 +127,11 @@ class CompiledGrammar:
 
         ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none.
         """
-        free = (base for base in self.bases if len(base.constraints) < CROWDED)
-        base = next(free, None) or min(self.bases, key=lambda base: len(base.constraints))
+        bases = self.bases
+        free = (base for base in bases if len(base.constraints) < CROWDED)
+        base = next(free, None) or min(bases, key=lambda base: len(base.constraints))
+        if base is self._unused:
+            self._unused = None
         constraint = GrammarConstraint(base.matcher.deep_copy(), base, self._ends, ignore_ends, key)
         base.constraints.add(constraint)
         return constraint
@@ -129,15 +141,16 @@ class CompiledGrammar:
 
         It gets its share of the constraints, of those that have no token yet.
         """
-        added = GrammarBase(matcher)
-        share = sum(len(base.constraints) for base in self.bases) // (len(self.bases) + 1)
-        for base in self.bases:
+        added, bases = GrammarBase(matcher), self.bases
+        share = sum(len(base.constraints) for base in bases) // (len(bases) + 1)
+        for base in bases:
             surplus = min(len(base.constraints) - share, share - len(added.constraints))
             for constraint in [each for each in base.constraints if each.is_new][: max(0, surplus)]:
                 base.constraints.remove(constraint)
                 constraint.base, constraint.matcher = added, matcher.deep_copy()
                 added.constraints.add(constraint)
-        self.bases.append(added)
+        self._added = [ref(base) for base in (*bases[1:], added)]
+        self._unused = None if added.constraints else added
 
 
 def reason(matcher: LLMatcher) -> str:

@@ -211,3 +211,28 @@ class TestBases:
         assert all(each.accept(token) for each in held)
         compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
         assert not compiled.bases[1].constraints
+
+    def test_added_base_goes_with_the_last_of_its_sequences(self, grammars: Grammars) -> None:
+        compiled = grammars.compile(REGEX("[a-z]+"))
+        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
+        for _ in range(2):
+            compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
+        assert len(compiled.bases) == 3
+        newest = compiled.bases[2]
+        held = [each for each in held if each.base is not newest]
+        del newest
+        assert len(compiled.bases) == 2
+        held.clear()
+        assert len(compiled.bases) == 1
+
+    def test_added_base_waits_for_its_first_sequence(self, grammars: Grammars) -> None:
+        compiled = grammars.compile(REGEX("[a-z]+"))
+        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
+        (token,) = ids(grammars, "a")
+        assert all(each.accept(token) for each in held)
+        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
+        assert len(compiled.bases) == 2
+        held.append(compiled.constraint(ignore_ends=False))
+        assert held[-1].base is compiled.bases[1]
+        held.pop()
+        assert len(compiled.bases) == 1

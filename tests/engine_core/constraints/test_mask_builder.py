@@ -208,10 +208,8 @@ def test_masks_of_many_rows_are_those_of_matchers_compiled_alone(
     """At random walks over every schema, whichever base a row is of and whichever thread computes."""
     random, rows, steps = Random(name), 60, 20
     text = LLMatcher.grammar_from_json_schema(SCHEMAS[name])
-    compiled = grammars.compile(text)
-    for _ in range(2):
-        compiled.add_base(grammars.compile(text).bases[0].matcher)
-    held = [GrammarConstraint(base.matcher.deep_copy(), base, frozenset(ENDS), False) for base in compiled.bases * 20]
+    bases = [grammars.compile(text).bases[0] for _ in range(3)]
+    held = [GrammarConstraint(base.matcher.deep_copy(), base, frozenset(ENDS), False) for base in bases * 20]
     alone = [LLMatcher(grammars.prepare(), text, log_level=0) for _ in range(rows)]
     out = masks(rows)
     for _ in range(steps):
