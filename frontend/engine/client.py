@@ -331,8 +331,7 @@ class EngineClient:
 
     def _connect(self, epoch: int, now: float) -> None:
         assert self._context is not None
-        link = EngineLink(self._context, epoch, self._streams, self._on_event, self._on_break)
-        self._link = link
+        link = self._link = EngineLink(self._context, epoch, self._streams, self._on_event, self._on_break)
         self._broken = None
         link.open(self._endpoint, self._transport, f"frontend-{os.getpid()}", now, self._lost_identity)
 
@@ -350,6 +349,7 @@ class EngineClient:
         if link is None:
             return
         link.close()
+        self._watch.note_loss()
         if link.ready is not None:
             self._lost_identity = link.identity
         self._metrics.link.connected.set(0)

@@ -100,6 +100,13 @@ class EngineWatch:
         """Record why a handshake failed, for the reason of the silence that follows."""
         self._failed_handshake = reason
 
+    def note_loss(self) -> None:
+        """Record the loss of the connection to the engine.
+
+        The time of a restart counts from it.
+        """
+        self._starts.lose(self._clock())
+
     def reset_timers(self) -> None:
         """Start both timeouts afresh, after a delay of the listener itself.
 

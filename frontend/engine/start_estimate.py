@@ -17,8 +17,8 @@ _MIN_PERCENT = 5
 class StartEstimate:
     """Estimate of the seconds until an engine is ready.
 
-    It is what is left of the time that the last start took, or the last restart while no engine is heard. Of an engine
-    that was never seen to start, the percentage of this start is all that tells.
+    It is what is left of the time that the last start took; of the last restart, while no engine is heard or where its
+    first heartbeats were not. Otherwise the percentage of this start is all that tells.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,17 @@ class StartEstimate:
         """Time of the first heartbeat of this life."""
         self._is_whole = False
         """True if that heartbeat came from the beginning of the start."""
+        self._first_percent = 0
+        """Progress that this heartbeat told."""
         self._percent: int | None = None
         """Progress of the start; None while the engine does not start."""
         self._ready_epoch = 0
         self._ready_at = 0.0
-        """Time of the last heartbeat of an engine that was ready."""
+        """Time of the last heartbeat of an engine that was ready, or of its loss."""
         self._start: float | None = None
         """Seconds from the first heartbeat to readiness, the last time."""
         self._restart: float | None = None
-        """Seconds from the last heartbeat of one life to the readiness of the next, the last time."""
+        """Seconds from the loss of one life to the readiness of the next, the last time."""
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
         """Take a heartbeat into account that arrives at this time."""
@@ -43,6 +45,7 @@ class StartEstimate:
         if heartbeat.engine_epoch != self._epoch:
             self._epoch, self._began_at = heartbeat.engine_epoch, now
             self._is_whole = self._percent is not None and self._percent < _MIN_PERCENT
+            self._first_percent = heartbeat.percent
         if heartbeat.phase is not Phase.READY:
             return
         if self._ready_epoch != self._epoch:
@@ -52,6 +55,14 @@ class StartEstimate:
                 self._restart = now - self._ready_at
             self._ready_epoch = self._epoch
         self._ready_at = now
+
+    def lose(self, now: float) -> None:
+        """Note the loss of the engine.
+
+        It may have been silent before, when its restart had not begun.
+        """
+        if self._ready_epoch == self._epoch:
+            self._ready_at = now
 
     def seconds(self, now: float) -> int:
         """Estimate the seconds until the engine is ready, between 1 and MAX_SECONDS."""
@@ -65,12 +76,12 @@ class StartEstimate:
 
         0 or less if they are over.
         """
-        if self._percent is None:
-            whole = self._restart if self._restart is not None else self._start
-            return None if whole is None else whole - (now - self._ready_at)
         elapsed = now - self._began_at
-        if self._start is not None:
+        if self._percent is not None and self._start is not None:
             return self._start - elapsed
-        if self._is_whole and self._percent >= _MIN_PERCENT:
-            return elapsed * (100 - self._percent) / self._percent
-        return None
+        whole = self._restart if self._restart is not None else self._start
+        left = None if whole is None else whole - (now - self._ready_at)
+        if self._percent is None or (left is not None and left > 0.0):
+            return left
+        progress = self._percent - self._first_percent
+        return max(elapsed * (100 - self._percent) / progress, 1.0) if progress >= _MIN_PERCENT else None

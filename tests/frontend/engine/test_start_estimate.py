@@ -26,6 +26,18 @@ def estimate_after(beats: list[Beat]) -> StartEstimate:
         (FIRST_LIFE[:1], 8.0, UNKNOWN_SECONDS),
         (FIRST_LIFE[:2], 10.0, 10),  # half of it in 10 s
         ([(0.0, 1, Phase.LOADING, 50)], 10.0, UNKNOWN_SECONDS),  # its beginning was not heard
+        ([(0.0, 1, Phase.LOADING, 50), (10.0, 1, Phase.LOADING, 75)], 10.0, 10),  # a quarter of it in 10 s
+        ([(0.0, 1, Phase.LOADING, 50), (10.0, 1, Phase.LOADING, 100)], 11.0, 1),
+        (
+            [
+                (0.0, 1, Phase.LOADING, 50),
+                (1.0, 1, Phase.READY, 100),
+                (31.0, 2, Phase.READY, 100),
+                (45.0, 3, Phase.LOADING, 20),
+            ],
+            46.0,
+            15,
+        ),  # a restart took 30 s, and 15 s have passed
         ([*FIRST_LIFE, (100.0, 1, Phase.READY, 100)], 104.0, 16),  # dead since 4 s, a start takes 20
         ([*FIRST_LIFE, (100.0, 1, Phase.FAILED, 0)], 104.0, UNKNOWN_SECONDS),  # not ready for longer than that
         ([*FIRST_LIFE, (30.0, 2, Phase.STARTING, 0)], 35.0, 15),
@@ -36,6 +48,19 @@ def estimate_after(beats: list[Beat]) -> StartEstimate:
 )
 def test_estimate_is_what_is_left_of_the_last_start(beats: list[Beat], now: float, seconds: int) -> None:
     assert estimate_after(beats).seconds(now) == seconds
+
+
+def test_restart_counts_from_the_loss_and_not_from_a_silence_before_it() -> None:
+    estimate = estimate_after([*FIRST_LIFE, (100.0, 1, Phase.READY, 100)])
+    estimate.lose(105.0)
+    assert estimate.seconds(105.0) == 20
+    for at, phase, percent in ((110.0, Phase.STARTING, 0), (140.0, Phase.READY, 100)):
+        estimate.observe(Heartbeat(2, phase, percent, "", 0, EngineStats()), at)
+    estimate.lose(200.0)
+    assert estimate.seconds(201.0) == 34, "the restart took 35 s since the loss"
+    estimate.observe(Heartbeat(3, Phase.STARTING, 0, "", 0, EngineStats()), 205.0)
+    estimate.lose(220.0)
+    assert estimate.seconds(220.0) == 15, "the loss of an engine that was not ready yet tells nothing"
 
 
 @given(
