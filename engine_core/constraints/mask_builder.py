@@ -6,7 +6,7 @@ many 3.6 ms and 1.2 ms. Whether they gain anything otherwise depends on cores th
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tandem.engine_core.constraints.faster_way import FasterWay
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
-from tandem.engine_core.constraints.threads import fitting
+from tandem.engine_core.constraints.threads import Group, by_base, fitting
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.stats import EngineStats
 
@@ -70,13 +70,14 @@ class MaskBuilder:
         start = self.clock()
         pairs = cast("Pairs", masks)
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
-        executor = fitting(self.executors, (constraint for constraint, _ in pairs))
+        groups = by_base(pairs) if self.executors else ()
+        executor = fitting(self.executors, groups)
         if executor is None:
             self._compute_measured(pairs, out)
         elif not self._threads_help.choose():
             self._compute_measured(pairs, out)
             self._threads_help.record(False, self.clock() - start, len(pairs))
-        elif self._compute_parallel(executor, pairs, out):
+        elif self._compute_parallel(executor, groups, out):
             self._threads_help.record(True, self.clock() - start, len(pairs))
         endless = [index for constraint, index in pairs if constraint.ignore_ends]
         if endless:
@@ -120,24 +121,26 @@ class MaskBuilder:
             out[index] = EVERYTHING
         return bool(constraint.overdrawn)
 
-    def _compute_parallel(self, executor: LLExecutor, pairs: Pairs, out: Ints) -> bool:
+    def _compute_parallel(self, executor: LLExecutor, groups: Collection[Group], out: Ints) -> bool:
         """Compute masks on all threads, but a few on the calling one.
 
         These are of constraints that slow steps had: first those that took longest, then those that were measured
         least. Return whether there were none.
         """
-        suspects = [pair for pair in pairs if pair[0].cost.unmeasured or pair[0].cost.debt]
+        together: Group = []
+        suspects: Group = []
+        for group in groups:
+            for pair in group:
+                cost = pair[0].cost
+                (suspects if cost.unmeasured or cost.debt else together).append(pair)
         suspects.sort(key=lambda pair: (pair[0].cost.debt, pair[0].cost.unmeasured), reverse=True)
         alone = suspects[:MEASURED_AT_ONCE]
         for constraint, _ in alone:
             constraint.cost.unmeasured = max(0, constraint.cost.unmeasured - 1)
         self._compute_measured(alone, out)
-        measured = {index for _, index in alone}
-        together = [pair for pair in pairs if pair[1] not in measured and not self._is_overdrawn(*pair, out)]
+        together += [pair for pair in suspects[MEASURED_AT_ONCE:] if not self._is_overdrawn(*pair, out)]
         if not together:
             return False
-        # Each thread takes a part of the list: with a base in one part alone, none waits for the lock of another.
-        together.sort(key=lambda pair: id(pair[0].base))
         start = self.clock()
         wanted = [(constraint.matcher, index) for constraint, index in together]
         executor.unsafe_compute_mask_ptr(wanted, out.ctypes.data, out.strides[0], len(out))

@@ -7,7 +7,7 @@ from llguidance import LLExecutor
 
 from tandem.engine_core.constraints.faster_way import FasterWay
 from tandem.engine_core.constraints.grammars import GrammarConstraint
-from tandem.engine_core.constraints.threads import fitting
+from tandem.engine_core.constraints.threads import by_base, fitting
 from tandem.engine_core.contracts import Constraint
 
 
@@ -25,13 +25,13 @@ class TokenAcceptor:
 
     def accept_ahead(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
         pairs = [pair for pair in cast("Sequence[tuple[GrammarConstraint, int]]", tokens) if not pair[0].overdrawn]
-        executor = fitting(self.executors, (constraint for constraint, _ in pairs))
+        groups = by_base(pairs)
+        executor = fitting(self.executors, groups)
         if executor is None:
             return
         start, parallel = self.clock(), self._threads_help.choose()
         if parallel:
-            # As with masks, each thread takes a part of the list, and rows of a base share a lock.
-            pairs.sort(key=lambda pair: id(pair[0].base))
+            pairs = [pair for group in groups for pair in group]
             accepted = executor.consume_token_par([(constraint.matcher, token) for constraint, token in pairs])
         else:
             accepted = [constraint.matcher.consume_token(token) for constraint, token in pairs]
