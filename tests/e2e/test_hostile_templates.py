@@ -71,7 +71,7 @@ def ask(client: StreamClient, content: str) -> Stream:
 
 
 def restarts(serving: ScriptedServing) -> dict[str, float]:
-    text = serving.get("/metrics")[1].splitlines()
+    text = serving.metrics().splitlines()
     found = (line.rsplit(" ", 1) for line in text if line.startswith(RESTARTS))
     return {series.partition('reason="')[2].partition('"')[0]: float(number) for series, number in found}
 

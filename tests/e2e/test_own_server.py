@@ -37,15 +37,18 @@ def own(serving: Serving) -> Iterator[openai.OpenAI]:
 def test_an_idle_session_expires(own: openai.OpenAI) -> None:
     """The pages of an expired session stay in the prefix cache while the memory is not needed."""
     messages = [user(TURNS[0] * 8)]
-    stream = own.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=1500, stream=True,
-        extra_body={"ignore_eos": True, "session_id": "brief"},
-    )  # fmt: skip
-    next(iter(stream))
-    session = session_of(own, "brief")
-    assert session is not None
-    assert session["busy"]
-    stream.close()
+
+    def is_seen_busy() -> bool:
+        """Tell whether the session is busy during a stream, unless that has ended before."""
+        with own.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=1500, stream=True,
+            extra_body={"ignore_eos": True, "session_id": "brief"},
+        ) as stream:  # fmt: skip
+            next(iter(stream))
+            session = session_of(own, "brief")
+        return session is not None and bool(session["busy"])
+
+    until(is_seen_busy, "a busy session")
     until(lambda: session_of(own, "brief") is None, "the session to expire")
     with pytest.raises(openai.NotFoundError):
         end(own, "brief")

@@ -29,18 +29,21 @@ LOWEST_PORT = 12000
 
 
 def free_port() -> int:
-    """Return a free port that no other process is given by the system before it is bound.
+    """Return a free port that nobody else gets before it is bound, neither from the system nor from this function.
 
-    It is below those that Linux chooses itself, for example for every connection; 32768 where nothing else is set.
+    It is below those that Linux chooses itself, for example for every connection; 32768 where nothing else is set. The
+    UDP port of the same number, which no test uses, says to all processes until the end of this one that it is taken.
     """
     chosen = Path("/proc/sys/net/ipv4/ip_local_port_range")
     end = int(chosen.read_text().split()[0]) if chosen.exists() else 32768
     while True:
         # Other processes of tests choose at the same time; Hypothesis repeats the choices of `random`.
         port = LOWEST_PORT + secrets.randbelow(end - LOWEST_PORT) if end > LOWEST_PORT else 0
-        with socket.socket() as probe, suppress(OSError):
+        with socket.socket() as probe, socket.socket(type=socket.SOCK_DGRAM) as claim, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found: int = probe.getsockname()[1]
+            claim.bind(("127.0.0.1", found))
+            claim.detach()
             return found
 
 
@@ -134,6 +137,18 @@ class Serving:
         except urllib.error.HTTPError as refusal:
             with refusal:
                 return refusal.code, json.load(refusal)
+
+    def metrics(self, port: int | None = None) -> str:
+        """Return what a scrape of a port gets, once it gets it: a busy supervisor may not answer one in its time."""
+        text = ""
+
+        def is_answered() -> bool:
+            nonlocal text
+            status, text = self.get("/metrics", port)
+            return status == 200
+
+        until(is_answered, "metrics")
+        return text
 
     def engine_metric(self, name: str) -> float:
         """Return the sum of the series of the ops port with a name, or also with the labels given; 0 for none."""

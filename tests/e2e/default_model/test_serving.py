@@ -55,7 +55,6 @@ def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     )
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
-    assert len(chunks) > 5
     assert chunks[-1].usage is not None
     assert chunks[-1].choices == []
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
@@ -154,7 +153,7 @@ def test_an_engine_on_a_cpu_needs_neither_triton_nor_flashinfer(client: openai.O
 
 def test_both_ports_have_the_metrics_of_engine_and_frontends(client: openai.OpenAI, serving: Serving) -> None:
     assert ask(client, QUESTIONS[3])
-    ours, ops = serving.get("/metrics")[1], serving.get("/metrics", serving.ops_port)[1]
+    ours, ops = serving.metrics(), serving.metrics(serving.ops_port)
     for text in (ours, ops):
         assert 'tandem_time_to_first_token_seconds_count{model_name="' in text
         assert 'tandem_num_requests_waiting{model_name="' in text

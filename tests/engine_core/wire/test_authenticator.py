@@ -23,6 +23,7 @@ from tandem.protocol.commands import AnyCommand, Hello, Renew
 from tandem.protocol.curve import load_curve, make_client, make_curve
 from tandem.protocol.events import Closed, StepOutput
 from tandem.protocol.sockets import MAX_COMMAND_BYTES, Transport, bind_router, connect_dealer, connect_heartbeat
+from tests.support.serving import free_port
 from tests.support.zmq_context import KeepingContext
 
 WAIT_MS = 30_000
@@ -166,12 +167,10 @@ def test_a_key_that_is_removed_ends_its_connection_and_no_other(
 
 
 def test_a_removed_key_hears_no_more_heartbeats_and_others_do(engine: SecureEngine) -> None:
-    probe = engine.context.socket(zmq.PUB)
-    endpoint = f"tcp://127.0.0.1:{probe.bind_to_random_port('tcp://127.0.0.1')}"
-    probe.close(linger=0)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     keys = engine.authenticator.keys
     publisher = HeartbeatPublisher(engine.context, endpoint, engine.transport, Status(7, new_stats()), keys)
-    start_when_free(publisher)
+    publisher.start()
     try:
         removed = connect_heartbeat(engine.context, endpoint, engine.frontend("removed"))
         other = connect_heartbeat(engine.context, endpoint, engine.frontend("other"))
@@ -189,16 +188,6 @@ def test_a_removed_key_hears_no_more_heartbeats_and_others_do(engine: SecureEngi
         removed.disable_monitor()
     finally:
         publisher.stop()
-
-
-def start_when_free(publisher: HeartbeatPublisher) -> None:
-    """Start the publisher, retrying while ZMQ still closes the socket that found the port."""
-    for _ in range(WAIT_MS // 10):
-        try:
-            return publisher.start()
-        except zmq.ZMQError:
-            threading.Event().wait(0.01)
-    raise AssertionError("the port was never free again")
 
 
 def kill(thread: threading.Thread) -> None:

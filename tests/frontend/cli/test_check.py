@@ -19,6 +19,7 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast
 from tests.fakes.scripted_engine import DEFAULT_MODEL
 from tests.fakes.tokenizer import write_tokenizer
+from tests.support.tcp_proxy import free_ports
 
 CHOICES = Forecast([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
 FREE = ("--port", "0", "--ops-port", "0")
@@ -176,8 +177,7 @@ def test_a_running_service_on_the_same_socket_is_a_warning_and_stays(
 def test_one_port_for_two_addresses_of_the_command_is_a_problem(
     capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    with listen("127.0.0.1", 0) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports(2))
     (problem,) = Checked(capsys, "serve", str(model), "--port", port, "--ops-port", port).problems
     assert f"this command has {port} for another of its addresses" in problem
     endpoint = [word.format(port=port) for word in TCP]
@@ -228,9 +228,7 @@ def test_keys_of_the_link_must_be_those_of_their_side(
     keys = tmp_path / "keys"
     make_curve(keys)
     _, client = make_client(keys, "web")
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    link = ("--endpoint", f"tcp://127.0.0.1:{port}", "--curve-keys")
+    link = ("--endpoint", f"tcp://127.0.0.1:{free_ports(2)}", "--curve-keys")
     assert Checked(capsys, "engine", str(model), "--ops-port", "0", *link, str(keys)).problems == []
     (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *link, str(client)).problems
     assert "engine.key_secret" in problem

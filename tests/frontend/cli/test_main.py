@@ -50,7 +50,7 @@ def test_start_failure_prints_one_line(
         (tmp_path / "config.json").write_text("{}")
         for argv, reason in (
             (["serve", "--model", "/nowhere"], "the model /nowhere is not a directory"),
-            (["serve", *folder, "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["serve", *folder, "--port", "0", "--ops-port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["serve", *folder, "--ops-port", "0", "--port", port], "choose another --port"),
             (["engine", *folder, "--endpoint", long], "choose a shorter one"),
             (["engine", *folder, "--endpoint", "tcp://127.0.0.1:1"], "--curve-keys"),

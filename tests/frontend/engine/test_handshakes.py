@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tandem.protocol.codec import decode_event
 from tandem.protocol.curve import Curve, load_curve, make_client, make_curve
 from tandem.protocol.events import Heartbeat
 from tandem.protocol.sockets import Transport, bind_router, connect_heartbeat
+from tests.support.serving import free_port
 from tests.support.zmq_context import KeepingContext
 
 LIMIT = 30.0
@@ -31,9 +31,7 @@ LIMIT = 30.0
 
 
 def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class KeyedEngine:

@@ -94,6 +94,7 @@ def test_idle_connection_is_closed_without_a_reset_after_its_grace(
     server: RunningServer, clients: list[RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{MODULE}.GRACE_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.frontend.server.lingering.REFUSED_SECONDS", DEADLINE)
     idle, *others = clients
     for client in others:
         client.close()

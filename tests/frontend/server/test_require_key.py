@@ -83,7 +83,7 @@ def test_health_and_the_page_need_no_key(guarded: RunningServer) -> None:
 def test_cors_allows_a_configured_origin_to_read_refusals(guarded: RunningServer) -> None:
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
     asked["access-control-request-headers"] = "authorization, content-type, x-stainless-os"
-    preflight = httpx.options(guarded.url + "/v1/completions", headers=asked)
+    preflight = httpx.options(guarded.url + "/v1/completions", headers=asked, timeout=DEADLINE)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://a.example"
     assert "authorization" in preflight.headers["access-control-allow-headers"]
@@ -99,7 +99,7 @@ def test_cors_allows_a_configured_origin_to_read_refusals(guarded: RunningServer
 
 def test_cors_allows_no_origin_by_default(server: RunningServer) -> None:
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    assert httpx.options(server.url + "/v1/completions", headers=asked).status_code == 405
+    assert httpx.options(server.url + "/v1/completions", headers=asked, timeout=DEADLINE).status_code == 405
     response = get(server.url + "/v1/models", headers={"origin": "https://a.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
 

@@ -183,8 +183,9 @@ def reported(supervisor: Supervisor, name: str) -> float:
 
 
 def test_metrics_are_reported_and_a_scrape_gets_the_sums_of_the_supervisor(
-    supervisor: Supervisor, engine: FakeEngine
+    supervisor: Supervisor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tandem.frontend.server.supervised.TOTALS_SECONDS", DEADLINE)
     serving(supervisor, engine)
     host, port = supervisor.addresses[1]
     body = {"model": "fake-model", "prompt": "one", "max_tokens": 7}
@@ -252,9 +253,11 @@ def test_answer_to_a_leaving_frontend_lets_it_serve_on(
     until(lambda: Leaving() in supervisor.messages)
     supervised = supervisor.server._supervised
     assert supervised is not None
-    assert supervised._unanswered is not None
+    until(lambda: supervised._unanswered is not None, "it waits for an answer")
+    unanswered = supervised._unanswered
+    assert unanswered is not None
     supervisor.order(Accept((1,)))
-    until(supervised._unanswered.cancelled)
+    until(unanswered.cancelled)
     assert supervisor.says("serving", 1)
 
 

@@ -143,6 +143,7 @@ def test_tls_serves_https(engine: FakeEngine, config: FrontendConfig, tmp_path: 
             url + "/v1/completions",
             json={"model": "fake-model", "prompt": "one", "max_tokens": 2, "stream": True},
             verify=context,
+            timeout=DEADLINE,
         ) as response:
             assert response.read().endswith(b"data: [DONE]\n\n")
         with pytest.raises(httpx.HTTPError):

@@ -11,6 +11,7 @@ from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.supervisor import launch, model
 from tandem.frontend.supervisor.launch import check_length, check_unused, listen_ops
 from tandem.frontend.supervisor.model import LaunchError
+from tests.support.serving import free_port
 from tests.support.tcp_proxy import free_ports
 
 
@@ -35,8 +36,7 @@ def test_equal_port_and_ops_port_are_refused_by_name(
 
 def test_default_ops_port_gives_way_to_the_port_of_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     opened: list[int] = []
 
     class Recorder:

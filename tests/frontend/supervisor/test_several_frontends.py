@@ -19,7 +19,9 @@ from tests.support.stopped_process import is_running
 from tests.support.tandem_process import SERVING, Start, Tandem, TandemFolder
 
 FRONTEND, ENGINE = "tandem.frontend", "tandem.engine_core"
-FLAGS = ("--ops-port", "0", "--drain-timeout", "5", "--hang-timeout", "3")
+HANG_SECONDS = 6
+"""More than the few seconds for which a busy machine may hold up a process."""
+FLAGS = ("--ops-port", "0", "--drain-timeout", "5", "--hang-timeout", str(HANG_SECONDS))
 
 UNREADABLE_LATER = """
 import sys
@@ -36,7 +38,8 @@ run_as_process(sys.argv)
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tandem]:
     """A service with two frontends, which each test leaves whole."""
     folder = TandemFolder(tmp_path_factory.mktemp("several"))
-    service = folder.start(SERVING, "serve", "--port", "0", "--frontends", "2", *FLAGS)
+    # Not a port that the system chooses: the last test looks whether anybody listens there.
+    service = folder.start(SERVING, "serve", "--port", str(free_port()), "--frontends", "2", *FLAGS)
     url_of(service)
     yield service
     folder.close()
@@ -74,7 +77,7 @@ def test_new_connections_are_served_while_a_frontend_is_dead(service: Tandem) ->
     before = restarts(service)
     url, (killed, other) = url_of(service), until_all_serve(service)
     killed.kill()
-    until(lambda: health(service)["frontends_serving"] == 1, "the death is noticed")
+    until(lambda: health(service)["frontends_serving"] == 1 or restarts(service) > before, "the death is noticed")
     assert [complete(url).status_code for _ in range(16)] == [200] * 16
     processes = until_all_serve(service)
     assert other in processes
@@ -86,16 +89,24 @@ def test_new_connections_are_served_while_a_frontend_is_dead(service: Tandem) ->
 
 
 def counted(service: Tandem, url: str) -> float:
-    """Return the completions that a scrape counts, which has to be the same on both ports."""
+    """Return the completions that a scrape counts, once it is the same on both ports.
+
+    A busy supervisor may not answer a scrape of the service in its time.
+    """
     pattern = r'^tandem_http_requests_total\{route="/v1/completions",status="200"\} (\S+)$'
-    found = [re.findall(pattern, get(base + "/metrics").text, re.MULTILINE) for base in (url, service.ops_url())]
+    found: list[list[str]] = []
+
+    def are_equal() -> bool:
+        found[:] = [re.findall(pattern, get(base + "/metrics").text, re.MULTILINE) for base in (url, service.ops_url())]
+        return found[0] == found[1]
+
+    until(are_equal, "the same on both ports")
     assert len(found[0]) <= 1
-    return sum(map(float, found[0])) if found[0] == found[1] else -1.0
+    return sum(map(float, found[0]))
 
 
 def test_metrics_are_the_sums_of_all_frontends_and_survive_them(service: Tandem) -> None:
     url, (ended, _) = url_of(service), until_all_serve(service)
-    until(lambda: counted(service, url) >= 0, "the reports of what came before")
     before = counted(service, url)
     assert [complete(url).status_code for _ in range(20)] == [200] * 20
     until(lambda: counted(service, url) == before + 20, "the reports of all frontends")
@@ -133,10 +144,9 @@ def test_a_supervisor_that_was_stopped_kills_nobody_when_it_goes_on(service: Tan
     before = {process.pid for process in [*until_all_serve(service), service.child(ENGINE)]}
     lines = len(service.lines)
     supervisor.suspend()
-    time.sleep(4)  # longer than --hang-timeout
+    time.sleep(HANG_SECONDS + 1)
     supervisor.resume()
-    asked = [health(service) for _ in range(10)]
-    assert asked[-1]["status"] == "ready"
+    until(lambda: health(service)["status"] == "ready", "the supervisor hears its engine")
     assert complete(url_of(service)).status_code == 200
     assert {process.pid for process in [*until_all_serve(service), service.child(ENGINE)]} == before
     assert not [line for line in service.lines[lines:] if "is killed" in line]

@@ -19,6 +19,7 @@ from tandem.frontend.supervisor.supervisor import REPEATED_SIGNAL_SECONDS
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import get, open_stream, post, until
 from tests.support.scrape import value
+from tests.support.serving import free_port
 from tests.support.stopped_process import stop_process
 from tests.support.tandem_process import SERVING, Start, Tandem
 
@@ -54,15 +55,18 @@ engine.run_as_process(sys.argv)
 
 CRASHING = """
 import sys, time
+from pathlib import Path
 from tests.fakes.engine import FakeEngine
 from tandem.protocol.events import Phase
 engine = FakeEngine(sys.argv[sys.argv.index("--endpoint") + 1])
 engine.phase, engine.detail = Phase.FAILED, "no kernel image for this GPU"
 engine.start()
-time.sleep(1)
+while not Path(str(engine.epoch)).exists():
+    time.sleep(0.01)
 engine.die()
 sys.exit(70)
 """
+"""Program of a fake engine core that fails while it starts, and ends once a file has the name of its epoch."""
 
 BROKEN_FRONTEND = "raise SystemExit(5)"
 
@@ -141,7 +145,7 @@ def complete_when_ready(url: str) -> httpx.Response:
 
 
 def test_a_silent_engine_is_restarted(tandem: Start) -> None:
-    process = tandem(SERVING, *SERVE, "--hang-timeout", "2")
+    process = tandem(SERVING, *SERVE, "--hang-timeout", "4")
     url = process.url()
     engine = process.child("tandem.engine_core")
     engine.suspend()
@@ -152,7 +156,7 @@ def test_a_silent_engine_is_restarted(tandem: Start) -> None:
 
 
 def test_a_hung_engine_is_restarted(tandem: Start) -> None:
-    process = tandem(HANGING_ONCE, *SERVE, "--step-timeout", "1")
+    process = tandem(HANGING_ONCE, *SERVE, "--step-timeout", "3")
     url = process.url()
     engine = process.child("tandem.engine_core")
     assert complete(url).status_code == 200, "the request is submitted to the next engine"
@@ -184,10 +188,31 @@ def test_an_engine_that_refuses_its_settings_stops_the_supervisor(tandem: Start)
     assert process.output == "max_len 5 is below 16; raise --max-len\n", "its reason is all that is printed"
 
 
+def let_fail(process: Tandem, ops_port: str) -> None:
+    """Wait until the supervisor has the reason of an engine's failure, then let that engine end."""
+
+    def ends() -> bool:
+        try:
+            told = get(f"http://127.0.0.1:{ops_port}/health").json()
+        except httpx.TransportError:
+            return False
+        word = process.folder / str(told["epoch"])
+        if told["phase"] != "failed" or word.exists():
+            return False
+        word.touch()
+        return True
+
+    until(ends, "the reason of the failure")
+
+
 def test_an_engine_that_cannot_start_is_given_up_with_its_reason(tandem: Start) -> None:
-    process = tandem(CRASHING, *SERVE)
+    ops_port = str(free_port())
+    process = tandem(CRASHING, *SERVE, "--ops-port", ops_port)
+    let_fail(process, ops_port)
     process.find(r"exit code 70; restarting it in 0\.5 s")
+    let_fail(process, ops_port)
     process.find(r"exit code 70; restarting it in 1\.0 s")
+    let_fail(process, ops_port)
     process.find("the engine core failed to start 3 times in a row with exit code 70: no kernel image for this GPU;")
     assert process.wait() == 70
     assert process.output.count("restarting it in") == 2
@@ -267,8 +292,11 @@ def test_a_third_signal_kills_all_processes(tandem: Start) -> None:
 def test_a_signal_that_is_sent_twice_at_once_still_drains(tandem: Start) -> None:
     process = tandem(STREAMING, *SERVE[:-1], "60")
     with open_sequence(process) as chunks:
+        # It gets both when it goes on, however late the second is sent.
+        stop_process(process.process.pid)
         process.process.send_signal(signal.SIGTERM)
-        process.process.send_signal(signal.SIGTERM)
+        process.process.send_signal(signal.SIGINT)
+        process.process.send_signal(signal.SIGCONT)
         process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
         (process.folder / "go_on").touch()
         assert b"".join(chunks).endswith(b"data: [DONE]\n\n")

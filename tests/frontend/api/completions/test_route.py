@@ -15,7 +15,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_SEED
 from tests.fakes.engine import END_ID, FakeEngine
 from tests.fakes.tokenizer import byte_level_tokenizer
-from tests.frontend.conftest import RunningServer, get, until
+from tests.frontend.conftest import DEADLINE, RunningServer, get, until
 from tests.frontend.conftest import post as send
 from tests.support.broken_stream import LONG, post_broken_stream, slow_down
 from tests.support.event_stream import events
@@ -311,7 +311,7 @@ def test_client_disconnect_aborts_its_sequences(server: RunningServer, engine: F
     before = value(get(server.url + "/metrics").text, disconnects)
     engine.hold = not stream
     body = {"model": "fake-model", "prompt": TEXT, "max_tokens": 1500, "n": 2, "stream": stream}
-    with httpx.Client() as client:
+    with httpx.Client(timeout=DEADLINE) as client:
         if stream:
             with client.stream("POST", server.url + "/v1/completions", json=body) as response:
                 next(response.iter_raw())

@@ -16,7 +16,7 @@ from tandem.frontend.config import FrontendConfig
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
-from tests.frontend.conftest import RunningServer, get, post, until
+from tests.frontend.conftest import DEADLINE, RunningServer, get, post, until
 from tests.support.broken_stream import LONG, slow_down
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 
@@ -194,7 +194,7 @@ def test_objects_of_another_key_do_not_exist(client: openai.OpenAI, server: Runn
     for path in (url, url + "/input_items"):
         refused = get(path, headers=headers)
         assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
-    assert httpx.delete(url, headers=headers).status_code == 404
+    assert httpx.delete(url, headers=headers, timeout=DEADLINE).status_code == 404
     other = client.with_options(api_key=KEYS[1])
     with pytest.raises(openai.BadRequestError, match="Previous response"):
         create(other, previous_response_id=made.id)
