@@ -22,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
-from tests.support.file_scheduling import FilesFromBothEnds
+from tests.support.file_scheduling import FilesByKind
 from tests.support.first_imports import import_from_own_place
 
 if not torch.cuda.is_available() and find_spec("triton") is not None:
@@ -51,5 +51,5 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesFromBothEnds | None:
-    return FilesFromBothEnds(config, log) if config.getvalue("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesByKind | None:
+    return FilesByKind(config, log) if config.getvalue("dist") == "loadfile" else None

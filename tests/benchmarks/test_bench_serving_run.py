@@ -116,7 +116,10 @@ async def _gather_one(server: CompletionsServer, load: Load) -> list[Share]:
 
 
 def test_duration_ends_a_closed_loop() -> None:
-    (share,) = run(CompletionsServer(), Load("closed", 2, duration=0.2))
+    for duration in (0.2, 2.0, 20.0):  # a busy machine may have no time for a second request in the first
+        (share,) = run(CompletionsServer(), Load("closed", 2, duration=duration))
+        if len(share.records) > 2:
+            break
     assert len(share.records) > 2 and set(errors([share])) == {None}
     assert sorted(record.index for record in share.records)[:2] == [0, 1]
 

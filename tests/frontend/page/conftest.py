@@ -1,4 +1,4 @@
-"""A browser for each file of tests, in front of a server with a fake engine."""
+"""A browser for all tests of the page, in front of a server with a fake engine."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -24,8 +24,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("chat-model"))
 
 
-# Not of the session: while the driver runs there is an event loop in this thread, which other tests could not bear.
-@pytest.fixture(scope="module")
+# Not of the session: while the driver runs there is an event loop in this thread, which other tests could not bear. The
+# folder is a package so that a fixture can have its scope.
+@pytest.fixture(scope="package")
 def browser() -> "Iterator[Browser]":
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed; its package is called chromium")

@@ -5,8 +5,6 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from anthropic.types.message_count_tokens_params import MessageCountTokensParams
-from anthropic.types.message_create_params import MessageCreateParamsBase
 
 from tandem.frontend.api.messages.conversation import BILLING_PREFIX, parse_messages, parse_system
 from tandem.frontend.api.messages.errors import anthropic_status
@@ -94,6 +92,9 @@ def test_message_rejects_unsupported_values_by_name(name: str, value: Any, param
 
 
 def test_every_message_field_of_the_official_client_is_known() -> None:
+    from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+    from anthropic.types.message_create_params import MessageCreateParamsBase
+
     # The client sends these two as headers.
     wanted = set(MessageCreateParamsBase.__annotations__) - {"user_profile_id", "workspace_id"}
     assert wanted <= {field.name for field in BODY.fields} | {"stream"}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pydantic
 import pytest
-from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -128,6 +127,8 @@ def test_message_events_have_the_order_of_their_blocks() -> None:
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_message_matches_the_official_types(finish: str) -> None:
+    from anthropic.types import Message, RawMessageStreamEvent
+
     known: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(RawMessageStreamEvent)
     for text in TEXTS:
         Message.model_validate(whole(text, finish), strict=True)
@@ -195,6 +196,8 @@ def test_input_that_is_not_json_is_returned_as_text() -> None:
     ],
 )  # fmt: skip
 def test_failure_of_a_stream_is_an_error_event(status: int, code: str, kind: str) -> None:
+    from anthropic.types import ErrorResponse
+
     form = format_of()
     begun = form.opening(USAGE) + form.batch([ChoiceDelta(0, "so fa", [7], None)])
     *_, error = events_of(begun + form.failure(ApiError(status, "no more", None, code)))

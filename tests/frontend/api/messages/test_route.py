@@ -3,13 +3,11 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pydantic
 import pytest
-from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 from msgspec import structs
 
 from tandem.frontend.api.messages.request import parse_message_request
@@ -25,6 +23,11 @@ from tests.frontend.conftest import post as send
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 from tests.support.rendering import rendered
 from tests.support.shared_frontend import shared_fixtures
+
+# Its 3,000 modules take seconds to load, in every process of tests: only a test that needs it loads it.
+if TYPE_CHECKING:
+    from anthropic import Anthropic
+    from anthropic.types import Message
 
 TEMPLATE = (
     "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}|{{ m.content }}"
@@ -56,13 +59,15 @@ shared, engine, server = shared_fixtures(configured)
 
 
 @pytest.fixture
-def client(server: RunningServer, engine: FakeEngine) -> Iterator[anthropic.Anthropic]:
+def client(server: RunningServer, engine: FakeEngine) -> "Iterator[Anthropic]":
+    from anthropic import Anthropic
+
     engine.script = answer_with("fine")
-    with anthropic.Anthropic(base_url=server.url, api_key="key-one", max_retries=0) as made:
+    with Anthropic(base_url=server.url, api_key="key-one", max_retries=0) as made:
         yield made
 
 
-def ask(client: anthropic.Anthropic, **fields: Any) -> Message:
+def ask(client: "Anthropic", **fields: Any) -> "Message":
     message: Message = client.messages.create(**{**BODY, "max_tokens": 400, **fields})
     return message
 
@@ -76,7 +81,9 @@ def post(server: RunningServer, path: str = "/v1/messages", **more: Any) -> http
     return send(server.url + path, **{"json": BODY, "headers": {"x-api-key": "key-one"}, **more})
 
 
-def test_a_message_has_its_blocks_and_its_usage(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_message_has_its_blocks_and_its_usage(client: "Anthropic", engine: FakeEngine) -> None:
+    from anthropic.types import TextBlock, ThinkingBlock
+
     engine.script = answer_with(f"{THOUGHT}os.path.join")
     engine.cached = lambda _: 16
     message = ask(client)
@@ -92,7 +99,7 @@ def test_a_message_has_its_blocks_and_its_usage(client: anthropic.Anthropic, eng
     assert usage.input_tokens + 16 == counted.input_tokens == len(engine.submits[-1].prompt_ids) // 4
 
 
-def test_a_stream_counts_cached_tokens_from_its_first_event_on(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_stream_counts_cached_tokens_from_its_first_event_on(client: "Anthropic", engine: FakeEngine) -> None:
     engine.script = answer_with("os.path.join")
     engine.cached = lambda _: 16
     with client.messages.stream(**BODY) as stream:
@@ -105,7 +112,7 @@ def test_a_stream_counts_cached_tokens_from_its_first_event_on(client: anthropic
     assert final.usage.output_tokens > 0
 
 
-def test_a_stream_accumulates_to_the_whole_message(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_stream_accumulates_to_the_whole_message(client: "Anthropic", engine: FakeEngine) -> None:
     engine.script = answer_with(f"{THOUGHT}I look.\n{CALL}")
     fields: dict[str, Any] = {**BODY, "max_tokens": 400, "tools": [LOOK]}
     whole = client.messages.create(**fields)
@@ -115,7 +122,7 @@ def test_a_stream_accumulates_to_the_whole_message(client: anthropic.Anthropic, 
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert {"thinking", "signature", "text", "input_json"} <= set(kinds)
 
-    def plain(message: Message) -> dict[str, Any]:
+    def plain(message: "Message") -> dict[str, Any]:
         shown = message.to_dict(exclude_none=True) | {"id": None}
         return {**shown, "content": [{**block, "id": None} for block in shown["content"]]}
 
@@ -123,7 +130,9 @@ def test_a_stream_accumulates_to_the_whole_message(client: anthropic.Anthropic, 
     assert whole.stop_reason == "tool_use"
 
 
-def test_a_tool_call_and_its_result_round_trip(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_tool_call_and_its_result_round_trip(client: "Anthropic", engine: FakeEngine) -> None:
+    from anthropic.types import TextBlock, ToolUseBlock
+
     for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "look"}):
         engine.script = answer_with(f"{THOUGHT}{CALL}")
         first = ask(client, tools=[LOOK], tool_choice=choice)
@@ -142,7 +151,7 @@ def test_a_tool_call_and_its_result_round_trip(client: anthropic.Anthropic, engi
     )
 
 
-def test_system_tools_and_thinking_are_rendered_and_counted(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_system_tools_and_thinking_are_rendered_and_counted(client: "Anthropic", engine: FakeEngine) -> None:
     fields: dict[str, Any] = {"system": "Be short.", "tools": [LOOK], "thinking": {"type": "disabled"}}
     message = ask(client, **fields)
     assert prompt_of(engine) == "<|begin|>system: |Be short.;user: |how do I join two paths?;1calmassistant:"
@@ -150,7 +159,7 @@ def test_system_tools_and_thinking_are_rendered_and_counted(client: anthropic.An
     assert counted.input_tokens == message.usage.input_tokens
 
 
-def test_what_the_model_does_not_serve_is_named_in_a_header(client: anthropic.Anthropic) -> None:
+def test_what_the_model_does_not_serve_is_named_in_a_header(client: "Anthropic") -> None:
     raw = client.messages.with_raw_response.create(
         **BODY,
         thinking={"type": "enabled", "budget_tokens": 2048},
@@ -192,12 +201,12 @@ def test_effort_alone_leaves_reasoning_to_the_template() -> None:
     assert recorded.paths == ("output_config.effort",)
 
 
-def test_a_begun_answer_is_continued(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_begun_answer_is_continued(client: "Anthropic", engine: FakeEngine) -> None:
     ask(client, messages=[QUESTION, {"role": "assistant", "content": "The answer is ("}])
     assert prompt_of(engine) == "<|begin|>user: |how do I join two paths?;assistant: |The answer is ("
 
 
-def test_a_message_tells_the_stop_sequence_that_ended_it(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_message_tells_the_stop_sequence_that_ended_it(client: "Anthropic", engine: FakeEngine) -> None:
     engine.script = answer_with("one two three four")
     message = ask(client, stop_sequences=["four", " three"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " three")
@@ -207,7 +216,7 @@ def test_a_message_tells_the_stop_sequence_that_ended_it(client: anthropic.Anthr
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", " three")
 
 
-def test_max_tokens_beyond_the_context_are_lowered_to_it(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_max_tokens_beyond_the_context_are_lowered_to_it(client: "Anthropic", engine: FakeEngine) -> None:
     engine.script, engine.tokens_per_step = repeat_prompt, 256
     assert ask(client, max_tokens=8).stop_reason == "max_tokens"
     message = ask(client, max_tokens=20_000)
@@ -215,7 +224,7 @@ def test_max_tokens_beyond_the_context_are_lowered_to_it(client: anthropic.Anthr
     assert message.usage.input_tokens + message.usage.output_tokens == engine.facts.max_len
 
 
-def test_a_schema_constrains_the_output(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_schema_constrains_the_output(client: "Anthropic", engine: FakeEngine) -> None:
     class Place(pydantic.BaseModel):
         name: str
 
@@ -225,7 +234,9 @@ def test_a_schema_constrains_the_output(client: anthropic.Anthropic, engine: Fak
     assert '"name"' in (engine.submits[-1].constraint or "")
 
 
-def test_models_are_listed_in_the_shape_of_the_client(client: anthropic.Anthropic) -> None:
+def test_models_are_listed_in_the_shape_of_the_client(client: "Anthropic") -> None:
+    import anthropic
+
     (model,) = client.models.list()
     assert (model.id, model.display_name, model.type) == ("fake-model", "fake-model", "model")
     assert (model.created_at.year, model.max_input_tokens) == (2023, 2048)
@@ -234,9 +245,9 @@ def test_models_are_listed_in_the_shape_of_the_client(client: anthropic.Anthropi
         client.models.retrieve("other")
 
 
-def test_errors_raise_the_clients_exceptions(
-    client: anthropic.Anthropic, engine: FakeEngine, server: RunningServer
-) -> None:
+def test_errors_raise_the_clients_exceptions(client: "Anthropic", engine: FakeEngine, server: RunningServer) -> None:
+    import anthropic
+
     image = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}]
     for kind, error_type, fields in (
         (anthropic.BadRequestError, "invalid_request_error", {"max_tokens": 0}),
@@ -263,7 +274,9 @@ def test_errors_raise_the_clients_exceptions(
         ask(wrong)
 
 
-def test_an_error_within_a_stream_raises_the_clients_exception(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_an_error_within_a_stream_raises_the_clients_exception(client: "Anthropic", engine: FakeEngine) -> None:
+    import anthropic
+
     engine.break_after = 3
     with (
         pytest.raises(anthropic.APIStatusError, match="broken by the fake engine") as caught,
