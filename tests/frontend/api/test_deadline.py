@@ -10,6 +10,7 @@ from msgspec import structs
 from tandem.frontend.config import FrontendConfig
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post, until
+from tests.support.scrape import value
 from tests.support.scripted_server import write_chat_model
 
 MESSAGES = [{"role": "user", "content": "one"}]
@@ -46,8 +47,9 @@ def test_a_request_without_an_answer_in_time_is_504(brief: RunningServer, engine
         assert "not answered within 0.2 s (--request-timeout)" in error["message"]
         assert path == "/v1/messages" or error["code"] == "deadline_exceeded"
     until(lambda: engine.num_running == 0, "its rows are freed")
-    count = 2 * BODIES[path].get("n", 1)
-    assert f'tandem_frontend_aborts_total{{reason="deadline"}} {count}.0' in get(brief.url + "/metrics").text
+    # A busy machine may be too slow to give the engine each of them in time.
+    metrics = get(brief.url + "/metrics").text
+    assert value(metrics, 'tandem_frontend_aborts_total{reason="deadline"}') == len(engine.submits)
 
 
 @pytest.mark.parametrize("path", BODIES)

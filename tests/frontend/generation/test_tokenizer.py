@@ -45,6 +45,7 @@ def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(Tokenizer, name, spied)
 
     async def turns() -> int:
+        begun.clear()
         worker: asyncio.Future[object] = asyncio.ensure_future(
             tokenizer.encode("one two " * 50_000) if way == "encode" else tokenizer.decode_many([9] * 1_000_000, True)
         )
@@ -55,7 +56,8 @@ def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: 
         await worker
         return count
 
-    assert asyncio.run(turns()) > 10
+    # On a busy machine the loop may have few turns by chance; blocked it has none, however often it is tried.
+    assert any(asyncio.run(turns()) > 10 for _ in range(10))
     tokenizer.close()
 
 
