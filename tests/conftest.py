@@ -7,21 +7,27 @@ where there is no GPU: it decides that when a module with kernels is first impor
 The garbage collector rests while tests are collected, and from then on passes over what that made: millions of objects
 of libraries and tests that live to the end.
 
+Every test begins with the same random numbers in every run, whichever tests its process has run before, and Hypothesis
+tries the same examples. Longer tests (`tests.support.effort`) try others each time.
+
 Torch computes in one thread. Tensors here are small, and if the test processes have more threads than the machine has
 cores, those threads take most of the time to wait for each other.
 """
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Generator
 from importlib.util import find_spec
+from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
+from tests.support.effort import EFFORT
 from tests.support.file_scheduling import FilesByKind
 from tests.support.first_imports import import_from_own_place
 
@@ -31,7 +37,12 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "tandem", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "tandem",
+    deadline=None,
+    print_blob=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=EFFORT == 1,
 )
 settings.load_profile("tandem")
 
@@ -53,3 +64,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesByKind | None:
     return FilesByKind(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if EFFORT == 1:
+        seed = crc32(item.nodeid.encode())
+        random.seed(seed)
+        torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from prometheus_client.samples import Sample
 from tests.support.scrape import counters
 from tests.support.stream_client import answer
 
-PAUSE_SECONDS = 0.25
+PAUSE_SECONDS = 0.5
 METRICS = "/metrics"
 
 

@@ -38,41 +38,56 @@ def test_a_session_reuses_the_kv_of_three_turns(
     assert caught.value.code == "session_not_found"
 
 
+def refused_turn(client: openai.OpenAI, session: str) -> openai.ConflictError | None:
+    """Ask for a turn of a busy session; return its refusal, or None if the turn before has ended by then."""
+    try:
+        turn(client, [user(TURNS[0])], session_id=session)
+    except openai.ConflictError as error:
+        return error
+    return None
+
+
 def test_a_second_request_on_a_busy_session_is_409(client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model=MODEL, prompt=TURNS[0] * 8, max_tokens=1800, stream=True,
-        extra_body={"ignore_eos": True, "session_id": "busy", "priority": 5},
-    )  # fmt: skip
-    next(iter(stream))
-    with pytest.raises(openai.ConflictError) as caught:
-        turn(client, [user(TURNS[0])], session_id="busy")
-    assert (caught.value.code, caught.value.param) == ("session_busy", "session_id")
-    assert caught.value.response.headers["retry-after"] == "1"
-    session = session_of(client, "busy")
-    assert session is not None
-    assert session["busy"]
-    rows = [one for one in inspected(client)["sequences"] if one["session_id"] == "busy"]
-    assert [(one["priority"], one["state"]) for one in rows] == [(5, "decode")]
-    stream.close()
+    def is_refused_while_busy() -> bool:
+        with client.completions.create(
+            model=MODEL, prompt=TURNS[0] * 8, max_tokens=1800, stream=True,
+            extra_body={"ignore_eos": True, "session_id": "busy", "priority": 5},
+        ) as stream:  # fmt: skip
+            next(iter(stream))
+            refused, session = refused_turn(client, "busy"), session_of(client, "busy")
+            rows = [one for one in inspected(client)["sequences"] if one["session_id"] == "busy"]
+        if refused is None or session is None or not rows:
+            return False
+        assert (refused.code, refused.param) == ("session_busy", "session_id")
+        assert refused.response.headers["retry-after"] == "1"
+        assert session["busy"]
+        assert [(one["priority"], one["state"]) for one in rows] == [(5, "decode")]
+        return True
 
     def idle() -> bool:
         session = session_of(client, "busy")
         return session is not None and not session["busy"]
 
+    until(is_refused_while_busy, "a refusal within the turn before")
     until(idle, "the turn to end")
     end(client, "busy")
 
 
 def test_a_busy_session_is_deleted_after_its_turn(client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model=MODEL, prompt="Tell me", max_tokens=1800, stream=True,
-        extra_body={"ignore_eos": True, "session_id": "ending"},
-    )  # fmt: skip
-    next(iter(stream))
-    assert end(client, "ending") == end(client, "ending"), "until then it is there"
-    with pytest.raises(openai.ConflictError):
-        turn(client, [user(TURNS[0])], session_id="ending")
-    stream.close()
+    def is_deleted_while_busy() -> bool:
+        with client.completions.create(
+            model=MODEL, prompt="Tell me", max_tokens=1800, stream=True,
+            extra_body={"ignore_eos": True, "session_id": "ending"},
+        ) as stream:  # fmt: skip
+            next(iter(stream))
+            try:
+                first, second = end(client, "ending"), end(client, "ending")
+            except openai.NotFoundError:
+                return False
+            assert first == second, "until then it is there"
+            return refused_turn(client, "ending") is not None
+
+    until(is_deleted_while_busy, "a deletion within a turn")
     until(lambda: session_of(client, "ending") is None, "the session to end with its turn")
 
 

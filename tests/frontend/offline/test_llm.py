@@ -31,9 +31,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder)) as running:
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """An engine for all tests that leave it running."""
+    path = tmp_path_factory.mktemp("model")
+    write_tokenizer(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", write_tandem(path, SERVING))
+        patch.chdir(path)
+        started = LLM(str(path))
+    with started as running:
         yield running
 
 
@@ -161,14 +168,15 @@ def test_a_chat_is_answered_with_reasoning_and_streamed(folder: Path) -> None:
         assert [len(found) for found in scored.outputs[0].logprobs or ()] == [2, 2]
 
 
-def test_a_dead_engine_fails_running_and_later_calls(llm: LLM) -> None:
-    assert llm.engine_pid is not None
-    os.kill(llm.engine_pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="ended with signal SIGKILL"):
-        llm.generate(["a"] * 50, max_tokens=2000)
-    until(lambda: not psutil.pid_exists(llm.engine_pid or 0), "the engine is gone")
-    with pytest.raises(EngineError, match="ended with signal SIGKILL"):
-        llm.generate("a")
+def test_a_dead_engine_fails_running_and_later_calls(folder: Path) -> None:
+    with LLM(str(folder)) as llm:
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="ended with signal SIGKILL"):
+            llm.generate(["a"] * 50, max_tokens=2000)
+        until(lambda: not psutil.pid_exists(llm.engine_pid or 0), "the engine is gone")
+        with pytest.raises(EngineError, match="ended with signal SIGKILL"):
+            llm.generate("a")
 
 
 def test_close_leaves_no_process_thread_or_directory(
