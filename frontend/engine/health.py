@@ -121,6 +121,7 @@ class EngineWatch:
         """
         if self.heartbeat is not None:
             self._ended_epoch, self.heartbeat = self.heartbeat.engine_epoch, None
+            self.note_loss()
 
     def silence(self) -> float:
         """Return the seconds since the last heartbeat; 0 before the first."""

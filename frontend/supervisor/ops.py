@@ -20,8 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.frontend.access.allowed_hosts import AllowedHosts, is_address, refusal
 from tandem.frontend.engine.health import EngineWatch
+from tandem.frontend.engine.start_estimate import UNKNOWN_SECONDS
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
+
+NO_FRONTEND = "no_frontend"
+"""Status while the engine is ready and no frontend is."""
 
 
 class QuietServer(uvicorn.Server):
@@ -61,7 +65,12 @@ def ops_app(watch: EngineWatch | None, frontends: Frontends | None, exposition: 
 
     async def answer_health(_: Request) -> Response:
         body = health(watch, frontends)
-        return JSONResponse(body, 200 if body["status"] == "ready" else 503)
+        if body["status"] == "ready":
+            return JSONResponse(body)
+        seconds = UNKNOWN_SECONDS
+        if watch is not None and body["status"] != NO_FRONTEND:
+            seconds = watch.seconds_until_ready()
+        return JSONResponse(body, 503, {"retry-after": str(seconds)})
 
     async def answer_live(_: Request) -> Response:
         return JSONResponse({"status": "live"})
@@ -100,7 +109,7 @@ def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, 
         body |= {"frontends": total, "frontends_serving": serving}
         if body["status"] == "ready" and not serving:
             body |= {
-                "status": "no_frontend",
+                "status": NO_FRONTEND,
                 "reason": f"none of the frontends ({total}) is ready: they start or drain",
             }
     return body

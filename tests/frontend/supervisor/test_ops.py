@@ -93,6 +93,19 @@ def test_routes_of_health_are_those_of_a_frontend() -> None:
         }  # fmt: skip
 
 
+def test_service_that_is_not_ready_says_when_to_ask_again() -> None:
+    exposition = Exposition((), str)
+    loading, nobody = watch(LOADING), frontends(False)[0]
+    for seen, made, seconds in (
+        (loading, None, loading.seconds_until_ready()),
+        (watch(READY), nobody, 5),
+        (None, nobody, 5),
+    ):
+        answer = TestClient(ops_app(seen, made, exposition)).get("/health")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(seconds))
+    assert "retry-after" not in TestClient(ops_app(watch(READY), None, exposition)).get("/health").headers
+
+
 def test_metrics_have_a_series_for_each_slot() -> None:
     made, children = frontends(True, True)
     children.of(1).leaves()
