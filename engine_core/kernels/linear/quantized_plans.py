@@ -285,8 +285,12 @@ def _splitk(
         plan = rule
     if not isinstance(plan, SplitKPlan):
         return plan
-    weight_bytes = plan.block_n * (2 if gated else 1) * bits / 8
-    stage_bytes = int((weight_bytes + max(size, 16) * _INPUT_BYTES) * plan.block_k)
-    # On some GPUs unpacked weights pass through shared memory into the layout of the product.
-    unpacked = plan.block_n * (2 if gated else 1) * plan.block_k * _INPUT_BYTES if bits < 8 else 0
+    height = plan.block_n * (2 if gated else 1)
+    stage_bytes = (height * bits // 8 + max(size, 16) * _INPUT_BYTES) * plan.block_k
+    unpacked = 0
+    if bits < 8:
+        # A stage has a scale and a zero point of each output.
+        stage_bytes += 5 * height
+        # On some GPUs unpacked weights pass through shared memory into the layout of the product.
+        unpacked = height * plan.block_k * _INPUT_BYTES
     return replace(plan, stages=min(plan.stages, gpu.max_stages(stage_bytes, unpacked, warpgroup=False)))
