@@ -48,8 +48,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True):
     def places(self) -> tuple[str, ...]:
         """Names that its commands may use in braces."""
         if not self.shape:
-            return ("name",)
-        return ("name", "folder", "model", "url") if self.serve else ("name", "folder", "model")
+            return ("name", "out")
+        return ("name", "out", "folder", "model", "url") if self.serve else ("name", "out", "folder", "model")
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):

@@ -90,10 +90,8 @@ class Runner:
         saved = results.RESULTS / f"{one.name}.json"
         before = saved.stat().st_mtime_ns if saved.exists() else 0
         with log.open("wb") as sink:
-            child = subprocess.Popen(
-                [sys.executable, "-m", *one.arguments(places)], stdout=sink, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+            command = [sys.executable, "-m", *one.arguments({**places, "out": str(self._out)})]
+            child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 code = child.wait(min(PATIENCE * one.seconds, max(1.0, self._left())))
                 outcome = "failed" if code else "done"

@@ -60,8 +60,7 @@ DECODE_BATCHES = (8, 32, 64, 128, 256)
 """Rows of decode attention; one row of short context is in the cache whatever the tile."""
 
 
-def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def arguments_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +74,7 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, help="the table; by default the packaged one of this GPU")
     parser.add_argument("--timings", type=Path, help="where times are kept; by default beside no table, in ~/.cache")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
@@ -228,7 +227,7 @@ class Tuning:
 
 def main(arguments: list[str] | None = None) -> int:
     """Tune, print a line for each key and write the table."""
-    options = read_arguments(arguments)
+    options = arguments_parser().parse_args(arguments)
     began = time.monotonic()
     gpu = read_gpu_traits()
     triton = sys.modules["triton"].__version__

@@ -10,6 +10,7 @@ from benchmarks.campaign.plan import PLANS, Group, Measurement, Plan, choose, re
 from benchmarks.tune.shapes import SHAPES
 from tandem.frontend.cli.main import build_parser
 
+ROOT = Path(__file__).parents[3]
 SMALL = """
 [[group]]
 name = "first"
@@ -46,7 +47,11 @@ def test_every_planned_command_parses(path: Path) -> None:
             build_parser().parse_args(["serve", "--model", "m", "--load-format", "dummy", *group.flags.split()])
         for one in group.measurement:
             module, *arguments = one.arguments(dict.fromkeys(group.places, "http://127.0.0.1:1"))
-            import_module(module).arguments_parser().parse_args(arguments)
+            if module == "pytest":
+                assert all((ROOT / path).exists() for path in arguments if path.startswith("tests/")), one.name
+            else:
+                main = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
+                import_module(main).arguments_parser().parse_args(arguments)
 
 
 def test_places_are_filled(tmp_path: Path) -> None:
@@ -58,8 +63,12 @@ def test_places_are_filled(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('name = "two"', 'name = "one"', "names are there twice: ['one']"),
-        ("{url}", "{port}", "one: 'port' in its command; known are name, folder, model, url"),
-        ("benchmarks.bench_tick", "benchmarks.bench_tick {folder}", "three: 'folder' in its command; known are name"),
+        ("{url}", "{port}", "one: 'port' in its command; known are name, out, folder, model, url"),
+        (
+            "benchmarks.bench_tick",
+            "benchmarks.bench_tick {folder}",
+            "three: 'folder' in its command; known are name, out",
+        ),
         ("seconds = 5", "seconds = 0", "`int` >= 1"),
         ("shape =", "shapes =", "unknown field `shapes`"),
         ("[[group]]", "[[group", "Expected ']]'"),
@@ -95,4 +104,4 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
 
 def test_a_group_without_a_server_knows_its_folder_alone() -> None:
     command = Measurement("one", 1, "benchmarks.bench_faults --real --model {folder}")
-    assert Group("faults", [command], shape="llama-3.2-1b", serve=False).places == ("name", "folder", "model")
+    assert Group("faults", [command], shape="llama-3.2-1b", serve=False).places == ("name", "out", "folder", "model")

@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from benchmarks.tune import compiling
-from benchmarks.tune.__main__ import list_layers, list_tasks, read_arguments
+from benchmarks.tune.__main__ import arguments_parser, list_layers, list_tasks
 from benchmarks.tune.compiling import Job, compile_all, compile_one, identity, jobs_of, new_processes
 from benchmarks.tune.shapes import LayerKey
 from benchmarks.tune.timings import Timings
@@ -34,7 +34,7 @@ def test_the_traits_of_a_gpu_travel_to_another_process() -> None:
 def test_plans_of_every_format_are_compiled_without_a_gpu(gpu: GpuTraits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     command = ["--model", "8b", "--bits", "16", "8", "4", "--rows", "1", "16", "64", "--byte-rows", "16", "128"]
-    options = read_arguments(command)
+    options = arguments_parser().parse_args(command)
     jobs = jobs_of(list_tasks(options, gpu), list_layers(options, gpu), Timings(Path("none")))
     some = dict(list(jobs.items())[::29])
     said: list[str] = []
@@ -124,7 +124,7 @@ def test_products_share_code_whatever_their_number_of_outputs() -> None:
 
 
 def test_each_code_is_compiled_once_and_what_the_rules_take_first(tmp_path: Path) -> None:
-    options = read_arguments(["--model", "1b", "--rows", "64", "1"])
+    options = arguments_parser().parse_args(["--model", "1b", "--rows", "64", "1"])
     tasks, layers = list_tasks(options, H200), list_layers(options, H200)
     timings = Timings(tmp_path / "t.jsonl")
     jobs = jobs_of(tasks, layers, timings)

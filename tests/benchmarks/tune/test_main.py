@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tune import __main__ as tune
-from benchmarks.tune.__main__ import layer_task, line_of, lines_of, list_layers, list_tasks, read_arguments
+from benchmarks.tune.__main__ import arguments_parser, layer_task, line_of, lines_of, list_layers, list_tasks
 from benchmarks.tune.compiling import Identity, Job
 from benchmarks.tune.descent import Found, Round
 from benchmarks.tune.layers import LayerPlans
@@ -136,7 +136,7 @@ def test_a_plan_that_does_not_run_takes_forever_and_a_lost_device_ends_the_run(
 def test_a_share_of_the_tasks_can_be_asked_for() -> None:
     names = []
     for more in ([], ["--only", "decode"], ["--only", "products"], ["--only", "bytes"], ["--bits", "16", "8"]):
-        options = read_arguments(["--model", "1b", *more])
+        options = arguments_parser().parse_args(["--model", "1b", *more])
         keys = [key for task in list_layers(options, H200) for key in task.candidates]
         keys += [task.key for task in list_tasks(options, H200)]
         names.append({type(key).__name__ for key in keys})
@@ -146,7 +146,7 @@ def test_a_share_of_the_tasks_can_be_asked_for() -> None:
 
 def test_layers_come_by_their_rows_for_all_models() -> None:
     command = ["--model", "1b", "8b", "--rows", "64", "1", "--byte-rows", "256", "--bits", "16", "8"]
-    layers = [task.key for task in list_layers(read_arguments([*command, "--formats", "blocks"]), H200)]
+    layers = [task.key for task in list_layers(arguments_parser().parse_args([*command, "--formats", "blocks"]), H200)]
     assert [(layer.rows, layer.format, layer.hidden) for layer in layers] == [
         (64, "16 bits", 2048), (64, "16 bits", 4096), (64, "8 bits", 2048), (64, "8 bits", 4096),
         (256, "blocks", 2048), (256, "blocks", 4096),
@@ -156,11 +156,11 @@ def test_layers_come_by_their_rows_for_all_models() -> None:
 
 def test_a_layer_without_a_kernel_of_ours_is_left_out() -> None:
     """More than 64 rows of four bits are made into numbers for the library."""
-    assert list_layers(read_arguments(["--model", "8b", "--bits", "4", "--rows", "128"]), H200) == []
+    assert list_layers(arguments_parser().parse_args(["--model", "8b", "--bits", "4", "--rows", "128"]), H200) == []
 
 
 def test_lines_name_keys_times_and_plans(tmp_path: Path) -> None:
-    (task,) = (one for one in list_tasks(read_arguments(["--model", "1b", "--only", "decode"]), H200)
+    (task,) = (one for one in list_tasks(arguments_parser().parse_args(["--model", "1b", "--only", "decode"]), H200)
                if one.key == DecodeKey(64, 16, 512))  # fmt: skip
     line = line_of(Choice(task, task.plans[1], 9.0, 10.0, None))
     assert "decode head_dim 64 KV 16 bits pairs 512" in line
