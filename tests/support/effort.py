@@ -1,4 +1,7 @@
-"""Effort of the random tests of pages and scheduling; TANDEM_TEST_EFFORT=20 makes them twenty times as long."""
+"""Effort of the random tests of pages and scheduling; TANDEM_TEST_EFFORT=20 makes them twenty times as long.
+
+Above 1, all tests have other random numbers in each run (`tests/conftest.py`).
+"""
 
 import os
 
