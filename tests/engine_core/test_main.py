@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,23 +80,31 @@ def beat(listener: Any, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
             return found
 
 
+@contextmanager
+def process_of(argv: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """Run an engine core; kill it in the end if it still runs."""
+    command = [sys.executable, "-P", "-m", "tandem.engine_core", *argv]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
 def test_process_serves_from_start_to_signal(run_dir: Path, context: Any) -> None:
     """It publishes heartbeats, answers Hello, serves, and on SIGTERM ends open requests and exits with 0."""
     write_model(run_dir)
     endpoint = f"ipc://{run_dir}/wire/engine"
     listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
-    argv = ["--endpoint", endpoint, "--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tandem.engine_core", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    flags = ["--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
+    with process_of(["--endpoint", endpoint, *flags]) as child:
         ready = beat(listener, lambda found: found.phase is Phase.READY)
         dealer = connect_dealer(context, endpoint)
         dealer.send(encode(Hello(PROTOCOL_VERSION, ready.engine_epoch, "test")))
         answer = event(dealer)
         assert isinstance(answer, Ready)
         assert answer.engine_epoch == ready.engine_epoch
-        dealer.send(encode(Submit(1, pack_ids([5, 6, 7]), SamplingParams(4, temperature=0.0, ignore_eos=True))))
+        dealer.send(encode(Submit(1000, pack_ids([5, 6, 7]), SamplingParams(4, temperature=0.0, ignore_eos=True))))
         tokens: list[int] = []
         finished: list[Any] = []
         while not finished:
@@ -106,14 +115,37 @@ def test_process_serves_from_start_to_signal(run_dir: Path, context: Any) -> Non
         assert len(tokens) == 4
         done = beat(listener, lambda found: found.stats.requests_finished["length"] == 1 and not found.pending)
         assert done.stats.generation_tokens == 4
-        child.send_signal(signal.SIGTERM)
-        _, log = child.communicate(timeout=60)
-        assert child.returncode == ExitCode.OK, log
-    finally:
-        child.kill()
-        child.wait()
-        if child.stderr is not None:
-            child.stderr.close()
+        end_with_open_requests(child, dealer)
+
+
+def end_with_open_requests(child: "subprocess.Popen[str]", dealer: Any) -> None:
+    """Check that a frontend whose requests run reads SHUTTING_DOWN before the socket closes."""
+    for request_id in range(300):
+        dealer.send(encode(Submit(request_id, pack_ids([5]), SamplingParams(60, ignore_eos=True))))
+    # The refusal of an empty prompt says that all before it have been read. Those under way when a process ends are
+    # lost with its socket, and their frontend submits them to the next engine.
+    dealer.send(encode(Submit(300, b"", SamplingParams(60))))
+    finished: list[int] = []
+    refused: list[Failure] = []
+    while not refused:
+        output = event(dealer)
+        assert isinstance(output, StepOutput)
+        refused += output.failures
+        finished += [end.request_id for end in output.finished]
+    assert [(failure.request_id, failure.code) for failure in refused] == [(300, ErrorCode.INVALID_VALUE)]
+    child.send_signal(signal.SIGTERM)
+    _, log = child.communicate(timeout=60)
+    assert child.returncode == ExitCode.OK, log
+    failures: list[Failure] = []
+    # What comes beyond all ends is looked for, though it need not have arrived.
+    while dealer.poll(100 if len(finished) + len(failures) >= 300 else WAIT_MS, zmq.POLLIN):
+        output = decode_event(dealer.recv())
+        assert isinstance(output, StepOutput)
+        failures += output.failures
+        finished += [end.request_id for end in output.finished]
+    assert {failure.code for failure in failures} == {ErrorCode.SHUTTING_DOWN}
+    ended = sorted([*finished, *(failure.request_id for failure in failures)])
+    assert ended == list(range(300)), "each of the requests that were sent ended exactly once"
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
@@ -248,47 +280,3 @@ def test_nothing_from_the_start_is_collected_while_requests_run(run_dir: Path, m
     assert run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine") == ExitCode.OK
     assert generations, "the youngest generation is still collected"
     assert 2 not in generations
-
-
-def test_open_request_gets_a_terminal_event_at_shutdown(run_dir: Path, context: Any) -> None:
-    """A frontend whose request is running reads SHUTTING_DOWN before the socket closes."""
-    write_model(run_dir)
-    endpoint = f"ipc://{run_dir}/wire/engine"
-    listener = connect_heartbeat(context, heartbeat_endpoint(endpoint))
-    argv = ["--endpoint", endpoint, "--model", str(run_dir), "--device", "cpu", "--max-rows", "1", "--threads", "1"]
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tandem.engine_core", *argv], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    try:
-        epoch = beat(listener, lambda found: found.phase is Phase.READY).engine_epoch
-        dealer = connect_dealer(context, endpoint)
-        dealer.send(encode(Hello(PROTOCOL_VERSION, epoch, "test")))
-        assert isinstance(event(dealer), Ready)
-        for request_id in range(300):
-            dealer.send(encode(Submit(request_id, pack_ids([5]), SamplingParams(60, ignore_eos=True))))
-        # The refusal of an empty prompt says that all before it have been read. Those under way when a process ends are
-        # lost with its socket, and their frontend submits them to the next engine.
-        dealer.send(encode(Submit(300, b"", SamplingParams(60))))
-        finished: list[int] = []
-        refused: list[Failure] = []
-        while not refused:
-            output = event(dealer)
-            assert isinstance(output, StepOutput)
-            refused += output.failures
-            finished += [end.request_id for end in output.finished]
-        assert [(failure.request_id, failure.code) for failure in refused] == [(300, ErrorCode.INVALID_VALUE)]
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=60) == ExitCode.OK
-        failures: list[Failure] = []
-        # What comes beyond all ends is looked for, though it need not have arrived.
-        while dealer.poll(100 if len(finished) + len(failures) >= 300 else WAIT_MS, zmq.POLLIN):
-            output = decode_event(dealer.recv())
-            assert isinstance(output, StepOutput)
-            failures += output.failures
-            finished += [end.request_id for end in output.finished]
-        assert {failure.code for failure in failures} == {ErrorCode.SHUTTING_DOWN}
-        ended = sorted([*finished, *(failure.request_id for failure in failures)])
-        assert ended == list(range(300)), "each of the requests that were sent ended exactly once"
-    finally:
-        child.kill()
-        child.wait()
