@@ -105,6 +105,8 @@ def outputs(rows: int, acceptor: TokenAcceptor | None) -> list[list[int]]:
             params = SamplingParams(6 + 10 * wave + row % 7, temperature=1.0, seed=row)
             driven.submit([7, 8, row + 9], params, constraint=schema if row % 3 else None)
         driven.run()
+        while compiler.is_busy:
+            driven.engine.tick()
     return [driven.tokens(request_id) for request_id in range(1, 2 * rows + 1)]
 
 
