@@ -18,19 +18,12 @@ EngineReply = Answer | Inspection
 class EngineCalls:
     """Table of the open calls, which matches replies with calls by number.
 
-    Numbers are never reused, so late replies are ignored. `send` sends a call or raises ApiError 503. `on_pause` gets
-    the `pause_changes` of an engine that has paused or goes on, before the call returns. Every method raises ApiError
-    503 if no reply arrives.
+    Numbers are never reused, so late replies are ignored. `send` sends a call or raises ApiError 503. Every method
+    raises ApiError 503 if no reply arrives.
     """
 
-    def __init__(
-        self,
-        send: Callable[[EngineCall], None],
-        on_pause: Callable[[int], None],
-        timeout: float = CALL_SECONDS,
-    ) -> None:
+    def __init__(self, send: Callable[[EngineCall], None], timeout: float = CALL_SECONDS) -> None:
         self._send = send
-        self._on_pause = on_pause
         self._timeout = timeout
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[EngineReply]] = {}
@@ -60,14 +53,11 @@ class EngineCalls:
         timeout = None if mode == "wait" else self._timeout
         reply = await self._ask(lambda call: Pause(call, mode, refuse_new), timeout)
         assert isinstance(reply, Answer), reply
-        if not reply.ok:
-            return reply.message
-        self._on_pause(reply.pause_changes)
-        return ""
+        return "" if reply.ok else reply.message
 
     async def resume(self) -> None:
         """Have the engine go on after a pause, if there is one."""
-        self._on_pause((await self._answer(Resume)).pause_changes)
+        await self._answer(Resume)
 
     async def inspect(self) -> Inspection:
         """Return a snapshot of the scheduler."""

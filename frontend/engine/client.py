@@ -98,7 +98,7 @@ class EngineClient:
         self._is_ending = False
         """True once requests are ended instead of held."""
         self._ids = itertools.count(1)
-        self.calls = EngineCalls(self._send_call, watch.note_pause)
+        self.calls = EngineCalls(self._send_call)
         self._monitor = EngineMonitor(watch, self._on_heartbeat, self._tick)
         self._listener: asyncio.Task[None] | None = None
 
@@ -361,7 +361,11 @@ class EngineClient:
         match event:
             case Ready():
                 self._on_ready(event)
-            case Answer() | Inspection():
+            case Answer(pause_changes=changes):
+                if self._link is not None:
+                    self._watch.note_pause(self._link.epoch, changes)
+                self.calls.answer(event)
+            case Inspection():
                 self.calls.answer(event)
             case KeyUsage(name):
                 self.key_usage[name] = event

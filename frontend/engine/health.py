@@ -84,13 +84,14 @@ class EngineWatch:
         if not (owes_steps and stood_still):
             self._progress_at = now
 
-    def note_pause(self, changes: int) -> None:
+    def note_pause(self, epoch: int, changes: int) -> None:
         """Record the engine's answer to a pause or a resume.
 
-        changes: `EngineStats.pause_changes` of the answer. Heartbeats that were sent before it count no more.
+        epoch: of the engine that answered; changes: `Answer.pause_changes`. Heartbeats that were sent before it count
+        no more. 0 tells nothing: the engine was never paused, or is of a version that does not count.
         """
-        if self.heartbeat is not None:
-            self._hear(_Pause(self.heartbeat.engine_epoch, changes, changes % 2 == 1))
+        if changes and self.heartbeat is not None and self.heartbeat.engine_epoch == epoch:
+            self._hear(_Pause(epoch, changes, changes % 2 == 1))
 
     def _hear(self, pause: _Pause) -> None:
         if pause.epoch != self._pause.epoch or pause.changes >= self._pause.changes:

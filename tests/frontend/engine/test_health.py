@@ -98,14 +98,14 @@ def test_newest_word_on_a_pause_counts_by_whichever_socket_it_comes(changes: int
     old, new, newer = (heartbeat(changes=number) for number in range(changes - 1, changes + 2))
     engine.sends(old, 10.0)
     assert engine.watch.health().status == words[changes - 1]
-    engine.watch.note_pause(changes)
+    engine.watch.note_pause(1, changes)
     assert engine.watch.health().status == words[changes]
     engine.sends(old, 15.0)
     assert engine.watch.health().status == words[changes], "it was sent before the answer"
     engine.sends(new, 15.1)
     engine.sends(newer, 15.2)
     assert engine.watch.health().status == words[changes + 1], "another frontend has changed it since"
-    engine.watch.note_pause(changes)
+    engine.watch.note_pause(1, changes)
     assert engine.watch.health().status == words[changes + 1], "an answer that is late"
 
 
@@ -123,9 +123,18 @@ def test_pause_ends_with_the_life_of_the_engine() -> None:
     restarted, unheard = Engine(), Engine()
     restarted.sends(heartbeat(changes=3), 10.0)
     restarted.sends(heartbeat(epoch=2), 10.1)
-    unheard.watch.note_pause(1)
+    unheard.watch.note_pause(1, 1)
     unheard.sends(heartbeat(), 10.0)
     assert all(engine.watch.health().ready for engine in (restarted, unheard))
+
+
+def test_answer_of_an_engine_that_was_replaced_says_nothing_about_its_successor() -> None:
+    engine = Engine()
+    engine.sends(heartbeat(epoch=2), 10.0)
+    engine.watch.note_pause(1, 5)
+    assert engine.watch.health().ready
+    engine.sends(heartbeat(epoch=2), 10.1)
+    assert engine.watch.health().ready
 
 
 def test_pause_of_an_engine_that_does_not_count_its_changes_is_seen() -> None:
@@ -134,6 +143,7 @@ def test_pause_of_an_engine_that_does_not_count_its_changes_is_seen() -> None:
         sent = heartbeat()
         sent.stats.paused = paused
         engine.sends(sent, 10.0)
+        engine.watch.note_pause(1, 0)  # the answer to the call before, or to a later one
         assert engine.watch.health().status == status
 
 
