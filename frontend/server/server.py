@@ -201,15 +201,16 @@ class DrainingServer(uvicorn.Server):
     def _on_signal(self) -> None:
         """Begin to end at the first signal, exit at a later one.
 
-        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group.
+        Programs such as coreutils' `timeout` send each signal twice, to the process and to its group.
         """
         assert self._loop is not None
-        now = self._loop.time()
-        if self._signaled_at is not None:
-            if now - self._signaled_at > REPEATED_SIGNAL_SECONDS:
-                self.exit()
+        now, before = self._loop.time(), self._signaled_at
+        if before is not None and now - before <= REPEATED_SIGNAL_SECONDS:
             return
         self._signaled_at = now
+        if before is not None:
+            self.exit()
+            return
         if self._supervised is None:
             self.drain_unasked()
         elif not self._service.draining:

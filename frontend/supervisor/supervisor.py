@@ -27,7 +27,7 @@ ENGINE_STOP_SECONDS = 3.0
 END_SECONDS = 2.0
 """Seconds that frontends get after the second signal to end what is open with an error, before all is killed."""
 REPEATED_SIGNAL_SECONDS = 0.5
-"""Seconds after the first signal within which another one changes nothing."""
+"""Seconds after a signal within which another one changes nothing."""
 _FORCED = 130
 
 
@@ -108,15 +108,17 @@ class Supervisor:
     def handle_signal(self) -> None:
         """Stop in order at the first signal, at once at the second, kill at the third.
 
-        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group: a second one that
-        follows at once counts as the first.
+        Programs such as coreutils' `timeout` send each signal twice, to the process and to its group: one that follows
+        another at once counts as that.
         """
-        now = self._clock()
-        if not self._stop.is_set():
-            self._signaled_at = now
+        now, is_first = self._clock(), not self._stop.is_set()
+        if not is_first and now - self._signaled_at <= REPEATED_SIGNAL_SECONDS:
+            return
+        self._signaled_at = now
+        if is_first:
             self._manager.stopping()
             self._log_drain()
-        elif now - self._signaled_at > REPEATED_SIGNAL_SECONDS:
+        else:
             self._force()
         self._stop.set()
 

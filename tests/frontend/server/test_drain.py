@@ -161,16 +161,30 @@ def test_second_signal_ends_what_is_open_with_an_error_and_exits(
     assert not server.server.force_exit
 
 
+def let_pass(server: RunningServer) -> None:
+    """Have the last signal be long ago."""
+    until(lambda: server.server._signaled_at is not None)
+    server.server._signaled_at = -7200.0
+
+
 def test_third_signal_exits_at_once(
     server: RunningServer, engine: FakeEngine, clients: list[RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.hold = True
     clients[0].send(stream_request(2000))
     until(lambda: server.server._service.client.num_open == 1)
-    monkeypatch.setattr(f"{MODULE}.REPEATED_SIGNAL_SECONDS", -1.0)
+    monkeypatch.setattr(f"{MODULE}.REPEATED_SIGNAL_SECONDS", 3600.0)
     monkeypatch.setattr(server.server.connections, "wait_until_answered", lambda _: asyncio.sleep(3600.0))
-    for _ in range(3):
+    server.server.handle_exit(signal.SIGTERM, None)
+    let_pass(server)
+    for _ in range(2):
         server.server.handle_exit(signal.SIGTERM, None)
+    assert server.server._loop is not None
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.server._loop).result(DEADLINE)
+    assert server.server._exit is not None
+    assert not server.server.force_exit, "one that follows at once counts as the second"
+    let_pass(server)
+    server.server.handle_exit(signal.SIGTERM, None)
     until(lambda: server.server.should_exit and server.server.force_exit)
     assert has_ended(server)
 

@@ -268,13 +268,21 @@ def open_sequence(process: Tandem) -> Iterator[Iterator[bytes]]:
         yield chunks
 
 
+def send_twice(process: Tandem) -> None:
+    """Send a signal twice; the process gets both when it goes on, however late the second is sent."""
+    stop_process(process.process.pid)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+        process.process.send_signal(number)
+
+
 def test_a_second_signal_ends_what_is_open_with_an_error(tandem: Start) -> None:
+    """Also one that is sent twice at once."""
     process = tandem(STREAMING, *SERVE[:-1], "60")
     with open_sequence(process) as chunks:
         process.process.send_signal(signal.SIGTERM)
         process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
         time.sleep(2 * REPEATED_SIGNAL_SECONDS)
-        process.process.send_signal(signal.SIGTERM)
+        send_twice(process)
         assert b'"code":"shutting_down"' in b"".join(chunks)
         assert process.wait() == 130
 
@@ -292,11 +300,7 @@ def test_a_third_signal_kills_all_processes(tandem: Start) -> None:
 def test_a_signal_that_is_sent_twice_at_once_still_drains(tandem: Start) -> None:
     process = tandem(STREAMING, *SERVE[:-1], "60")
     with open_sequence(process) as chunks:
-        # It gets both when it goes on, however late the second is sent.
-        stop_process(process.process.pid)
-        process.process.send_signal(signal.SIGTERM)
-        process.process.send_signal(signal.SIGINT)
-        process.process.send_signal(signal.SIGCONT)
+        send_twice(process)
         process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
         (process.folder / "go_on").touch()
         assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
