@@ -9,6 +9,7 @@ a campaign that was cut off goes on where it stopped. --list prints names and pl
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -87,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{arguments.plan}: {error}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without what it has started
     runs = runner.run(groups)
     print("\n".join(f"{run.name:32} {run.outcome:10} {run.seconds:>6.0f} s" for run in runs))
     return int(any(run.outcome in ("failed", "stopped") for run in runs))

@@ -56,10 +56,17 @@ class Runner:
         return self._out / "runs.jsonl"
 
     def done(self) -> set[str]:
-        """Return the names of the measurements that earlier runs completed."""
-        lines = self.runs_file.read_bytes().splitlines() if self.runs_file.exists() else []
-        runs = [msgspec.json.decode(line, type=Run) for line in lines]
-        return {run.name for run in runs if run.outcome == "done"}
+        """Return the names of the measurements that earlier runs completed.
+
+        A line that was cut off is left out.
+        """
+        done = set()
+        for line in self.runs_file.read_bytes().splitlines() if self.runs_file.exists() else ():
+            with suppress(msgspec.DecodeError):
+                run = msgspec.json.decode(line, type=Run)
+                if run.outcome == "done":
+                    done.add(run.name)
+        return done
 
     def run(self, groups: Iterable[Group]) -> list[Run]:
         """Run what fits into the time, in order; the rest is left out."""
@@ -106,8 +113,9 @@ class Runner:
 
     def _ended(self, one: Measurement, outcome: str, seconds: float, tail: str = "") -> Run:
         run = Run(one.name, outcome, round(seconds, 1), one.seconds, self._git, tail)
+        was_cut_off = self.runs_file.exists() and not self.runs_file.read_bytes().endswith(b"\n")
         with self.runs_file.open("ab") as file:
-            file.write(msgspec.json.encode(run) + b"\n")
+            file.write(b"\n" * was_cut_off + msgspec.json.encode(run) + b"\n")
         self._say(f"{run.name}: {run.outcome}, {run.seconds:.0f} of {run.planned} s\n{tail}")
         return run
 

@@ -1,10 +1,14 @@
 """The command that runs a campaign."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.campaign.__main__ import main
+from tests.support.serving import until
 
 
 def test_the_plan_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +49,17 @@ def test_a_campaign_measures_a_step_without_a_server(tmp_path: Path, capsys: pyt
     assert '"model_type": "llama"' in (tmp_path / "out" / "listing.log").read_text()
     assert main(["--plan", str(plan), "--out", str(tmp_path / "out")]) == 0, "all is done"
     assert capsys.readouterr().out.count("listing: done") == 1
+
+
+def test_a_campaign_that_is_told_to_end_leaves_nothing_running(tmp_path: Path) -> None:
+    plan, log = tmp_path / "plan.toml", tmp_path / "out" / "waiting.log"
+    plan.write_text(
+        '[[group]]\nname = "alone"\n[[group.measurement]]\nname = "waiting"\nseconds = 600\n'
+        "command = \"timeit -n 1 -r 1 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\"\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.campaign", "--plan", str(plan), "--out", str(log.parent)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as campaign:
+        until(lambda: log.exists() and log.read_text().endswith("\n"), "the measurement")
+        campaign.terminate()
+        assert campaign.wait() == 143
+    assert not psutil.pid_exists(int(log.read_text()))

@@ -98,3 +98,13 @@ def test_a_result_of_an_earlier_commit_is_not_taken_for_a_new_one(bench: Bench) 
     (bench.folder / "one.json").write_text("{}")
     assert outcomes(bench, Group("first", [bench.measurement("one", "fail")])) == {"one": "failed"}
     assert not (bench.out / "one.json").exists()
+
+
+def test_a_line_that_was_cut_off_is_measured_again(bench: Bench) -> None:
+    groups = [Group("first", [bench.measurement("one", "a"), bench.measurement("two", "b")])]
+    bench.runner.run(groups)
+    runs = bench.runner.runs_file
+    runs.write_bytes(runs.read_bytes()[:-9])
+    assert bench.runner.done() == {"one"}
+    bench.runner.run([Group("again", [bench.measurement("two", "b"), bench.measurement("three", "c")])])
+    assert bench.runner.done() == {"one", "two", "three"}
