@@ -268,8 +268,7 @@ class EngineClient:
 
     def _unavailable(self, reason: str) -> ApiError:
         """Return the 503 of a request while the engine is not ready."""
-        draining = self.health().status == "draining"
-        code = ErrorCode.SHUTTING_DOWN if draining else ErrorCode.ENGINE_UNAVAILABLE
+        code = ErrorCode.SHUTTING_DOWN if self.health().status == "draining" else ErrorCode.ENGINE_UNAVAILABLE
         return unavailable(f"the engine is not ready: {reason}", code, self.seconds_until_ready())
 
     def _send_call(self, call: EngineCall) -> None:
@@ -312,8 +311,7 @@ class EngineClient:
         self._resubmit()
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        now = self._clock()
-        broken = self._broken
+        now, broken = self._clock(), self._broken
         if broken is not None and broken[0] == heartbeat.engine_epoch and now - broken[1] < STALE_SECONDS:
             return
         self._watch.observe(heartbeat)
@@ -361,11 +359,9 @@ class EngineClient:
         match event:
             case Ready():
                 self._on_ready(event)
-            case Answer(pause_changes=changes):
-                if self._link is not None:
-                    self._watch.note_pause(self._link.epoch, changes)
-                self.calls.answer(event)
-            case Inspection():
+            case Answer() | Inspection():
+                if isinstance(event, Answer) and self._link is not None:
+                    self._watch.note_pause(self._link.epoch, event.pause_changes)
                 self.calls.answer(event)
             case KeyUsage(name):
                 self.key_usage[name] = event
