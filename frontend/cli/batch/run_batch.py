@@ -62,8 +62,8 @@ class BatchSender:
     async def send(self, request: BatchRequest) -> BatchResponse | BatchFailure:
         """Send a request and return its result.
 
-        The result is that of the last attempt. Raises ServerError if the server cannot be reached, which is not a
-        result of the request.
+        The result is that of the last attempt. Raises ServerError if the server cannot be reached or refuses the API
+        key, which is not a result of the request.
         """
         pause = FIRST_PAUSE
         for retries_left in range(self._retries, -1, -1):
@@ -80,6 +80,8 @@ class BatchSender:
                 remedy = "start one with `tandem serve`, or name another with --url"
                 self._progress.wait(f"waiting for the server at {shown_url(self._url)}; {remedy}")
             else:
+                if _refuses_key(response):
+                    raise error_of_response(response)
                 if response.status_code not in RETRIED or not retries_left:
                     self._progress.proceed()
                     return _to_result(response)
@@ -89,6 +91,16 @@ class BatchSender:
             await self._sleep(min(LAST_PAUSE, max(retry_after, pause)))
             pause *= 2
         raise AssertionError("the last attempt returns or raises")
+
+
+def _refuses_key(response: httpx.Response) -> bool:
+    """Tell whether the server refuses the API key of the run.
+
+    Then it takes no request: the key is not valid, or lacks a right.
+    """
+    return response.status_code == 401 or (
+        response.status_code == 403 and error_of_response(response).code == "insufficient_permissions"
+    )
 
 
 def _to_result(response: httpx.Response) -> BatchResponse | BatchFailure:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import sys
 
 import httpx
@@ -50,11 +51,25 @@ def test_response_is_recorded_with_its_request_id() -> None:
     assert (server.requests, pauses) == ([("/v1/completions", b'{"prompt":"x"}')], [])
 
 
-@pytest.mark.parametrize("code", [400, 401, 404, 413, 422])
+@pytest.mark.parametrize("code", [400, 403, 404, 413, 422])
 def test_client_error_is_recorded_without_retry(code: int) -> None:
     with scripted_server(Answer(code)) as server:
         outcome, pauses = send(server.url, 3)
     assert (status(outcome), pauses) == (code, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "remedy"),
+    [
+        (401, "invalid_api_key", r"\(401, invalid_api_key\); give --api-key or set TANDEM_API_KEY"),
+        (403, "insufficient_permissions", r"\(403, insufficient_permissions\)"),
+    ],
+)
+def test_refused_key_is_no_result(code: int, error: str, remedy: str) -> None:
+    body = json.dumps({"error": {"message": "not with this key", "code": error}}).encode()
+    with scripted_server(Answer(code, body)) as server, pytest.raises(ServerError, match=remedy):
+        send(server.url, 3)
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("code", [409, 429, 500, 502, 503, 504])

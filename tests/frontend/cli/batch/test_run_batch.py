@@ -179,6 +179,23 @@ def test_a_request_that_a_busy_server_turned_away_is_left_for_the_next_run(
     assert results(paths[1])["b"]["response"]["status_code"] == 200
 
 
+def test_a_refused_key_ends_the_run_and_leaves_its_requests(
+    paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text("".join(line(f"r{number}") for number in range(5)))
+    run = ["run-batch", "--concurrency", "1", *map(str, paths)]
+    refusal = Answer(401, b'{"error":{"message":"a valid API key is required","code":"invalid_api_key"}}')
+    with scripted_server(Answer(200), refusal) as server:
+        assert main([*run, "--url", server.url]) == 1
+        assert len(server.requests) == 2
+    err = capsys.readouterr().err
+    assert "tandem: a valid API key is required (401, invalid_api_key); give --api-key or set TANDEM_API_KEY\n" in err
+    assert err.endswith("5 requests: 1 succeeded, 0 failed, 4 left; run the same command again to continue\n")
+    with scripted_server(Answer(200)) as server:
+        assert main([*run, "--url", server.url]) == 0
+    assert results(paths[1]).keys() == {f"r{number}" for number in range(5)}
+
+
 def test_empty_batch_succeeds(paths: tuple[Path, Path]) -> None:
     paths[0].write_text("\n")
     assert main(["run-batch", *map(str, paths)]) == 0
