@@ -1,11 +1,12 @@
-"""All measurements on one GPU that the figures of the README come from.
+"""Run a plan of tests and measurements on one GPU, within a time.
 
     python -m benchmarks.campaign --out DIR [--minutes 25] [--only NAME ...] [--plan FILE] [--list]
 
 The measurements are in a plan, `benchmarks/campaign/h200.toml` or `h100.toml`, in the order of their worth: those of a
 group run one after the other beside one `tandem serve` of random weights, or beside none. What would not end within
 --minutes is left out. DIR gets a log of each, its result, and `runs.jsonl`; what is done there is not measured again:
-a campaign that was cut off goes on where it stopped. --list prints names and planned seconds.
+a campaign that was cut off goes on where it stopped. Results replace those of their name in `benchmarks/results`.
+--list prints names and planned seconds.
 """
 
 import argparse
@@ -70,10 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan = read_plan(arguments.plan)
         if arguments.list:
-            for group in choose(plan, arguments.only, set()):
+            listed = list(choose(plan, arguments.only, set()))
+            for group in listed:
                 print(f"{group.name}: {group.shape or 'no model'}, {group.start_seconds} s to start")
                 for one in group.measurement:
                     print(f"  {one.name:32} {one.seconds:>4} s  {' '.join(one.command.split())}")
+            print(f"{sum(group.seconds for group in listed) / 60:.1f} minutes in all, starts included")
             return 0
         if arguments.out is None:
             parser.error("--out DIR says where logs and results go")
@@ -88,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{arguments.plan}: {error}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if not groups:
+        print(f"all of that is done in {runner.runs_file}; give another --out to measure it again")
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without what it has started
     runs = runner.run(groups)
     print("\n".join(f"{run.name:32} {run.outcome:10} {run.seconds:>6.0f} s" for run in runs))

@@ -45,6 +45,11 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True):
     """Time that the server needs until it is ready, with a cold Triton cache."""
 
     @property
+    def seconds(self) -> int:
+        """Time that it takes in all, with the start of its server."""
+        return self.start_seconds + sum(one.seconds for one in self.measurement)
+
+    @property
     def places(self) -> tuple[str, ...]:
         """Names that its commands may use in braces."""
         if not self.shape:

@@ -17,6 +17,7 @@ def test_the_plan_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "faults: llama-3.2-1b, 0 s to start"
     assert lines[1].split()[:3] == ["faults_1b", "90", "s"]
     assert "--only kill-engine stop-engine" in lines[1]
+    assert lines[2] == "1.5 minutes in all, starts included"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,11 @@ def test_a_campaign_measures_a_step_without_a_server(tmp_path: Path, capsys: pyt
     assert main(["--plan", str(plan), "--out", str(tmp_path / "out")]) == 0
     assert '"model_type": "llama"' in (tmp_path / "out" / "listing.log").read_text()
     assert main(["--plan", str(plan), "--out", str(tmp_path / "out")]) == 0, "all is done"
-    assert capsys.readouterr().out.count("listing: done") == 1
+    output = capsys.readouterr().out
+    assert output.count("listing: done") == 1
+    assert output.endswith(
+        f"all of that is done in {tmp_path / 'out' / 'runs.jsonl'}; give another --out to measure it again\n"
+    )
 
 
 def test_a_campaign_that_is_told_to_end_leaves_nothing_running(tmp_path: Path) -> None:
