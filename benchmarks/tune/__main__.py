@@ -190,7 +190,7 @@ class Tuning:
         return time.monotonic() - self.began > self.seconds
 
     def run(self) -> tuple[TileTable, bool]:
-        """Compile and time; return the table, and whether there was time for all."""
+        """Compile and time; return the table, and whether there was time for all of both."""
         left = COMPILING * self.seconds - (time.monotonic() - self.began)
         jobs = jobs_of(self.tasks, incomplete(self.layers, self.timings), self.timings)
         compiled = compile_all(jobs, self.gpu, left, say) if jobs else {}
@@ -209,7 +209,7 @@ class Tuning:
                 lambda task, key, plan: usable(Job(task.key, key, plan)), self.out_of_time,
             )  # fmt: skip
         table = self._table(choose_best(self.tasks, self.timings), searched)
-        return table, complete and all(found.complete for found in searched)
+        return table, complete and jobs.keys() <= compiled.keys() and all(found.complete for found in searched)
 
     def _table(self, choices: list[Choice], searched: list[Found]) -> TileTable:
         plans: dict[Key, AnyPlan] = {}

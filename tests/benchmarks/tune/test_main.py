@@ -117,6 +117,21 @@ def test_a_run_without_time_keeps_the_table_as_it_was(tmp_path: Path, capsys: py
     assert "time ran out, run it again to go on" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("made_up")
+def test_a_run_that_could_not_compile_all_goes_on_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--model", "1b", "--bits", "4", "--rows", "1", "--only", "products"]
+    command += ["--out", str(tmp_path / "table.json"), "--timings", str(tmp_path / "t.jsonl")]
+    with monkeypatch.context() as patched:
+        patched.setattr(tune, "compile_all", lambda jobs, *_: dict.fromkeys(list(jobs)[:3], ""))
+        tune.main(command)
+    assert "time ran out, run it again to go on" in capsys.readouterr().out
+    tune.main(command)
+    assert "time ran out" not in capsys.readouterr().out
+    assert read_table(tmp_path / "table.json").products[TARGET] == BEST
+
+
 def test_a_plan_that_does_not_run_takes_forever_and_a_lost_device_ends_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
