@@ -126,8 +126,9 @@ def check_ipc_place(endpoint: str) -> None:
     info = path.parent.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ValueError(
-            f"directory {path.parent} of endpoint {endpoint} must belong to this user with mode 0700, "
-            f"not {stat.S_IMODE(info.st_mode):04o}; choose another or `chmod 700` it"
+            f"directory {path.parent} of endpoint {endpoint} must belong to user {os.getuid()} with mode 0700, not to "
+            f"user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):04o}; name a socket in a directory of its own, "
+            f"which need not exist, such as ipc://{path.parent / 'tandem' / path.name}"
         )
     if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
         raise ValueError(f"{path} exists and is not a socket; choose another endpoint")

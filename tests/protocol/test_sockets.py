@@ -58,12 +58,19 @@ class TestPrepareEndpoint:
     @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
     def test_refuses_a_directory_open_to_others(self, run_dir: Path, mode: int) -> None:
         run_dir.chmod(mode)
-        with pytest.raises(ValueError, match=f"mode 0700, not {mode:04o}"):
+        with pytest.raises(
+            ValueError, match=f"with mode {mode:04o}; name a socket in a directory of its own"
+        ) as caught:
             prepare_endpoint(f"ipc://{run_dir}/engine")
+        prepare_endpoint(str(caught.value).rpartition(" ")[2])
+        assert (run_dir / "tandem").stat().st_mode & 0o777 == 0o700, "the one that it names can be used"
 
     def test_refuses_a_directory_of_another_user(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "getuid", lambda: run_dir.stat().st_uid + 1)
-        with pytest.raises(ValueError, match="must belong to this user"):
+        owner = run_dir.stat().st_uid
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+        with pytest.raises(
+            ValueError, match=f"must belong to user {owner + 1} with mode 0700, not to user {owner} with"
+        ):
             prepare_endpoint(f"ipc://{run_dir}/engine")
 
     def test_removes_the_socket_of_a_dead_process(self, run_dir: Path) -> None:

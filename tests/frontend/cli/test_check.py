@@ -242,7 +242,7 @@ def test_the_folder_of_an_ipc_endpoint_must_be_private(
 ) -> None:
     tmp_path.chmod(0o755)
     (problem,) = Checked(capsys, "engine", str(model), "--ops-port", "0", "--endpoint", f"ipc://{tmp_path}/e").problems
-    assert "must belong to this user with mode 0700" in problem
+    assert "with mode 0700, not to" in problem
 
 
 def test_a_store_is_looked_at_and_left_as_it_is(
