@@ -99,6 +99,8 @@ class MaskBuilder:
                 if self._is_overdrawn(constraint, index, out):
                     continue
                 cpu, since, others = self.cpu_clock(), clock(), 0.0
+            if cost.unmeasured:
+                cost.unmeasured -= 1
             constraint.matcher.unsafe_compute_mask_ptr(address + index * size, size)
             now = clock()
             took, since = now - since, now
@@ -135,8 +137,6 @@ class MaskBuilder:
                 (suspects if cost.unmeasured or cost.debt else together).append(pair)
         suspects.sort(key=lambda pair: (pair[0].cost.debt, pair[0].cost.unmeasured), reverse=True)
         alone = suspects[:MEASURED_AT_ONCE]
-        for constraint, _ in alone:
-            constraint.cost.unmeasured = max(0, constraint.cost.unmeasured - 1)
         self._compute_measured(alone, out)
         together += [pair for pair in suspects[MEASURED_AT_ONCE:] if not self._is_overdrawn(*pair, out)]
         if not together:

@@ -11,7 +11,7 @@ from llguidance import LLExecutor, LLMatcher
 from benchmarks.measuring.grammars import SCHEMAS
 from tandem.engine_core.constraints.faster_way import PROBE_EVERY
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
-from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.mask_builder import MEASURED_MASKS, MaskBuilder
 from tandem.engine_core.constraints.threads import PARALLEL_BASES, PARALLEL_ROWS
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
@@ -199,6 +199,30 @@ class TestThreads:
         for _ in range(3 * PROBE_EVERY):
             mask_builder.fill(pairs, masks(len(held)))
         assert PROBE_EVERY - 1 <= len(executor.num_masks) <= PROBE_EVERY + 2
+
+    def test_they_are_used_again_after_one_slow_step(self) -> None:
+        """Its constraints are to be measured, and the loop's own thread measures them."""
+        clock = FakeClock()
+        executor = SlowExecutor((clock, -0.004))  # threads save as much of 6 ms
+        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock, clock)
+        held = self.constraints(clock, 30, 30)
+        for constraint in held:
+            cast("SlowMatcher", constraint.matcher).costs = ((clock, 0.0001),)
+        pairs = [(constraint, index) for index, constraint in enumerate(held)]
+
+        def num_parallel() -> int:
+            before = len(executor.num_masks)
+            for _ in range(10 * PROBE_EVERY):
+                mask_builder.fill(pairs, masks(len(held)))
+            return len(executor.num_masks) - before
+
+        assert num_parallel() == 10 * (PROBE_EVERY - 1)
+        executor.costs = ((clock, 0.1),)
+        mask_builder.fill(pairs, masks(len(held)))
+        assert {constraint.cost.unmeasured for constraint in held} == {MEASURED_MASKS}
+        executor.costs = ((clock, -0.004),)
+        num_parallel()
+        assert num_parallel() == 10 * (PROBE_EVERY - 1)
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
