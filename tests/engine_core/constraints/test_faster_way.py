@@ -1,6 +1,8 @@
 """Choice between two ways of the same work."""
 
-from tandem.engine_core.constraints.faster_way import PROBE_EVERY, FasterWay
+import pytest
+
+from tandem.engine_core.constraints.faster_way import MOST_RARELY, PROBE_EVERY, FasterWay
 
 
 def run(faster_way: FasterWay, choices: int, seconds: dict[bool, float]) -> list[bool]:
@@ -13,27 +15,36 @@ def run(faster_way: FasterWay, choices: int, seconds: dict[bool, float]) -> list
 
 
 def test_first_way_is_taken_until_both_are_known() -> None:
-    ways = run(FasterWay(), 2 * PROBE_EVERY, {True: 1.0, False: 2.0})
-    assert [number for number, way in enumerate(ways, start=1) if not way] == [PROBE_EVERY, 2 * PROBE_EVERY]
+    ways = run(FasterWay(), PROBE_EVERY, {True: 1.0, False: 2.0})
+    assert [number for number, way in enumerate(ways, start=1) if not way] == [PROBE_EVERY]
 
 
 def test_faster_way_is_taken_once_it_is_known() -> None:
-    ways = run(FasterWay(), 2 * PROBE_EVERY, {True: 2.0, False: 1.0})
-    assert ways == [True] * (PROBE_EVERY - 1) + [False] * PROBE_EVERY + [True]
+    ways = run(FasterWay(), 2 * PROBE_EVERY, {True: 1.5, False: 1.0})
+    assert ways == [True] * (PROBE_EVERY - 1) + [False] * (PROBE_EVERY + 1)
+
+
+@pytest.mark.parametrize(("ratio", "times"), [(1.0, 1), (3.0, 3), (100.0, MOST_RARELY)])
+def test_slower_way_is_tried_the_more_rarely_the_longer_it_takes(ratio: float, times: int) -> None:
+    faster_way = FasterWay()
+    run(faster_way, PROBE_EVERY, {True: 1.0, False: ratio})
+    ways = run(faster_way, 4 * times * PROBE_EVERY, {True: 1.0, False: ratio})
+    every = times * PROBE_EVERY
+    assert [number for number, way in enumerate(ways, start=1) if not way] == [every, 2 * every, 3 * every, 4 * every]
 
 
 def test_change_of_the_slower_way_is_found() -> None:
     faster_way = FasterWay()
     run(faster_way, 2 * PROBE_EVERY, {True: 1.0, False: 2.0})
     ways = run(faster_way, 20 * PROBE_EVERY, {True: 1.0, False: 0.1})
-    assert not any(ways[-PROBE_EVERY:-1]), "the last is a probe"
+    assert not any(ways[10 * PROBE_EVERY : 11 * PROBE_EVERY])
     assert sum(ways) < 10 * PROBE_EVERY
 
 
 def test_one_slow_step_changes_little() -> None:
     faster_way = FasterWay()
     run(faster_way, PROBE_EVERY, {True: 1.0, False: 2.0})
-    faster_way.record(True, 40.0, 10)
+    faster_way.record(True, 40_000.0, 10)
     assert faster_way.choose()
 
 
