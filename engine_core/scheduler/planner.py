@@ -158,8 +158,9 @@ class Planner:
     ) -> StepPlan | None:
         """Return the next step, with all rows in steady decode.
 
-        The policy chooses among the others. None if no row is in steady decode, if pages are missing, or if prompts are
-        overdue that time does not limit: decoding rows may have to wait for those.
+        The policy chooses among the others. None, for `plan_each` to choose among all, if no row is in steady decode,
+        if pages are missing or a sequence was preempted for them, or if a prompt is overdue and no limit of time keeps
+        it short: then decoding rows may have to wait for it.
         """
         members = running.members
         overdue = any(members[seq_id].steps_skipped >= PATIENCE - 1 for seq_id in running.unsteady)

@@ -85,8 +85,8 @@ COMMANDS = {
     "bench": CommandHelp(
         "measure throughput and latency of a server",
         "Send random prompts to any OpenAI-compatible server and print its throughput, the time to first token (TTFT), "
-        "the time per output token (TPOT), the gaps between tokens (ITL) and the time of whole answers (E2EL). Flags "
-        "and figures have the names of `vllm bench serve`.",
+        "the time per output token (TPOT) and the gaps between tokens (ITL); with --percentile-metrics e2el the time "
+        "of whole answers (E2EL). Flags and figures have the names of `vllm bench serve`.",
         "[FLAGS]",
         ("tandem bench --num-prompts 200 --max-concurrency 16",
          "tandem bench --url http://host:8000 --request-rate 4 --random-input-len 512 --save-result"),
