@@ -73,8 +73,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     results.add_argument(
         "--goodput", nargs="+", type=_objective, metavar="NAME:MS",
-        help="most milliseconds that a request may take, such as ttft:500 tpot:50 e2el:9000; prints how many requests a "
-        "second keep to all of them",
+        help="most milliseconds that a request may take, such as ttft:500 tpot:50 e2el:9000; prints how many requests "
+        "a second keep to all of them",
     )  # fmt: skip
     parser.add_argument(
         "--wait", dest="ready_check_timeout_sec", type=float, default=argparse.SUPPRESS, help=argparse.SUPPRESS
