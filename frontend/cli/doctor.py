@@ -5,6 +5,7 @@ weights.
 """
 
 import argparse
+import errno
 import os
 import platform
 import resource
@@ -225,7 +226,7 @@ def _port(host: str, port: int, flag: str, problems: list[str]) -> str:
     try:
         listen(host, port).close()
     except OSError as error:
-        owner = f", used by {port_owner(port)}" if port else ""
+        owner = f", used by {port_owner(port)}" if error.errno == errno.EADDRINUSE else ""
         problems.append(f"cannot listen on {host}:{port} ({error.strerror or error}{owner}); choose another {flag}")
         return f"{host}:{port} cannot be used{owner}"
     return f"{host}:{port} is free"

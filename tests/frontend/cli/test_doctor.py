@@ -58,6 +58,13 @@ def test_ports_in_use_name_their_process_and_only_given_ones_are_problems(
         assert "a server takes the next free one" in capsys.readouterr().out
 
 
+def test_address_that_this_machine_does_not_have_is_used_by_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("--port", "0", "--ops-host", "192.0.2.1", "--ops-port", "8100") == 1
+    text = capsys.readouterr().out
+    assert "cannot listen on 192.0.2.1:8100 (Cannot assign requested address); choose another --ops-port" in text
+    assert "ops port          192.0.2.1:8100 cannot be used\n" in text
+
+
 def test_one_port_asked_for_twice_is_a_problem_unless_it_is_the_default_ops_port(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
