@@ -75,11 +75,14 @@ class FrontendProcess:
             self.child.send(Accept(slots))
 
     def drain(self, delay: float, timeout: float) -> None:
-        """Tell the process to drain and end, once; one that has not served yet is killed."""
+        """Tell the process to drain and end, once; one that was not heard yet is killed.
+
+        One that was heard may serve by now, whatever its newest beat says.
+        """
         if self.is_draining:
             return
         self.is_draining = True
-        if self.was_ready:
+        if self.was_heard:
             self._end_at = self._clock() + delay + timeout + EXTRA_STOP_SECONDS
             self.child.send(Drain(delay, timeout))
         else:
@@ -88,10 +91,10 @@ class FrontendProcess:
     def end(self) -> None:
         """Tell the process to end what is open and exit.
 
-        One that has not served yet is killed.
+        One that was not heard yet is killed.
         """
         self.is_draining = True
-        if self.was_ready:
+        if self.was_heard:
             self.child.send(End())
         else:
             self.kill()

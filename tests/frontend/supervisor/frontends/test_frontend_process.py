@@ -11,7 +11,7 @@ def started() -> tuple[FrontendProcess, FakeFrontendChild]:
     return FrontendProcess(0, child, FakeClock()), child
 
 
-def test_process_that_has_served_is_told_to_end_also_while_it_drains() -> None:
+def test_process_that_was_heard_is_told_to_end_also_while_it_drains() -> None:
     process, child = started()
     process.hear(Beat("serving", (0,)))
     process.drain(0.0, 25.0)
@@ -19,7 +19,15 @@ def test_process_that_has_served_is_told_to_end_also_while_it_drains() -> None:
     assert (child.sent, child.is_killed) == ([Drain(0.0, 25.0), End()], False)
 
 
-def test_process_that_has_not_served_yet_is_killed() -> None:
+def test_process_that_was_not_heard_yet_is_killed() -> None:
+    for stop in (FrontendProcess.end, lambda process: process.drain(0.0, 25.0)):
+        process, child = started()
+        stop(process)
+        assert (child.sent, child.is_killed, process.is_draining) == ([], True, True)
+
+
+def test_process_that_may_serve_since_its_last_beat_is_drained() -> None:
     process, child = started()
-    process.end()
-    assert (child.sent, child.is_killed, process.is_draining) == ([], True, True)
+    process.hear(Beat("starting"))
+    process.drain(0.0, 25.0)
+    assert (child.sent, child.is_killed) == ([Drain(0.0, 25.0)], False)
