@@ -201,7 +201,7 @@ class DrainingServer(uvicorn.Server):
     def _on_signal(self) -> None:
         """Begin to end at the first signal, exit at a later one.
 
-        Programs such as coreutils' `timeout` send each signal twice, to the process and to its group.
+        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group.
         """
         assert self._loop is not None
         now, before = self._loop.time(), self._signaled_at

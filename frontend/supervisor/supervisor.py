@@ -108,7 +108,7 @@ class Supervisor:
     def handle_signal(self) -> None:
         """Stop in order at the first signal, at once at the second, kill at the third.
 
-        Programs such as coreutils' `timeout` send each signal twice, to the process and to its group: one that follows
+        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group: one that follows
         another at once counts as that.
         """
         now, is_first = self._clock(), not self._stop.is_set()
