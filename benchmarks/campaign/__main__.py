@@ -1,6 +1,6 @@
 """Run a plan of tests and measurements on one GPU, within a time.
 
-    python -m benchmarks.campaign --out DIR [--minutes 25] [--only NAME ...] [--plan FILE] [--list]
+    python -m benchmarks.campaign --out DIR [--minutes 40] [--only NAME ...] [--plan FILE] [--list]
 
 The measurements are in a plan, `benchmarks/campaign/h200.toml` or `h100.toml`, in the order of their worth: those of a
 group run one after the other beside one `tandem serve` of random weights, or beside none. What would not end within
@@ -55,7 +55,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where logs and results go")
-    parser.add_argument("--minutes", type=float, default=25.0, help="(default 25)")
+    parser.add_argument("--minutes", type=float, default=40.0, help="(default 40)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups or measurements (default all)")
     parser.add_argument(
         "--plan", type=Path, default=PLANS / "h200.toml", help="(default benchmarks/campaign/h200.toml)"

@@ -16,6 +16,7 @@ from msgspec import Struct
 from benchmarks.campaign.plan import Group, Measurement
 from benchmarks.matrix.server import ServerDiedError
 from benchmarks.measuring import results
+from benchmarks.measuring.processes import CUT_OFF
 
 PATIENCE = 2
 """Times its planned seconds after which a measurement is stopped."""
@@ -101,7 +102,7 @@ class Runner:
             child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 code = child.wait(min(PATIENCE * one.seconds, max(1.0, self._left())))
-                outcome = "failed" if code else "done"
+                outcome = {0: "done", CUT_OFF: "stopped"}.get(code, "failed")
             except subprocess.TimeoutExpired:
                 outcome = "stopped"
             finally:

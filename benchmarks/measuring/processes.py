@@ -5,6 +5,10 @@ import time
 
 import psutil
 
+CUT_OFF = 75
+"""Exit code of a command that ended in time without all that it should measure: it goes on when it runs again. It is
+EX_TEMPFAIL of sysexits.h."""
+
 
 def stop_process(process: "subprocess.Popen[bytes]", seconds: float) -> None:
     """Ask a process to end, and kill it if it has not ended after `seconds`."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import version as torch_version
 
+from benchmarks.measuring.processes import CUT_OFF
 from benchmarks.tune.attention import KV_DTYPES, DecodeTimer
 from benchmarks.tune.byte_candidates import byte_candidates, byte_chosen
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates
@@ -226,7 +227,10 @@ class Tuning:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tune, print a line for each key and write the table."""
+    """Tune, print a line for each key and write the table.
+
+    Return CUT_OFF if time ran out.
+    """
     options = arguments_parser().parse_args(arguments)
     began = time.monotonic()
     gpu = read_gpu_traits()
@@ -247,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(table.decode)} kinds of attention{left}"
     )
     print(f"{time.monotonic() - began:.0f} s")
-    return 0
+    return 0 if complete else CUT_OFF
 
 
 if __name__ == "__main__":

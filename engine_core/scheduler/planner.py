@@ -123,7 +123,8 @@ class Planner:
             seq = members[seq_id]
             if seq.num_scheduled_tokens < seq.device.upload_end:
                 self.memory.rematch(seq)
-        # Under the other policies, and where a step has few positions, decoding rows may have to wait.
+        # Under the other policies decoding rows may have to wait, and also where they leave prompts less than half of
+        # a step's positions.
         if self.policy == "fcfs" and 2 * len(members) <= self.limits.max_step_tokens:
             plan = self._plan_beside_steady(step_id, running, held)
             if plan is not None:
@@ -245,20 +246,21 @@ class Planner:
                 seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
             ]
 
-    def _budget(self, candidates: list[Sequence], pending: Items[int], rows: int, context: int) -> Budget:
+    def _budget(self, candidates: list[Sequence], pending: Items[int], beside: int, context: int) -> Budget:
         """Return the limits of a step.
 
-        pending: positions that each candidate could compute; rows, context: as for `_choose`.
+        pending: positions that each candidate could compute; beside, context: number of the rows that decode besides,
+        and of the positions that they attend to.
         """
-        limits, prompt_tokens, beside = self.limits, 0, rows
+        limits, prompt_tokens = self.limits, 0
         if self._is_limited_by_time and max(pending, default=1) > 1:
-            prompts: list[tuple[int, int]] = []
+            decoding, attended, prompts = beside, context, []
             for seq, wanted in zip(candidates, pending, strict=True):
                 if wanted == 1:
-                    rows += 1
-                    context += seq.num_scheduled_tokens
+                    decoding += 1
+                    attended += seq.num_scheduled_tokens
                 else:
                     prompts.append((seq.num_scheduled_tokens, wanted))
-            prompt_tokens = fitting_tokens(self.costs, rows, context, prompts, limits.max_itl)
+            prompt_tokens = fitting_tokens(self.costs, decoding, attended, prompts, limits.max_itl)
         tokens = limits.max_step_tokens - beside
         return Budget(tokens, limits.prefill_chunk, limits.prompts_a_step, prompt_tokens, beside > 0)

@@ -38,7 +38,7 @@ class Budget(Struct, frozen=True):
     """Largest number of prompts; 0: any number."""
     prompt_tokens: int = 0
     """Largest number of positions of all prompts together; 0: limited by `tokens` alone. Whole prompts ignore it."""
-    beside: bool = False
+    others_decode: bool = False
     """True if rows decode in the step of which the policy is told nothing."""
 
 
@@ -64,7 +64,7 @@ class StepDraft:
         self.decoding = [index for index, pending in enumerate(demand.pending) if pending == 1]
         self.prompts = [index for index, pending in enumerate(demand.pending) if pending > 1]
         # Where no row decodes, none waits for a long chunk.
-        self.chunk = budget.chunk if self.decoding or budget.beside else budget.chunk and budget.tokens
+        self.chunk = budget.chunk if self.decoding or budget.others_decode else budget.chunk and budget.tokens
         self._prompt_left = (budget.chunk and budget.prompt_tokens) or budget.tokens
 
     @property

@@ -18,9 +18,9 @@ at most, and how often what a single position takes: a slow device would otherwi
 def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int, max_itl: float | None) -> float:
     """Return how long a step with prompts may be expected to take.
 
-    The prompts' rows count as if they decoded too, and the limit grows as their share does: a prompt that waits costs
-    its stream more than a longer step costs the others. If fewer decoding rows meant shorter steps, prompts would wait
-    longer, fewer rows would decode yet, and under full load the engine would stay half empty.
+    The prompts' rows count as if they decoded too: with fewer decoding rows steps would be shorter, prompts would wait
+    longer, still fewer rows would decode, and an engine under full load would stay half empty. The limit grows with the
+    prompts' share besides, as a prompt that waits costs its stream more than a longer step costs the others.
 
     rows, context: number of the rows that decode, and of the positions that they attend to; prompts: their number;
     max_itl: milliseconds of a step in which rows decode, in place of all that.

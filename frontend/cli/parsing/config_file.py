@@ -45,7 +45,10 @@ def config_words(
         flag = "--" + name.replace("_", "-")
         action = flags.get(flag)
         if action is None or action.dest in NOT_IN_FILES:
-            wrong.append((name, _unknown(name, flag, flags, explain)))
+            unknown = _unknown(name, flag, flags, explain)
+            wrong.append(
+                (name, f"{name} is a table; name flags without tables" if isinstance(value, dict) else unknown)
+            )
             continue
         if action.dest in seen:
             wrong.append((name, f"{seen[action.dest]} and {name} are the same flag; leave one out"))

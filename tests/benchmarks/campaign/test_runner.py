@@ -19,6 +19,8 @@ from benchmarks.measuring import results
 results.RESULTS = pathlib.Path(sys.argv[1])
 if sys.argv[2] == "fail":
     sys.exit("no GPU here")
+if sys.argv[2] == "cut":
+    sys.exit(75)
 if sys.argv[2] == "hang":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     pathlib.Path(sys.argv[1], "child").write_text(str(child.pid))
@@ -77,6 +79,11 @@ def test_a_measurement_that_hangs_is_stopped_with_its_children(bench: Bench) -> 
     assert outcomes(bench, hanging) == {"one": "stopped", "two": "done"}
     child = Path("/proc", (bench.folder / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_measurement_that_ran_out_of_time_goes_on_later(bench: Bench) -> None:
+    assert outcomes(bench, Group("first", [bench.measurement("one", "cut")])) == {"one": "stopped"}
+    assert bench.runner.done() == set()
 
 
 @pytest.mark.usefixtures("bench")

@@ -87,7 +87,7 @@ def test_required_flags_may_be_in_the_file(command: str, file: Path) -> None:
         ("policy = 'best'", "policy must be one of fcfs, "),
         ("page-size = 'big'", "page-size: 'big' is not a power of two, or max"),
         ("uds-mode = '999'", "uds-mode: '999' must be permissions in octal"),
-        ("[http]\nport = 1", "unknown name http"),
+        ("[http]\nport = 1", ":1: http is a table; name flags without tables"),
         ("[port]\nx = 1", "port must be an integer, not a table"),
         ("max-len = 1\nmax_len = 2", ":2: max-len and max_len are the same flag; leave one out"),
         ("max-len = ", "is not TOML: "),
@@ -150,7 +150,7 @@ port = 2
     assert [line.rpartition(f"{file}:")[2] for line in told[:-1]] == [
         "5: unknown name max-lenn; did you mean max-len?",
         "10: port must be an integer, not '80'",
-        "11: unknown name kv",
+        "11: kv is a table; name flags without tables",
         "14: unknown name kv-memories; did you mean kv-memory?",
     ]
 
