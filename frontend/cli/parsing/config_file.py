@@ -16,6 +16,7 @@ NOT_IN_FILES = frozenset(("config", "check", "help", "help_all", "listener_fds",
 """Names, among the parsed arguments, of flags that no file may have."""
 SECRETS = frozenset(("api_key", "hf_token"))
 """Names, among the parsed arguments, of flags whose values no message repeats."""
+_NO_TABLE = "{} is a table; name flags without tables"
 _SIMILAR = 0.6
 _MAX_SHOWN = 60
 
@@ -45,10 +46,8 @@ def config_words(
         flag = "--" + name.replace("_", "-")
         action = flags.get(flag)
         if action is None or action.dest in NOT_IN_FILES:
-            unknown = _unknown(name, flag, flags, explain)
-            wrong.append(
-                (name, f"{name} is a table; name flags without tables" if isinstance(value, dict) else unknown)
-            )
+            is_table = isinstance(value, dict)
+            wrong.append((name, _NO_TABLE.format(name) if is_table else _unknown(name, flag, flags, explain)))
             continue
         if action.dest in seen:
             wrong.append((name, f"{seen[action.dest]} and {name} are the same flag; leave one out"))
