@@ -165,17 +165,19 @@ def _paged_decode_kernel(
     b = tl.program_id(2)
     programs = splits
     if SPARES:
-        # The first programs are the spare ones, as they help the longest rows.
+        # The first programs are the spare ones, as they help the longest rows. A row's own programs wait for no load
+        # that says whom they help.
         batch = tl.num_programs(2) - SPARES
-        spare = b * splits + split
-        is_spare = b < SPARES
-        helped = tl.load(spares_ptr + 2 * batch + spare, mask=is_spare, other=0)
-        b = tl.where(is_spare, helped, b - SPARES)
+        if b < SPARES:
+            spare = b * splits + split
+            b = tl.load(spares_ptr + 2 * batch + spare)
+            split = splits + spare - tl.load(spares_ptr + tl.maximum(b, 0))
+        else:
+            b -= SPARES
         if b < 0:
             return
         first_spare = tl.load(spares_ptr + b)
         programs += tl.load(spares_ptr + batch + b)
-        split = tl.where(is_spare, splits + spare - first_spare, split)
     position = tl.load(positions_ptr + b).to(tl.int32)
     row = tl.load(rows_ptr + b).to(tl.int64)
     length = position + 1
