@@ -5,15 +5,15 @@ only, and no call allocates, synchronises or reads the host. The modes give one 
 one of them applies. Semantics, in order: `kernels.reference.sampling.sample`.
 """
 
-from tandem.engine_core.kernels.sampling.cutoff import find_cutoff
-from tandem.engine_core.kernels.sampling.draw import FINAL, FIRST, RETRY, UNTRUNCATED, draw, row_best
+from tandem.engine_core.kernels.reference.sampling import SEGMENT
+from tandem.engine_core.kernels.sampling.draw import draw, row_best
 from tandem.engine_core.kernels.sampling.greedy import sample_greedy
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.narrow import narrow
 from tandem.engine_core.kernels.sampling.penalties import adjust, mark
 from tandem.engine_core.kernels.sampling.rank import check_logits
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
-from tandem.engine_core.kernels.sampling.top_p_rejection import weigh
+from tandem.engine_core.kernels.sampling.settle import settle
+from tandem.engine_core.kernels.sampling.weigh import weigh
 from tandem.engine_core.sampling.sampler import Mode
 
 TILE = 4096
@@ -21,25 +21,19 @@ TILE = 4096
 GROUP = 64
 """Tokens of which only the largest counts when top-k looks for its bound."""
 CAPACITY = 2048
-"""Tokens of a row among which its cutoff is searched fast."""
+"""Tokens of a row among which the last one of top-k is searched fast."""
 MAX_ROWS = 256
 """Most rows that are sampled at once, which are enough to fill a GPU; others follow in further launches. The scratch
 takes 8 bytes for each token of the vocabulary and such a row."""
-TRIES = 2
-"""Draws of a row with top-p before its cutoff is searched: at 0.9 about one row in two hundred needs the search."""
 
 
 class TritonSampler:
     """Implement `Sampler` by kernels that read parameters from the tables themselves."""
 
-    def __init__(self, tables: SamplingTables, scratch: SamplingScratch, tries: int = TRIES) -> None:
-        """Keep the tables and the kernels' scratch memory.
-
-        tries: draws before a cutoff is searched; 0 searches every cutoff, for tests.
-        """
+    def __init__(self, tables: SamplingTables, scratch: SamplingScratch) -> None:
+        """Keep the tables and the kernels' scratch memory."""
         self.tables = tables
         self.scratch = scratch
-        self.tries = tries
 
     @classmethod
     def allocate(cls, tables: SamplingTables, vocab_size: int, max_rows: int, pdl: bool) -> "TritonSampler":
@@ -47,7 +41,7 @@ class TritonSampler:
 
         max_rows: of a step; pdl: chain the kernels by programmatic dependent launch.
         """
-        size = (vocab_size, min(max_rows, MAX_ROWS), TILE, GROUP, CAPACITY)
+        size = (vocab_size, min(max_rows, MAX_ROWS), TILE, SEGMENT, GROUP, CAPACITY)
         return cls(tables, SamplingScratch.allocate(*size, tables.tokens.device, pdl))
 
     def sample(self, batch: SamplingBatch) -> None:
@@ -67,24 +61,14 @@ class TritonSampler:
         if mode is Mode.GREEDY:
             sample_greedy(batch, self.tables, self.scratch)
         elif mode is Mode.UNTRUNCATED:
-            row_best(batch, self.scratch)
-            draw(batch, self.tables, self.scratch, UNTRUNCATED.value)
+            row_best(batch, self.tables, self.scratch)
+            draw(batch, self.tables, self.scratch, full=False)
         else:
-            self._sample_full(batch)
-
-    def _sample_full(self, batch: SamplingBatch) -> None:
-        tables, scratch = self.tables, self.scratch
-        mark(batch, tables, scratch)
-        adjust(batch, tables, scratch)
-        attempts = max(1, self.tries)
-        for attempt in range(attempts):
-            # Draws rows without top-k, and leaves in the state of each whether its cutoff must be known after all.
-            first, last = attempt == 0, attempt == attempts - 1
-            draw(batch, tables, scratch, FIRST.value if first else RETRY.value)
-            weigh(batch, tables, scratch, first=first, last=last, accept=self.tries > 0)
-        narrow(batch, tables, scratch)
-        find_cutoff(batch, tables, scratch)
-        draw(batch, tables, scratch, FINAL.value)
+            mark(batch, self.tables, self.scratch)
+            adjust(batch, self.tables, self.scratch)
+            draw(batch, self.tables, self.scratch, full=True)
+            weigh(batch, self.tables, self.scratch)
+            settle(batch, self.tables, self.scratch)
 
     def _check(self, mode: Mode, batch: SamplingBatch) -> None:
         logits, count = batch.logits, len(batch.rows)

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.reference.philox import gumbel_noise
-from tandem.engine_core.kernels.reference.sampling import SamplingRows, Truncation, adjust_logits, sample, truncate
+from tandem.engine_core.kernels.reference.sampling import SEGMENT, SamplingRows, adjust_logits, sample
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import ID_BITS, ID_MASK
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
-from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TRIES, TritonSampler
+from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
+from tests.support.sure_draws import Sure, sure_draw
 
 PROMPT_LEN, MIN_TOKENS, CHOICE, SEED, TOP_K = (
     INT_COLUMNS.index(name) for name in ("prompt_len", "min_tokens", "choice", "seed", "top_k")
@@ -25,10 +24,6 @@ REPETITION, PRESENCE, FREQUENCY = (
 EVERYTHING = RANDOM | TRUNCATES | PENALIZES | BIASED | SUPPRESSES
 BIASES = 16
 ENDS = 5
-NEAR_TOKEN = 3e-5
-"""Sums of score and noise closer than this may change places: the kernel's noise is right to about 3e-6."""
-NEAR_MASS = 5e-6
-"""A cumulative probability this close to top-p may fall on either side."""
 
 
 @dataclass
@@ -51,12 +46,12 @@ class Case:
         return SamplingTables(self.tokens, self.ints, self.floats, self.bias, self.suppressed, self.lengths)
 
     def sampler(
-        self, tile: int = TILE, group: int = GROUP, capacity: int = CAPACITY, tries: int = TRIES
+        self, tile: int = TILE, segment: int = SEGMENT, group: int = GROUP, capacity: int = CAPACITY
     ) -> TritonSampler:
         vocab, batch, device = self.logits.shape[1], len(self.rows), self.logits.device
         pdl = device.type == "cuda" and read_gpu_traits().pdl
-        scratch = SamplingScratch.allocate(vocab, batch, tile, group, capacity, device, pdl)
-        return TritonSampler(self.tables, scratch, tries)
+        scratch = SamplingScratch.allocate(vocab, batch, tile, segment, group, capacity, device, pdl)
+        return TritonSampler(self.tables, scratch)
 
     def batch(self, sampled: Tensor, needs: int = 0, allowed: Tensor | None = None) -> SamplingBatch:
         """Make the batch of the step; its history is as long as the token table."""
@@ -137,100 +132,59 @@ def truncations(case: Case, top_k: list[int], top_p: list[float], min_p: list[fl
         case.floats[row, MIN_P] = min_p[row // 3 % len(min_p)]
 
 
-@dataclass
-class Expected:
-    """Results of the oracle, [B, V] each but for `best`."""
-
-    scores: Tensor
-    """Adjusted logits after the largest is subtracted and the temperature divided by, float32."""
-    sums: Tensor
-    """Scores and noise."""
-    kept: Tensor
-    """True for tokens that truncation leaves; a greedy row keeps its best token."""
-    doubtful: Tensor
-    """True where rounding alone may decide if a token is kept."""
-    best: Tensor
-    """[B], id of the largest adjusted logit."""
-
-
-def expect(case: Case, full: bool = True) -> Expected:
-    """Compute what the oracle computes before its draw, in float32, with the probabilities of top-p in float64."""
+def expect(case: Case, full: bool = True, segment: int = SEGMENT) -> list[Sure]:
+    """Draw what the oracle draws, one row after the other. The adjusted logits are float32, all else is float64."""
     rows = case.sampling_rows(full)
     assert rows.draw is not None
     logits = adjust_logits(case.logits.float(), rows, case.allowed)
     best = logits.argmax(-1)
-    greedy = (rows.draw.temperature == 0).unsqueeze(1)
-    scores = logits - logits.gather(1, best.unsqueeze(1))
-    scores = scores / torch.where(greedy, 1.0, rows.draw.temperature.unsqueeze(1))
-    kept = torch.ones_like(scores, dtype=torch.bool)
-    doubtful = torch.zeros_like(kept)
-    if rows.truncation is not None:
-        t = rows.truncation
-        truncated = truncate(scores.double(), t.top_k, t.top_p.double(), t.min_p.double())
-        kept = (truncated > -torch.inf) | (scores == -torch.inf)
-        doubtful = _doubtful(scores, t) | (scores == -torch.inf)
-    only = torch.zeros_like(kept).scatter(1, best.unsqueeze(1), True)
-    noise = gumbel_noise(rows.draw.seed, rows.draw.choice, rows.draw.position, logits.shape[1])
-    return Expected(scores, scores + noise, torch.where(greedy, only, kept), doubtful & ~greedy, best)
+    found = []
+    for index, only in enumerate(torch.arange(len(logits), device=logits.device).split(1)):
+        draw, truncation = rows.draw.of(only), rows.truncation
+        top = logits[index, best[index]]
+        if draw.temperature == 0 or not case.logits[index].amax().isfinite() or top == -torch.inf:
+            found.append(Sure(int(best[index]) if case.logits[index].amax().isfinite() else -1, 0, True))
+            continue
+        scores = (logits[index] - top) / draw.temperature
+        found.append(sure_draw(scores, draw, None if truncation is None else truncation.of(only), segment))
+    return found
 
 
-def expect_tokens(case: Case, mode: Mode) -> Tensor:
+def expect_tokens(case: Case, mode: Mode, segment: int = SEGMENT) -> Tensor:
     """Return the oracle's tokens, [B] int64."""
     rows = case.sampling_rows(mode is Mode.FULL)
-    return sample(case.logits, SamplingRows() if mode is Mode.GREEDY else rows, case.allowed)
+    return sample(case.logits, SamplingRows() if mode is Mode.GREEDY else rows, case.allowed, segment)
 
 
-def _doubtful(scores: Tensor, t: Truncation) -> Tensor:
-    ordered, ids = scores.double().sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scores.shape[1], device=scores.device)
-    limit = torch.where(t.top_k > 0, t.top_k, scores.shape[1]).unsqueeze(1)
-    share = ordered.masked_fill(rank >= limit, -torch.inf).softmax(-1)
-    before = share.cumsum(-1) - share
-    top_p = t.top_p.double().unsqueeze(1)
-    near = ((before - top_p).abs() < NEAR_MASS) & (top_p < 1) & (rank < limit)
-    bound = (ordered - t.min_p.log().unsqueeze(1)).abs() < 1e-5
-    return torch.zeros_like(near).scatter(1, ids, near | bound)
+def check_draw(case: Case, mode: Mode, tokens: Tensor, segment: int = SEGMENT, least_sure: float = 0.9) -> list[int]:
+    """Assert that the tokens are the oracle's, wherever rounding cannot decide. Returns the draws that each row took."""
+    found = expect(case, mode is Mode.FULL, segment)
+    oracle = expect_tokens(case, mode, segment).tolist()
+    sure = [index for index, row in enumerate(found) if row.sure]
+    assert len(sure) >= least_sure * len(found)
+    wanted = {index: found[index].token for index in sure}
+    assert {index: oracle[index] for index in sure} == wanted
+    assert {index: tokens[index].item() for index in sure} == wanted
+    return [row.draws for row in found]
 
 
-def check_draw(found: Expected, kept: Tensor, tokens: Tensor, least_sure: float = 0.9) -> None:
-    """Assert that the tokens are the oracle's draw from what was kept, wherever two sums are not too close to tell."""
-    sums = found.sums.masked_fill(~kept, -torch.inf)
-    first = sums.topk(2).values if sums.shape[1] > 1 else sums.expand(-1, 2) - torch.tensor([0.0, 1.0]).to(sums.device)
-    sure = first[:, 0] - first[:, 1] > NEAR_TOKEN
-    assert sure.float().mean() >= least_sure
-    assert torch.equal(tokens.long()[sure], sums.argmax(-1)[sure])
+def check_full(case: Case, seeds: int = 1, **sizes: int) -> list[int]:
+    """Assert that the full mode draws what the oracle draws, for some seeds. Returns the draws that each row took."""
+    draws = []
+    for turn in range(seeds):
+        case.ints[1:, SEED] += turn
+        tokens = run(case.sampler(**sizes), case, Mode.FULL, restore=True)
+        draws += check_draw(case, Mode.FULL, tokens, sizes.get("segment", SEGMENT))
+    return draws
 
 
-def check_full(case: Case, **sizes: int) -> None:
-    """Assert that the full mode keeps what the oracle keeps, where rounding cannot decide, and draws what it draws."""
-    found = expect(case)
-    quick = run(case.sampler(**sizes), case, Mode.FULL)
-    sampler = case.sampler(**sizes, tries=0)
-    tokens = run(sampler, case, Mode.FULL)
-    assert torch.equal(quick, tokens), "drawing before the cutoff is known changed a token"
-    kept = kept_by(sampler, case, found)
-    greedy = case.floats[case.rows.long(), TEMPERATURE] == 0
-    kept = torch.where(greedy.unsqueeze(1), found.kept, kept)
-    assert torch.equal(kept | found.doubtful, found.kept | found.doubtful)
-    check_draw(found, kept, tokens)
-
-
-def kept_by(sampler: TritonSampler, case: Case, found: Expected) -> Tensor:
-    """Return the tokens that the kernels kept, by the cutoff that they left behind. [B, V] bool."""
-    cutoff = sampler.scratch.cutoff[: len(case.rows)].unsqueeze(1)
-    bits = torch.where(found.scores == 0, 0.0, found.scores).view(torch.int32)
-    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
-    ids = torch.arange(case.logits.shape[1], device=cutoff.device)
-    min_p = case.floats[case.rows.long(), MIN_P].unsqueeze(1)
-    above = (found.scores >= min_p.log()) | (ids == found.best.unsqueeze(1))
-    return ((keys << ID_BITS.value) + (ID_MASK.value - ids) >= cutoff) & above
-
-
-def run(sampler: TritonSampler, case: Case, mode: Mode) -> Tensor:
+def run(sampler: TritonSampler, case: Case, mode: Mode, restore: bool = False) -> Tensor:
     """Sample, the full mode under the case's masks if it has some. Returns [B] int32.
 
-    Asserts that nothing was written but the tokens, and that the scratch is as it was.
+    Asserts that nothing was written but the tokens, and that the scratch is as it was. restore: takes the tokens out of
+    the table again, so that the oracle sees the same history.
     """
+    tokens = case.tokens.clone()
     before, lengths, logits = case.tokens.clone(), case.lengths.clone(), case.logits.clone()
     sampled = torch.full_like(case.rows, -7)
     if mode is Mode.FULL and case.allowed is not None:
@@ -241,7 +195,9 @@ def run(sampler: TritonSampler, case: Case, mode: Mode) -> Tensor:
     lengths[case.rows.long()] = torch.where(case.rows > 0, case.positions + 2, 1)
     assert torch.equal(case.tokens, before) and torch.equal(case.lengths, lengths)
     assert torch.equal(case.logits.view(torch.uint8), logits.view(torch.uint8))
-    for buffer in (sampler.scratch.marks, sampler.scratch.arrivals, sampler.scratch.found):
+    for buffer in (sampler.scratch.marks, sampler.scratch.arrivals):
         assert not buffer.any()
     assert (sampler.scratch.winner == NOTHING.value).all()
+    if restore:
+        case.tokens.copy_(tokens)
     return sampled

@@ -2,10 +2,11 @@
 
 No generator state has to be synchronised.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks a token:
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks one of many places (`kernels.reference.sampling` names
+them and the streams):
 
 - key = (seed mod 2^32, seed >> 32)
-- counter = (token_id // 4, position, choice, 0); the token takes word number token_id % 4 of the result
+- counter = (place // 4, position, choice, stream); the place takes word number place % 4 of the result
 - u = ((word >> 9) + 0.5) * 2^-23, exact in float32: from 2^-24 to 1 - 2^-24, never 0 or 1
 - noise = -log(-log(u)), float32
 
@@ -56,22 +57,27 @@ def uniform(words: Tensor) -> Tensor:
     return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
-def gumbel_noise(seed: Tensor, choice: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise for every token of every row.
+def gumbel_noise(
+    seed: Tensor, choice: Tensor, position: Tensor, count: int, stream: int = 0, first: Tensor | None = None
+) -> Tensor:
+    """Return standard Gumbel noise for `count` places of every row.
 
     The module docstring defines it.
 
-    seed, choice, position: [S] int64, none negative. Returns [S, vocab_size] float32.
+    seed, choice, position: [S] int64, none negative; first: [S] int64, the first place of each row, a multiple of 4;
+    None for 0. Returns [S, count] float32.
     """
-    blocks = torch.arange((vocab_size + 3) // 4, device=seed.device)
-    shape = (seed.shape[0], blocks.shape[0])
     column = seed.unsqueeze(1)
+    blocks = torch.arange((count + 3) // 4, device=seed.device).expand(seed.shape[0], -1)
+    if first is not None:
+        blocks = blocks + (first // 4).unsqueeze(1)
+    shape = blocks.shape
     key = (column & MASK, column >> 32)
     counter = (
-        blocks.expand(shape),
+        blocks,
         position.unsqueeze(1).expand(shape),
         choice.unsqueeze(1).expand(shape),
-        torch.zeros_like(column).expand(shape),
+        torch.full_like(column, stream).expand(shape),
     )
-    words = philox(counter, key).flatten(1)[:, :vocab_size]
+    words = philox(counter, key).flatten(1)[:, :count]
     return uniform(words).log_().neg_().log_().neg_()

@@ -4,11 +4,19 @@ No function here modifies its arguments.
 """
 
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
+
+SEGMENT = 1024
+"""Tokens of a segment. A draw needs noise for the segments and for the tokens of one: about as many of either would be
+fewest, but a GPU is not faster for fewer tokens. Drawn tokens depend on it."""
+CANDIDATES = 4
+"""Draws from all tokens before one from fewer. A GPU makes them at the same time. Drawn tokens depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,10 @@ class Draw:
     position: Tensor
     """int64, the position that the sampled token takes in its sequence."""
 
+    def of(self, rows: Tensor) -> "Draw":
+        """Return the parameters of some of the rows."""
+        return Draw(self.temperature[rows], self.seed[rows], self.choice[rows], self.position[rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -32,6 +44,10 @@ class Truncation:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+
+    def of(self, rows: Tensor) -> "Truncation":
+        """Return the arguments of some of the rows."""
+        return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +92,88 @@ class SamplingRows:
     """[S, E] int64, ids that may not be sampled now; -1 for none."""
 
 
-def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None, segment: int = SEGMENT) -> Tensor:
     """Sample one token a row, computed in float32. Returns [S] int64.
 
     logits: [S, V], not modified; allowed: masks as in `apply_bitmask`, or None. In order: bias, penalties, suppression,
-    mask; then a greedy row takes the largest logit, and any other row divides by its temperature, truncates and takes
-    the largest sum of logit and Gumbel noise, which is a draw from the softmax (Gumbel, 1954; Maddison et al., 2014).
-    Among equal ones the lowest id wins. The noise depends on the row's seed, choice and position only (see `philox`).
-    A row that holds NaN or +inf, or nothing but -inf, has no softmax and yields -1. A row to which suppression and mask
-    leave nothing yields id 0.
+    mask; then a greedy row takes the largest logit, the lowest id among equal ones, and any other row divides by its
+    temperature, truncates and draws from the softmax (`draw_token`). The token depends on the row's logits, parameters,
+    seed, choice and position only. A row that holds NaN or +inf, or nothing but -inf, has no softmax and yields -1. A row
+    to which suppression and mask leave nothing yields id 0. segment: as in `draw_token`.
     """
     largest = logits.amax(-1)
     logits = adjust_logits(logits, rows, allowed)
-    best = logits.argmax(-1)
-    return torch.where(largest.isfinite(), best if rows.draw is None else _draw(logits, best, rows.draw, rows), -1)
+    tokens = logits.argmax(-1)
+    if rows.draw is not None:
+        scores = logits - logits.gather(1, tokens.unsqueeze(1))
+        drawing = ((rows.draw.temperature != 0) & largest.isfinite() & scores.isfinite().any(1)).nonzero().squeeze(1)
+        # The largest logit became 0 before the division, so that no temperature is small enough to overflow.
+        scores = scores[drawing] / rows.draw.temperature[drawing].unsqueeze(1)
+        truncation = None if rows.truncation is None else rows.truncation.of(drawing)
+        tokens[drawing] = _draw(scores, rows.draw.of(drawing), truncation, segment)
+    return torch.where(largest.isfinite(), tokens, -1)
 
 
-def _draw(logits: Tensor, best: Tensor, draw: Draw, rows: SamplingRows) -> Tensor:
-    """Draw a token for each row, or take its best where the temperature is 0.
+def draw_token(scores: Tensor, draw: Draw, number: int, segment: int = SEGMENT) -> Tensor:
+    """Draw a token of each row from the softmax of scores.
 
-    logits: [S, V], adjusted; best: [S], id of the largest. Returns [S] int64.
+    First a segment of the vocabulary by its mass, then one of its tokens. Either is the largest sum of a logarithm and
+    Gumbel noise, which is a draw in proportion (Gumbel, 1954; Maddison et al., 2014). So a small change of the logits
+    rarely changes the token, and most tokens need no noise.
+
+    scores: [S, V]; number: of the draw among those for one position: its noise is that of the streams 2 * number, for
+    segments, and 2 * number + 1, for tokens (see `philox`); segment: tokens of a segment, a multiple of 4. Returns [S].
     """
-    temperature = draw.temperature
-    greedy = temperature == 0
-    # The largest logit becomes 0 before the division, so that no temperature is small enough to overflow.
-    scores = logits - logits.gather(1, best.unsqueeze(1))
-    scores = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
-    if rows.truncation is not None:
-        scores = truncate(scores, rows.truncation.top_k, rows.truncation.top_p, rows.truncation.min_p)
-    noise = gumbel_noise(draw.seed, draw.choice, draw.position, logits.shape[1])
-    return torch.where(greedy, best, (scores + noise).argmax(-1))
+    key = (draw.seed, draw.choice, draw.position)
+    parts = functional.pad(scores, (0, -scores.shape[1] % segment), value=-torch.inf).unflatten(1, (-1, segment))
+    masses = parts.logsumexp(-1)
+    chosen = (masses + gumbel_noise(*key, masses.shape[1], 2 * number)).argmax(-1)
+    part = parts[torch.arange(len(parts), device=parts.device), chosen]
+    first = chosen * segment
+    return first + (part + gumbel_noise(*key, segment, 2 * number + 1, first)).argmax(-1)
+
+
+def _draw(scores: Tensor, draw: Draw, truncation: Truncation | None, segment: int) -> Tensor:
+    """Draw until truncation keeps the token, which is a draw from what it leaves (rejection sampling).
+
+    The first CANDIDATES draws are from all tokens. Later ones are from those that rank ahead of all that were drawn,
+    and that top-k and min-p keep.
+    """
+    if truncation is None:
+        return draw_token(scores, draw, 0, segment)
+    kept = truncate(scores, truncation.top_k, truncation.top_p, truncation.min_p) > -torch.inf
+    tokens = torch.zeros_like(draw.seed)
+    # Rows without a token yet, the scores that they draw from, and the foremost token that each has drawn.
+    rows = torch.arange(len(scores), device=scores.device)
+    open_, foremost = scores, torch.full_like(tokens, -1)
+    for number in count():
+        drawn = draw_token(open_, draw.of(rows), number, segment)
+        tokens[rows] = drawn
+        left = ~kept[rows, drawn]
+        rows, open_, foremost, drawn = rows[left], open_[left], foremost[left], drawn[left]
+        if not len(rows):
+            break
+        scored = scores[rows]
+        foremost = torch.where(
+            (foremost < 0) | is_ahead(scored, foremost.clamp(min=0)).gather(1, drawn.unsqueeze(1)).squeeze(1),
+            drawn,
+            foremost,
+        )
+        if number >= CANDIDATES - 1:
+            t = truncation.of(rows)
+            open_ = truncate(scored, t.top_k, torch.ones_like(t.top_p), t.min_p)
+            open_ = open_.masked_fill(~is_ahead(scored, foremost), -torch.inf)
+    return tokens
+
+
+def is_ahead(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Return true for the tokens that rank ahead of each row's own.
+
+    scores: [S, V]; tokens: [S] ids. Returns [S, V].
+    """
+    own = scores.gather(1, tokens.unsqueeze(1))
+    lower = torch.arange(scores.shape[1], device=scores.device) < tokens.unsqueeze(1)
+    return (scores > own) | ((scores == own) & lower)
 
 
 def adjust_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) -> Tensor:

@@ -1,10 +1,12 @@
 """Tokens drawn from the softmax of every row, in two Triton kernels.
 
-The first finds the largest logits, the second a Gumbel maximum.
+The first finds the largest logit of each tile and the mass of each of its segments. The second draws a segment by its
+mass and then one of its tokens, each as a Gumbel maximum: the largest sum of a logarithm of weight and noise is a draw
+in proportion to the weights (Gumbel, 1954; Maddison et al., 2014). So a row needs noise for some thousand places,
+not for its whole vocabulary.
 
-score = (logit - largest) / temperature, and the largest sum of score and Gumbel noise is a draw from the softmax
-(Gumbel, 1954; Maddison et al., 2014). The second kernel also ends sampling with truncation (see `narrow`), so a request
-gets the same token from both. Oracle: `kernels.reference.sampling.sample`.
+Where truncation may drop the token, several are drawn at once, each with noise of its own. `weigh` and `settle` find
+the first that stays. Oracle: `kernels.reference.sampling.sample`.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -13,15 +15,13 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.fast_math import quotient
-from tandem.engine_core.kernels.sampling.bracket import BY_MASS, BY_RANK, KEEP_ALL, truncation_state
+from tandem.engine_core.kernels.reference import sampling as reference
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE
-from tandem.engine_core.kernels.sampling.gumbel import gumbel, philox_words
-from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.sampling.gumbel import LN_2, gumbel, philox_words
+from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.rank import (
-    ID_MASK,
+    EMPTY,
     best_of,
-    combine_tiles,
     judge,
     load_logits,
     rank_id,
@@ -29,230 +29,168 @@ from tandem.engine_core.kernels.sampling.rank import (
     token_of,
     write_token,
 )
-from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.truncation import load_truncation, ranks_at_least
+from tandem.engine_core.kernels.sampling.weights import (
+    is_infinite,
+    load_adjusted,
+    load_masses,
+    load_row_best,
+    log2_slope,
+    log_weights,
+    store_masses,
+)
 
 CHOICE = tl.constexpr(INT_COLUMNS.index("choice"))
 SEED = tl.constexpr(INT_COLUMNS.index("seed"))
-MIN_P = tl.constexpr(FLOAT_COLUMNS.index("min_p"))
-
-DRAW_STEP = 512
-"""Tokens whose noise a program computes together: four a thread, as they come out of one counter, in place."""
-UNTRUNCATED, FIRST, RETRY, FINAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""Turns of a draw. UNTRUNCATED: no row truncates. FIRST: every row but those with top-k, from all that min-p leaves.
-RETRY: the rows with top-p again, from what ranks ahead of the token drawn. FINAL: rows with a known cutoff."""
-BUSY = 1024
-"""Number of programs above which a program that draws takes two tiles."""
+CANDIDATES = tl.constexpr(reference.CANDIDATES)
+SETTLED = tl.constexpr(-1)
+"""First candidate of a row whose token is written."""
+DRAW_WARPS = 4
+"""Warps of a program that draws: eight tokens a thread."""
 
 
 @triton.jit
-def load_row_best(tile_best_ptr, index, tiles, TILES_PAD: tl.constexpr):
-    """Return the best rank of a row, from those of its tiles."""
-    offsets = tl.arange(0, TILES_PAD)
-    return tl.max(tl.load(tile_best_ptr + index * tiles + offsets, mask=offsets < tiles, other=NOTHING), axis=0)
-
-
-@triton.jit
-def is_infinite(top):
-    """Return true if a row's largest logit is infinite or NaN.
-
-    Every finite logit is then infinitely far from it, so that there is nothing to draw.
-    """
-    return (top == float("-inf")) | (top == float("inf")) | (top != top)
-
-
-@triton.jit
-def scores_of(x, top, temperature):
-    """Return the scores of logits, rounded as the oracle rounds them.
-
-    So logits that tie in the oracle tie here too.
-    """
-    return quotient(x - top, temperature)
-
-
-@triton.jit
-def load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, mask):
-    """Load a tile of logits from where `penalties.adjust` left them.
-
-    logits_ptr, adjusted_ptr: start of the row.
-    """
-    if is_adjusted:
-        x = tl.load(adjusted_ptr + ids, mask=mask, other=float("-inf"))
-    else:
-        x = load_logits(logits_ptr, ids, mask)
-    return x
-
-
-@triton.jit
-def _score_bound(cutoff, min_p):
-    """Return the bounds that truncation sets on scores and ids.
-
-    They are the lowest score that stays, the last id that stays at that score, and true if anything is dropped.
-    """
-    keeps_all = cutoff == NOTHING
-    least = tl.where(keeps_all, float("-inf"), rank_value(cutoff))
-    bound = tl.where(min_p > 0.0, tl.log(tl.minimum(tl.maximum(min_p, 1e-38), 1.0)), float("-inf"))
-    last = tl.where(keeps_all | (bound > least), ID_MASK, rank_id(cutoff))
-    return tl.maximum(bound, least), last, (not keeps_all) | (min_p > 0.0)
-
-
-@triton.jit
-def _tile_best_kernel(logits_ptr, rows_ptr, tile_best_ptr, logit_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _tile_best_kernel(
+    logits_ptr, rows_ptr, floats_ptr, tile_best_ptr, masses_ptr, logit_stride, vocab, BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     index = tl.program_id(1)
+    tiles = tl.num_programs(0)
     wait_for_previous(PDL)
-    if tl.load(rows_ptr + index) == 0:
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    if row == 0:
         return
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
+    temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     best = best_of(x, ids)
-    tl.store(tile_best_ptr + index * tl.num_programs(0) + tile, judge(best, rank_value(best)))
+    tl.store(tile_best_ptr + index * tiles + tile, judge(best, rank_value(best)))
+    if temperature != 0.0:
+        store_masses(masses_ptr + index * tiles * (BLOCK // SEGMENT), x, rank_value(best), temperature, tile, SEGMENT)
+
+
+@triton.jit
+def draw_token(
+    logits_ptr, adjusted_ptr, is_adjusted, vocab, log_masses, top, slope, least, least_y, seed, choice, position, draw,
+    SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Draw a token of a row, and return its id and its logit.
+
+    logits_ptr, adjusted_ptr: of the row; log_masses: [PAD], binary logarithms of its segments' masses, of the tokens
+    that rank at `least` or before and of which y is at least least_y; position: of the token; draw: its number among
+    the draws for this position, which have noise of their own.
+    """
+    words = philox_words(seed, choice, position, 2 * draw, 0, log_masses.shape[0])
+    segment = rank_id(best_of(log_masses * LN_2 + gumbel(words), tl.arange(0, log_masses.shape[0])))
+    ids = segment * SEGMENT + tl.arange(0, SEGMENT)
+    x = load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, ids < vocab)
+    y = log_weights(x, top, slope)
+    noise = gumbel(philox_words(seed, choice, position, 2 * draw + 1, segment * SEGMENT, SEGMENT))
+    stays = (ids < vocab) & ranks_at_least(x, ids, least) & (y >= least_y)
+    token = rank_id(best_of(tl.where(stays, y * LN_2 + noise, float("-inf")), ids))
+    return token, tl.max(tl.where(ids == token, x, float("-inf")), axis=0)
 
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr,
-    rows_ptr,
-    positions_ptr,
-    ints_ptr,
-    floats_ptr,
-    tile_best_ptr,
-    adjusted_ptr,
-    touched_ptr,
-    state_ptr,
-    cutoff_ptr,
-    sampled_ptr,
-    tokens_ptr,
-    lengths_ptr,
-    winner_ptr,
-    arrivals_ptr,
-    logit_stride,
-    adjusted_stride,
-    token_stride,
-    max_len,
-    vocab,
-    tiles,
-    TILES_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    TURN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    tile = tl.program_id(0)
+    logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, tile_best_ptr, masses_ptr, adjusted_ptr, touched_ptr,
+    candidates_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride, max_len, vocab,
+    tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    FULL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
     index = tl.program_id(1)
     wait_for_previous(PDL)
-    if TURN == RETRY:  # noqa: SIM102
-        if tl.load(state_ptr + index) != BY_MASS:
-            return
-    if TURN == FINAL:  # noqa: SIM102  Turns are distinguished at compile time.
-        if tl.load(state_ptr + index) == KEEP_ALL:
-            return
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
-    if row == 0:
-        if tile == 0:
-            write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
-        return
+    largest = load_row_best(tile_best_ptr, index, tiles, TILES_PAD)
+    top = rank_value(largest)
+    candidate_ptr = candidates_ptr + index * CANDIDATES + number
     # All loads that depend only on the row are issued together.
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     seed = tl.load(ints_ptr + row * NUM_INTS + SEED)
     choice = tl.load(ints_ptr + row * NUM_INTS + CHOICE)
-    if TURN == FIRST:  # noqa: SIM102
-        if truncation_state(ints_ptr, floats_ptr, row, vocab) == BY_RANK:
-            return
-    if TURN != UNTRUNCATED:
-        changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
-        is_adjusted = tl.load(touched_ptr + index) != 0
-        cutoff = tl.full([], NOTHING, tl.int64)
-        if TURN != FIRST:
-            cutoff = tl.load(cutoff_ptr + index)
-        least, last, truncates = _score_bound(cutoff, tl.load(floats_ptr + row * NUM_FLOATS + MIN_P))
-    largest = load_row_best(tile_best_ptr, index, tiles, TILES_PAD)
-    top = rank_value(largest)
-    if (temperature == 0.0) | is_infinite(top):
-        if tile == 0:
-            write_token(
-                sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token_of(largest)
-            )
+    top_k, top_p, least_y = load_truncation(ints_ptr, floats_ptr, row, vocab)
+    if (row == 0) | (temperature == 0.0) | is_infinite(top):
+        if number == 0:
+            token = tl.where(row == 0, 0, token_of(largest))
+            write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
+            if FULL:
+                tl.store(candidate_ptr, SETTLED)
         return
+    needs_weighing = (top_k > 0) | (top_p < 1.0)
+    if FULL:  # noqa: SIM102  Kinds of launches are distinguished at compile time.
+        if (number > 0) & (not needs_weighing) & (least_y == float("-inf")):
+            return
+    slope = log2_slope(temperature)
+    masses, y = load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE, PAD)
     raw = logits_ptr + index.to(tl.int64) * logit_stride
-    # A few tokens a thread at a time, so that registers do not keep programs from running side by side.
-    highest = tl.full([STEP], float("-inf"), tl.float32)
-    choices = tile * BLOCK + tl.arange(0, STEP)
-    for first in range(tile * BLOCK, tl.minimum(tile * BLOCK + BLOCK, vocab), STEP):
-        ids = first + tl.arange(0, STEP)
-        mask = ids < vocab
-        if TURN != UNTRUNCATED:
-            scores = scores_of(load_adjusted(raw, changed, is_adjusted, ids, mask), top, temperature)
-            wanted = True
-            if truncates:
-                mask = mask & ((scores > least) | ((scores == least) & (ids <= last)))
-                # Noise is expensive, and truncation leaves nothing in most steps.
-                wanted = tl.max(mask.to(tl.int32), axis=0) > 0
-        else:
-            scores = scores_of(load_logits(raw, ids, mask), top, temperature)
-            wanted = True
-        if wanted:
-            sums = tl.where(mask, scores + gumbel(philox_words(seed, choice, position + 1, first, STEP)), float("-inf"))
-            higher = sums > highest
-            highest = tl.where(higher, sums, highest)
-            choices = tl.where(higher, ids, choices)
-    offer = best_of(highest, choices)
-    drawn = combine_tiles(winner_ptr, arrivals_ptr, index, offer, tl.num_programs(0))
-    if drawn != NOTHING:
-        write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, rank_id(drawn))
+    changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
+    is_adjusted = (tl.load(touched_ptr + index) != 0) if FULL else False
+    token, x = draw_token(
+        raw, changed, is_adjusted, vocab, y + tl.log2(masses), top, slope, tl.full([], EMPTY, tl.int64), float("-inf"),
+        seed, choice, position + 1, number, SEGMENT,
+    )  # fmt: skip
+    settled = True
+    if FULL:
+        # The first token in rank always stays.
+        stays = (not needs_weighing) & (log_weights(x, top, slope) >= least_y)
+        settled = (number == 0) & (stays | (token == rank_id(largest)))
+        tl.store(candidate_ptr, tl.where(settled, SETTLED, token))
+    if settled:
+        write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
 
-def row_best(batch: SamplingBatch, scratch: SamplingScratch) -> None:
-    """Write the best rank of each tile of each row to `tile_best`."""
+def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
+    """Write the best rank of each tile of each row to `tile_best`, and the masses of its segments to `masses`."""
     logits = batch.logits
     _tile_best_kernel[scratch.grid(len(logits))](
         logits,
         batch.rows,
+        tables.floats,
         scratch.tile_best,
+        scratch.masses,
         logits.stride(0),
         scratch.vocab_size,
         BLOCK=scratch.tile,
-        **scratch.launch_options(num_warps_for(scratch.tile)),
+        SEGMENT=scratch.segment,
+        **scratch.launch_options(num_warps_for(scratch.tile, 16)),
     )
 
 
-def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch, turn: int) -> None:
+def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch, *, full: bool) -> None:
     """Draw each row's token, or take its best where the temperature is 0.
 
-    A row without a distribution yields -1 (see `rank`). Reads `tile_best` and, in every turn but UNTRUNCATED,
-    `adjusted`, `touched`, `state` and `cutoff`. Writes the tokens to `batch.sampled` and to the token table, which gets
-    0 for -1, and the rows' new lengths.
+    A row without a distribution yields -1 (see `rank`). Reads `tile_best` and `masses`. Writes the tokens to
+    `batch.sampled` and to the token table, which gets 0 for -1, and the rows' new lengths.
+
+    full: reads `adjusted` and `touched` too, and writes `candidates`, which are tokens of rows that truncation may drop;
+    the first is SETTLED if the row's token is written. Otherwise truncation is ignored.
     """
-    logits, tokens = batch.logits, tables.tokens
-    rows, tiles = len(logits), scratch.num_tiles
-    # A later turn has few rows, whose programs should be short.
-    late = turn in (RETRY.value, FINAL.value)
-    block = scratch.tile * (2 if tiles * rows > BUSY and not late else 1)
-    _draw_kernel[(triton.cdiv(scratch.vocab_size, block), rows)](
+    logits, tokens, tiles = batch.logits, tables.tokens, scratch.num_tiles
+    _draw_kernel[(CANDIDATES.value if full else 1, len(logits))](
         logits,
         batch.rows,
         batch.positions,
         tables.ints,
         tables.floats,
         scratch.tile_best,
+        scratch.masses,
         scratch.adjusted,
         scratch.touched,
-        scratch.state,
-        scratch.cutoff,
+        scratch.candidates,
         batch.sampled,
         tokens,
         tables.lengths,
-        scratch.winner,
-        scratch.arrivals,
         logits.stride(0),
         scratch.adjusted.stride(0),
         tokens.stride(0),
         tokens.shape[1],
         scratch.vocab_size,
         tiles,
-        TILES_PAD=triton.next_power_of_2(tiles),
-        BLOCK=block,
-        STEP=min(scratch.tile, DRAW_STEP),
-        TURN=turn,
-        **scratch.launch_options(4),
+        **scratch.segment_sizes(),
+        FULL=full,
+        **scratch.launch_options(DRAW_WARPS),
     )

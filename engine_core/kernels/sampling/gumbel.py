@@ -19,10 +19,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def philox_words(seed, choice, position, start, BLOCK: tl.constexpr):
-    """Return the Philox words of the tokens start .. start + BLOCK, [BLOCK] uint32.
+def philox_words(seed, choice, position, stream, start, BLOCK: tl.constexpr):
+    """Return the Philox words of the places start .. start + BLOCK, [BLOCK] uint32.
 
-    seed: int64; start and BLOCK: multiples of 4. One counter serves four tokens, so it is computed once and its words
+    seed: int64; start and BLOCK: multiples of 4. One counter serves four places, so it is computed once and its words
     are interleaved.
     """
     block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -31,7 +31,7 @@ def philox_words(seed, choice, position, start, BLOCK: tl.constexpr):
     key_high = (seed >> 32).to(tl.uint32)
     position = zero + position.to(tl.uint32)
     choice = zero + choice.to(tl.uint32)
-    c0, c1, c2, c3 = block, position, choice, zero
+    c0, c1, c2, c3 = block, position, choice, zero + stream.to(tl.uint32)
     for _ in tl.static_range(10):
         first = c0.to(tl.uint64) * FIRST
         second = c2.to(tl.uint64) * SECOND

@@ -17,8 +17,9 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import best_of, judge, load_logits
+from tandem.engine_core.kernels.sampling.rank import best_of, judge, load_logits, rank_value
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.weights import store_masses
 
 PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
 MIN_TOKENS = tl.constexpr(INT_COLUMNS.index("min_tokens"))
@@ -137,12 +138,14 @@ def _adjust_kernel(
     adjusted_ptr,
     touched_ptr,
     tile_best_ptr,
+    masses_ptr,
     peaks_ptr,
     logit_stride,
     mark_stride,
     allowed_stride,
     vocab,
     BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PDL: tl.constexpr,
@@ -175,7 +178,10 @@ def _adjust_kernel(
             x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
         tl.store(adjusted_ptr + offsets, x, mask=mask)
         tl.store(marks_ptr + offsets, 0, mask=mask & (mark_bits != 0))
-    tl.store(tile_best_ptr + index * tiles + tile, judge(best_of(x, ids), largest))
+    best = best_of(x, ids)
+    tl.store(tile_best_ptr + index * tiles + tile, judge(best, largest))
+    if temperature != 0.0:
+        store_masses(masses_ptr + index * tiles * (BLOCK // SEGMENT), x, rank_value(best), temperature, tile, SEGMENT)
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP
         tops = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)
@@ -226,7 +232,7 @@ def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch)
 def adjust(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Adjust the logits of touched rows into `adjusted` and zero their marks.
 
-    Writes `tile_best` for every row but the padding, and `peaks` for rows that truncate by rank.
+    Writes `tile_best` for every row but the padding, `masses` for rows that draw, and `peaks` for rows with top-k.
     """
     logits, allowed = batch.logits, batch.allowed
     _adjust_kernel[scratch.grid(len(logits))](
@@ -239,12 +245,14 @@ def adjust(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratc
         scratch.adjusted,
         scratch.touched,
         scratch.tile_best,
+        scratch.masses,
         scratch.peaks,
         logits.stride(0),
         scratch.marks.stride(0),
         0 if allowed is None else allowed.stride(0),
         scratch.vocab_size,
         BLOCK=scratch.tile,
+        SEGMENT=scratch.segment,
         GROUP=scratch.group,
         HAS_MASK=allowed is not None,
         # Products and sums are rounded apart, as in torch, so that adjusted logits are equal to the oracle's.

@@ -40,6 +40,12 @@ def sortable_bits(x):
 
 
 @triton.jit
+def value_of_bits(bits):
+    """Return the float32 of which these are the sortable bits."""
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_rank(x, ids):
     """Return the rank of a token.
 
@@ -57,8 +63,7 @@ def rank_id(rank):
 @triton.jit
 def rank_value(rank):
     """Return the float32 value of a rank."""
-    key = (rank >> ID_BITS).to(tl.int32)
-    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    return value_of_bits((rank >> ID_BITS).to(tl.int32))
 
 
 @triton.jit

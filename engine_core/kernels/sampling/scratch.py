@@ -7,12 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.reference.sampling import CANDIDATES
+
 NOTHING = tl.constexpr(-(1 << 62))
 """A rank below that of every token."""
-NUM_PIVOTS = tl.constexpr(16)
-"""Pivots of the second level, and slots for those of either."""
-NUM_STATS = tl.constexpr(4)
-"""Sums of a tile: weight, weight times y, weight times y squared, and the weight that ranks ahead of a draw."""
 
 
 def num_warps_for(block: int, per_thread: int = 32) -> int:
@@ -36,6 +34,8 @@ class SamplingScratch:
     vocab_size: int
     tile: int
     """Tokens that a program holds, a power of two. It must not depend on the batch: a row's sums would change."""
+    segment: int
+    """Tokens of which one is drawn after their segment, a power of two. The drawn tokens depend on it."""
     group: int
     """Tokens of which only the largest counts when top-k looks for its bound, a power of two."""
     pdl: bool
@@ -52,28 +52,22 @@ class SamplingScratch:
     """[B, >= V] float32, strides as in `marks`: logits after bias, penalties, suppression and mask."""
     touched: Tensor
     """[B] int32, nonzero where the row's logits are in `adjusted`."""
-    stats: Tensor
-    """[B, T, NUM_STATS] float32, sums of each tile."""
+    masses: Tensor
+    """[B, T * tile / segment] int64, mass of each segment relative to its tile's best token (see `weights`)."""
+    candidates: Tensor
+    """[B, CANDIDATES] int32, tokens drawn from the whole softmax; the first is SETTLED where none is needed."""
+    ahead: Tensor
+    """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate."""
+    counts: Tensor
+    """[B, T, CANDIDATES] float32, number of tokens ahead of each candidate."""
+    retry_masses: Tensor
+    """[B, T * tile / segment] float32, mass of each segment from which a row draws again."""
     peaks: Tensor
-    """[B, T, tile / group] float32, group maxima of rows that truncate by rank."""
-    bound: Tensor
-    """[B] float32, y above which the k best tokens lie."""
-    pivots: Tensor
-    """[B, 2, NUM_PIVOTS] float32, by level."""
-    above: Tensor
-    """[B, 2, T, NUM_PIVOTS] float32, weight above each pivot."""
-    sums: Tensor
-    """[B, T, 2] float32, weight of each tile, and its weight above the interval."""
-    found: Tensor
-    """[B] int32, zeros between steps: tokens in the interval of the cutoff."""
+    """[B, T, tile / group] float32, group maxima of rows with top-k."""
     found_ids: Tensor
-    """[B, capacity] int32, ids of the tokens in that interval."""
+    """[B, capacity] int32, ids of the tokens among which the last one of top-k is searched."""
     found_logits: Tensor
-    """[B, capacity] float32, logits of the tokens in that interval."""
-    cutoff: Tensor
-    """[B] int64, least rank that stays."""
-    state: Tensor
-    """[B] int32, KEEP_ALL, BY_MASS or BY_RANK (see `bracket`)."""
+    """[B, capacity] float32, logits of these tokens."""
 
     @classmethod
     def allocate(
@@ -81,6 +75,7 @@ class SamplingScratch:
         vocab_size: int,
         max_batch: int,
         tile: int,
+        segment: int,
         group: int,
         capacity: int,
         device: torch.device,
@@ -88,7 +83,8 @@ class SamplingScratch:
     ) -> "SamplingScratch":
         """Allocate the buffers.
 
-        capacity: tokens of a row among which its cutoff is searched fast, a power of two; pdl: as in the field.
+        capacity: tokens of a row among which the last one of top-k is searched fast, a power of two; the others: as in
+        the fields.
         """
         tiles = triton.cdiv(vocab_size, tile)
         width = triton.cdiv(vocab_size, 64) * 64
@@ -99,6 +95,7 @@ class SamplingScratch:
         return cls(
             vocab_size=vocab_size,
             tile=tile,
+            segment=segment,
             group=group,
             pdl=pdl,
             winner=buffer(dtype=torch.int64, fill=NOTHING.value),
@@ -107,17 +104,14 @@ class SamplingScratch:
             marks=buffer(width, dtype=torch.int32),
             adjusted=buffer(width),
             touched=buffer(dtype=torch.int32),
-            stats=buffer(tiles, NUM_STATS.value),
+            masses=buffer(tiles * (tile // segment), dtype=torch.int64),
+            candidates=buffer(CANDIDATES, dtype=torch.int32),
+            ahead=buffer(tiles, CANDIDATES),
+            counts=buffer(tiles, CANDIDATES),
+            retry_masses=buffer(tiles * (tile // segment)),
             peaks=buffer(tiles, tile // group),
-            bound=buffer(),
-            pivots=buffer(2, NUM_PIVOTS.value),
-            above=buffer(2, tiles, NUM_PIVOTS.value),
-            sums=buffer(tiles, 2),
-            found=buffer(dtype=torch.int32),
             found_ids=buffer(capacity, dtype=torch.int32),
             found_logits=buffer(capacity),
-            cutoff=buffer(dtype=torch.int64),
-            state=buffer(dtype=torch.int32),
         )
 
     @property
@@ -137,6 +131,13 @@ class SamplingScratch:
     def grid(self, batch: int) -> tuple[int, int]:
         """Return the grid of a kernel that runs a program for each tile of each row."""
         return self.num_tiles, batch
+
+    def segment_sizes(self) -> dict[str, int]:
+        """Return the sizes of kernels that read the masses of a row's segments."""
+        tiles, per_tile = triton.next_power_of_2(self.num_tiles), self.tile // self.segment
+        # Noise comes for four places at a time.
+        pad = max(4, tiles * per_tile)
+        return {"TILES_PAD": tiles, "PAD": pad, "PER_TILE": per_tile, "SEGMENT": self.segment}
 
     def launch_options(self, num_warps: int) -> dict[str, object]:
         """Return the keyword arguments that every launch takes."""

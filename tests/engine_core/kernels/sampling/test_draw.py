@@ -8,18 +8,19 @@ import triton.language as tl
 from tandem.engine_core.kernels.reference.philox import MASK, gumbel_noise, philox
 from tandem.engine_core.kernels.sampling.gumbel import gumbel, philox_words
 from tandem.engine_core.sampling.sampler import Mode
-from tests.support.sampling_case import TEMPERATURE, check_draw, expect, make_case, run
+from tests.support.sampling_case import TEMPERATURE, check_draw, make_case, run
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-SIZES = {"tile": 128, "group": 8, "capacity": 32}
+SIZES = {"tile": 128, "segment": 32, "group": 8, "capacity": 32}
 
 
 @triton.jit
 def _noise_kernel(words, noise, seeds, choices, positions, BLOCK: tl.constexpr):  # noqa: N803
     index = tl.program_id(1)
     start = tl.program_id(0) * BLOCK
-    values = philox_words(tl.load(seeds + index), tl.load(choices + index), tl.load(positions + index), start, BLOCK)
+    seed, choice, position = tl.load(seeds + index), tl.load(choices + index), tl.load(positions + index)
+    values = philox_words(seed, choice, position, 5 * index, start, BLOCK)
     place = index * tl.num_programs(0) * BLOCK + start + tl.arange(0, BLOCK)
     tl.store(words + place, values.to(tl.int64))
     tl.store(noise + place, gumbel(values))
@@ -33,10 +34,14 @@ def test_philox_integers_and_noise_equal_the_oracle(device: str) -> None:
     noise = torch.zeros(4, 1024, device=device)
     _noise_kernel[(4, 4)](words, noise, seeds, choices, positions, BLOCK=256)
     block = torch.arange(256, device=device).expand(4, -1)
-    counter = (block, positions[:, None].expand_as(block), choices[:, None].expand_as(block), block * 0)
+    streams = torch.arange(0, 20, 5, device=device)
+    counter = (block, *(each[:, None].expand_as(block) for each in (positions, choices, streams)))
     expected = philox(counter, ((seeds & MASK)[:, None].expand_as(block), (seeds >> 32)[:, None].expand_as(block)))
     assert torch.equal(words, expected.flatten(1))
-    torch.testing.assert_close(noise, gumbel_noise(seeds, choices, positions, 1024), atol=5e-6, rtol=0)
+    for index, stream in enumerate(streams.tolist()):
+        row = slice(index, index + 1)
+        wanted = gumbel_noise(seeds[row], choices[row], positions[row], 1024, stream)
+        torch.testing.assert_close(noise[row], wanted, atol=5e-6, rtol=0)
 
 
 @triton.jit
@@ -59,8 +64,7 @@ def test_noise_is_accurate_at_both_ends(device: str) -> None:
 def test_untruncated_tokens_equal_the_oracle(vocab: int, device: str) -> None:
     case = make_case(6, vocab, seed=vocab).to(device)
     case.floats[::3, TEMPERATURE] = 0
-    found = expect(case, full=False)
-    check_draw(found, found.kept, run(case.sampler(**SIZES), case, Mode.UNTRUNCATED))
+    check_draw(case, Mode.UNTRUNCATED, run(case.sampler(**SIZES), case, Mode.UNTRUNCATED), SIZES["segment"])
 
 
 def test_rows_without_a_choice_sample_their_only_token(device: str) -> None:

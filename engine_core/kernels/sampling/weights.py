@@ -1,0 +1,122 @@
+"""Weights of tokens under the softmax of their row, and sums of them.
+
+y is the binary logarithm of a token's weight, which is 1 for the best token of its row (or of its tile, where the
+row's is not known yet).
+"""
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+from tandem.engine_core.kernels.fast_math import fast_exp2
+from tandem.engine_core.kernels.sampling.rank import load_logits, rank_value
+from tandem.engine_core.kernels.sampling.scratch import NOTHING
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+ONE = tl.constexpr(float(1 << 40))
+"""The weight of a row's best token in fixed point."""
+COARSE, COARSE_BITS = tl.constexpr(8.0), tl.constexpr(0x41000000)
+"""A float32 between which and the next power of two a step is 2^-20, and its bits."""
+FINE, FINE_BITS = tl.constexpr(1.5 * 2.0**-18), tl.constexpr(0x36C00000)
+"""The same for a step of 2^-41, from the middle between two powers of two."""
+FINE_DIGITS = tl.constexpr(21)
+"""Binary digits that the fine steps are finer."""
+UNIT = tl.constexpr(2.0**-41)
+"""The weight that `segment_masses` counts in."""
+
+
+@triton.jit
+def log2_slope(temperature):
+    """Return the factor from a logit to the binary logarithm of its weight.
+
+    It is finite for every temperature.
+    """
+    return tl.minimum(tl.div_rn(LOG2_E, temperature), 1e38)
+
+
+@triton.jit
+def log_weights(x, top, slope):
+    """Return y of logits, as every kernel computes it."""
+    return (x - top) * slope
+
+
+@triton.jit
+def load_row_best(tile_best_ptr, index, tiles, TILES_PAD: tl.constexpr):
+    """Return the best rank of a row, from those of its tiles."""
+    offsets = tl.arange(0, TILES_PAD)
+    return tl.max(tl.load(tile_best_ptr + index * tiles + offsets, mask=offsets < tiles, other=NOTHING), axis=0)
+
+
+@triton.jit
+def is_infinite(top):
+    """Return true if a row's largest logit is infinite or NaN.
+
+    Every finite logit is then infinitely far from it, so that there is nothing to draw.
+    """
+    return (top == float("-inf")) | (top == float("inf")) | (top != top)
+
+
+@triton.jit
+def load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, mask):
+    """Load logits from where `penalties.adjust` left them.
+
+    logits_ptr, adjusted_ptr: start of the row.
+    """
+    if is_adjusted:
+        x = tl.load(adjusted_ptr + ids, mask=mask, other=float("-inf"))
+    else:
+        x = load_logits(logits_ptr, ids, mask)
+    return x
+
+
+@triton.jit
+def segment_masses(weights, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr):
+    """Sum the weights of each segment to multiples of UNIT, [SEGMENTS] int64.
+
+    Integers, so that the sums do not depend on the kernel that adds them up. A conversion to int64 is slow, so the
+    mantissas of two floats take a weight's upper and lower digits: each is right to half a UNIT.
+
+    weights: [SEGMENTS * SEGMENT] float32, from 0 to 1; SEGMENT: at most 1,024.
+    """
+    tl.static_assert(SEGMENT <= 1024, "the mantissas' sums would exceed an int32")
+    coarse = weights + COARSE
+    fine = (weights - (coarse - COARSE)) + FINE
+    upper = tl.reshape(coarse.to(tl.int32, bitcast=True) - COARSE_BITS, [SEGMENTS, SEGMENT])
+    lower = tl.reshape(fine.to(tl.int32, bitcast=True) - FINE_BITS, [SEGMENTS, SEGMENT])
+    return (tl.sum(upper, axis=1).to(tl.int64) << FINE_DIGITS) + tl.sum(lower, axis=1).to(tl.int64)
+
+
+@triton.jit
+def store_masses(masses_ptr, x, best, temperature, tile, SEGMENT: tl.constexpr):
+    """Store the masses of a tile's segments, relative to the tile's best logit.
+
+    masses_ptr: of the row; best: that logit.
+    """
+    count: tl.constexpr = x.shape[0] // SEGMENT
+    top = tl.where(best == float("-inf"), 0.0, best)
+    weights = fast_exp2(log_weights(x, top, log2_slope(temperature)))
+    tl.store(masses_ptr + tile * count + tl.arange(0, count), segment_masses(weights, count, SEGMENT))
+
+
+@triton.jit
+def load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE: tl.constexpr, PAD: tl.constexpr):
+    """Return what `store_masses` left for a row.
+
+    These are the masses of its segments relative to their tiles' best logits, and y of those logits: [PAD] float32
+    each. A segment that does not exist weighs nothing.
+    """
+    offsets = tl.arange(0, PAD)
+    mask = offsets < tiles * PER_TILE
+    ranks = tl.load(tile_best_ptr + index * tiles + offsets // PER_TILE, mask=mask, other=NOTHING)
+    masses = tl.load(masses_ptr + index * tiles * PER_TILE + offsets, mask=mask, other=0).to(tl.float32) * UNIT
+    return masses, log_weights(tl.where(mask, rank_value(ranks), float("-inf")), top, slope)
+
+
+@triton.jit
+def top_p_mass(top_p, mass):
+    """Return the fixed-point mass that top-p keeps.
+
+    It is at least 1, so that the first token always stays.
+    """
+    return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
