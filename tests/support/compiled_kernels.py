@@ -47,6 +47,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm, splitk_gemm_kernel
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
+from tandem.engine_core.kernels.reference.sampling import SEGMENT
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
@@ -243,10 +244,10 @@ def nibble_products(
             yield lambda call=call: nibble_gemv(*call)
 
 
-def sampling(gpu: GpuTraits, tile: int, group: int, capacity: int) -> Iterator[Launch]:
+def sampling(gpu: GpuTraits, tile: int, segment: int, group: int, capacity: int) -> Iterator[Launch]:
     case = make_case(2, 4 * tile)
     case.logits = case.logits.bfloat16()
-    size = (4 * tile, 2, tile, group, capacity)
+    size = (4 * tile, 2, tile, segment, group, capacity)
     sampler = TritonSampler(case.tables, SamplingScratch.allocate(*size, torch.device("cpu"), gpu.pdl))
     out, allowed = torch.zeros_like(case.rows), torch.zeros(2, tile // 8, dtype=torch.int32)
     for mode in Mode:
@@ -298,7 +299,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
         yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
-    yield from sampling(gpu, 128, 32, 32)
+    yield from sampling(gpu, 128, 32, 32, 32)
 
 
 def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
@@ -326,7 +327,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             yield lambda call=call: triton_kernels(gpu.pdl).rope_and_kv_write(*call, None, None, 1e-6, torch.ones(2))
             yield decode(gpu, head_dim, 4, 256, FP8)
             yield prompts(gpu, head_dim, 4, FP8)
-    yield from sampling(gpu, TILE, GROUP, CAPACITY)
+    yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 
 def main(arguments: list[str]) -> None:

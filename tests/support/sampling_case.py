@@ -157,7 +157,7 @@ def expect_tokens(case: Case, mode: Mode, segment: int = SEGMENT) -> Tensor:
 
 
 def check_draw(case: Case, mode: Mode, tokens: Tensor, segment: int = SEGMENT, least_sure: float = 0.9) -> list[int]:
-    """Assert that the tokens are the oracle's, wherever rounding cannot decide. Returns the draws that each row took."""
+    """Assert that the tokens are the oracle's, where rounding cannot decide. Returns the draws that each row took."""
     found = expect(case, mode is Mode.FULL, segment)
     oracle = expect_tokens(case, mode, segment).tolist()
     sure = [index for index, row in enumerate(found) if row.sure]

@@ -10,8 +10,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
-from tandem.engine_core.kernels.reference.philox import gumbel_noise
-from tandem.engine_core.kernels.reference.sampling import truncate
+from tandem.engine_core.kernels.reference.sampling import Draw, Truncation
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
@@ -43,6 +42,7 @@ from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.kv_pool import kv_memory
 from tests.support.length_check import check_lengths
+from tests.support.sure_draws import Sure, sure_draw
 
 CLIENT, EPOCH, VOCAB, MAX_LEN, END = b"c", 3, 96, 64, 1
 CONFIG = ModelConfig(
@@ -115,7 +115,7 @@ def dense_logits(model: Decoder, tokens: Sequence[int]) -> Tensor:
 def scores(
     logits: Tensor, known: Sequence[int], prompt_len: int, params: SamplingParams, constraint: FakeConstraint | None
 ) -> Tensor:
-    """What the token after `known` is the largest of, rule by rule for one row. [vocab] float32."""
+    """What the token after `known` is drawn by, rule by rule for one row: logits, or scores if it is random."""
     row = logits.float().clone()
     biases = unpack_floats(params.logit_bias_values)
     for token, bias in zip(unpack_ids(params.logit_bias_ids), biases, strict=True):
@@ -133,10 +133,22 @@ def scores(
         row[[token for token in range(VOCAB) if not (token < 40 and constraint.allows(token))]] = -torch.inf
     if params.greedy:
         return row
-    row = (row / params.temperature)[None]
-    row = truncate(row, *(torch.tensor([value]) for value in (params.top_k, params.top_p, params.min_p)))
-    seed, choice, position = (torch.tensor([value]) for value in (params.seed, params.choice, len(known)))
-    return (row + gumbel_noise(seed, choice, position, VOCAB))[0]
+    return (row - row.max()) / params.temperature
+
+
+def choose(row: Tensor, params: SamplingParams, position: int, gap: float) -> Sure:
+    """The token that comes of `scores`, sure if sums more than `gap` apart decide."""
+    if params.greedy:
+        best = row.topk(2)
+        return Sure(int(best.indices[0]), 0, bool(best.values[0] - best.values[1] > gap))
+    given = (params.temperature, params.seed, params.choice, position)
+    limits = (params.top_k, params.top_p, params.min_p)
+    draw, truncation = Draw(*map(one, given)), Truncation(*map(one, limits))
+    return sure_draw(row, draw, truncation if params.truncates else None, near=gap)
+
+
+def one(value: float) -> Tensor:
+    return torch.tensor([value])
 
 
 @dataclass
@@ -145,7 +157,7 @@ class Compared:
 
     tokens: int = 0
     close: int = 0
-    gap: float = 1e-3
+    gap: float = 1e-4
 
     def check(
         self, model: Decoder, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, constrained: bool
@@ -156,12 +168,12 @@ class Compared:
         for index, token in enumerate(tokens):
             known = [*prompt, *tokens[:index]]
             row = scores(logits[len(known) - 1], known, len(prompt), params, constraint)
-            best = row.topk(2)
+            found = choose(row, params, len(known), self.gap)
             self.tokens += 1
-            if float(best.values[0] - best.values[1]) <= self.gap:
+            if not found.sure:
                 self.close += 1
             else:
-                assert token == int(best.indices[0]), f"token {index} of {tokens} after {prompt}, {params}: {best}"
+                assert token == found.token, f"token {index} of {tokens} after {prompt}, {params}: {found}"
             assert constraint is None or constraint.accept(token)
 
 

@@ -2,8 +2,8 @@
 
 No generator state has to be synchronised.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks one of many places (`kernels.reference.sampling` names
-them and the streams):
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks one of
+many places (`kernels.reference.sampling` names these and the streams):
 
 - key = (seed mod 2^32, seed >> 32)
 - counter = (place // 4, position, choice, stream); the place takes word number place % 4 of the result

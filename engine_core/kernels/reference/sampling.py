@@ -98,8 +98,8 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None, se
     logits: [S, V], not modified; allowed: masks as in `apply_bitmask`, or None. In order: bias, penalties, suppression,
     mask; then a greedy row takes the largest logit, the lowest id among equal ones, and any other row divides by its
     temperature, truncates and draws from the softmax (`draw_token`). The token depends on the row's logits, parameters,
-    seed, choice and position only. A row that holds NaN or +inf, or nothing but -inf, has no softmax and yields -1. A row
-    to which suppression and mask leave nothing yields id 0. segment: as in `draw_token`.
+    seed, choice and position only. A row that holds NaN or +inf, or nothing but -inf, has no softmax and yields -1.
+    A row to which suppression and mask leave nothing yields id 0. segment: as in `draw_token`.
     """
     largest = logits.amax(-1)
     logits = adjust_logits(logits, rows, allowed)
@@ -130,14 +130,15 @@ def draw_token(scores: Tensor, draw: Draw, number: int, segment: int = SEGMENT) 
     chosen = (masses + gumbel_noise(*key, masses.shape[1], 2 * number)).argmax(-1)
     part = parts[torch.arange(len(parts), device=parts.device), chosen]
     first = chosen * segment
-    return first + (part + gumbel_noise(*key, segment, 2 * number + 1, first)).argmax(-1)
+    tokens: Tensor = first + (part + gumbel_noise(*key, segment, 2 * number + 1, first)).argmax(-1)
+    return tokens
 
 
 def _draw(scores: Tensor, draw: Draw, truncation: Truncation | None, segment: int) -> Tensor:
-    """Draw until truncation keeps the token, which is a draw from what it leaves (rejection sampling).
+    """Draw until truncation keeps the token.
 
-    The first CANDIDATES draws are from all tokens. Later ones are from those that rank ahead of all that were drawn,
-    and that top-k and min-p keep.
+    That is a draw from what truncation leaves (rejection sampling). The first CANDIDATES draws are from all tokens.
+    Later ones are from those that rank ahead of all that were drawn, and that top-k and min-p keep.
     """
     if truncation is None:
         return draw_token(scores, draw, 0, segment)
@@ -154,11 +155,8 @@ def _draw(scores: Tensor, draw: Draw, truncation: Truncation | None, segment: in
         if not len(rows):
             break
         scored = scores[rows]
-        foremost = torch.where(
-            (foremost < 0) | is_ahead(scored, foremost.clamp(min=0)).gather(1, drawn.unsqueeze(1)).squeeze(1),
-            drawn,
-            foremost,
-        )
+        leads = (foremost < 0) | is_ahead(scored, foremost.clamp(min=0)).gather(1, drawn.unsqueeze(1)).squeeze(1)
+        foremost = torch.where(leads, drawn, foremost)
         if number >= CANDIDATES - 1:
             t = truncation.of(rows)
             open_ = truncate(scored, t.top_k, torch.ones_like(t.top_p), t.min_p)

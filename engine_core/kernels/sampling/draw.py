@@ -144,7 +144,10 @@ def _draw_kernel(
 
 
 def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Write the best rank of each tile of each row to `tile_best`, and the masses of its segments to `masses`."""
+    """Write the best rank and the masses of each tile of each row.
+
+    They go to `tile_best` and, for the segments of the tile, to `masses`.
+    """
     logits = batch.logits
     _tile_best_kernel[scratch.grid(len(logits))](
         logits,
@@ -166,7 +169,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
     A row without a distribution yields -1 (see `rank`). Reads `tile_best` and `masses`. Writes the tokens to
     `batch.sampled` and to the token table, which gets 0 for -1, and the rows' new lengths.
 
-    full: reads `adjusted` and `touched` too, and writes `candidates`, which are tokens of rows that truncation may drop;
+    full: reads `adjusted` and `touched` too, and writes `candidates`, tokens of rows that truncation may drop, of which
     the first is SETTLED if the row's token is written. Otherwise truncation is ignored.
     """
     logits, tokens, tiles = batch.logits, tables.tokens, scratch.num_tiles

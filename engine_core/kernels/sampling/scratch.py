@@ -55,7 +55,8 @@ class SamplingScratch:
     masses: Tensor
     """[B, T * tile / segment] int64, mass of each segment relative to its tile's best token (see `weights`)."""
     candidates: Tensor
-    """[B, CANDIDATES] int32, tokens drawn from the whole softmax; the first is SETTLED where none is needed."""
+    """[B, CANDIDATES] int32, tokens drawn from the whole softmax; the first is SETTLED where the row has
+    its token."""
     ahead: Tensor
     """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate."""
     counts: Tensor

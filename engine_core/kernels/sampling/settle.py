@@ -1,10 +1,10 @@
-"""First of the drawn tokens that truncation keeps, found by one Triton program for each row.
+"""First of a row's drawn tokens that truncation keeps, by one Triton program.
 
-A token drawn from more than truncation leaves, and drawn again until it is one of those, is a draw from these (rejection
-sampling; against a rising bound it is FlashInfer's idea, Ye et al., 2025). With top-p 0.9, one row in 10,000 has no such
-token among its four candidates. Where none stays, only tokens ahead of all that were dropped can, so later draws are
-from those, and from what top-k and min-p leave of them. Every draw has noise of its own: noise that was used would
-favour some tokens.
+A token that is drawn from more than truncation leaves, again and again until truncation keeps it, is a draw from what
+truncation leaves (rejection sampling; against a rising bound it is FlashInfer's idea, Ye et al., 2025). With top-p 0.9,
+one row in 10,000 has no such token among its four candidates. Such a row draws on from the tokens ahead of all those
+dropped, which hold all that stay, and from what top-k and min-p leave of them. Every draw has noise of its own: noise
+that was used would favour some tokens.
 
 The first token in rank always stays, and every drop leaves fewer tokens, so this ends. Weights are right to about 1e-6
 of themselves, so a cumulative probability that close to top-p may fall on either side.
@@ -43,7 +43,10 @@ MOST_WARPS = 16
 
 @triton.jit
 def _fixed_total(masses):
-    """Add masses up, float32, relative to the row's best token, to one in fixed point."""
+    """Add up masses relative to the row's best token, to one in fixed point.
+
+    masses: float32.
+    """
     return tl.sum((masses * ONE).to(tl.int64), axis=0)
 
 
@@ -52,16 +55,15 @@ def _first_kept(
     logits_ptr, adjusted_ptr, is_adjusted, tokens_ptr, ahead_ptr, counts_ptr, tiles, top, slope, top_k, top_p, least_y,
     target, TILES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Return the first candidate that truncation keeps, -1 for none, and the best rank of all candidates.
+    """Return the first candidate that truncation keeps, and the best rank of all.
 
-    target: mass that top-p keeps.
+    It is -1 if truncation keeps none of them. target: mass that top-p keeps.
     """
     offsets = tl.arange(0, TILES_PAD)
     mask = offsets < tiles
     first = tl.full([], -1, tl.int32)
     foremost = tl.full([], EMPTY, tl.int64)
-    for back in tl.static_range(CANDIDATES):
-        number: tl.constexpr = CANDIDATES - 1 - back
+    for number in tl.static_range(CANDIDATES - 1, -1, -1):
         token = tl.load(tokens_ptr + number)
         x = load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, token, True)
         mass = _fixed_total(tl.load(ahead_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0))
@@ -79,9 +81,9 @@ def _weigh_ahead(
     logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, top, slope, least, least_y, SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store the masses of a row's segments, of tokens of rank `least` or better and y of at least least_y.
+    """Store the masses of a row's segments, of some of its tokens.
 
-    Returns their sum in fixed point.
+    These rank at `least` or before, and have a y of at least least_y. Returns their sum in fixed point.
     """
     count: tl.constexpr = CHUNK // SEGMENT
     total = tl.zeros([], tl.int64)
@@ -102,9 +104,9 @@ def _draw_again(
     logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, num_segments, top, slope, least, foremost, least_y, top_p,
     target, seed, choice, position, PAD: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Draw from the tokens ahead of the foremost one until truncation keeps the token, and return it.
+    """Draw from the tokens ahead of the foremost one until truncation keeps one.
 
-    least: the last rank that top-k keeps.
+    Returns it. least: the last rank that top-k keeps.
     """
     offsets = tl.arange(0, PAD)
     token = tl.full([], -1, tl.int32)
@@ -187,9 +189,9 @@ def _settle_kernel(
 
 
 def settle(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Write the token of each row that is not settled, as `draw.draw` writes those of the others.
+    """Write the token of each row that `draw.draw` has left open.
 
-    Reads what `penalties.adjust`, `draw.draw` and `weigh` leave.
+    Writes as that does. Reads what `penalties.adjust`, `draw.draw` and `weigh` leave.
     """
     logits, tokens, tile = batch.logits, tables.tokens, scratch.tile
     _settle_kernel[(len(logits),)](

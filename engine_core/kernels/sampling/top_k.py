@@ -18,7 +18,7 @@ from tandem.engine_core.kernels.sampling.weights import ONE, load_adjusted, log_
 
 @triton.jit
 def _advance(low, high, first, second, third, by_first, by_second, by_third):
-    """Return the part of [low, high] in which the largest rank lies that reaches a goal.
+    """Return the part of [low, high] that holds the largest rank to reach a goal.
 
     by_first, by_second, by_third: if the ranks `first` < `second` <= `third` reach it.
     """
@@ -53,7 +53,7 @@ def _search(ranks, low, high, k):
 
 @triton.jit
 def _search_row(logits_ptr, adjusted_ptr, is_adjusted, vocab, low, high, k, CHUNK: tl.constexpr):
-    """Search over a whole row as `_search` does over gathered tokens, in some 22 passes."""
+    """Search over a whole row as `_search` does, in some 22 passes."""
     while low < high:
         first, second, third = _probes(low, high)
         to_first = tl.zeros([CHUNK], tl.int32)
@@ -117,13 +117,13 @@ def _fixed_mass(x, ids, mask, least, top, slope):
 
 @triton.jit
 def find_kth(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, tile_best_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr, best, slope,
-    k, num_peaks, PEAKS_PAD: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
+    logits_ptr, adjusted_ptr, is_adjusted, vocab, tile_best_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr, best,
+    slope, k, num_peaks, PEAKS_PAD: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the rank of the k-th token of a row, and the fixed-point mass of the first k.
+    """Return the rank of a row's k-th token, and the mass of the first k.
 
     All pointers are those of the row; best: rank of its first token; k: less than vocab; CHUNK: tokens of a tile.
-    Weights are added in fixed point, so that the mass does not depend on where they are found.
+    Weights are added in fixed point, so that the mass, which is one, does not depend on where they are found.
     """
     top = rank_value(best)
     bound = _kth_peak(peaks_ptr, num_peaks, k, PEAKS_PAD)

@@ -71,7 +71,7 @@ def _weigh_kernel(
 
 
 def weigh(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Weigh the tokens that rank ahead of each candidate of the rows with top-k or top-p.
+    """Weigh the tokens ahead of each candidate of rows with top-k or top-p.
 
     Writes their weight in each tile to `ahead`, and their number to `counts` for rows with top-k.
     """

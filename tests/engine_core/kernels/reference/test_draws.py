@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.reference.sampling import Bias, Draw, Penalties, SamplingRows, Truncation, sample
+from tandem.engine_core.kernels.reference.sampling import (
+    Bias,
+    Draw,
+    Penalties,
+    SamplingRows,
+    Truncation,
+    sample,
+    truncate,
+)
 
 LOW = -torch.inf
 
@@ -57,6 +65,45 @@ def test_draws_follow_what_truncation_leaves() -> None:
     # Top-k leaves 4, of which the first 3 reach 0.9; all of them pass min-p.
     expected = torch.cat((logits[:3].softmax(0), torch.zeros(3)))
     assert chi_square(many(logits, count, 1.0, truncation), expected) < 18.4
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 0.9, 0.0),
+        (0, 0.02, 0.0),
+        (0, 0.4, 0.0),
+        (7, 1.0, 0.0),
+        (9, 0.6, 0.0),
+        (0, 1.0, 0.3),
+        (0, 0.5, 0.2),
+        (6, 0.8, 0.1),
+    ],
+)
+def test_draws_from_several_segments_follow_every_truncation(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Flat logits with ties at every rank, so that most rows need more draws than those from all tokens."""
+    logits = (torch.randn(40, generator=torch.Generator().manual_seed(8)) * 1.2).mul(4).round() / 4
+    count, ones = 20000, torch.ones(20000)
+    truncation = Truncation((ones * top_k).long(), ones * top_p, ones * min_p)
+    rows = SamplingRows(draws(ones * temperature, seed=2**50 + 7), truncation)
+    tokens = sample(logits.expand(count, -1), rows, segment=8)
+    exact = logits.double()[None] / temperature
+    one = truncation.of(torch.zeros(1, dtype=torch.int64))
+    expected = truncate(exact, one.top_k, one.top_p.double(), one.min_p.double()).softmax(-1)[0]
+    kept = int((expected > 0).sum())
+    # The mean of a chi-square is its degrees of freedom, and their double is the variance.
+    assert chi_square(tokens, expected) < kept - 1 + 4.5 * (2 * kept) ** 0.5 + 3
+
+
+def test_a_small_change_of_logits_rarely_changes_a_token() -> None:
+    logits = torch.randn(2000, 300)
+    near = logits + torch.randn(2000, 300) * 1e-3
+    ones = torch.ones(2000)
+    rows = SamplingRows(draws(ones), Truncation(ones.long() * 0, ones * 0.95, ones * 0))
+    assert (sample(logits, rows, segment=32) != sample(near, rows, segment=32)).float().mean() < 0.01
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:

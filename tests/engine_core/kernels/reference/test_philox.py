@@ -74,6 +74,15 @@ def test_each_input_changes_everything(varied: int) -> None:
     assert torch.corrcoef(torch.stack((first, second)))[0, 1].abs() < 0.12
 
 
+def test_noise_of_a_part_is_a_part_of_the_noise_of_its_stream() -> None:
+    seed, choice, position = torch.arange(6).view(3, 2)
+    whole = gumbel_noise(seed, choice, position, 64, stream=3)
+    first = torch.tensor([8, 60])
+    part = gumbel_noise(seed, choice, position, 4, stream=3, first=first)
+    assert torch.equal(part, torch.stack((whole[0, 8:12], whole[1, 60:64])))
+    assert (whole == gumbel_noise(seed, choice, position, 64)).sum() < 3
+
+
 def test_noise_has_the_moments_of_gumbel() -> None:
     zero = torch.zeros(64, dtype=torch.int64)
     noise = gumbel_noise(zero + 123, zero, torch.arange(64), 4096).double()

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tandem.engine_core.kernels.reference.philox import MASK, gumbel_noise, philox
 from tandem.engine_core.kernels.sampling.gumbel import gumbel, philox_words
+from tandem.engine_core.kernels.sampling.weights import UNIT, segment_masses
 from tandem.engine_core.sampling.sampler import Mode
 from tests.support.sampling_case import TEMPERATURE, check_draw, make_case, run
 
@@ -58,6 +59,21 @@ def test_noise_is_accurate_at_both_ends(device: str) -> None:
     _gumbel_kernel[(1,)](words, noise, BLOCK=1024)
     u = ((words >> 9).double() + 0.5) * 2.0**-23
     torch.testing.assert_close(noise.double(), -(-u.log()).log(), atol=4e-6, rtol=0)
+
+
+@triton.jit
+def _masses_kernel(weights, masses, COUNT: tl.constexpr, SEGMENT: tl.constexpr):  # noqa: N803
+    values = tl.load(weights + tl.arange(0, COUNT * SEGMENT))
+    tl.store(masses + tl.arange(0, COUNT), segment_masses(values, COUNT, SEGMENT))
+
+
+def test_masses_of_segments_are_exact_sums_of_rounded_weights(device: str) -> None:
+    """So no order of addition can change them. A full segment of ones is the most that a sum has to hold."""
+    weights = torch.rand(4, 1024, device=device).pow(8)
+    weights[0], weights[1, 5:] = 1, 2.0**-40
+    masses = torch.zeros(4, dtype=torch.int64, device=device)
+    _masses_kernel[(1,)](weights, masses, COUNT=4, SEGMENT=1024)
+    assert masses.tolist() == (weights.double() / UNIT.value).round().long().sum(1).tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 64, 200])

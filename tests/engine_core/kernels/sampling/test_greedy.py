@@ -22,7 +22,7 @@ from tests.support.sampling_case import (
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-SIZES = {"tile": 64, "group": 8, "capacity": 32}
+SIZES = {"tile": 64, "segment": 32, "group": 8, "capacity": 32}
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300])

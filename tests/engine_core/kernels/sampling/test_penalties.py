@@ -7,7 +7,7 @@ from tandem.engine_core.kernels.sampling.penalties import MARK_BLOCK, history_pa
 from tests.support.sampling_case import PRESENCE, PROMPT_LEN, REPETITION, ask_everything, check_full, make_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-SIZES = {"tile": 128, "group": 8, "capacity": 32}
+SIZES = {"tile": 128, "segment": 32, "group": 8, "capacity": 32}
 
 
 @pytest.mark.parametrize(

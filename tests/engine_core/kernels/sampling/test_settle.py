@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.engine_core.kernels.reference.sampling import sample
+from tandem.engine_core.kernels.reference.sampling import CANDIDATES, sample
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
@@ -23,6 +23,28 @@ from tests.support.sampling_case import (
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SIZES = {"tile": 128, "segment": 32, "group": 8, "capacity": 32}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [([0], [0.02, 0.1, 0.3], [0.0]), ([3, 9], [1.0], [0.0]), ([12, 5], [0.3, 0.6], [0.0]), ([0, 6], [0.2, 1.0], [0.9])],
+)
+def test_rows_that_truncate_much_draw_until_a_token_stays(
+    top_k: list[int], top_p: list[float], min_p: list[float], device: str
+) -> None:
+    """From fewer tokens each time, which the oracle sorts and the kernels never do."""
+    case = make_case(6, 200, seed=21, scale=0.3)
+    truncations(case, top_k, top_p, min_p)
+    draws = check_full(case.to(device), seeds=3, **SIZES)
+    assert any(count > CANDIDATES for count in draws)
+    assert any(count <= CANDIDATES for count in draws) or max(top_p) < 0.5
+
+
+def test_a_tile_that_the_vocabulary_fills_and_one_that_it_does_not(device: str) -> None:
+    for vocab in (128, 129, 257):
+        case = make_case(3, vocab, seed=vocab, scale=1.0)
+        truncations(case, [0, 7], [0.4, 0.9], [0.0])
+        check_full(case.to(device), **SIZES)
 
 
 @pytest.mark.parametrize("scale", [0.05, 3.0])
