@@ -129,6 +129,7 @@ def constraining(engine: Engine) -> None:
     """Give the engine constraints that need no grammar and can be replayed. Call it before the first tick."""
     assert isinstance(engine.runtime, TorchRuntime)
     engine.compiler = engine.control.compiler = FakeCompiler()
+    engine.acceptor = None  # It takes constraints of real grammars only.
     engine.runtime.filler = ReplayingFiller(FakeFiller())
 
 
