@@ -11,6 +11,9 @@ from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
 """Bounds of the pool on a CPU: bytes, and share of the free memory. It takes no more than all rows could fill."""
+CONTEXT_BYTES = 640 * 2**20
+"""What CUDA may hold for a process before its first tensor; 0.58 GiB on an H200. Of the memory in use at start, at most
+this counts as the engine's own."""
 GIB = 2**30
 
 
@@ -96,7 +99,8 @@ def _pool_bytes(config: StepConfig, memory: Memory, token_bytes: int) -> int:
         return min(int(memory.free * CPU_KV_SHARE), CPU_KV_BYTES, useful)
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     held = memory.free_at_start - memory.free
-    return min(int(memory.total * share), memory.free_at_start) - held - memory.steps - memory.graphs
+    context = min(memory.total - memory.free_at_start, CONTEXT_BYTES)
+    return min(int(memory.total * share) - context, memory.free_at_start) - held - memory.steps - memory.graphs
 
 
 def _remedy(config: StepConfig) -> str:

@@ -46,12 +46,18 @@ class TestCpu:
 
 class TestGpu:
     def test_the_pool_takes_the_default_share_less_weights_steps_and_graphs(self) -> None:
-        expected = int(64 * GIB * 0.9) - (6 + 1 + 2) * GIB
+        expected = int(64 * GIB * 0.9) - (6 + 1 + 2) * GIB - kv_sizing.CONTEXT_BYTES
         assert 0 <= expected - pool_bytes(decide(GPU)) < 16 * TOKEN
 
     def test_the_pool_takes_a_requested_share(self) -> None:
-        expected = int(64 * GIB * 0.5) - (6 + 1 + 2) * GIB
+        expected = int(64 * GIB * 0.5) - (6 + 1 + 2) * GIB - kv_sizing.CONTEXT_BYTES
         assert 0 <= expected - pool_bytes(decide(GPU, gpu_memory=0.5)) < 16 * TOKEN
+
+    @pytest.mark.parametrize("in_use", [0, 1, 300 * 2**20])
+    def test_a_share_includes_what_cuda_holds_before_the_first_tensor(self, in_use: int) -> None:
+        memory = Memory(free=60 * GIB, total=64 * GIB, free_at_start=64 * GIB - in_use)
+        expected = int(64 * GIB * 0.5) - (memory.free_at_start - memory.free) - in_use
+        assert 0 <= expected - pool_bytes(decide(memory, gpu_memory=0.5)) < 16 * TOKEN
 
     def test_memory_of_other_processes_is_not_taken(self) -> None:
         crowded = Memory(free=14 * GIB, total=64 * GIB, free_at_start=20 * GIB, steps=GIB, graphs=2 * GIB)
@@ -169,5 +175,6 @@ def test_a_pool_keeps_its_bounds(
         assert size <= amount
     else:
         held = memory.free_at_start - memory.free
+        held += min(memory.total - memory.free_at_start, kv_sizing.CONTEXT_BYTES)
         assert held + memory.steps + memory.graphs + size <= memory.total * flags.get("gpu_memory", 0.9)
         assert size <= memory.free
