@@ -129,6 +129,8 @@ class Supervisor:
             self._frontends.end()
             asyncio.get_running_loop().call_later(END_SECONDS, self._kill)
         else:
+            if not is_first:
+                logger.warning("interrupted again: all processes that are left are killed")
             self._kill()
 
     def _status(self) -> tuple[bool, str]:

@@ -294,6 +294,7 @@ def test_a_third_signal_kills_all_processes(tandem: Start) -> None:
         for _ in range(3):
             process.process.send_signal(signal.SIGTERM)
             time.sleep(2 * REPEATED_SIGNAL_SECONDS)
+        process.find("interrupted again: all processes that are left are killed")
         assert process.wait() == 130
 
 
