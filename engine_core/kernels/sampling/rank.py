@@ -1,9 +1,10 @@
 """Ranks of tokens, one int64 each, and other steps of all sampling kernels.
 
-A row is cut into tiles, one a program. Each program offers its best rank to the row by an atomic maximum, and the last
-one to arrive writes the token. So the result does not depend on the order of the programs.
+A row is cut into tiles, one a program, and its best rank is the largest of theirs: an integer maximum, which does not
+depend on the order of the programs. The greedy kernel takes it by an atomic operation, and its last program writes the
+token; the others store it for each tile, and the kernel that follows takes the maximum.
 
-Row 0 is padding: its sampled token is 0, and no kernel writes anything else for it.
+Row 0 is padding: its sampled token is 0, and of the tables only a place that no sequence reads is written for it.
 
 A row of which the model's logits hold NaN or +inf, or nothing but -inf, has no distribution: its sampled token is -1.
 """
