@@ -16,6 +16,7 @@ from tandem.engine_core.errors import RequestError
 from tandem.engine_core.stats import new_stats
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.clock import FakeClock
+from tests.support.serving import until
 
 WAIT = 30.0
 
@@ -157,6 +158,7 @@ def test_slow_grammars_wait_for_one_another_and_quick_ones_for_none_of_them(comp
         assert list(shop.after_news()) == [seq_id]
         shop.start(seq_id + 10, f"quick {seq_id}", seconds=0.002)
         assert list(shop.after_news()) == [seq_id + 10]
+    until(lambda: any(grammar.startswith("slow") for grammar in shop.compiled), "the first slow one is compiled")
     assert [grammar for grammar in shop.compiled if grammar.startswith("slow")] == ["slow 0"]
     shop.gate.set()
     assert shop.until_ready(16) == list(range(16))

@@ -19,6 +19,8 @@ from tests.support.grammar_cases import REGEXES, SCHEMAS
 
 SEEDS = 2
 LONGEST, SHORT = 160, 5
+ENDLESS = ("recursion", "number in a range")
+"""Grammars that allow nesting or decimals without end, which a model may write until it is cut short."""
 PROMPT = "What does json.loads do?"
 
 
@@ -90,7 +92,7 @@ def test_every_constrained_output_is_valid(outputs: Outputs, model_grammars: Gra
             assert outcome.reason is FinishReason.LENGTH
             assert len(tokens) == (SHORT if seed == SEEDS else LONGEST)
             check_prefix(model_grammars, name, tokens)
-    assert finished or name == "recursion"
+    assert finished or name in ENDLESS
 
 
 def test_jump_forward_saves_steps(outputs: Outputs) -> None:
