@@ -2,8 +2,8 @@
 
 The first finds the largest logit of each tile and the mass of each of its segments. The second draws a segment by its
 mass and then one of its tokens, each as a Gumbel maximum: the largest sum of a logarithm of weight and noise is a draw
-in proportion to the weights (Gumbel, 1954; Maddison et al., 2014). So a row needs noise for some thousand places,
-not for its whole vocabulary.
+in proportion to the weights (Gumbel, 1954; Maddison et al., 2014). So a row needs noise for its segments and for the
+tokens of one, not for its whole vocabulary. Words: `weights` says what y is, `rank` what a rank is.
 
 Where truncation may drop the token, several are drawn at once, each with noise of its own. `weigh` and `settle` find
 the first that stays. Oracle: `kernels.reference.sampling.sample`.
@@ -79,8 +79,8 @@ def draw_token(
     """Draw a token of a row, and return its id and its logit.
 
     logits_ptr, adjusted_ptr: of the row; log_masses: [PAD], binary logarithms of its segments' masses, of the tokens
-    that rank at `least` or before and of which y is at least least_y; position: of the token; draw: its number among
-    the draws for this position, which have noise of their own.
+    of rank `least` or better (EMPTY: all) and of which y is at least least_y; position: of the token; draw: its number
+    among the draws for this position, which have noise of their own.
     """
     words = philox_words(seed, choice, position, 2 * draw, 0, log_masses.shape[0])
     segment = rank_id(best_of(log_masses * LN_2 + gumbel(words), tl.arange(0, log_masses.shape[0])))
@@ -123,7 +123,7 @@ def _draw_kernel(
     needs_weighing = (top_k > 0) | (top_p < 1.0)
     if FULL:  # noqa: SIM102  Kinds of launches are distinguished at compile time.
         if (number > 0) & (not needs_weighing) & (least_y == float("-inf")):
-            return
+            return  # The first candidate settles the row, so the others are not read.
     slope = log2_slope(temperature)
     masses, y = load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE, PAD)
     raw = logits_ptr + index.to(tl.int64) * logit_stride

@@ -1,10 +1,10 @@
 """First of a row's drawn tokens that truncation keeps, by one Triton program.
 
 A token that is drawn from more than truncation leaves, again and again until truncation keeps it, is a draw from what
-truncation leaves (rejection sampling; against a rising bound it is FlashInfer's idea, Ye et al., 2025). With top-p 0.9,
-one row in 10,000 has no such token among its four candidates. Such a row draws on from the tokens ahead of all those
-dropped, which hold all that stay, and from what top-k and min-p leave of them. Every draw has noise of its own: noise
-that was used would favour some tokens.
+truncation leaves (rejection sampling; that each drop may raise the bound is FlashInfer's idea, Ye et al., 2025). Where
+top-p 0.9 drops a tenth, one row in 10,000 has no such token among its four candidates. Such a row draws on from the
+tokens ahead of all those dropped, which hold all that stay, and from what top-k and min-p leave of them. Every draw has
+noise of its own: a segment that won by its noise would win again, though it may have lost most of its mass.
 
 The first token in rank always stays, and every drop leaves fewer tokens, so this ends. Weights are right to about 1e-6
 of themselves, so a cumulative probability that close to top-p may fall on either side.
@@ -114,7 +114,8 @@ def _draw_again(
     number = tl.full([], CANDIDATES, tl.int32)
     while token < 0:
         least = tl.maximum(least, foremost + 1)
-        # The tokens ahead of the one that was drawn decide if it stays; if not, the next is one of them.
+        # The tokens ahead of the one that was drawn decide if it stays; if not, the next is one of them. So one
+        # pass does for both, but for the first, which only prepares a draw.
         mass = _weigh_ahead(
             logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, top, slope, least, least_y, SEGMENT, CHUNK
         )
@@ -161,7 +162,7 @@ def _settle_kernel(
     target = tl.where(top_p < 1.0, top_p_mass(top_p, _fixed_total(masses * fast_exp2(y))), EVERYTHING)
     least = tl.full([], EMPTY, tl.int64)
     offset = index * tiles * CANDIDATES
-    # Top-p after top-k is a share of what top-k leaves, which is not known yet.
+    # Top-p after top-k is a share of what top-k leaves, which is not known yet: what this finds then is found again.
     token, foremost = _first_kept(
         raw, changed, is_adjusted, drawn_ptr, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope, top_k, top_p,
         least_y, target, TILES_PAD,

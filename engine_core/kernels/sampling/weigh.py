@@ -60,6 +60,7 @@ def _weigh_kernel(
         token = tl.load(tokens_ptr + number)
         drawn = load_adjusted(raw, changed, is_adjusted, token, True)
         # An equal logit is ahead if its id is lower. But for the tile of the token itself, that is so for all or none.
+        # At least the next larger float is as much as larger.
         above = value_of_bits(sortable_bits(drawn) + 1)
         if token // BLOCK == tile:
             ahead = at_least(x, tl.where(ids < token, drawn, above))
