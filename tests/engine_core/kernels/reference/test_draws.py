@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.reference.sampling import (
+    SEGMENT,
     Bias,
     Draw,
     Penalties,
@@ -34,9 +35,11 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
     return ((counts[used] - expected[used]) ** 2 / expected[used]).sum().item()
 
 
-def many(logits: Tensor, count: int, temperature: float = 1.0, truncation: Truncation | None = None) -> Tensor:
+def many(
+    logits: Tensor, count: int, temperature: float = 1.0, truncation: Truncation | None = None, segment: int = SEGMENT
+) -> Tensor:
     rows = SamplingRows(draws(torch.full((count,), temperature), seed=2**40 + 5), truncation)
-    return sample(logits.expand(count, -1), rows)
+    return sample(logits.expand(count, -1), rows, segment=segment)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -50,7 +53,7 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
 def test_draws_from_a_large_vocabulary_follow_the_softmax_in_groups() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(901, generator=generator) * 2
-    tokens = many(logits, 5000)
+    tokens = many(logits, 5000, segment=32)
     groups = torch.arange(901) % 25
     expected = torch.zeros(25).scatter_add(0, groups, logits.softmax(0))
     # 24 degrees of freedom: 58.6 once in 10,000.
@@ -96,6 +99,22 @@ def test_draws_from_several_segments_follow_every_truncation(
     kept = int((expected > 0).sum())
     # The mean of a chi-square is its degrees of freedom, and their double is the variance.
     assert chi_square(tokens, expected) < kept - 1 + 4.5 * (2 * kept) ** 0.5 + 3
+
+
+@pytest.mark.parametrize("varied", ["seed", "choice", "position"])
+def test_draws_of_neighbours_are_independent(varied: str) -> None:
+    """Seeds, choices of a request and positions of a sequence that follow each other, under truncation that redraws."""
+    count, ones = 20000, torch.ones(20000)
+    key = {name: torch.full((count,), 7, dtype=torch.int64) for name in ("seed", "choice", "position")}
+    key[varied] = torch.arange(count)
+    logits = torch.tensor([0.5, -0.2, 0.9, 0.0, 0.3, 0.7, -0.4, 0.1])
+    rows = SamplingRows(Draw(ones, **key), Truncation(ones.long() * 0, ones * 0.5, ones * 0))
+    tokens = sample(logits.expand(count, -1), rows, segment=4)
+    share = truncate(logits[None], torch.tensor([0]), torch.tensor([0.5]), torch.tensor([0.0])).softmax(-1)[0]
+    assert (share > 0).sum() == 3
+    pairs = tokens[::2] * 8 + tokens[1::2]
+    # 8 degrees of freedom: 31.8 is passed by chance once in 10,000.
+    assert chi_square(pairs, (share[:, None] * share).flatten()) < 31.8
 
 
 def test_a_small_change_of_logits_rarely_changes_a_token() -> None:

@@ -69,7 +69,7 @@ def test_equal_logits_at_the_cutoff_stay_by_lower_id(device: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [2, 8])
-def test_the_cutoff_is_exact_with_more_candidates_than_capacity(capacity: int, device: str) -> None:
+def test_top_k_is_exact_with_more_equal_logits_than_capacity(capacity: int, device: str) -> None:
     case = make_case(4, 200, seed=4)
     case.logits[:2] = 1.5
     case.logits[2, 20:] = -torch.inf
@@ -78,7 +78,7 @@ def test_the_cutoff_is_exact_with_more_candidates_than_capacity(capacity: int, d
 
 
 def test_top_k_beyond_capacity_is_exact_with_and_without_equal_logits(device: str) -> None:
-    """The whole row is searched: by score, then among the ids of one score."""
+    """The whole row is searched, by rank."""
     case = make_case(2, 120, seed=13)
     case.logits[1] = case.logits[1].round()
     truncations(case, [60], [0.6, 1.0], [0.0])
@@ -168,6 +168,29 @@ def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
         case.tokens[:] = tokens
         alone = Case(case.tokens, case.ints, case.floats, case.bias, case.suppressed, case.lengths, *parts)
         assert run(sampler, alone, Mode.FULL).item() == together[index]
+
+
+@pytest.mark.parametrize("left", [torch.nan, 1000.0])
+def test_nothing_that_earlier_steps_left_in_the_scratch_is_read(left: float, device: str) -> None:
+    """Rows with and without each truncation leave out different buffers, and the padding leaves out all."""
+    case = make_case(9, 200, seed=14, scale=0.5)
+    case.logits[1::2, :128] -= 40.0  # The tile ranks behind every token that is drawn.
+    ask_everything(case)
+    truncations(case, [0, 0, 20, 3], [0.3, 1.0, 0.9], [0.0, 0.2])
+    case.rows[4], case.positions[4] = 0, 0
+    case = case.to(device)
+    tokens = case.tokens.clone()
+    expected = run(case.sampler(**SIZES), case, Mode.FULL)
+    case.tokens[:] = tokens
+    sampler = case.sampler(**SIZES)
+    scratch = sampler.scratch
+    for buffer in (scratch.adjusted, scratch.ahead, scratch.counts, scratch.retry_masses, scratch.peaks):
+        buffer.fill_(left)
+    for buffer in (scratch.tile_best, scratch.masses):
+        buffer.fill_(1 << 61)
+    for buffer in (scratch.touched, scratch.candidates, scratch.found_ids):
+        buffer.fill_(1)
+    assert torch.equal(run(sampler, case, Mode.FULL), expected)
 
 
 def test_only_rows_with_a_mask_of_their_own_are_adjusted(device: str) -> None:
