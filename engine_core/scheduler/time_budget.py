@@ -8,9 +8,8 @@ from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, most_pa
 LEAST_MS, SLOWDOWN = 5.0, 2.5
 """Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
 those of prompts among them; `--max-itl` replaces both."""
-MOST_STRETCH, MOST_CROWDING = 1.25, 0.25
-"""How much longer such a step may take at most while many of the rows wait for their prompts, and what is added at most
-while they are more than half as many as decode; not with `--max-itl`."""
+MOST_STRETCH = 1.25
+"""How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
 IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
 """Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
 at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
@@ -21,9 +20,7 @@ def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int
 
     The prompts' rows count as if they decoded too: with fewer decoding rows steps would be shorter, prompts would wait
     longer, still fewer rows would decode, and an engine under full load would stay half empty. The limit grows with the
-    prompts' share besides, as a prompt that waits costs its stream more than a longer step costs the others. Where
-    prompts crowd out decoding they set the pace, and longer steps compute them at less cost; steps of a small model,
-    which take `LEAST_MS`, gain nothing by that.
+    prompts' share besides, as a prompt that waits costs its stream more than a longer step costs the others.
 
     rows, context: number of the rows that decode, and of the positions that they attend to; prompts: their number;
     max_itl: milliseconds of a step in which rows decode, in place of all that.
@@ -33,9 +30,7 @@ def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int
     if max_itl:
         return max_itl
     alone = costs.milliseconds(StepWork(rows + prompts, context))
-    stretch = min(MOST_STRETCH, 1 + prompts / rows)
-    crowding = min(MOST_CROWDING, max(0.0, prompts / rows - 0.5))
-    return max(stretch * LEAST_MS, (stretch + crowding) * SLOWDOWN * alone)
+    return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
 
 
 def fitting_tokens(

@@ -3,13 +3,12 @@
 import pytest
 from msgspec import structs
 
-from tandem.engine_core.scheduler import time_budget
 from tests.support.served_load import LARGE, SMALL, LoadRun, ServedLoad
 
 LOADS = {
     "8 streams, long prompts": (ServedLoad(SMALL, 8, (8192, 8192), (128, 128), 4), 90.0, 12.0),
     "128 streams, all lengths": (ServedLoad(SMALL, 128, (32, 1024), (16, 512), 6), 18.0, 7.7),
-    "64 streams, large model": (ServedLoad(LARGE, 64, (256, 256), (128, 128), 6), 75.0, 28.0),
+    "64 streams, large model": (ServedLoad(LARGE, 64, (256, 256), (128, 128), 6), 60.0, 28.0),
     "256 streams, large model": (ServedLoad(LARGE, 256, (256, 256), (128, 128), 6), 80.0, 29.0),
     "32 streams, long prompts, large model": (ServedLoad(LARGE, 32, (4096, 4096), (256, 256), 6), 250.0, 30.0),
     "16 streams, documents, large model": (ServedLoad(LARGE, 16, (2048, 2048), (64, 64), 6), 300.0, 20.0),
@@ -38,15 +37,6 @@ def test_streams_wait_no_longer_than_required(load: ServedLoad, ttft: float, itl
 @pytest.mark.parametrize(("load", "ttft", "itl"), LARGE_LOADS.values(), ids=LARGE_LOADS)
 def test_many_streams_wait_no_longer_than_required(load: ServedLoad, ttft: float, itl: float) -> None:
     check(load, ttft, itl)
-
-
-def test_longer_steps_serve_prompts_that_crowd_out_decoding_at_less_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ServedLoad(LARGE, 48, (1024, 3072), (32, 128), 4)
-    longer = LoadRun(load).run()
-    monkeypatch.setattr(time_budget, "MOST_CROWDING", 0.0)
-    without = LoadRun(load).run()
-    assert longer.tokens_per_second > 1.05 * without.tokens_per_second
-    assert longer.ttft < 0.9 * without.ttft
 
 
 @pytest.mark.parametrize("prompts", [1.0, 2.5, 4.5])
