@@ -242,8 +242,7 @@ def test_late_copies_bring_the_right_tokens(recordings: dict[str, Recording], ru
         played = play(runtime, short, (0, 1))
     assert played.results == recording.results[steps]
     print(f"\nin {sum(late)} of {len(late)} steps the next one had sampled before the copy began")
-    # Beside other processes on the device the next step often waits for longer than the copy does.
-    assert sum(late) >= 5
+    assert sum(late) > len(late) // 2
 
 
 def reached(event: Any) -> bool:
