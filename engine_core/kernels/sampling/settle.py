@@ -26,7 +26,7 @@ from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.kernels.sampling.top_k import find_kth
 from tandem.engine_core.kernels.sampling.truncation import load_truncation, ranks_at_least
 from tandem.engine_core.kernels.sampling.weights import (
-    ONE,
+    fixed_total,
     load_adjusted,
     load_masses,
     load_row_best,
@@ -39,15 +39,6 @@ EVERYTHING = tl.constexpr(1 << 62)
 """A mass above that of every row."""
 MOST_WARPS = 16
 """Warps of a program, which has a multiprocessor to itself in all but the largest batches."""
-
-
-@triton.jit
-def _fixed_total(masses):
-    """Add up masses relative to the row's best token, to one in fixed point.
-
-    masses: float32.
-    """
-    return tl.sum((masses * ONE).to(tl.int64), axis=0)
 
 
 @triton.jit
@@ -66,7 +57,7 @@ def _first_kept(
     for number in tl.static_range(CANDIDATES - 1, -1, -1):
         token = tl.load(tokens_ptr + number)
         x = load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, token, True)
-        mass = _fixed_total(tl.load(ahead_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0))
+        mass = fixed_total(tl.load(ahead_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0))
         count = tl.sum(tl.load(counts_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0), axis=0)
         stays = log_weights(x, top, slope) >= least_y
         stays &= (top_p >= 1.0) | (mass < target)
@@ -94,7 +85,7 @@ def _weigh_ahead(
         weights = tl.where(ranks_at_least(x, ids, least) & (y >= least_y), fast_exp2(y), 0.0)
         masses = tl.sum(tl.reshape(weights, [count, SEGMENT]), axis=1)
         tl.store(ahead_ptr + start // SEGMENT + tl.arange(0, count), masses)
-        total += _fixed_total(masses)
+        total += fixed_total(masses)
     tl.debug_barrier()
     return total
 
@@ -159,7 +150,7 @@ def _settle_kernel(
     changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
     is_adjusted = tl.load(touched_ptr + index) != 0
     masses, y = load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE, PAD)
-    target = tl.where(top_p < 1.0, top_p_mass(top_p, _fixed_total(masses * fast_exp2(y))), EVERYTHING)
+    target = tl.where(top_p < 1.0, top_p_mass(top_p, fixed_total(masses * fast_exp2(y))), EVERYTHING)
     least = tl.full([], EMPTY, tl.int64)
     offset = index * tiles * CANDIDATES
     # Top-p after top-k is a share of what top-k leaves, which is not known yet: what this finds then is found again.

@@ -13,7 +13,7 @@ import triton.language as tl
 from tandem.engine_core.kernels.fast_math import fast_exp2
 from tandem.engine_core.kernels.sampling.rank import EMPTY, ID_BITS, rank_value, sortable_bits, to_rank, value_of_bits
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
-from tandem.engine_core.kernels.sampling.weights import ONE, load_adjusted, log_weights
+from tandem.engine_core.kernels.sampling.weights import fixed_total, load_adjusted, log_weights
 
 
 @triton.jit
@@ -111,8 +111,7 @@ def _gather(
 
 @triton.jit
 def _fixed_mass(x, ids, mask, least, top, slope):
-    weights = fast_exp2(log_weights(x, top, slope)) * ONE
-    return tl.sum(tl.where(mask & (to_rank(x, ids) >= least), weights, 0.0).to(tl.int64), axis=0)
+    return fixed_total(tl.where(mask & (to_rank(x, ids) >= least), fast_exp2(log_weights(x, top, slope)), 0.0))
 
 
 @triton.jit

@@ -114,6 +114,15 @@ def load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE: t
 
 
 @triton.jit
+def fixed_total(masses):
+    """Add up masses relative to the row's best token, to one in fixed point.
+
+    masses: float32.
+    """
+    return tl.sum((masses * ONE).to(tl.int64), axis=0)
+
+
+@triton.jit
 def top_p_mass(top_p, mass):
     """Return the fixed-point mass that top-p keeps.
 
