@@ -67,7 +67,8 @@ SAMPLING_FIELDS = (
     SamplingField("temperature", 0.0, 2.0, 1.0,
                   text="Randomness of sampling; 0 always takes the likeliest token."),
     SamplingField("top_p", 0.0, 1.0, 1.0, above_minimum=True,
-                  text="Sample from the likeliest tokens whose probabilities add up to this share."),
+                  text="Sample from the likeliest tokens whose probabilities add up to this share; "
+                       "0 always takes the likeliest one."),
     SamplingField("min_p", 0.0, 1.0, 0.0,
                   text="Sample from tokens at least this likely, relative to the likeliest one."),
     SamplingField("repetition_penalty", 0.0, 10.0, 1.0, above_minimum=True,
