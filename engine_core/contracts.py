@@ -248,7 +248,8 @@ class Mailbox(Protocol):
     def flush(self, step_id: int) -> dict[bytes, str]:
         """Send what was added and keep what cannot be sent yet.
 
-        Return the frontends that are gone, each with the reason. Their output is dropped, also what is added later.
+        Return the frontends that are gone, each with the reason. Their output is dropped, also what is added later. One
+        that has disconnected is returned only once all that it sent was drained, which may be a `Goodbye`.
         """
 
     def settle(self) -> None:
@@ -259,4 +260,7 @@ class Mailbox(Protocol):
 
     @property
     def has_backlog(self) -> bool:
-        """True if a flush is due, because the last one kept output or a frontend is gone."""
+        """True if a flush is due.
+
+        The last one kept output, or a frontend is gone or has disconnected.
+        """

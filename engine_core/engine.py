@@ -21,7 +21,7 @@ from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
 from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start
-from tandem.protocol.commands import Submit
+from tandem.protocol.commands import Goodbye, Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts
 from tandem.protocol.stats import EngineStats
@@ -352,11 +352,13 @@ class Engine:
     def _refuse_arrived(self, code: ErrorCode, message: str) -> bool:
         """End the requests that have arrived and were not taken.
 
-        Return False if nothing had arrived.
+        Frontends that leave are forgotten. Return False if nothing had arrived.
         """
         arrived = False
         for client, command in self.mailbox.drain():
             arrived = True
             if isinstance(command, Submit) and client in self.control.clients:
                 self.mailbox.add_outcome(client, Failure(command.request_id, code, message))
+            elif isinstance(command, Goodbye):
+                self.control.forget(client)
         return arrived

@@ -40,7 +40,8 @@ class ZmqMailbox:
     """Implementation of `contracts.Mailbox` over one ROUTER socket.
 
     A frontend is gone when it has disconnected, when its lease has expired, when its outbox is overrun, or when its key
-    was removed.
+    was removed. One that has disconnected counts as gone once all that it sent was read, a `Goodbye` perhaps: sends to
+    it fail before that.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class ZmqMailbox:
         self._launches = launches
         self._announce = announce
         self._kept = False
+        self._disconnected: list[bytes] = []
+        """Frontends that sends do not reach, and from which messages may wait."""
         self._gone: dict[bytes, str] = {}
         """Frontends that the next flush reports, each with the reason."""
         self._closed: dict[bytes, float] = {}
@@ -83,7 +86,7 @@ class ZmqMailbox:
 
     @property
     def has_backlog(self) -> bool:
-        return self._kept or bool(self._gone)
+        return self._kept or bool(self._disconnected) or bool(self._gone)
 
     def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
         self._leases.advance()
@@ -144,6 +147,10 @@ class ZmqMailbox:
 
         Called when nothing waits in the queue.
         """
+        for client in self._disconnected:
+            self._drop(client)
+            self._gone[client] = "it has disconnected"
+        self._disconnected.clear()
         if self._disconnects is not None:
             self._probe(self._disconnects.take_due(self._leases.now, self._leases.clients))
         for client in self._leases.take_expired():
@@ -162,7 +169,7 @@ class ZmqMailbox:
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._drop(client, "it has disconnected")
+                self._lose(client)
 
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(seconds * 1000))
@@ -214,7 +221,7 @@ class ZmqMailbox:
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._drop(client, "it has disconnected")
+                self._lose(client)
                 continue
             if box.unsent is None:
                 del self._outboxes[client]
@@ -229,16 +236,22 @@ class ZmqMailbox:
 
     def _end(self, client: bytes, reason: str) -> None:
         """Count a frontend as gone, and tell it so if it reads."""
-        self._drop(client, reason)
+        self._drop(client)
+        self._gone[client] = reason
         self._try_send(client, encode(Closed(f"the engine cut off this frontend: {reason}")))
 
-    def _drop(self, client: bytes, reason: str) -> None:
+    def _lose(self, client: bytes) -> None:
+        """Count a frontend as gone when nothing waits in the queue."""
+        self._drop(client)
+        self._disconnected.append(client)
+
+    def _drop(self, client: bytes) -> None:
+        """Forget a frontend and drop its output."""
         self._leases.forget(client)
         if self._disconnects is not None:
             self._disconnects.forget(client)
         self._keys.pop(client, None)
         self._outboxes.pop(client, None)
-        self._gone[client] = reason
         self._closed.pop(client, None)
         self._closed[client] = self._leases.now
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.protocol.commands import Hello, Renew
+from tandem.protocol.commands import Goodbye, Hello, Renew
 from tandem.protocol.events import Closed, Ready, Refused
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.support.recorded_engine import CLIENT, EPOCH, Bench
@@ -38,3 +38,25 @@ def test_requests_of_a_frontend_that_is_gone_end_and_free_their_pages() -> None:
     bench.finish()
     assert bench.at_rest()
     assert bench.control.clients == {}
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+@pytest.mark.parametrize("stopping", [False, True])
+def test_only_a_frontend_that_leaves_without_a_goodbye_is_logged_as_gone(
+    says_goodbye: bool, stopping: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the Goodbye is read by an engine that shuts down, as that of `LLM` does right after it."""
+    bench = Bench(2)
+    bench.submit(1, 30)
+    for _ in range(3):
+        bench.engine.tick()
+    if says_goodbye:
+        bench.mailbox.inbox.append((CLIENT, Goodbye()))
+    bench.mailbox.gone.add(CLIENT)
+    bench.engine.stopping = stopping
+    if stopping:
+        bench.engine.run()
+    else:
+        bench.finish()
+    assert bench.control.clients == {}
+    assert ("is gone: it has disconnected" in caplog.text) == (not says_goodbye)

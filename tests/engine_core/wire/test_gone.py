@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from tandem.engine_core.wire.disconnects import CHECK_SECONDS, PROBES, Disconnec
 from tandem.engine_core.wire.mailbox import CLOSED_SECONDS, ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
 from tandem.protocol.codec import decode_event, encode
-from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello, Renew
+from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Goodbye, Hello, Renew
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Closed, Finished, StepOutput
 from tandem.protocol.sockets import bind_router
@@ -108,6 +109,8 @@ def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_e
         assert list(wire.mailbox.drain()) == []
         if wire.mailbox.has_backlog:
             break
+    assert wire.mailbox.flush(1) == {}
+    assert list(wire.mailbox.drain()) == []
     assert wire.mailbox.flush(1) == {client: "it has disconnected"}
     wire.pass_time(LEASE_SECONDS - 1.0)
     assert wire.mailbox.flush(2) == {}
@@ -118,6 +121,31 @@ def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_e
         outputs.append(receive(other))
     assert all(isinstance(output, StepOutput) for output in outputs)
     assert len(outputs) <= PROBES + 1
+
+
+def test_a_frontend_that_has_disconnected_is_gone_once_all_that_it_sent_was_read(wire: Wire) -> None:
+    """Sends to it fail from the moment that it closes, and what it said last may still wait."""
+    leaving, client = wire.frontend()
+    leaving.send(encode(Renew()))
+    leaving.send(encode(Goodbye()))
+    leaving.close(linger=-1)
+    assert wire.disconnects.monitor.poll(WAIT_MS), "libzmq told of no disconnect"
+    until = time.monotonic() + WAIT_MS / 1000
+    while not wire.mailbox._disconnected:
+        assert time.monotonic() < until, "sends still reach it"
+        wire.mailbox.add_tokens(client, TokenDelta([1], [5]))
+        assert wire.mailbox.flush(1) == {}
+    busy = wire.mailbox.drain()
+    assert next(busy) == (client, Renew())
+    busy.close()  # as a loop does that has no more time for commands
+    assert wire.mailbox.flush(2) == {}
+    assert wire.mailbox.has_backlog, "the loop goes on"
+    assert list(wire.mailbox.drain()) == [(client, Goodbye())]
+    assert wire.mailbox.flush(3) == {client: "it has disconnected"}
+    assert not wire.mailbox.has_backlog
+    wire.pass_time(LEASE_SECONDS + CLOSED_SECONDS)
+    assert wire.mailbox.flush(4) == {}
+    assert (len(wire.mailbox._leases), wire.mailbox._outboxes, wire.mailbox._closed) == (0, {}, {})
 
 
 def test_connections_that_close_unread_keep_no_message_from_the_engine(wire: Wire) -> None:

@@ -279,13 +279,18 @@ class TestFlush:
             wire.mailbox.add_tokens(other_client, TokenDelta([1], [5]))
             lost = wire.mailbox.flush(1)
             assert list(runs(receive(other))) == [(1, [5])]
+            assert list(wire.mailbox.drain()) == []
         assert lost == {gone_client: "it has disconnected"}
         assert not wire.mailbox.has_backlog
         assert wire.mailbox.flush(2) == {}
 
     def test_flush_returns_an_unknown_frontend_as_gone(self, wire: Wire) -> None:
         wire.mailbox.add_outcome(b"nobody", Finished(1, FinishReason.ABORT))
+        assert wire.mailbox.flush(1) == {}
+        assert wire.mailbox.has_backlog
+        assert list(wire.mailbox.drain()) == []
         assert wire.mailbox.flush(1) == {b"nobody": "it has disconnected"}
+        assert not wire.mailbox.has_backlog
 
     def test_output_before_its_first_flush_is_no_backlog(self, wire: Wire) -> None:
         """A backlog is what a flush kept, not what waits for one (`contracts.Mailbox`)."""
