@@ -22,7 +22,6 @@ from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingBatc
 from tandem.engine_core.kernels.sampling.rank import (
     EMPTY,
     best_of,
-    judge,
     load_logits,
     rank_id,
     rank_value,
@@ -38,7 +37,7 @@ from tandem.engine_core.kernels.sampling.weights import (
     load_row_best,
     log2_slope,
     log_weights,
-    store_masses,
+    store_tile,
 )
 
 CHOICE = tl.constexpr(INT_COLUMNS.index("choice"))
@@ -66,9 +65,7 @@ def _tile_best_kernel(
     x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     best = best_of(x, ids)
-    tl.store(tile_best_ptr + index * tiles + tile, judge(best, rank_value(best)))
-    if temperature != 0.0:
-        store_masses(masses_ptr + index * tiles * (BLOCK // SEGMENT), x, rank_value(best), temperature, tile, SEGMENT)
+    store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, rank_value(best), temperature, SEGMENT)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import best_of, judge, load_logits, rank_value
+from tandem.engine_core.kernels.sampling.rank import best_of, load_logits
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
-from tandem.engine_core.kernels.sampling.weights import store_masses
+from tandem.engine_core.kernels.sampling.weights import store_tile
 
 PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
 MIN_TOKENS = tl.constexpr(INT_COLUMNS.index("min_tokens"))
@@ -179,9 +179,7 @@ def _adjust_kernel(
         tl.store(adjusted_ptr + offsets, x, mask=mask)
         tl.store(marks_ptr + offsets, 0, mask=mask & (mark_bits != 0))
     best = best_of(x, ids)
-    tl.store(tile_best_ptr + index * tiles + tile, judge(best, largest))
-    if temperature != 0.0:
-        store_masses(masses_ptr + index * tiles * (BLOCK // SEGMENT), x, rank_value(best), temperature, tile, SEGMENT)
+    store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT)
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP
         tops = tl.max(tl.reshape(x, [groups, GROUP]), axis=1)

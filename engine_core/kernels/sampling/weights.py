@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.fast_math import fast_exp2
-from tandem.engine_core.kernels.sampling.rank import load_logits, rank_value
+from tandem.engine_core.kernels.sampling.rank import judge, load_logits, rank_value
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -97,6 +97,20 @@ def store_masses(masses_ptr, x, best, temperature, tile, SEGMENT: tl.constexpr):
     top = tl.where(best == float("-inf"), 0.0, best)
     weights = fast_exp2(log_weights(x, top, log2_slope(temperature)))
     tl.store(masses_ptr + tile * count + tl.arange(0, count), segment_masses(weights, count, SEGMENT))
+
+
+@triton.jit
+def store_tile(
+    tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT: tl.constexpr
+):  # fmt: skip
+    """Store a tile's best rank and, if its row draws, the masses of its segments.
+
+    x: logits of the tile's tokens; best: rank of the best one; largest: as in `judge`.
+    """
+    count: tl.constexpr = x.shape[0] // SEGMENT
+    tl.store(tile_best_ptr + index * tiles + tile, judge(best, largest))
+    if temperature != 0.0:
+        store_masses(masses_ptr + index * tiles * count, x, rank_value(best), temperature, tile, SEGMENT)
 
 
 @triton.jit
