@@ -1,6 +1,5 @@
 """One recorded list of step plans gives the same bits however it is run: pipelined or blocking, slow copies or not."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.cuda_forward import CudaForward
@@ -23,6 +21,7 @@ from tandem.protocol.engine_options import EngineOptions
 from tests.support.eager_places import places_like, repeat_mixed
 from tests.support.engine_driver import DrivenEngine
 from tests.support.gpu_traffic import KINDS, requests
+from tests.support.late_copies import LateCopies
 from tests.support.plan_recording import (
     Recording,
     constraining,
@@ -38,8 +37,6 @@ from tests.support.plan_recording import (
 pytestmark = pytest.mark.gpu
 
 VOCAB = 4096
-SLEEP_CYCLES = 40_000_000
-"""Some 20 ms of the device's clock: long beside any step here."""
 
 
 @pytest.fixture(scope="module")
@@ -216,35 +213,16 @@ def test_graphs_agree_with_the_eager_path(recordings: dict[str, Recording], runt
 
 
 def test_late_copies_bring_the_right_tokens(recordings: dict[str, Recording], runtime: TorchRuntime) -> None:
-    """Every copy to the host waits for 20 ms on its own stream, while the next step is enqueued and runs."""
+    """Copies to the host begin only when the device has sampled the next step."""
     recording = recordings["full"]
     steps = slice(0, 60)
     short = Recording(recording.plans[steps], recording.masks[steps])
-    copy, collect, late = runtime.device.copy, runtime.collect, list[bool]()
-
-    @contextmanager
-    def delayed() -> Iterator[None]:
-        with copy():
-            torch.cuda._sleep(SLEEP_CYCLES)
-            yield
-
-    def on_collect(slot: int) -> StepResult:
-        other, mine = runtime.slots[1 - slot], runtime.slots[slot]
-        if other.plan is not None and other.packed is not None and len(other.packed.sample_rows):
-            until = time.monotonic() + 10
-            while not reached(other.sampling_done) and time.monotonic() < until:
-                pass
-            late.append(reached(other.sampling_done) and not reached(mine.copy_done))
-        return collect(slot)
-
+    play(runtime, short, (0, 1))  # nothing is allocated or loaded for the first time while a copy is held
     reset(runtime)
-    with patch.multiple(runtime, collect=on_collect), patch.object(runtime.device, "copy", delayed):
+    copies = LateCopies(runtime, short)
+    with copies.holding():
         played = play(runtime, short, (0, 1))
     assert played.results == recording.results[steps]
+    late = copies.were_late()
     print(f"\nin {sum(late)} of {len(late)} steps the next one had sampled before the copy began")
     assert sum(late) > len(late) // 2
-
-
-def reached(event: Any) -> bool:
-    done: bool = event._event.query()
-    return done
