@@ -58,3 +58,11 @@ def test_offline_streams_equal_the_whole_answers(llm: LLM) -> None:
     assert (
         "".join(piece.text for piece in llm.stream_chat(talk, temperature=0)) == llm.chat(talk, temperature=0)[0].text
     )
+
+
+def test_an_llm_that_is_closed_while_it_generates_leaves_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    """The engine is told to stop right behind the Goodbye, and output for the stream can no longer be sent."""
+    with LLM(log_level="warning") as own:
+        stream = iter(own.stream("def", max_tokens=1000, ignore_eos=True))
+        assert next(stream).token_ids
+    assert "WARNING" not in capfd.readouterr().err
