@@ -10,7 +10,8 @@ from benchmarks.matrix.beside import LongPrompts, gaps_beside
 from benchmarks.matrix.capacity import Watch, while_waiting
 from benchmarks.matrix.figures import PERCENTS, BesideTrial, Figures, figures
 from benchmarks.matrix.scenarios import PROMPT_IDS, Scenario
-from benchmarks.matrix.server import BEAT_SECONDS, Server, histogram_summary
+from benchmarks.matrix.server import BEAT_SECONDS, Server
+from benchmarks.measuring.scrape import histogram_summary
 from tandem.frontend.cli.bench.client import Job
 from tandem.frontend.cli.bench.clients import Clients
 from tandem.frontend.cli.bench.completion import Dialect

@@ -14,10 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
-
 from benchmarks.measuring.processes import stop_process
+from benchmarks.measuring.scrape import Scrape
 
 TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main())"
 """The console command of the tree that the benchmark runs from, installed or not."""
@@ -25,9 +23,6 @@ READY_SECONDS, STOP_SECONDS = 300.0, 30.0
 POLL_SECONDS = 0.1
 BEAT_SECONDS = 0.6
 """Time within which the engine has published a heartbeat, and with it everything that happened before."""
-
-Buckets = list[tuple[float, float]]
-"""Upper bounds and cumulative counts of a histogram, ascending."""
 
 
 class ServerDiedError(Exception):
@@ -42,23 +37,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-class Scrape:
-    """Metrics of the engine at one moment."""
-
-    def __init__(self, text: str) -> None:
-        self._samples: list[Sample] = [
-            sample for family in text_string_to_metric_families(text) for sample in family.samples
-        ]
-
-    def value(self, name: str) -> float:
-        """Return the sum of a metric's series; 0 for none."""
-        return sum(sample.value for sample in self._samples if sample.name == name)
-
-    def histogram(self, name: str) -> Buckets:
-        found = [s for s in self._samples if s.name == f"{name}_bucket"]
-        return sorted((float(sample.labels["le"]), sample.value) for sample in found)
 
 
 class Server:
@@ -109,6 +87,10 @@ class Server:
         assert self._process is not None
         stop_process(self._process, STOP_SECONDS)
 
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self._ops_port}/metrics"
+
     def metrics(self) -> str:
         """Return what Prometheus would scrape; empty if the server does not answer."""
         return self._get(self._ops_port, "/metrics") or ""
@@ -136,36 +118,3 @@ class Server:
                 return text
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return None
-
-
-def histogram_summary(before: Scrape, after: Scrape, name: str, quantiles: tuple[int, ...]) -> dict[str, float]:
-    """Return mean and percentiles of the observations between two readings."""
-    count = after.value(f"{name}_count") - before.value(f"{name}_count")
-    total = after.value(f"{name}_sum") - before.value(f"{name}_sum")
-    mean = {"mean": total / count} if count > 0 else {}
-    return mean | histogram_quantiles(before.histogram(name), after.histogram(name), quantiles)
-
-
-def histogram_quantiles(before: Buckets, after: Buckets, quantiles: tuple[int, ...]) -> dict[str, float]:
-    """Return percentiles of the observations between two readings.
-
-    They are linear within a bucket. Within the last bucket, which has no upper bound, they are its lower bound. Without
-    observations the result is {}.
-    """
-    earlier = dict(before)
-    counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in after]
-    total = counts[-1][1] if counts else 0.0
-    if total <= 0:
-        return {}
-    return {f"p{quantile}": _quantile(counts, total * quantile / 100) for quantile in quantiles}
-
-
-def _quantile(counts: Buckets, rank: float) -> float:
-    low, seen = 0.0, 0.0
-    for bound, count in counts:
-        if count >= rank:
-            if bound == float("inf") or count == seen:
-                return low
-            return low + (bound - low) * (rank - seen) / (count - seen)
-        low, seen = bound, count
-    return low

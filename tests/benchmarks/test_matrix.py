@@ -13,7 +13,7 @@ from benchmarks.matrix.configurations import Configuration, matrix, with_chunk, 
 from benchmarks.matrix.figures import BesideTrial, Figures, beside_medians, figures, medians
 from benchmarks.matrix.parts import all_flags, held
 from benchmarks.matrix.scenarios import MAX_LEN, scenarios
-from benchmarks.matrix.server import Scrape, Server, ServerDiedError, histogram_quantiles, histogram_summary
+from benchmarks.matrix.server import Server, ServerDiedError
 from benchmarks.run_matrix import settings
 from tandem.engine_core.config import ModelShape, StepConfig, resolve
 from tandem.frontend.cli.bench.record import Record
@@ -215,40 +215,6 @@ class TestSequencesAtOnce:
         trials = [{"seconds": 1.0, "running": value, "peak": 9.0} for value in (5.0, 1.0, 3.0)]
         found = held("paged", 64, 8, trials)
         assert (found.running, found.seconds, found.preemptions, found.rows) == (3.0, 1.0, 0.0, 8)
-
-
-INF = float("inf")
-
-
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        ([(0.1, 0), (1.0, 0), (INF, 0)], {}),
-        ([], {}),
-        ([(0.1, 10), (1.0, 10), (INF, 10)], {"p50": 0.05, "p90": 0.09}),
-        ([(0.1, 5), (1.0, 10), (INF, 10)], {"p50": 0.1, "p90": 0.82}),
-        ([(0.1, 0), (1.0, 0), (INF, 10)], {"p50": 1.0, "p90": 1.0}),
-    ],
-)
-def test_histogram_quantiles_interpolate_within_buckets(
-    counts: list[tuple[float, float]], expected: dict[str, float]
-) -> None:
-    before = [(bound, 7.0 * (index + 1)) for index, (bound, _) in enumerate(counts)]
-    after = [(bound, earlier + count) for (bound, count), (_, earlier) in zip(counts, before, strict=True)]
-    assert histogram_quantiles(before, after, (50, 90)) == pytest.approx(expected)
-
-
-def test_histogram_summary_uses_the_difference_of_two_readings() -> None:
-    text = """# TYPE wait histogram
-wait_bucket{{le="1.0"}} {0}
-wait_bucket{{le="+Inf"}} {0}
-wait_count {0}
-wait_sum {1}
-"""
-    before, after = Scrape(text.format(2, 0.5)), Scrape(text.format(6, 2.5))
-    assert histogram_summary(before, after, "wait", (50,)) == {"mean": 0.5, "p50": 0.5}
-    assert histogram_summary(after, after, "wait", (50,)) == {}
-    assert after.value("wait_sum") == 2.5 and after.value("other") == 0.0
 
 
 def test_server_that_rejects_its_flags_is_reported_with_its_message(tmp_path: Path) -> None:
