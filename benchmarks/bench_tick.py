@@ -1,7 +1,8 @@
 """CPU time of an engine tick by stage, with a runtime that computes nothing.
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--cached-pages 100000] [--save]
-        [--constrained 0] [--grammar anything|records|integers|text] [--mask-threads N ...] [--wall]
+        [--constrained 0] [--grammar anything|strings|records|integers|text] [--length N] [--mask-threads N ...]
+        [--wall]
 
 Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
 staging of each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and the pool has no free
@@ -9,21 +10,27 @@ ones, so every page that a row grows by evicts one: 16 per tick at 256 rows. The
 plan + stage + commit + encode, so that the loop never delays a GPU step of 1 ms. The ceiling shown with it is the time
 of bare loops of dictionary lookups over 256 rows, the least that Python code can take.
 
+All requests arrive before the first tick and none ends. With --length they end after as many tokens, the first ones at
+random lengths up to it, and another follows each, as in a server. It takes that to see what threads for masks do there:
+a grammar is compiled again for them only as requests arrive, and only those that arrive then follow the new copies.
+Ticks count from when that is over and every request has been followed by another.
+
 Masks are computed by `--mask-threads` besides the loop's, as many as an engine on this machine has unless it says
 otherwise; their time is the loop's waiting, which --wall shows and CPU time does not. Whether threads help on a machine
 of 16 cores, and how much:
 
-    python -m benchmarks.bench_tick --rows 64 256 --constrained 100 --grammar text --steps 400 --wall --mask-threads 0 8
+    python -m benchmarks.bench_tick --rows 64 256 --constrained 100 --grammar strings --length 128 --steps 400 --wall
+        --mask-threads 0 8
 """
 
 import argparse
 import random
 import statistics
 import tempfile
-import threading
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +41,7 @@ from msgspec import Struct
 
 from benchmarks.measuring.grammars import ENDLESS
 from benchmarks.measuring.results import save
+from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, settle
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
@@ -53,15 +61,13 @@ from tandem.engine_core.startup.engine import DEFAULT_MODEL, mask_executors, mas
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
-from tandem.protocol.codec import decode_event, encode, pack_ids, runs, step_output
-from tandem.protocol.commands import RENEW_SECONDS, Hello, Renew, Submit
+from tandem.protocol.codec import decode_event, encode, runs, step_output
 from tandem.protocol.events import Limits, ModelFacts, StepOutput
-from tandem.protocol.params import SamplingParams
 from tandem.protocol.sockets import bind_router, connect_dealer
-from tandem.protocol.version import PROTOCOL_VERSION
 
 EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
-PROMPT = 64
+LONGEST = MAX_LEN - PROMPT
+"""Most tokens of a request."""
 ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
 """Grammar without an end."""
 GRAMMARS = {"anything": ANYTHING} | {
@@ -128,6 +134,8 @@ class Options(Struct, frozen=True):
     cached_pages: int
     constrained: int
     """Percentage of rows that follow a grammar."""
+    length: int
+    """Tokens after which a request ends and another follows; 0: none ends."""
     grammar: str
     tokenizer: Path
     """Its tokenizer.json; ids beyond it are never allowed."""
@@ -188,59 +196,53 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
     )
 
 
-def read_everything(dealer: Any, stop: threading.Event) -> None:
-    """Receive everything as a frontend would, and renew its lease.
-
-    libzmq delivers without holding the interpreter lock.
-    """
-    renewed = time.monotonic()
-    while not stop.is_set():
-        if dealer.poll(50):
-            dealer.recv()
-        if time.monotonic() - renewed >= RENEW_SECONDS:
-            renewed = time.monotonic()
-            dealer.send(encode(Renew()))
-
-
 def measure(rows: int, options: Options) -> dict[str, float]:
-    """Measure the median microseconds of each stage over full decode steps.
+    """Measure the microseconds of each stage over decode steps.
 
-    The tick is without `collect`, in which the runtime chooses its tokens.
+    They are medians, and the mean for the tick, which is without `collect`, in which the runtime chooses its tokens.
     """
-    constrained, cached_pages = options.constrained, options.cached_pages
-    context = zmq.Context()
-    with tempfile.TemporaryDirectory() as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        context = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        wakeup = LoopWaker.open()
+        stack.callback(wakeup.close)
         endpoint = f"ipc://{directory}/engine.sock"
         router, dealer = bind_router(context, endpoint), connect_dealer(context, endpoint)
-        wakeup = LoopWaker.open()
         engine = build(rows, options, router, wakeup)
-        dealer.send(encode(Hello(PROTOCOL_VERSION, EPOCH, "bench")))
-        params = SamplingParams(MAX_LEN - PROMPT, ignore_eos=True)
-        for request_id in range(rows):
-            follows = (request_id + 1) * constrained // 100 > request_id * constrained // 100
-            prompt = [request_id] * (PROMPT - request_id % PAGE_SIZE)
-            dealer.send(encode(Submit(request_id, pack_ids(prompt), params, options.grammar if follows else None)))
-        stop = threading.Event()
-        reader = threading.Thread(target=read_everything, args=(dealer, stop))
-        reader.start()
-        while engine.stats.running < rows:
-            engine.tick()
-        samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
-        for _ in range(min(options.steps, MAX_LEN - PROMPT - 50)):
-            before = dict(engine.stats.stage_seconds)
-            start = options.clock()
-            engine.tick()
-            seconds = options.clock() - start
-            for stage in STAGES:
-                samples[stage].append(engine.stats.stage_seconds[stage] - before[stage])
-            samples["tick"].append(seconds - samples["collect"][-1])
-        assert engine.stats.running == rows, "the run ended before its measurement"
-        assert not engine.stats.preemptions and bool(engine.stats.pages_evicted) == bool(cached_pages)
-        stop.set()
-        reader.join()
-        wakeup.close()
-    context.destroy(linger=0)
-    return {stage: statistics.median(values) * 1e6 for stage, values in samples.items()}
+        stack.callback(engine.compiler.close)
+        requests = Requests(rows, LONGEST, options.length, options.constrained, options.grammar, VOCAB)
+        frontend = BetweenTicks(dealer, engine.stats, requests)
+        frontend.begin(EPOCH)
+        settle(engine, frontend)
+        found = measure_ticks(engine, frontend, options)
+        stats = engine.stats
+        assert options.length or stats.running == rows, "the run ended before its measurement"
+        assert not stats.preemptions and bool(stats.pages_evicted) == bool(options.cached_pages)
+    return found
+
+
+def measure_ticks(engine: Engine, frontend: BetweenTicks, options: Options) -> dict[str, float]:
+    """Measure ticks, without those in which the engine had nothing to do."""
+    stats, clock = engine.stats, options.clock
+    samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
+    steps, step_rows = stats.steps_launched, stats.step_rows.total
+    wanted = options.steps if options.length else min(options.steps, LONGEST - 50)
+    while len(samples["tick"]) < wanted:
+        assert not stats.requests_failed, f"requests failed after {stats.steps_launched} steps: {stats.requests_failed}"
+        before = dict(stats.stage_seconds)
+        start = clock()
+        worked = engine.tick()
+        seconds = clock() - start
+        frontend.turn()
+        if not worked:
+            continue
+        for stage in STAGES:
+            samples[stage].append(stats.stage_seconds[stage] - before[stage])
+        samples["tick"].append(seconds - samples["collect"][-1])
+    medians = {stage: statistics.median(values) * 1e6 for stage, values in samples.items()}
+    mean = statistics.fmean(samples["tick"]) * 1e6
+    return medians | {"tick mean": mean, "rows": (stats.step_rows.total - step_rows) / (stats.steps_launched - steps)}
 
 
 def median_us(call: Any, repeats: int = 2000) -> float:
@@ -284,6 +286,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--grammar", choices=list(GRAMMARS), default="anything", help="their grammar")
     parser.add_argument(
+        "--length", type=int, default=0, metavar="N", help="tokens of a request that another follows; 0: none ends"
+    )
+    parser.add_argument(
         "--tokenizer", type=Path, default=DEFAULT_MODEL / "tokenizer.json", help="tokenizer of the masks"
     )
     parser.add_argument(
@@ -310,7 +315,9 @@ def main() -> None:
     least = max(arguments.rows) * MAX_LEN // PAGE_SIZE
     if 0 < arguments.cached_pages < least:
         parser.error(f"--cached-pages {arguments.cached_pages}: rows that grow need {least}, or 0 for no cache")
-    settings = {name: getattr(arguments, name) for name in ("steps", "cached_pages", "constrained")}
+    if not 0 <= arguments.length <= LONGEST:
+        parser.error(f"--length {arguments.length}: a request has up to {LONGEST} tokens; 0: none ends")
+    settings = {name: getattr(arguments, name) for name in ("steps", "cached_pages", "constrained", "length")}
     settings |= {"grammar": GRAMMARS[arguments.grammar], "tokenizer": arguments.tokenizer}
     clock = time.perf_counter if arguments.wall else time.thread_time
     found = {}
@@ -318,15 +325,15 @@ def main() -> None:
         options = Options(**settings, mask_threads=threads, clock=clock)
         ticks = found[threads] = {rows: measure(rows, options) for rows in arguments.rows}
         kind = "time" if arguments.wall else "CPU time"
-        print(f"medians of {kind} in us, {threads} threads for masks")
+        print(f"medians of {kind} in us and the mean of the tick, {threads} threads for masks")
         print(" " * 12 + "".join(f"{rows:>10} rows" for rows in ticks))
-        for stage in (*STAGES, "tick"):
+        for stage in (*STAGES, "tick", "tick mean", "rows"):
             print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))
     messages = {rows: measure_messages(rows) for rows in arguments.rows}
     for name in next(iter(messages.values())):
         print(f"{name:>40}" + "".join(f"{messages[rows][name]:>12.1f}" for rows in messages))
     if arguments.save:
-        names = ("rows", "steps", "constrained", "cached_pages", "grammar", "mask_threads", "wall")
+        names = ("rows", "steps", "constrained", "cached_pages", "grammar", "length", "mask_threads", "wall")
         config = {name: getattr(arguments, name) for name in names}
         ticks = found[arguments.mask_threads[0]]
         print(save(arguments.save, config, {"ticks": ticks, "ticks_by_threads": found, "messages": messages}))

@@ -39,8 +39,14 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 ENDLESS: dict[str, Schema] = {
+    "strings": {"type": "array", "items": {"type": "string"}, "minItems": 10_000},
     "records": {"type": "array", "items": PERSON, "minItems": 10_000},
     "integers": {"type": "array", "items": {"type": "integer"}, "minItems": 10_000},
     "text": {"type": "string", "minLength": 1_000_000},
 }
-"""Grammars that no output completes, so that every request generates all its tokens."""
+"""Grammars that no output completes, so that every request generates all its tokens.
+
+`strings` is free text as users ask for it: `{"type": "string"}` without limits on its length, whose masks repeat within
+a string. `text` is counted text, one string with a length that is not reached: every character leads to a state of its
+own, so that no mask is one of before. That is the cost of `minLength` and `maxLength` alone.
+"""
