@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_constrained [--model-dir DIR] [--save NAME]
     python -m benchmarks.bench_constrained --url http://host:port --model NAME [--save NAME]
-        [--output text records] [--streams 64 256] [--shares 100] [--rounds 5] [--seconds 80] ...
+        [--output strings records] [--streams 64 256] [--shares 100] [--rounds 5] [--seconds 80]
+        [--metrics http://host:ops-port/metrics] ...
 
 Grammars: each schema of `benchmarks/measuring/grammars.py` is compiled a few times, then followed at random, every
 allowed token equally likely. Mask time is CPU time of one row, on one thread; a step fills the masks of many rows in
@@ -13,7 +14,9 @@ With --url, a running server is loaded instead, or too if there is a --model-dir
 from prompts of the same lengths. Each round measures every number of streams without a schema and then each share of
 each output, every other round in the opposite order, until there are --rounds of them or the next one would not end
 within --seconds. Throughput is in tokens/s; the loss of a share is relative to the same round's requests without a
-schema. Medians of the rounds are shown.
+schema. Medians of the rounds are shown. With --metrics the engine's counters say where the time went: of all rounds
+together, a step by stage of the loop, its rows, its masks, and the share of time that the GPU waited. Nothing else may
+load the server then.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
+from benchmarks.measuring.engine_counters import Counters, EngineReader, added, fetch, figures, line
 from benchmarks.measuring.grammars import ENDLESS, SCHEMAS, Schema
 from benchmarks.measuring.results import save
 from tandem.engine_core.constraints.grammars import Grammars
@@ -94,10 +99,10 @@ def measure_grammars(model_dir: Path) -> dict[str, Any]:
     return {"vocab_size": model.vocab_size, "tokenizer_seconds": seconds, "schemas": found}
 
 
-def print_grammars(figures: dict[str, Any]) -> None:
-    print(f"tokenizer of {figures['vocab_size']} tokens: {figures['tokenizer_seconds']:.2f} s, once")
+def print_grammars(measured: dict[str, Any]) -> None:
+    print(f"tokenizer of {measured['vocab_size']} tokens: {measured['tokenizer_seconds']:.2f} s, once")
     print(f"{'schema':>28}{'compile ms':>12}{'mask us p50':>13}{'p99':>9}{'masks':>8}")
-    for name, found in figures["schemas"].items():
+    for name, found in measured["schemas"].items():
         mask = found["mask_us"]
         print(f"{name:>28}{found['compile_ms']:>12.2f}{mask['p50']:>13.1f}{mask['p99']:>9.1f}{found['masks']:>8}")
 
@@ -151,6 +156,14 @@ class Server:
         self._arguments = arguments
         self._clients = clients
         self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
+        self._engine = EngineReader(partial(fetch, arguments.metrics)) if arguments.metrics else None
+        self.counters: dict[Cell, Counters] = {}
+        """What the engine counted in all rounds of a cell, without those that warm up."""
+
+    def warm_up(self, cells: Sequence[Cell]) -> None:
+        for cell in cells:
+            self.tokens_per_second(cell, -1)
+        self.counters.clear()
 
     def tokens_per_second(self, cell: Cell, turn: int) -> float:
         """Run one cell.
@@ -162,6 +175,7 @@ class Server:
         dialect = ConstrainedDialect(a.model, a.temperature, token_ids=True, share=cell.share, schema=schema)
         workload = Workload(turn, a.input_len, a.output_len, a.prompt_ids)
         load = Load(f"{cell}, round {turn + 1}", cell.streams, requests=a.requests)
+        before = self._engine.read() if self._engine else None
         progress = Progress(load.label, load.total(), load.duration)
         level = summarise(
             load, self._clients.run(Job(self._endpoints, dialect, workload, load, a.timeout), progress), SLO
@@ -169,6 +183,9 @@ class Server:
         progress.clear()
         if level.errors or level.other_length:
             raise ConnectionError(f"{load.label}: {level.errors or 'replies of another length'} {level.error_example}")
+        if self._engine and before is not None:
+            counted = self._engine.since(before, cell.streams * a.requests)
+            self.counters[cell] = added(self.counters.get(cell, {}), counted)
         return level.output_tokens_per_s
 
 
@@ -219,18 +236,23 @@ def measure_server(arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with Clients(arguments.clients) as clients:
         server = Server(arguments, clients)
-        for cell in groups[-1]:
-            server.tokens_per_second(cell, -1)
+        server.warm_up(groups[-1])
         left = arguments.seconds - (time.monotonic() - began)
         rounds = measure_rounds(server.tokens_per_second, groups, arguments.rounds, left, time.monotonic)
-    return {name: found for group in groups for name, found in losses(rounds, group).items()}
+    found = {name: one for group in groups for name, one in losses(rounds, group).items()}
+    for cell, counted in server.counters.items():
+        found[str(cell)]["engine"] = figures(counted)
+    return found
 
 
-def print_server(figures: dict[str, Any]) -> None:
+def print_server(loads: dict[str, Any]) -> None:
     print(f"{'load':>30}{'tokens/s':>12}{'loss %':>9}   by round")
-    for name, found in figures.items():
+    for name, found in loads.items():
         rounds = ", ".join(f"{rate:,.0f}" for rate in found["rounds"])
         print(f"{name:>30}{found['output_tokens_per_s']:>12,.0f}{found['loss_percent']:>9.1f}   {rounds}")
+    for name, found in loads.items():
+        if "engine" in found:
+            print(f"{name}: {line(found['engine'])}")
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -240,8 +262,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", help="http://host:port of a running server, or several with commas")
     parser.add_argument("--model", default="tandem-default", help="name of the model on the server")
+    parser.add_argument("--metrics", metavar="URL", help="http://host:port/metrics of the ops port (default: not read)")
     parser.add_argument("--shares", type=int, nargs="+", default=[100], help="percent; 0 is always measured")
-    parser.add_argument("--output", nargs="+", choices=list(ENDLESS), default=["text", "records"])
+    parser.add_argument("--output", nargs="+", choices=list(ENDLESS), default=["strings", "records"])
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="requests open at once")
     parser.add_argument("--requests", type=int, default=4, help="requests a stream and round (default 4)")
     parser.add_argument("--rounds", type=int, default=5)
@@ -257,16 +280,19 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = arguments_parser().parse_args(argv)
-    figures: dict[str, Any] = {}
+    parser = arguments_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.metrics and not arguments.url:
+        parser.error("--metrics is of a running server; give its --url too")
+    found: dict[str, Any] = {}
     if arguments.model_dir or not arguments.url:
-        figures["grammars"] = measure_grammars(arguments.model_dir or DEFAULT_MODEL)
-        print_grammars(figures["grammars"])
+        found["grammars"] = measure_grammars(arguments.model_dir or DEFAULT_MODEL)
+        print_grammars(found["grammars"])
     if arguments.url:
-        figures["serving"] = measure_server(arguments)
-        print_server(figures["serving"])
+        found["serving"] = measure_server(arguments)
+        print_server(found["serving"])
     if arguments.save:
-        print(save(arguments.save, {name: _plain(value) for name, value in vars(arguments).items()}, figures))
+        print(save(arguments.save, {name: _plain(value) for name, value in vars(arguments).items()}, found))
 
 
 def _plain(value: Any) -> Any:

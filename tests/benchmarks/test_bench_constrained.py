@@ -15,6 +15,9 @@ from tandem.engine_core.stats import new_stats
 from tandem.frontend.cli.bench.completion import Dialect
 from tandem.frontend.cli.bench.workloads import Request, Span, Workload
 from tests.fakes.clock import FakeClock
+from tests.fakes.completions_server import CompletionsServer
+from tests.fakes.http_server import Answer, scripted_server
+from tests.support.engine_metrics import metrics_after
 
 
 def requests(count: int) -> list[Request]:
@@ -92,3 +95,31 @@ class TestRounds:
         assert found["4 streams, no schema"]["loss_percent"] == 0.0
         assert found["4 streams, text, 100 %"]["loss_percent"] == pytest.approx(10.0)
         assert found["4 streams, text, 100 %"]["output_tokens_per_s"] == 90.0
+
+
+class TestServer:
+    """Loads of a running server."""
+
+    def arguments(self, served: CompletionsServer, metrics: str) -> list[str]:
+        words = f"--url http://127.0.0.1:{served.port} --metrics {metrics} --model m --streams 2 --requests 2"
+        return [*words.split(), "--rounds", "2", "--output", "strings", "--output-len", "6", "--seconds", "60"]
+
+    def test_the_engines_counters_are_told_by_load(
+        self, served: CompletionsServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # Read before and after each load: two that warm up, then two and two in the opposite order.
+        steps = (0, 50, 50, 90, 100, 110, 110, 140, 140, 150, 150, 160)
+        answers = [Answer(200, metrics_after(count, 4 * ((at + 1) // 2)).encode()) for at, count in enumerate(steps)]
+        with scripted_server(*answers) as metrics:
+            bench_constrained.main(self.arguments(served, f"{metrics.url}/metrics"))
+            assert len(metrics.requests) == len(steps)
+        assert ["response_format" in body for body in served.bodies[::4]] == [False, True, False, True, True, False]
+        *_, free, strings = capsys.readouterr().out.splitlines()
+        assert free.startswith("2 streams, no schema: 64.0 rows a step, us of it: drain 0, plan 1, launch 2")
+        assert strings.startswith("2 streams, strings, 100 %: 64.0 rows a step")
+        assert strings.endswith("masks: 64.0 a step, 5.00 us each; GPU idle 25.0 %")
+
+    def test_counters_without_a_server_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            bench_constrained.main(["--metrics", "http://127.0.0.1:1/metrics"])
+        assert "--metrics is of a running server; give its --url too" in capsys.readouterr().err
