@@ -25,6 +25,10 @@ from benchmarks.campaign.runner import Places, Runner
 from benchmarks.matrix.server import Server
 from benchmarks.shapes.make_folder import make_folder
 from benchmarks.tune.shapes import SHAPES
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
+
+TOKENIZERS = {"made-up": None, "default-model": DEFAULT_MODEL}
+"""Folders of the models whose tokenizer a group may have; None for one that is made up."""
 
 
 @contextmanager
@@ -38,7 +42,7 @@ def serve(group: Group, out: Path) -> Iterator[Places]:
         return
     with tempfile.TemporaryDirectory(prefix="campaign-") as work:
         folder = Path(work) / "model"
-        make_folder(SHAPES / group.shape, folder)
+        make_folder(SHAPES / group.shape, folder, TOKENIZERS[group.tokenizer])
         places = {"model": folder.name, "folder": str(folder)}
         if not group.serve:
             yield places
@@ -46,7 +50,7 @@ def serve(group: Group, out: Path) -> Iterator[Places]:
         flags = ["--model", str(folder), "--load-format", "dummy", *group.flags.split()]
         with Server(flags, out / f"{group.name}.server.log") as server:
             print(f"{group.name}: ready after {server.ready_seconds:.1f} s", flush=True)
-            yield places | {"url": server.url}
+            yield places | {"url": server.url, "metrics": server.metrics_url}
             (out / f"{group.name}.metrics").write_text(server.metrics())
 
 

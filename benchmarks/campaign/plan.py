@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -37,6 +37,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True):
     measurement: Annotated[list[Measurement], Meta(min_length=1)]
     shape: str = ""
     """Shape in `benchmarks/shapes` of which a model folder is made; empty for none."""
+    tokenizer: Literal["made-up", "default-model"] = "made-up"
+    """Tokenizer of that folder: one for the shape's vocabulary, or the default model's with its 4,096 ids."""
     serve: bool = True
     """False if the commands start what they need of that folder themselves."""
     flags: str = ""
@@ -54,7 +56,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True):
         """Names that its commands may use in braces."""
         if not self.shape:
             return ("name", "out")
-        return ("name", "out", "folder", "model", "url") if self.serve else ("name", "out", "folder", "model")
+        folder = ("name", "out", "folder", "model")
+        return (*folder, "url", "metrics") if self.serve else folder
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):

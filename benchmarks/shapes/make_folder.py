@@ -1,10 +1,11 @@
 """Model folder without weights, in a published shape.
 
-    python -m benchmarks.shapes.make_folder benchmarks/shapes/llama-3.2-1b OUT
+    python -m benchmarks.shapes.make_folder benchmarks/shapes/llama-3.2-1b OUT [--tokenizer-of FOLDER]
 
 It has the shape's config.json and a made-up tokenizer of its vocabulary. `tandem serve --model OUT --load-format dummy`
 then serves it over HTTP. Each id has a text of its own, six characters long on average, so that frontends do the work
-that a real vocabulary would ask of them.
+that a real vocabulary would ask of them. With --tokenizer-of it has the tokenizer of another model instead, which may
+have fewer ids than the shape.
 """
 
 import argparse
@@ -26,20 +27,33 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def make_folder(shape: Path, out: Path) -> None:
-    """Write the model folder of a shape, which has a config.json."""
+def make_folder(shape: Path, out: Path, tokenizer_of: Path | None = None) -> None:
+    """Write the model folder of a shape, which has a config.json.
+
+    tokenizer_of: folder of a model whose tokenizer it gets, with the ids that begin and end its texts; None to make one
+    up.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(shape / "config.json", out / "config.json")
-    vocab_size = json.loads((shape / "config.json").read_text())["vocab_size"]
-    build_tokenizer(vocab_size).save(str(out / "tokenizer.json"))
+    config = json.loads((shape / "config.json").read_text())
+    if tokenizer_of is None:
+        shutil.copyfile(shape / "config.json", out / "config.json")
+        build_tokenizer(config["vocab_size"]).save(str(out / "tokenizer.json"))
+        return
+    other = json.loads((tokenizer_of / "config.json").read_text())
+    config |= {name: other[name] for name in ("bos_token_id", "eos_token_id")}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copyfile(tokenizer_of / "tokenizer.json", out / "tokenizer.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "--tokenizer-of", type=Path, metavar="FOLDER", help="model whose tokenizer it gets (default: made up)"
+    )
     arguments = parser.parse_args()
-    make_folder(arguments.shape, arguments.out)
+    make_folder(arguments.shape, arguments.out, arguments.tokenizer_of)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command that runs a campaign."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import psutil
 import pytest
 
 from benchmarks.campaign.__main__ import main
+from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tests.support.serving import until
 
 
@@ -53,6 +55,21 @@ def test_a_campaign_measures_a_step_without_a_server(tmp_path: Path, capsys: pyt
     assert output.count("listing: done") == 1
     assert output.endswith(
         f"all of that is done in {tmp_path / 'out' / 'runs.jsonl'}; give another --out to measure it again\n"
+    )
+
+
+def test_a_group_gets_the_tokenizer_that_it_names(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[[group]]\nname = "folders"\nshape = "llama-3.2-1b"\ntokenizer = "default-model"\nserve = false\n'
+        '[[group.measurement]]\nname = "config"\nseconds = 60\ncommand = "json.tool {folder}/config.json"\n'
+        '[[group.measurement]]\nname = "tokenizer"\nseconds = 60\ncommand = "json.tool {folder}/tokenizer.json"\n'
+    )
+    assert main(["--plan", str(plan), "--out", str(tmp_path)]) == 0
+    config = json.loads((tmp_path / "config.log").read_text())
+    assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (128_256, 1, 2)
+    assert json.loads((tmp_path / "tokenizer.log").read_text()) == json.loads(
+        (DEFAULT_MODEL / "tokenizer.json").read_text()
     )
 
 

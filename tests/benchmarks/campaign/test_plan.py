@@ -63,13 +63,14 @@ def test_places_are_filled(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('name = "two"', 'name = "one"', "names are there twice: ['one']"),
-        ("{url}", "{port}", "one: 'port' in its command; known are name, out, folder, model, url"),
+        ("{url}", "{port}", "one: 'port' in its command; known are name, out, folder, model, url, metrics"),
         (
             "benchmarks.bench_tick",
             "benchmarks.bench_tick {folder}",
             "three: 'folder' in its command; known are name, out",
         ),
         ("seconds = 5", "seconds = 0", "`int` >= 1"),
+        ('shape = "llama-3.2-1b"', 'tokenizer = "mine"', "Invalid enum value 'mine'"),
         ("shape =", "shapes =", "unknown field `shapes`"),
         ("[[group]]", "[[group", "Expected ']]'"),
     ],
