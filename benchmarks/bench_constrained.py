@@ -93,7 +93,7 @@ def measure_grammars(model_dir: Path) -> dict[str, Any]:
     start = time.perf_counter()
     grammars.prepare()
     seconds = time.perf_counter() - start
-    mask_builder = MaskBuilder({}, model.eos_ids, new_stats(), time.perf_counter)
+    mask_builder = MaskBuilder(model.eos_ids, new_stats(), time.perf_counter)
     rng = random.Random(0)
     found = {name: measure_grammar(grammars, mask_builder, schema, rng) for name, schema in SCHEMAS.items()}
     return {"vocab_size": model.vocab_size, "tokenizer_seconds": seconds, "schemas": found}

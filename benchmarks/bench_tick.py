@@ -1,7 +1,7 @@
 """CPU time of an engine tick by stage, with a runtime that computes nothing.
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--cached-pages 100000] [--save]
-        [--constrained 0] [--grammar anything|strings|records|integers|text] [--length N] [--mask-threads N ...]
+        [--constrained 0] [--grammar anything|strings|records|integers|text] [--length N] [--grammar-workers N ...]
         [--wall]
 
 Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
@@ -11,17 +11,16 @@ plan + stage + commit + encode, so that the loop never delays a GPU step of 1 ms
 of bare loops of dictionary lookups over 256 rows, the least that Python code can take.
 
 All requests arrive before the first tick and none ends. With --length they end after as many tokens, the first ones at
-random lengths up to it, and another follows each, as in a server. It takes that to see what threads for masks do there:
+random lengths up to it, and another follows each, as in a server. It takes that to see what workers do there:
 a grammar is compiled again for them only as requests arrive, and only those that arrive then follow the new copies.
 Ticks count from when that is over and every request has been followed by another. Without --length, many rows of
 `text` may fail after some hundred steps, 862 with 128,256 ids: their lexer then has as many states as it may have.
 
-Masks are computed by `--mask-threads` besides the loop's, as many as an engine on this machine has unless it says
-otherwise; their time is the loop's waiting, which --wall shows and CPU time does not. Whether threads help on a machine
-of 16 cores, and how much:
+Grammars are followed by `--grammar-workers` processes besides the loop's from 80 constrained rows on; what the loop
+waits for them is in --wall, and as it polls, in CPU time. Whether they help on a machine of 16 cores, and how much:
 
     python -m benchmarks.bench_tick --rows 64 256 --constrained 100 --grammar strings --length 128 --steps 400 --wall
-        --mask-threads 0 8
+        --grammar-workers 0 4
 """
 
 import argparse
@@ -47,6 +46,7 @@ from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lan
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -58,7 +58,7 @@ from tandem.engine_core.runtime.staging import capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
-from tandem.engine_core.startup.engine import DEFAULT_MODEL, mask_executors, mask_threads
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, grammar_workers
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.engine_core.wire.wakeup import LoopWaker
@@ -87,7 +87,8 @@ class StagingRuntime:
         self.buffers = [np.zeros(words, dtype=np.int32) for _ in range(2)]
         self.rows: list[tuple[ScheduledSequence, ...]] = [(), ()]
         self.filler = filler
-        self.masks = np.zeros((max_rows, VOCAB // 32), dtype=np.int32)
+        memory = filler.allocate(max_rows, VOCAB // 32)
+        self.masks = np.zeros((max_rows, VOCAB // 32), dtype=np.int32) if memory is None else memory
         self.places: dict[int, int] = {}
         self.samples_masks = samples_masks
         self.random = random.Random(0)
@@ -140,7 +141,7 @@ class Options(Struct, frozen=True):
     grammar: str
     tokenizer: Path
     """Its tokenizer.json; ids beyond it are never allowed."""
-    mask_threads: int
+    grammar_workers: int
     clock: Callable[[], float]
     """Time of the stages, in seconds: of the loop's thread, or any."""
 
@@ -170,15 +171,12 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
     pages = options.cached_pages or rows * MAX_LEN // PAGE_SIZE
     memory = full_cache(pages) if options.cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
-    threads = options.mask_threads
-    executors = mask_executors(threads)
-    mask_builder = MaskBuilder(executors, [2], stats, time.monotonic)
+    grammars, masks = Grammars(options.tokenizer, VOCAB, (2,)), MaskMemory()
+    workers = grammar_workers(options.grammar_workers, grammars, masks) if options.grammar_workers else None
+    mask_builder = MaskBuilder([2], stats, time.monotonic, workers=workers, memory=masks)
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)
-    grammars = Grammars(options.tokenizer, VOCAB, (2,))
-    compiler = GrammarCompiler(
-        grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic, max_bases=max(1, threads)
-    )
+    compiler = GrammarCompiler(grammars.compile, compile_lanes(), mailbox.wake, stats, time.monotonic, workers=workers)
     facts = ModelFacts("bench", VOCAB, MAX_LEN, [2], "", "none", "none", 0)
     limits = Limits(rows, pages * PAGE_SIZE, PAGE_SIZE, STEP_TOKENS, 4096)
     return Engine.assemble(
@@ -193,7 +191,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
         stats=stats,
         clock=time.monotonic,
         stage_clock=options.clock,
-        acceptor=TokenAcceptor(executors, time.monotonic) if executors else None,
+        acceptor=TokenAcceptor(workers) if workers is not None else None,
     )
 
 
@@ -293,12 +291,12 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, default=DEFAULT_MODEL / "tokenizer.json", help="tokenizer of the masks"
     )
     parser.add_argument(
-        "--mask-threads",
+        "--grammar-workers",
         type=int,
         nargs="+",
-        default=[mask_threads()],
+        default=[0],
         metavar="N",
-        help="0: masks on the loop's thread",
+        help="0: the loop follows all grammars",
     )
     parser.add_argument("--wall", action="store_true", help="measure time instead of CPU time of the loop's thread")
     parser.add_argument(
@@ -322,11 +320,11 @@ def main() -> None:
     settings |= {"grammar": GRAMMARS[arguments.grammar], "tokenizer": arguments.tokenizer}
     clock = time.perf_counter if arguments.wall else time.thread_time
     found = {}
-    for threads in arguments.mask_threads:
-        options = Options(**settings, mask_threads=threads, clock=clock)
-        ticks = found[threads] = {rows: measure(rows, options) for rows in arguments.rows}
+    for workers in arguments.grammar_workers:
+        options = Options(**settings, grammar_workers=workers, clock=clock)
+        ticks = found[workers] = {rows: measure(rows, options) for rows in arguments.rows}
         kind = "time" if arguments.wall else "CPU time"
-        print(f"medians of {kind} in us and the mean of the tick, {threads} threads for masks")
+        print(f"medians of {kind} in us and the mean of the tick, {workers} workers for grammars")
         print(" " * 12 + "".join(f"{rows:>10} rows" for rows in ticks))
         for stage in (*STAGES, "tick", "tick mean", "rows"):
             print(f"{stage:>12}" + "".join(f"{ticks[rows][stage]:>15.1f}" for rows in ticks))
@@ -334,10 +332,10 @@ def main() -> None:
     for name in next(iter(messages.values())):
         print(f"{name:>40}" + "".join(f"{messages[rows][name]:>12.1f}" for rows in messages))
     if arguments.save:
-        names = ("rows", "steps", "constrained", "cached_pages", "grammar", "length", "mask_threads", "wall")
+        names = ("rows", "steps", "constrained", "cached_pages", "grammar", "length", "grammar_workers", "wall")
         config = {name: getattr(arguments, name) for name in names}
-        ticks = found[arguments.mask_threads[0]]
-        print(save(arguments.save, config, {"ticks": ticks, "ticks_by_threads": found, "messages": messages}))
+        ticks = found[arguments.grammar_workers[0]]
+        print(save(arguments.save, config, {"ticks": ticks, "ticks_by_workers": found, "messages": messages}))
 
 
 if __name__ == "__main__":

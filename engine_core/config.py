@@ -146,6 +146,18 @@ def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
     return checkpoint
 
 
+def check_grammar_workers(options: EngineOptions, system: str, machine: str) -> None:
+    """Raise ConfigError for --grammar-workers on other machines than x86-64.
+
+    Their stores may become visible in another order, which `workers.channel` does not allow for.
+    """
+    if options.grammar_workers and (system, machine) != ("linux", "x86_64"):
+        raise ConfigError(
+            f"--grammar-workers {options.grammar_workers} needs Linux on x86-64, and this is {system} on {machine}; "
+            "leave the flag out"
+        )
+
+
 def resolve_threads(options: EngineOptions, cores: int) -> int:
     """Choose the number of torch threads on a CPU, leaving one core to the frontends."""
     return options.threads or max(1, cores - 1)

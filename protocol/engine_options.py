@@ -264,6 +264,14 @@ class EngineOptions(Struct, frozen=True):
     threads: Annotated[
         int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)", bounds=(1, 4096))
     ] = None
+    grammar_workers: Annotated[
+        int,
+        EngineFlag(
+            "processes that follow grammars for the engine when 80 or more constrained requests are open; each keeps a "
+            "core busy meanwhile (0: the engine follows all by itself)",
+            bounds=(0, 64),
+        ),
+    ] = 0
     load_format: Annotated[
         LoadFormat,
         EngineFlag(

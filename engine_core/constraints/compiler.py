@@ -13,6 +13,9 @@ from msgspec import Struct
 from tandem.engine_core.constraints.compile_lane import NICENESS, CompileLane
 from tandem.engine_core.constraints.cpu_times import CpuTimes
 from tandem.engine_core.constraints.grammars import CompiledGrammar
+from tandem.engine_core.constraints.workers.link import WorkerLink
+from tandem.engine_core.constraints.workers.pool import WorkerPool
+from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
 from tandem.engine_core.contracts import Constraint
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
@@ -65,6 +68,15 @@ class Compiled(Struct, frozen=True):
     """Time that the compilation took, in seconds."""
 
 
+class Relief(Struct, frozen=True):
+    """A result on its way from the thread that waits for workers to the loop."""
+
+    grammar: str
+    compiled: CompiledGrammar
+    remote: RemoteGrammar | None
+    """The grammar on a worker; None if there is none that can follow it."""
+
+
 def compile_lanes() -> tuple[CompileLane, ...]:
     """Build the lanes of a compiler, for quick grammars first.
 
@@ -83,8 +95,9 @@ class GrammarCompiler:
     The cache is keyed by the grammar's text and drops the least recently used. Grammars go to lanes by the time that
     frontends measured, so that slow ones delay one another and no others.
 
-    Everything but `_compiled` and what `_compile` calls belongs to the loop's thread. A thread cannot be stopped, so a
-    compilation past its deadline fails its requests but goes on; its result is cached for the next request.
+    Everything but `_compiled` and what `_compile` and `_compile_on_worker` call belongs to the loop's thread. A thread
+    cannot be stopped, so a compilation past its deadline fails its requests but goes on; its result is cached for the
+    next request. Workers have a thread of their own, since one that starts or hangs keeps it for seconds.
     """
 
     def __init__(
@@ -97,13 +110,12 @@ class GrammarCompiler:
         limit_seconds: float = COMPILE_TIMEOUT_SECONDS,
         cached: int = CACHED_GRAMMARS,
         cpu_times: CpuTimes | None = None,
-        max_bases: int = 1,
+        workers: WorkerPool | None = None,
     ) -> None:
         """Keep the parts of a compiler.
 
         compile_grammar: may raise RequestError; lanes: in the order of their `max_seconds`, of which the last is
-        infinite; wake: called on a compile thread with each result; max_bases: number of times that a grammar of many
-        sequences is compiled, of use where as many threads compute masks.
+        infinite; wake: called on a compile thread with each result; workers: follow the grammars of many sequences.
         """
         self.compile_grammar = compile_grammar
         self.lanes = lanes
@@ -112,23 +124,28 @@ class GrammarCompiler:
         self.clock = clock
         self.limit_seconds = limit_seconds
         self.cached = cached
-        self.max_bases = max_bases
+        self.workers = workers
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._cpu_times = cpu_times or CpuTimes()
         self._jobs: dict[str, Job] = {}
         self._waiters: dict[int, Waiter] = {}
         """Open requests by sequence id, the earliest deadline first."""
         self._ready: list[tuple[int, Constraint | RequestError]] = []
-        self._compiled: SimpleQueue[Compiled] = SimpleQueue()
+        self._compiled: SimpleQueue[Compiled | Relief] = SimpleQueue()
+        self._relieving: set[str] = set()
+        """Grammars that a worker compiles or is to compile."""
+        self._worker_lane = CompileLane("grammars for workers", 1)
 
     def start(self, seq_id: int, grammar: str, ignore_ends: bool, key: str = "", seconds: float = 0.0) -> None:
         self._take_compiled()
         compiled_grammar = self._grammars.get(grammar)
-        if compiled_grammar is not None:
+        if compiled_grammar is not None and compiled_grammar.is_spent:
+            del self._grammars[grammar]
+        elif compiled_grammar is not None:
             self._grammars.move_to_end(grammar)
             self._ready.append((seq_id, compiled_grammar.constraint(ignore_ends, key)))
             if seconds <= self.lanes[0].max_seconds:
-                self._relieve(grammar, compiled_grammar, key)
+                self._relieve(grammar, compiled_grammar)
             return
         job = self._jobs.get(grammar)
         if job is None:
@@ -142,7 +159,7 @@ class GrammarCompiler:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._jobs or self._relieving)
 
     def cancel(self, seq_id: int) -> None:
         self._ready = [ready for ready in self._ready if ready[0] != seq_id]
@@ -167,12 +184,19 @@ class GrammarCompiler:
         return ready
 
     def close(self) -> None:
-        for lane in self.lanes:
+        for lane in (*self.lanes, self._worker_lane):
             lane.close()
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.close()
 
     def _take_compiled(self) -> None:
         while not self._compiled.empty():
-            self._on_compiled(self._compiled.get())
+            result = self._compiled.get()
+            if isinstance(result, Relief):
+                self._on_relief(result)
+            else:
+                self._on_compiled(result)
         now = self.clock()
         for grammar, job in self._jobs.items():
             if job.future is not None and now - job.began > job.lane.overrun_seconds:
@@ -193,40 +217,41 @@ class GrammarCompiler:
         result = compiled.result
         if isinstance(result, CompiledGrammar):
             result = self._keep(compiled.grammar, result)
-        key = ""
         for seq_id in job.waiting:
             waiter = self._waiters.pop(seq_id)
-            key = waiter.key
             if isinstance(result, CompiledGrammar):
                 self._ready.append((seq_id, result.constraint(waiter.ignore_ends, waiter.key)))
             else:
                 self._ready.append((seq_id, result))
         if isinstance(result, CompiledGrammar) and job.lane is self.lanes[0]:
-            self._relieve(compiled.grammar, result, key)
+            self._relieve(compiled.grammar, result)
+
+    def _on_relief(self, relief: Relief) -> None:
+        self._relieving.remove(relief.grammar)
+        relief.compiled.add_remote(relief.remote)
+        if self._grammars.get(relief.grammar) is relief.compiled:
+            self._relieve(relief.grammar, relief.compiled)
 
     def _keep(self, grammar: str, compiled_grammar: CompiledGrammar) -> CompiledGrammar:
-        """Put a grammar into the cache, and return it.
-
-        One that is there already gets another base.
-        """
-        cached = self._grammars.get(grammar)
-        if cached is not None:
-            cached.add_base(compiled_grammar.bases[0].matcher)
-            return cached
-        self._grammars[grammar] = compiled_grammar
+        """Put a grammar into the cache, unless it is there, and return what is there."""
+        kept = self._grammars.setdefault(grammar, compiled_grammar)
         if len(self._grammars) > self.cached:
             self._grammars.popitem(last=False)
-        return compiled_grammar
+        return kept
 
-    def _relieve(self, grammar: str, compiled_grammar: CompiledGrammar, key: str) -> None:
-        """Compile a quick grammar again if many sequences follow it.
+    def _relieve(self, grammar: str, compiled_grammar: CompiledGrammar) -> None:
+        """Have a worker compile a quick grammar too if many sequences are followed.
 
         No request waits for the result.
         """
-        if compiled_grammar.is_crowded and len(compiled_grammar.bases) < self.max_bases and grammar not in self._jobs:
-            job = self._jobs[grammar] = Job(self.lanes[0], set())
-            job.lane.add(key, grammar)
-            self._begin()
+        workers = self.workers
+        if workers is None or grammar in self._relieving or len(compiled_grammar.links) >= workers.count:
+            return
+        num_followed = sum(each.num_followed for each in self._grammars.values())
+        if compiled_grammar.wants_worker(num_followed):
+            self._relieving.add(grammar)
+            taken = compiled_grammar.links
+            self._worker_lane.submit(partial(self._compile_on_worker, workers, grammar, compiled_grammar, taken))
 
     def _fail_overdue(self) -> None:
         now = self.clock()
@@ -263,4 +288,17 @@ class GrammarCompiler:
             result = RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {error}")
         self._cpu_times.end(grammar)
         self._compiled.put(Compiled(grammar, result, self.clock() - start))
+        self.wake()
+
+    def _compile_on_worker(
+        self, workers: WorkerPool, grammar: str, compiled: CompiledGrammar, taken: list[WorkerLink]
+    ) -> None:
+        """Have a worker compile what was compiled here; `taken` have it already."""
+        remote = None
+        try:
+            remote = workers.compile(grammar, taken)
+        except Exception as error:
+            message = "a worker could not compile a grammar of %d characters"
+            logger.error(message, len(grammar), extra=without_message(error))
+        self._compiled.put(Relief(grammar, compiled, remote))
         self.wake()

@@ -1,60 +1,76 @@
-"""Compiled grammars and their constraints.
+"""Compiled grammars and their constraints."""
 
-This is the only place that constructs objects of llguidance.
-"""
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+from weakref import WeakSet
 
-import threading
-from pathlib import Path
-from weakref import WeakSet, ref
+from llguidance import LLMatcher
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
+from tandem.engine_core.constraints.local_matcher import LocalMatcher
 from tandem.engine_core.constraints.mask_budget import MaskCost
+from tandem.engine_core.constraints.matchers import Matchers, reason
+from tandem.engine_core.constraints.workers.link import WorkerLink
+from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar, RemoteMatcher
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
 
-_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
-"""A character that stands for itself in a string of JSON."""
-SLICES = (
-    r"[\x20\x0A\x0D\x09]+",
-    *(f"{_IN_STRING}{{1,{length}}}" for length in (4, 6, 8, 10, 15, 30)),
-    f"{_IN_STRING}+",
-)
-"""Kinds of tokens that a mask allows as a whole where the grammar does; the others are looked up one by one. With the
-library's own lengths, 10 and 30, a mask shortly before the end of a string of limited length takes up to a millisecond
-at 128k tokens; with these, masks of such records take a third less on average."""
+CROWDED, WORKERS_SHARE = 80, 48
+"""Constraints from which on a worker saves time, and further ones that are worth another. The loop's thread follows
+fewer while the device computes a small model's step: 64 take 0.5 ms at 128k tokens."""
 
 
-CROWDED = 16
-"""Constraints on one base from which on another is worth its tables: each base fills its own wherever its rows reach
-states that are new to it. In a string with a `minLength`, where every token leads to one, that takes 0.2 ms a step."""
+RENEWAL_SECONDS = 0.03
+"""CPU time up to which a grammar may be compiled again on the loop's thread when its tables are full."""
 
 
 class GrammarConstraint:
-    """Implement `contracts.Constraint` over one llguidance matcher."""
+    """Implement `contracts.Constraint` over a matcher, here or on a worker."""
 
-    __slots__ = ("__weakref__", "_ends", "ahead", "base", "cost", "ignore_ends", "is_new", "matcher", "overdrawn")
+    __slots__ = (
+        "__weakref__", "_accepted", "_ahead", "_ends", "_forced", "cost", "ignore_ends", "is_new", "matcher",
+        "overdrawn",
+    )  # fmt: skip
 
     def __init__(
-        self, matcher: LLMatcher, base: "GrammarBase", ends: frozenset[int], ignore_ends: bool, key: str = ""
+        self, matcher: LocalMatcher | RemoteMatcher, ends: frozenset[int], ignore_ends: bool, key: str = ""
     ) -> None:
         """Wrap one matcher.
 
-        matcher: used by this constraint only, a copy of the base's; ends: ids that llguidance allows where the grammar
-        may end; key: name of the API key that pays for the masks.
+        matcher: used by this constraint only; ends: ids that llguidance allows where the grammar may end; key: name of
+        the API key that pays for the masks.
         """
         self.matcher = matcher
-        self.base = base
         self.ignore_ends = ignore_ends
         self._ends = ends
         self.cost = MaskCost(key)
-        self.ahead: tuple[int, bool] | None = None
-        """Token that the matcher got already, and whether it accepted it; None if `accept` is to give it the next."""
+        self._ahead: int | None = None
+        """Token that the matcher got already; None if `accept` is to give it the next."""
+        self._accepted = False
+        self._forced: list[int] | None = None
+        """Whether that token was accepted, and the tokens that are forced after the last one; None if not known."""
         self.is_new = True
         """True until the first token."""
         self.overdrawn = ""
         """Problem of a constraint whose masks took too long; empty before."""
+
+    @property
+    def remote(self) -> "RemoteMatcher | None":
+        """The matcher, if it is on a worker."""
+        matcher = self.matcher
+        if not isinstance(matcher, RemoteMatcher):
+            return None
+        if matcher.local is not None:
+            self.matcher = matcher.local
+            return None
+        return matcher
+
+    @property
+    def local(self) -> LocalMatcher:
+        """The matcher, which must be in this process."""
+        assert self.remote is None, "a worker has the matcher"
+        return cast("LocalMatcher", self.matcher)
 
     @property
     def is_complete(self) -> bool:
@@ -62,136 +78,143 @@ class GrammarConstraint:
 
     @property
     def problem(self) -> str:
-        return self.overdrawn or reason(self.matcher)
+        return self.overdrawn or reason(self.matcher.get_error())
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
 
+    def advance(self, token: int, accepted: bool, forced: list[int] | None) -> None:
+        """Keep what the matcher has made of a token that `accept` gets next.
+
+        forced: tokens that are forced after it; None if the grammar does not go on.
+        """
+        self._ahead, self._accepted, self._forced = token, accepted, forced
+
+    def accept_plain(self, token: int) -> bool:
+        if self._ahead is None or self._forced or self._forced is None or self.overdrawn:
+            return False
+        assert self._ahead == token, f"token {token} after {self._ahead} was accepted ahead"
+        self._ahead, self.is_new = None, False
+        return True
+
+    @property
+    def forces_nothing(self) -> bool:
+        return self._forced is not None and not self._forced
+
     def fast_forward_tokens(self) -> list[int]:
-        return self.matcher.compute_ff_tokens()
+        return self.matcher.compute_ff_tokens() if self._forced is None else list(self._forced)
 
     def accept(self, token: int) -> bool:
         """Implement `Constraint.accept`; a token outside the vocabulary is rejected."""
         if self.overdrawn:
             return False
         self.is_new = False
-        if self.ahead is None:
-            accepted = self.matcher.consume_token(token)
+        if self._ahead is None:
+            self._forced, accepted = None, self.matcher.consume_token(token)
         else:
-            (ahead, accepted), self.ahead = self.ahead, None
-            assert ahead == token, f"token {token} after {ahead} was accepted ahead"
+            assert self._ahead == token, f"token {token} after {self._ahead} was accepted ahead"
+            self._ahead, accepted = None, self._accepted
         # A matcher that has failed still consumes end ids.
         return accepted and not (token in self._ends and self.problem)
-
-
-class GrammarBase:
-    """A grammar's matcher at its start, and the constraints that are copies of it.
-
-    Copies share the lexer's tables, and the lock of these, which one holds for the whole of a mask: threads compute
-    masks of several bases at once, but not of one.
-    """
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
-        self.constraints: WeakSet[GrammarConstraint] = WeakSet()
 
 
 class CompiledGrammar:
     """A grammar's matcher at its start, copied for each sequence.
 
-    A copy takes microseconds, a compilation milliseconds. A grammar of many sequences may be compiled several times; a
-    base that was added goes with the last of its sequences, since tables can grow by megabytes.
+    A copy takes microseconds, a compilation milliseconds. A grammar of many sequences is compiled on workers too, which
+    follow it for the sequences that begin from then on.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
-        self._first = GrammarBase(matcher)
-        self._added: list[ref[GrammarBase]] = []
-        self._unused: GrammarBase | None = None
-        """The newest base while it has no constraint, which would hold it."""
+    def __init__(
+        self, first: LLMatcher, ends: frozenset[int], compile_again: Callable[[], LLMatcher] | None = None
+    ) -> None:
+        """Keep the parts.
+
+        first: its matcher at the start; ends: ids that llguidance allows where it may end; compile_again: compiles it
+        quickly; None if it takes long.
+        """
+        self.first = first
+        self.is_spent = False
+        """True once its tables are of no use and the next request has to have it compiled anew: they are full and that
+        takes too long beside running sequences, or the lexer was out of fuel."""
+        self._compile_again = compile_again
+        self._remote: list[RemoteGrammar] = []
+        self._was_refused = False
+        """True once a worker has refused it: another would refuse it too."""
         self._ends = ends
+        self._constraints: WeakSet[GrammarConstraint] = WeakSet()
 
     @property
-    def bases(self) -> list[GrammarBase]:
-        """The matcher that was compiled first, and those added that are still held."""
-        return [self._first, *(base for added in self._added if (base := added()) is not None)]
+    def links(self) -> list[WorkerLink]:
+        """The workers that have the grammar."""
+        return [grammar.link for grammar in self._remote]
 
     @property
-    def is_crowded(self) -> bool:
-        """True if every base has enough constraints for another one to save time."""
-        return all(len(base.constraints) >= CROWDED for base in self.bases)
+    def num_followed(self) -> int:
+        """Number of open constraints."""
+        return len(self._constraints)
+
+    def wants_worker(self, num_followed: int) -> bool:
+        """Return whether another worker would save time.
+
+        It would for many constraints of this grammar, or, if no worker has it, of all grammars together.
+
+        num_followed: number of open constraints of all grammars.
+        """
+        if self._was_refused or (not self._remote and num_followed < CROWDED):
+            return False
+        return not self._remote or len(self._constraints) >= CROWDED + WORKERS_SHARE * len(self._remote)
 
     def constraint(self, ignore_ends: bool, key: str = "") -> GrammarConstraint:
-        """Return a constraint for one sequence.
-
-        It is of the first base that is not crowded, or of that with the fewest.
+        """Return a constraint for one sequence, on the worker with the fewest.
 
         ignore_ends: allow end ids only where nothing else is allowed; key: name of the API key, "" for none.
         """
-        bases = self.bases
-        free = (base for base in bases if len(base.constraints) < CROWDED)
-        base = next(free, None) or min(bases, key=lambda base: len(base.constraints))
-        if base is self._unused:
-            self._unused = None
-        constraint = GrammarConstraint(base.matcher.deep_copy(), base, self._ends, ignore_ends, key)
-        base.constraints.add(constraint)
+        constraint = GrammarConstraint(self._matcher(), self._ends, ignore_ends, key)
+        self._constraints.add(constraint)
         return constraint
 
-    def add_base(self, matcher: LLMatcher) -> None:
-        """Add a matcher of the same grammar, compiled apart.
+    def add_remote(self, grammar: RemoteGrammar | None) -> None:
+        """Let a worker follow the grammar too; None if there is none that can.
 
-        It gets its share of the constraints, of those that have no token yet.
+        It gets its share of the constraints, of those in this process that have no token yet.
         """
-        added, bases = GrammarBase(matcher), self.bases
-        share = sum(len(base.constraints) for base in bases) // (len(bases) + 1)
-        for base in bases:
-            surplus = min(len(base.constraints) - share, share - len(added.constraints))
-            for constraint in [each for each in base.constraints if each.is_new][: max(0, surplus)]:
-                base.constraints.remove(constraint)
-                constraint.base, constraint.matcher = added, matcher.deep_copy()
-                added.constraints.add(constraint)
-        self._added = [ref(base) for base in (*bases[1:], added)]
-        self._unused = None if added.constraints else added
+        self._was_refused = grammar is None
+        if grammar is None:
+            return
+        self._remote.append(grammar)
+        share = len(self._constraints) // len(self._remote)
+        for constraint in [each for each in self._constraints if each.is_new and each.remote is None][:share]:
+            if grammar.link.has_room and not constraint.cost.debt:
+                constraint.matcher = RemoteMatcher(grammar, self)
+
+    def renew(self, full: LLMatcher) -> bool:
+        """Implement `local_matcher.Tables`."""
+        if self.first is full:
+            if self._compile_again is None:
+                self.is_spent = True
+                return False
+            self.first = self._compile_again()
+        return True
+
+    def spoil(self, failed: LLMatcher) -> None:
+        """Implement `local_matcher.Tables`."""
+        self.is_spent = self.is_spent or self.first is failed
+
+    def _matcher(self) -> LocalMatcher | RemoteMatcher:
+        self._was_refused |= any(grammar.is_spent and not grammar.link.is_lost for grammar in self._remote)
+        self._remote = [grammar for grammar in self._remote if not grammar.is_spent]
+        grammars = [grammar for grammar in self._remote if grammar.link.has_room]
+        if not grammars:
+            return LocalMatcher(self)
+        return RemoteMatcher(min(grammars, key=lambda grammar: grammar.link.num_open), self)
 
 
-def reason(matcher: LLMatcher) -> str:
-    """Return the reason for a matcher's error state; empty if it has none.
-
-    The parser's dump is left out.
-    """
-    return matcher.get_error().removesuffix("<non-verbose/>").strip()
-
-
-class Grammars:
-    """Compiler of grammars for one model's tokenizer.
+class Grammars(Matchers):
+    """Compile grammars into what many sequences follow.
 
     Every method may run on any thread.
-
-    The tokenizer is built once, on first use. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on
-    one slow core, and llguidance holds the interpreter lock meanwhile, so `prepare` should run on
-    another thread while the weights load, before there are streams to hold up.
     """
-
-    def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        """Keep the facts from which the tokenizer is built.
-
-        vocab_size: size of the model's vocabulary, which may exceed the tokenizer's: ids beyond the tokenizer's are
-        never allowed; end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id.
-        """
-        self.tokenizer_file = tokenizer_file
-        self.vocab_size = vocab_size
-        self.end_ids = end_ids
-        self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-
-    def prepare(self) -> LLTokenizer:
-        """Return the model's tokenizer, loaded once.
-
-        Raises RequestError if its folder has no usable one.
-        """
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._load()
-            return self._tokenizer
 
     def compile(self, grammar: str) -> CompiledGrammar:
         """Compile a grammar and compute its first mask.
@@ -200,34 +223,12 @@ class Grammars:
 
         Raises RequestError with llguidance's reason. The limits on grammar, lexer and parser bound the time it takes.
         """
-        limits = LLParserLimits(
-            verbose_errors=False,
-            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
-            max_lexer_states=MAX_LEXER_STATES,
-            step_lexer_fuel=LEXER_STEP_FUEL,
-            step_max_items=MAX_PARSER_ITEMS,
-        )
-        tokenizer = self.prepare()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        tokenizer, start = self.prepare(), time.thread_time()
+        matcher = self.matcher(grammar)
+        is_quick = time.thread_time() - start <= RENEWAL_SECONDS
         if matcher.is_error():
-            raise RequestError(ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {reason(matcher)}")
-        return CompiledGrammar(matcher, frozenset(tokenizer.eos_tokens))
-
-    def _load(self) -> LLTokenizer:
-        if not self.tokenizer_file.is_file():
-            raise _unusable("the model's folder has no tokenizer.json")
-        try:
-            return LLTokenizer(
-                str(self.tokenizer_file),
-                n_vocab=self.vocab_size,
-                eos_token=list(self.end_ids) or None,
-                slices=list(SLICES),
+            raise RequestError(
+                ErrorCode.INVALID_GRAMMAR, f"the grammar does not compile: {reason(matcher.get_error())}"
             )
-        except ValueError as error:
-            raise _unusable(f"the model's tokenizer.json cannot be used ({error})") from error
-
-
-def _unusable(why: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID_REQUEST, f"constrained output is not available: {why}")
+        compile_again = partial(self.matcher, grammar) if is_quick else None
+        return CompiledGrammar(matcher, frozenset(tokenizer.eos_tokens), compile_again)

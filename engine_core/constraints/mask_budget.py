@@ -30,8 +30,6 @@ class MaskCost(Struct):
     """Name of the API key, "" for none."""
     debt: float = 0.0
     """Part beyond FREE_SECONDS a mask, in seconds; never negative."""
-    unmeasured: int = 0
-    """Number of masks to measure because the request was part of a slow step."""
 
 
 class MaskBudget:

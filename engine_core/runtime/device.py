@@ -3,20 +3,25 @@
 The runtime is written once, against these.
 """
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.contracts import DeviceTimes
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.table_file import load_table
+
+logger = logging.getLogger(__name__)
 
 EVERY = 8
 """Steps from one timed step to the next."""
@@ -140,6 +145,9 @@ class Device(Protocol):
         Copies between it and the device do not synchronise.
         """
 
+    def pinned(self, memory: NDArray[np.int32]) -> Tensor:
+        """Return a tensor over host memory, pinned if that can be done."""
+
     def synchronize(self) -> None: ...
 
     def free_bytes(self) -> int:
@@ -203,6 +211,9 @@ class CpuDevice:
     def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
+    def pinned(self, memory: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(memory)
+
     def synchronize(self) -> None:
         return None
 
@@ -258,6 +269,16 @@ class CudaDevice:
 
     def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def pinned(self, memory: NDArray[np.int32]) -> Tensor:
+        code = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+            memory.ctypes.data, memory.nbytes, 0
+        )
+        if int(code) != 0:
+            logger.warning("shared memory is not pinned (CUDA error %d): masks take longer to copy", int(code))
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.torch_device)  # takes the error, which a later call would raise
+        return torch.from_numpy(memory)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -11,11 +11,14 @@ from tandem.engine_core.runtime.staging import Ints
 class MaskFiller(Protocol):
     """Computation of masks from the constraints that its own package makes."""
 
+    def allocate(self, rows: int, words: int) -> Ints | None:
+        """Return memory for masks, [rows, words] int32, zeroed; None if any will do."""
+
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Write the tokens that each constraint allows into its row of `out`.
 
-        masks: each constraint with its row of `out`; out: [rows, ceil(V / 32)] int32, contiguous; bit i % 32 of word i
-        // 32 stands for token i. Bits beyond the vocabulary do not matter.
+        masks: each constraint with its row of `out`; out: [rows, ceil(V / 32)] int32, contiguous, of `allocate` if that
+        gave any; bit i % 32 of word i // 32 stands for token i. Bits beyond the vocabulary do not matter.
         """
 
 

@@ -15,6 +15,7 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
 from tandem.engine_core.runtime.device import Device, Event
+from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.staging import Packed
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
@@ -82,10 +83,11 @@ class StepSlot:
         max_step_tokens: int,
         vocab_size: int,
         attention: AttentionPlanner,
+        filler: MaskFiller,
     ) -> "StepSlot":
         """Allocate a slot's buffers.
 
-        capacity: int32 words of the largest packed step.
+        capacity: int32 words of the largest packed step; filler: may allocate the memory of the masks.
         """
 
         def on_device(*shape: int) -> Tensor:
@@ -93,7 +95,8 @@ class StepSlot:
 
         host_inputs = device.host_buffer(capacity)
         words = ceil_div(vocab_size, 32)
-        host_masks, device_masks = device.host_buffer(max_rows, words), on_device(1 + max_rows, words)
+        memory, device_masks = filler.allocate(max_rows, words), on_device(1 + max_rows, words)
+        host_masks = device.host_buffer(max_rows, words) if memory is None else device.pinned(memory)
         device_masks[0] = -1
         record_words = (max_rows + max_step_tokens) * RECORD_WORDS
         return cls(

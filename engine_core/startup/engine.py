@@ -3,13 +3,15 @@
 import hashlib
 import logging
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
-from llguidance import LLExecutor
 from msgspec import Struct, structs
 
 from tandem.engine_core import config as configuration
@@ -18,9 +20,13 @@ from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lan
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
+from tandem.engine_core.constraints.workers.link import WorkerFacts, WorkerLink
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import PageAllocator
@@ -51,8 +57,6 @@ from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-MASK_THREADS = 8
-"""Most threads that fill masks besides the loop's."""
 DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 
 
@@ -81,6 +85,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
         kind = configuration.resolve_device(options, cuda)
     with problems.caught():
         check_memory_flags(options, kind)
+    with problems.caught():
+        configuration.check_grammar_workers(options, sys.platform, platform.machine())
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"
@@ -131,7 +137,7 @@ def build_engine(
     parts = new_parts(kind)
     has_memory = kind == "cpu" or _wait_for_memory(resolved, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
-    constraints = _start_constraints(source, mailbox, status.stats)
+    constraints = _start_constraints(options, source, mailbox, status.stats)
     try:
         runtime, config = build_runtime(resolved.config, source, parts, constraints.mask_builder, status, log)
     except MemoryTooSmallError as error:
@@ -193,40 +199,34 @@ class Constraints(Struct, frozen=True):
     compiler: GrammarCompiler
     mask_builder: MaskBuilder
     acceptor: TokenAcceptor | None
-    """None without threads for masks."""
+    """None without workers: the loop's thread takes no less time for all tokens before their commit than in it."""
 
 
-def _start_constraints(source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
+def _start_constraints(
+    options: EngineOptions, source: ModelSource, mailbox: Mailbox, stats: EngineStats
+) -> Constraints:
     """Build the constraints' parts and start to load the tokenizer.
 
     The tokenizer loads on another thread, to be ready by the time the weights are.
     """
-    end_ids = source.model.eos_ids
-    grammars = Grammars(source.directory / "tokenizer.json", source.model.vocab_size, end_ids)
-    lanes, threads = compile_lanes(), mask_threads()
+    model = source.model
+    grammars = Grammars(source.directory / "tokenizer.json", model.vocab_size, model.eos_ids)
+    lanes = compile_lanes()
     lanes[0].submit(grammars.prepare)
-    executors = mask_executors(threads)
+    count, memory = options.grammar_workers, MaskMemory()
+    workers = grammar_workers(count, grammars, memory) if count else None
     return Constraints(
-        GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, max_bases=max(1, threads)),
-        MaskBuilder(executors, end_ids, stats, time.monotonic),
-        TokenAcceptor(executors, time.monotonic) if executors else None,
+        GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, workers=workers),
+        MaskBuilder(model.eos_ids, stats, time.monotonic, workers=workers, memory=memory),
+        TokenAcceptor(workers) if workers is not None else None,
     )
 
 
-def mask_executors(threads: int) -> dict[int, LLExecutor]:
-    """Return groups of 2, 4, ... threads that fill masks, up to this many."""
-    counts = [count for count in (2, 4, MASK_THREADS) if count < threads]
-    return {count: LLExecutor(count) for count in (*counts, threads) if count > 1}
-
-
-def mask_threads() -> int:
-    """Return the number of threads that fill masks besides the loop's.
-
-    Up to MASK_THREADS run, on all cores but the loop's and one more. 0 instead of one, which would only be another one
-    to wake.
-    """
-    threads = min(len(os.sched_getaffinity(0)) - 2, MASK_THREADS)
-    return threads if threads > 1 else 0
+def grammar_workers(count: int, grammars: Grammars, memory: MaskMemory) -> WorkerPool:
+    """Build a pool of workers, which start once they are needed."""
+    file, mask_bytes = str(grammars.tokenizer_file), 4 * ceil_div(grammars.vocab_size, 32)
+    facts = WorkerFacts(file, grammars.vocab_size, grammars.end_ids, memory, mask_bytes)
+    return WorkerPool(count, partial(WorkerLink.start, facts))
 
 
 def scheduler_limits(config: StepConfig) -> SchedulerLimits:

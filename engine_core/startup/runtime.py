@@ -205,7 +205,7 @@ def _new_builder(
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     slots = [
         StepSlot.allocate(
-            device, words, config.max_rows, config.max_step_tokens, vocab_size, new_planner()
+            device, words, config.max_rows, config.max_step_tokens, vocab_size, new_planner(), filler,
         )
         for _ in range(config.depth)
     ]  # fmt: skip

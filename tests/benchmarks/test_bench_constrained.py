@@ -45,7 +45,7 @@ def test_constrained_requests_are_chosen_by_their_prompts() -> None:
 @pytest.mark.parametrize("schema", ["flat record", "recursive tree"])
 def test_measure_grammar_times_compilation_and_masks(schema: str) -> None:
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", 4096, (2,))
-    mask_builder = MaskBuilder({}, (2,), new_stats(), FakeClock())
+    mask_builder = MaskBuilder((2,), new_stats(), FakeClock())
     found = measure_grammar(grammars, mask_builder, SCHEMAS[schema], random.Random(1))
     assert found["compile_ms"] > 0
     assert 0 < found["mask_us"]["p50"] <= found["mask_us"]["p99"]
@@ -55,7 +55,7 @@ def test_measure_grammar_times_compilation_and_masks(schema: str) -> None:
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_grammars_never_complete(name: str) -> None:
     grammars = Grammars(DEFAULT_MODEL / "tokenizer.json", 4096, (2,))
-    mask_builder = MaskBuilder({}, (2,), new_stats(), FakeClock())
+    mask_builder = MaskBuilder((2,), new_stats(), FakeClock())
     most = bench_constrained.WALKS * bench_constrained.LONGEST_WALK
     assert measure_grammar(grammars, mask_builder, ENDLESS[name], random.Random(2))["masks"] == most
 

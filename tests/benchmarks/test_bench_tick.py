@@ -136,7 +136,7 @@ class TestMeasure:
             length=length,
             grammar=GRAMMARS[grammar],
             tokenizer=DEFAULT_MODEL / "tokenizer.json",
-            mask_threads=0,
+            grammar_workers=0,
             clock=perf_counter,
         )
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine_core.config import ModelShape, StepConfig, resolve, resolve_device, resolve_dtype, resolve_threads
+from tandem.engine_core.config import (
+    ModelShape,
+    StepConfig,
+    check_grammar_workers,
+    resolve,
+    resolve_device,
+    resolve_dtype,
+    resolve_threads,
+)  # fmt: skip
 from tandem.engine_core.errors import ConfigError
 from tandem.protocol.engine_options import EngineOptions
 
@@ -227,3 +235,12 @@ def test_resolved_settings_are_consistent(options: EngineOptions, model: ModelSh
             assert getattr(config, name) == getattr(options, name), "a requested value is taken or refused"
     if options.prefill_chunk is not None:
         assert config.prefill_chunk == min(int(options.prefill_chunk), config.max_len)
+
+
+@pytest.mark.parametrize(("system", "machine"), [("linux", "aarch64"), ("darwin", "x86_64"), ("darwin", "arm64")])
+def test_workers_for_grammars_are_refused_where_stores_may_be_reordered(system: str, machine: str) -> None:
+    options = EngineOptions(grammar_workers=2)
+    check_grammar_workers(options, "linux", "x86_64")
+    check_grammar_workers(EngineOptions(), system, machine)
+    with pytest.raises(ConfigError, match=f"--grammar-workers 2 needs Linux on x86-64, and this is {system} on"):
+        check_grammar_workers(options, system, machine)

@@ -60,6 +60,13 @@ class FakeConstraint:
                 return self.taken < self.limit
         return True
 
+    @property
+    def forces_nothing(self) -> bool:
+        return False
+
+    def accept_plain(self, token: int) -> bool:
+        return False
+
     def accept(self, token: int) -> bool:
         broken = self.rule == "breaks" and self.taken >= self.limit
         if self.problem_text or broken or not self.allows(token):
@@ -76,6 +83,9 @@ class FakeConstraint:
 
 class FakeFiller:
     """Fills masks of real width; ids outside the fakes' vocabulary are never allowed."""
+
+    def allocate(self, rows: int, words: int) -> NDArray[np.int32] | None:
+        return None
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         for constraint, place in masks:

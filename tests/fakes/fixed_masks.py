@@ -25,6 +25,9 @@ class ReplayingFiller:
     def __init__(self, inner: MaskFiller) -> None:
         self.inner = inner
 
+    def allocate(self, rows: int, words: int) -> NDArray[np.int32] | None:
+        return self.inner.allocate(rows, words)
+
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         for constraint, place in masks:
             if isinstance(constraint, FixedMask):

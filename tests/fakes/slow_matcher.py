@@ -1,7 +1,6 @@
-"""Matcher whose masks take time by fake clocks, and an executor for it."""
+"""Matcher whose masks take time by fake clocks."""
 
 import ctypes
-from collections.abc import Sequence
 
 from tests.fakes.clock import FakeClock
 
@@ -13,9 +12,11 @@ class SlowMatcher:
         """Keep the seconds by which each mask moves each clock."""
         self.costs = costs
         self.num_masks = 0
+        self.copies: list[SlowMatcher] = []
 
     def deep_copy(self) -> "SlowMatcher":
-        return SlowMatcher(*self.costs)
+        self.copies.append(SlowMatcher(*self.costs))
+        return self.copies[-1]
 
     def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
         self.num_masks += 1
@@ -26,6 +27,9 @@ class SlowMatcher:
     def is_stopped(self) -> bool:
         return False
 
+    def is_error(self) -> bool:
+        return False
+
     def get_error(self) -> str:
         return ""
 
@@ -34,28 +38,3 @@ class SlowMatcher:
 
     def consume_token(self, token: int) -> bool:
         return True
-
-
-class SlowExecutor:
-    """Fake of `llguidance.LLExecutor` that computes one mask after another."""
-
-    def __init__(self, *costs: tuple[FakeClock, float]) -> None:
-        """Keep the seconds by which each call moves each clock, beside its masks."""
-        self.costs = costs
-        self.num_masks: list[int] = []
-        """Number of masks of each call."""
-        self.matchers: list[SlowMatcher] = []
-        """Matchers of the last call, in their order."""
-
-    def unsafe_compute_mask_ptr(
-        self, masks: Sequence[tuple[SlowMatcher, int]], address: int, size: int, count: int
-    ) -> None:
-        if not masks:
-            raise ValueError("No interpreters")
-        assert all(0 <= index < count for _, index in masks)
-        self.num_masks.append(len(masks))
-        self.matchers = [matcher for matcher, _ in masks]
-        for clock, seconds in self.costs:
-            clock.advance(seconds)
-        for matcher, index in masks:
-            matcher.unsafe_compute_mask_ptr(address + index * size, size)

@@ -45,3 +45,26 @@ def test_constrained_rows_obey_their_grammars_in_steps_from_graphs(pipeline: str
         assert re.fullmatch(pattern, text), f"{text!r} under {params}"
     assert all(driven.tokens(number) for number in free)
     driven.engine.compiler.close()
+
+
+def outputs(workers: int) -> list[list[int]]:
+    """Return the tokens of constrained rows, of which workers follow some once the first wave has begun."""
+    options = EngineOptions(device="cuda", pipeline="on", max_rows=32, kv_tokens=16384, grammar_workers=workers)
+    driven, found = DrivenEngine.build(options), []
+    pinned = [slot.host_masks.is_pinned() for slot in runtime_of(driven).slots]
+    assert all(pinned), "masks that are not pinned are copied while the loop waits"
+    for _ in range(3):
+        asked = [(pattern, params) for pattern in PATTERNS for params in PARAMS]
+        found += [driven.submit([7, 8, 9], params, constraint=LLMatcher.grammar_from_regex(p)) for p, params in asked]
+        driven.run()
+        while driven.engine.compiler.is_busy:
+            driven.engine.tick()
+    tokens = [driven.tokens(number) for number in found]
+    driven.engine.compiler.close()
+    return tokens
+
+
+def test_masks_that_workers_write_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.engine_core.constraints.grammars.CROWDED", 4)
+    monkeypatch.setattr("tandem.engine_core.constraints.grammars.WORKERS_SHARE", 4)
+    assert outputs(2) == outputs(0)

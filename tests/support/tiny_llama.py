@@ -230,12 +230,12 @@ def build_runtime(model: Decoder, shape: Shape) -> RecordingTorchRuntime:
     kv = KVStorage.allocate(layout, pages, "cpu")
     tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.torch_device)
     words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
-    attention = TorchPlanner(CONFIG.attention_kinds)
+    attention, filler = TorchPlanner(CONFIG.attention_kinds), ReplayingFiller(FakeFiller())
     slots = [
-        StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention)
+        StepSlot.allocate(device, words, shape.max_rows, shape.step_tokens, VOCAB, attention, filler)
         for _ in range(shape.depth)
     ]
-    sampler, scorer, filler = TorchSampler(tables.sampling), TorchScorer(), ReplayingFiller(FakeFiller())
+    sampler, scorer = TorchSampler(tables.sampling), TorchScorer()
     runtime = RecordingTorchRuntime(
         device, model, kv, tables, sampler, scorer, filler, slots, kv.page_table(tables.pages)
     )

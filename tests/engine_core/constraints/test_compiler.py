@@ -1,75 +1,17 @@
 """Compilation outside the loop: results, deadlines, cancellation and cache."""
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from llguidance import LLMatcher
 
 from tandem.engine_core.constraints.compile_lane import CompileLane
-from tandem.engine_core.constraints.compiler import CPU_SECONDS, GrammarCompiler, compile_lanes
-from tandem.engine_core.constraints.cpu_times import CpuTimes
-from tandem.engine_core.constraints.grammars import CROWDED, CompiledGrammar, GrammarConstraint, Grammars
+from tandem.engine_core.constraints.compiler import CPU_SECONDS, compile_lanes
+from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
 from tandem.engine_core.errors import RequestError
-from tandem.engine_core.stats import new_stats
 from tandem.protocol.errors import ErrorCode
-from tests.fakes.clock import FakeClock
+from tests.support.grammar_workshop import Workshop
 from tests.support.serving import until
-
-WAIT = 30.0
-
-
-class FakeCpuTimes(CpuTimes):
-    """CPU times that a test sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: dict[str, float] = {}
-
-    def seconds(self, grammar: str) -> float:
-        return self.taken.get(grammar, 0.0)
-
-
-class Workshop:
-    """A compiler whose grammars are texts; one that begins with "slow" waits for the gate."""
-
-    def __init__(self, compiled_grammar: CompiledGrammar, *lanes: CompileLane, **sizes: Any) -> None:
-        self.compiled_grammar = compiled_grammar
-        self.compiled: list[str] = []
-        self.gate = threading.Event()
-        self.news = threading.Semaphore(0)
-        self.clock = FakeClock()
-        self.cpu_times = FakeCpuTimes()
-        self.compiler = GrammarCompiler(
-            self.compile, lanes or (CompileLane("all", 2),), self.news.release, new_stats(), self.clock,
-            limit_seconds=10.0, cpu_times=self.cpu_times, **sizes,
-        )  # fmt: skip
-
-    def compile(self, grammar: str) -> CompiledGrammar:
-        self.compiled.append(grammar)
-        if grammar.startswith("slow"):
-            assert self.gate.wait(WAIT)
-        if grammar == "bad":
-            raise RequestError(ErrorCode.INVALID_GRAMMAR, "it is bad")
-        if grammar == "bug":
-            raise KeyboardInterrupt("a panic")
-        return self.compiled_grammar
-
-    def start(self, seq_id: int, grammar: str, key: str = "", seconds: float = 0.0) -> None:
-        self.compiler.start(seq_id, grammar, seq_id % 2 == 1, key, seconds)
-
-    def after_news(self) -> dict[int, Any]:
-        assert self.news.acquire(timeout=WAIT), "the loop was never woken"
-        return dict(self.compiler.take_finished())
-
-    def until_ready(self, number: int) -> list[int]:
-        """Return the ids of this many sequences in the order of their results."""
-        ready: list[int] = []
-        while len(ready) < number:
-            ready += self.after_news()
-        return ready
 
 
 @pytest.fixture(scope="module")
@@ -283,72 +225,3 @@ def test_close_drops_compilations_not_yet_started(compiled_grammar: CompiledGram
     shop.gate.set()
     assert list(shop.after_news()) == [1]
     assert shop.compiled == ["slow"]
-
-
-class TestCrowdedGrammar:
-    """A grammar of many sequences is compiled again, apart from the first time."""
-
-    def shop(self, grammars: Grammars, max_bases: int) -> Workshop:
-        shop = Workshop(
-            grammars.compile(LLMatcher.grammar_from_regex("a+")),
-            CompileLane("quick", 1, 0.03),
-            CompileLane("slow", 1),
-            max_bases=max_bases,
-        )
-        shop.compiler.compile_grammar = self.compile_anew(shop, grammars)
-        return shop
-
-    def compile_anew(self, shop: Workshop, grammars: Grammars) -> Callable[[str], CompiledGrammar]:
-        def compile_grammar(grammar: str) -> CompiledGrammar:
-            shop.compile(grammar)
-            return grammars.compile(LLMatcher.grammar_from_regex("a+"))
-
-        return compile_grammar
-
-    def start_many(self, shop: Workshop, count: int, seconds: float = 0.0) -> list[GrammarConstraint]:
-        for seq_id in range(count):
-            shop.start(seq_id, "x", seconds=seconds)
-        ready: list[GrammarConstraint] = []
-        while len(ready) < count or shop.compiler.is_busy:
-            ready += shop.after_news().values()
-        return ready
-
-    def test_it_gets_bases_until_none_is_crowded(self, grammars: Grammars) -> None:
-        shop = self.shop(grammars, max_bases=8)
-        held = self.start_many(shop, 3 * CROWDED - 1)
-        sizes = Counter(id(each.base) for each in held)
-        assert shop.compiled == ["x"] * 3
-        assert len(sizes) == 3 and max(sizes.values()) - min(sizes.values()) <= 2
-        shop.compiler.close()
-
-    def test_no_more_than_there_are_threads(self, grammars: Grammars) -> None:
-        shop = self.shop(grammars, max_bases=2)
-        held = self.start_many(shop, 4 * CROWDED)
-        assert shop.compiled == ["x"] * 2
-        assert set(Counter(id(each.base) for each in held).values()) == {2 * CROWDED}
-        shop.compiler.close()
-
-    @pytest.mark.parametrize(
-        ("count", "seconds", "max_bases"), [(CROWDED - 1, 0.0, 8), (CROWDED, 1.0, 8), (99, 0.0, 1)]
-    )
-    def test_few_sequences_slow_grammars_and_single_threads_have_one(
-        self, grammars: Grammars, count: int, seconds: float, max_bases: int
-    ) -> None:
-        shop = self.shop(grammars, max_bases)
-        self.start_many(shop, count, seconds)
-        shop.start(1000, "x", seconds=seconds)
-        assert not shop.compiler.is_busy
-        assert shop.compiled == ["x"]
-        shop.compiler.close()
-
-    def test_sequences_of_a_cached_grammar_ask_for_another_base(self, grammars: Grammars) -> None:
-        shop = self.shop(grammars, max_bases=8)
-        held = self.start_many(shop, 1)
-        for seq_id in range(1, CROWDED):
-            shop.start(seq_id, "x")
-        held += [constraint for _, constraint in shop.compiler.take_finished()]
-        assert len(held) == CROWDED and shop.compiler.is_busy
-        assert shop.after_news() == {}, "nobody waited for it"
-        assert Counter(id(each.base) for each in held).most_common(1)[0][1] == CROWDED // 2
-        assert shop.compiled == ["x", "x"] and not shop.compiler.is_busy
-        shop.compiler.close()

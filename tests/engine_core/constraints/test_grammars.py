@@ -5,16 +5,23 @@ import shutil
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from tandem.engine_core.constraints.grammars import CROWDED, Grammars
+from tandem.engine_core.constraints.grammars import CROWDED, WORKERS_SHARE, Grammars
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
+from tandem.engine_core.stats import new_stats
 from tandem.frontend.grammar.json_schema import OPTIONS, with_options
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import MAX_GRAMMAR_SYMBOLS, MAX_PARSER_ITEMS
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
+from tests.fakes.clock import FakeClock
+from tests.fakes.inline_link import InlineLink
 
 REGEX, SCHEMA = LLMatcher.grammar_from_regex, LLMatcher.grammar_from_json_schema
 
@@ -52,10 +59,10 @@ def test_constraint_follows_a_grammar_from_start_to_end(grammars: Grammars) -> N
     constraint = grammars.compile(REGEX("ab(cd)?")).constraint(ignore_ends=False)
     for token in ids(grammars, "ab"):
         assert not constraint.is_complete
-        assert constraint.matcher.consume_token(token)
+        assert constraint.accept(token)
     assert not constraint.is_complete, "it may end, and it may go on"
     for token in ids(grammars, "cd"):
-        assert constraint.matcher.consume_token(token)
+        assert constraint.accept(token)
     assert constraint.is_complete
     assert constraint.problem == ""
 
@@ -65,14 +72,14 @@ def test_every_end_id_ends_a_grammar_that_may_end_there(grammars: Grammars, end:
     constraint = grammars.compile(REGEX("a*")).constraint(ignore_ends=False)
     assert constraint.is_end(end)
     assert not constraint.is_end(ids(grammars, "a")[0])
-    assert constraint.matcher.consume_token(end)
+    assert constraint.accept(end)
     assert constraint.is_complete
 
 
 def test_fast_forward_tokens_do_not_change_the_state(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("exactly this text")).constraint(ignore_ends=False)
     assert constraint.fast_forward_tokens() == constraint.fast_forward_tokens() == ids(grammars, "exactly this text")
-    assert constraint.matcher.consume_tokens(constraint.fast_forward_tokens())
+    assert all(constraint.accept(token) for token in constraint.fast_forward_tokens())
     assert constraint.is_complete
     assert constraint.fast_forward_tokens() == []
 
@@ -80,13 +87,13 @@ def test_fast_forward_tokens_do_not_change_the_state(grammars: Grammars) -> None
 def test_constraints_of_one_compiled_grammar_are_independent(grammars: Grammars) -> None:
     compiled_grammar = grammars.compile(REGEX("[ab]c"))
     one, other = compiled_grammar.constraint(False), compiled_grammar.constraint(False)
-    assert one.matcher.consume_tokens(ids(grammars, "a") + ids(grammars, "c"))
+    assert all(one.accept(token) for token in ids(grammars, "a") + ids(grammars, "c"))
     assert (one.is_complete, other.is_complete) == (True, False)
 
 
 def test_rejected_token_gives_a_problem_of_one_line(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("[0-9]+")).constraint(ignore_ends=False)
-    assert not constraint.matcher.consume_token(ids(grammars, "z")[0])
+    assert not constraint.accept(ids(grammars, "z")[0])
     assert "doesn't satisfy the grammar" in constraint.problem
     assert "\n" not in constraint.problem
 
@@ -129,10 +136,11 @@ def test_lexer_that_would_grow_without_bound_is_rejected(grammars: Grammars) -> 
 def test_ambiguous_grammar_ends_at_the_limit_on_parser_items(grammars: Grammars) -> None:
     """With llguidance's own limit each of its masks takes up to seconds, on the loop's thread."""
     ways = " | ".join("s " * number for number in range(2, 5))
+    builder, mask = MaskBuilder(ENDS, new_stats(), FakeClock()), np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
     text = LLMatcher.grammar_from_lark(f"start: s\ns: {ways} | /[a-z]/ | /[a-z]+/ | /./")
     constraint = grammars.compile(text).constraint(ignore_ends=False)
     for token in ids(grammars, "Neither is what it seems; 7 of 9 (or 10) agree, and none of them knows why. " * 4):
-        constraint.matcher.compute_bitmask()
+        builder.fill([(constraint, 0)], mask)
         if constraint.problem:
             break
         assert constraint.accept(token)
@@ -141,11 +149,12 @@ def test_ambiguous_grammar_ends_at_the_limit_on_parser_items(grammars: Grammars)
 
 
 def test_large_but_plain_schemas_stay_below_the_limit_on_parser_items(grammars: Grammars) -> None:
+    builder, mask = MaskBuilder(ENDS, new_stats(), FakeClock()), np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
     names = {f"name{number}": {"type": ["string", "integer", "null"]} for number in range(490)}
     schema = {"type": "object", "properties": names, "additionalProperties": False}
     constraint = grammars.compile(SCHEMA(with_options(schema, OPTIONS))).constraint(ignore_ends=False)
     for token in ids(grammars, json.dumps(dict.fromkeys(list(names)[::9], "x, y"), indent=2)):
-        constraint.matcher.compute_bitmask()
+        builder.fill([(constraint, 0)], mask)
         assert constraint.accept(token), constraint.problem
     assert not constraint.problem
 
@@ -166,73 +175,72 @@ def test_unusable_tokenizer_is_reported(tmp_path: Path) -> None:
         Grammars(file, 4000, ENDS).compile(REGEX("a"))
 
 
-class TestBases:
-    """A grammar of many sequences, compiled several times."""
+class TestWorkers:
+    """A grammar of many sequences, which workers follow too."""
 
-    def test_sequences_fill_one_base_before_the_next(self, grammars: Grammars) -> None:
-        compiled = grammars.compile(REGEX("[a-z]+"))
-        first = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED - 1)]
-        assert not compiled.is_crowded
-        last = compiled.constraint(ignore_ends=False)
-        assert compiled.is_crowded
-        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
-        assert not compiled.is_crowded
-        later = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
-        assert {len(base.constraints) for base in compiled.bases} == {CROWDED}
-        assert compiled.is_crowded
-        assert len({id(each.matcher) for each in (*first, last, *later)}) == 2 * CROWDED
+    def link(self, grammars: Grammars) -> InlineLink:
+        masks = MaskMemory()
+        masks.allocate(1, -(-VOCAB // 32))
+        return InlineLink(grammars, masks)
 
-    def test_ended_sequences_leave_room(self, grammars: Grammars) -> None:
-        compiled = grammars.compile(REGEX("[a-z]+"))
-        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
-        assert compiled.is_crowded
-        del held[3]
-        assert not compiled.is_crowded
+    def remote(self, link: InlineLink) -> RemoteGrammar:
+        return RemoteGrammar(link, link.compile(REGEX("[a-z]+")))
 
-    def test_added_base_takes_its_share_of_sequences_without_tokens(self, grammars: Grammars) -> None:
+    def test_they_are_wanted_for_many_sequences_of_one_grammar_or_of_all(self, grammars: Grammars) -> None:
+        compiled, link = grammars.compile(REGEX("[a-z]+")), self.link(grammars)
+        assert not compiled.wants_worker(CROWDED - 1)
+        assert compiled.wants_worker(CROWDED)
+        compiled.add_remote(self.remote(link))
+        assert not compiled.wants_worker(10 * CROWDED), "one follows it"
+        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED + WORKERS_SHARE)]
+        assert compiled.num_followed == len(held)
+        assert compiled.wants_worker(len(held))
+        compiled.add_remote(self.remote(link))
+        assert not compiled.wants_worker(len(held))
+        del held[0]
+        assert compiled.num_followed == len(held)
+
+    def test_none_is_wanted_once_none_could_take_it(self, grammars: Grammars) -> None:
         compiled = grammars.compile(REGEX("[a-z]+"))
+        compiled.add_remote(None)
+        assert not compiled.wants_worker(1000)
+
+    def test_a_worker_takes_its_share_of_sequences_without_tokens(self, grammars: Grammars) -> None:
+        compiled, links = grammars.compile(REGEX("[a-z]+")), [self.link(grammars) for _ in range(2)]
         held = [compiled.constraint(ignore_ends=False) for _ in range(10)]
         (token,) = ids(grammars, "a")
         for begun in held[:4]:
             assert begun.accept(token)
-        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
-        old, new = compiled.bases
-        assert len(old.constraints) == len(new.constraints) == 5
-        assert all(each.base is old for each in held[:4])
-        assert all(each in each.base.constraints for each in held)
-        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
-        assert len(compiled.bases[2].constraints) == 3
-        assert sum(len(base.constraints) for base in compiled.bases) == 10
-
-    def test_sequence_that_begun_stays(self, grammars: Grammars) -> None:
-        compiled = grammars.compile(REGEX("[a-z]+"))
-        held = [compiled.constraint(ignore_ends=False) for _ in range(3)]
-        (token,) = ids(grammars, "a")
-        assert all(each.accept(token) for each in held)
-        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
-        assert not compiled.bases[1].constraints
-
-    def test_added_base_goes_with_the_last_of_its_sequences(self, grammars: Grammars) -> None:
-        compiled = grammars.compile(REGEX("[a-z]+"))
-        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
-        for _ in range(2):
-            compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
-        assert len(compiled.bases) == 3
-        newest = compiled.bases[2]
-        held = [each for each in held if each.base is not newest]
-        del newest
-        assert len(compiled.bases) == 2
+        compiled.add_remote(self.remote(links[0]))
+        assert [each.remote is not None for each in held] == [False] * 4 + [True] * 6
+        assert links[0].num_open == 6
+        compiled.add_remote(self.remote(links[1]))
+        held += [compiled.constraint(ignore_ends=False) for _ in range(6)]
+        assert [link.num_open for link in links] == [6, 6], "the one with the fewest gets the next"
         held.clear()
-        assert len(compiled.bases) == 1
+        assert [link.num_open for link in links] == [0, 0]
 
-    def test_added_base_waits_for_its_first_sequence(self, grammars: Grammars) -> None:
-        compiled = grammars.compile(REGEX("[a-z]+"))
-        held = [compiled.constraint(ignore_ends=False) for _ in range(CROWDED)]
+    def test_lost_workers_get_nothing_more(self, grammars: Grammars) -> None:
+        compiled, link = grammars.compile(REGEX("[a-z]+")), self.link(grammars)
+        compiled.add_remote(self.remote(link))
+        before = compiled.constraint(ignore_ends=False)
+        link.lose("is gone")
+        after = compiled.constraint(ignore_ends=False)
+        assert after.remote is None and compiled.links == []
         (token,) = ids(grammars, "a")
-        assert all(each.accept(token) for each in held)
-        compiled.add_base(grammars.compile(REGEX("[a-z]+")).bases[0].matcher)
-        assert len(compiled.bases) == 2
-        held.append(compiled.constraint(ignore_ends=False))
-        assert held[-1].base is compiled.bases[1]
-        held.pop()
-        assert len(compiled.bases) == 1
+        assert before.accept(token) and after.accept(token)
+        assert before.remote is None
+
+    def test_constraints_of_workers_are_those_of_this_process(self, grammars: Grammars) -> None:
+        compiled, link = grammars.compile(REGEX("[a-c]{3}")), self.link(grammars)
+        here = compiled.constraint(ignore_ends=False)
+        compiled.add_remote(RemoteGrammar(link, link.compile(REGEX("[a-c]{3}"))))
+        there = compiled.constraint(ignore_ends=False)
+        assert here.remote is not None, "it had no token yet"
+        alone = grammars.compile(REGEX("[a-c]{3}")).constraint(ignore_ends=False)
+        for letter in "abz":
+            (token,) = ids(grammars, letter)
+            assert here.accept(token) == there.accept(token) == alone.accept(token)
+            assert here.is_complete == there.is_complete == alone.is_complete
+            assert here.problem == there.problem == alone.problem
+            assert here.fast_forward_tokens() == alone.fast_forward_tokens()

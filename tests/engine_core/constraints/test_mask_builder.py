@@ -1,30 +1,30 @@
 """Masks of many constraints at once, and rejected tokens."""
 
-from itertools import groupby, zip_longest
 from random import Random
 from typing import cast
 
 import numpy as np
 import pytest
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from benchmarks.measuring.grammars import SCHEMAS
-from tandem.engine_core.constraints.faster_way import PROBE_EVERY
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
-from tandem.engine_core.constraints.mask_builder import MEASURED_MASKS, MaskBuilder
-from tandem.engine_core.constraints.threads import PARALLEL_BASES, PARALLEL_ROWS
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.clock import FakeClock
-from tests.fakes.slow_matcher import SlowExecutor, SlowMatcher
+from tests.fakes.inline_link import InlineLink
+from tests.fakes.slow_matcher import SlowMatcher
 
 WORDS = -(-VOCAB // 32)
 UNTOUCHED = 0x5A5A5A5A
 
 
-@pytest.fixture(params=[None, 2], ids=["one thread", "parallel"])
-def mask_builder(request: pytest.FixtureRequest) -> MaskBuilder:
-    return MaskBuilder({2: LLExecutor(2)} if request.param else {}, ENDS, new_stats(), FakeClock())
+@pytest.fixture
+def mask_builder() -> MaskBuilder:
+    return MaskBuilder(ENDS, new_stats(), FakeClock())
 
 
 def constraint(grammars: Grammars, regex: str, ignore_ends: bool = False) -> GrammarConstraint:
@@ -53,7 +53,7 @@ def test_fill_writes_each_mask_into_its_row_only(grammars: Grammars, mask_builde
 
 def test_fill_counts_its_time() -> None:
     clock = FakeClock()
-    mask_builder = MaskBuilder({}, ENDS, new_stats(), clock)
+    mask_builder = MaskBuilder(ENDS, new_stats(), clock)
     slow = CompiledGrammar(cast("LLMatcher", SlowMatcher((clock, 2.5))), frozenset(ENDS))
     mask_builder.fill([(slow.constraint(ignore_ends=False), 0)], masks(1))
     assert mask_builder.stats.mask_seconds == 2.5
@@ -103,7 +103,7 @@ def test_ignored_ends_are_allowed_only_where_nothing_else_is(grammars: Grammars,
 def test_end_ids_may_share_a_word_and_take_its_sign_bit(grammars: Grammars) -> None:
     ends = (31, 63, 62)
     file, clock = grammars.tokenizer_file, FakeClock()
-    other, mask_builder = Grammars(file, VOCAB, ends), MaskBuilder({}, ends, new_stats(), clock)
+    other, mask_builder = Grammars(file, VOCAB, ends), MaskBuilder(ends, new_stats(), clock)
     out = masks(2)
     mask_builder.fill([(constraint(other, "[a-z]*"), 0), (constraint(other, "[a-z]*", ignore_ends=True), 1)], out)
     assert set(allowed(out[0])) - set(allowed(out[1])) == set(ends)
@@ -142,104 +142,41 @@ def test_fill_asserts_shape_and_dtype_of_its_output(grammars: Grammars, mask_bui
         mask_builder.fill(each, masks(2).astype(np.int64))
 
 
-class TestThreads:
-    """Steps whose masks the threads may compute."""
-
-    def constraints(self, clock: FakeClock, *rows: int) -> list[GrammarConstraint]:
-        """Return this many constraints of each of several bases, whose masks take a second."""
-        compiled = [CompiledGrammar(cast("LLMatcher", SlowMatcher((clock, 1.0))), frozenset(ENDS)) for _ in rows]
-        held = [[each.constraint(False) for _ in range(count)] for each, count in zip(compiled, rows, strict=True)]
-        return [constraint for of_base in zip_longest(*held) for constraint in of_base if constraint is not None]
-
-    @pytest.mark.parametrize(
-        ("rows", "parallel"),
-        [
-            ([256], False),
-            ([64, PARALLEL_ROWS - 1], False),
-            ([64, PARALLEL_ROWS], True),
-            ([PARALLEL_ROWS, PARALLEL_ROWS], True),
-            ([1] * (PARALLEL_BASES - 1), False),
-            ([1] * PARALLEL_BASES, True),
-        ],
-    )
-    def test_they_are_used_for_rows_of_several_bases(self, rows: list[int], parallel: bool) -> None:
-        clock, executor = FakeClock(), SlowExecutor()
-        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock)
-        held = self.constraints(clock, *rows)
-        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
-        assert executor.num_masks == ([len(held)] if parallel else [])
-
-    @pytest.mark.parametrize(
-        ("rows", "threads"), [([64, 64], 2), ([30, 30, 30], 2), ([16] * 4, 4), ([2] * 64, 8), ([64], 0)]
-    )
-    def test_there_are_no_more_of_them_than_bases(self, rows: list[int], threads: int) -> None:
-        clock, executors = FakeClock(), {count: SlowExecutor() for count in (2, 4, 8)}
-        mask_builder = MaskBuilder(cast("dict[int, LLExecutor]", executors), ENDS, new_stats(), clock)
-        held = self.constraints(clock, *rows)
-        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
-        assert [count for count, executor in executors.items() if executor.num_masks] == ([threads] if threads else [])
-
-    def test_bases_are_kept_together(self) -> None:
-        clock, executor = FakeClock(), SlowExecutor()
-        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock)
-        held = self.constraints(clock, 30, 20, 10)
-        bases = {id(constraint.matcher): constraint.base for constraint in held}
-        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(len(held)))
-        order = [bases[id(matcher)] for matcher in executor.matchers]
-        assert len(list(groupby(order))) == 3
-
-    def test_they_are_left_where_they_make_masks_slower(self) -> None:
-        clock = FakeClock()
-        executor = SlowExecutor((clock, 50.0))
-        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock)
-        held = self.constraints(clock, 30, 30)
-        for constraint in held:
-            cast("SlowMatcher", constraint.matcher).costs = ()
-        pairs = [(constraint, index) for index, constraint in enumerate(held)]
-        for _ in range(3 * PROBE_EVERY):
-            mask_builder.fill(pairs, masks(len(held)))
-        assert PROBE_EVERY - 1 <= len(executor.num_masks) <= PROBE_EVERY + 2
-
-    def test_they_are_used_on_after_one_slow_step(self) -> None:
-        clock = FakeClock()
-        executor = SlowExecutor((clock, -0.004))  # threads save as much of 6 ms
-        mask_builder = MaskBuilder({2: cast("LLExecutor", executor)}, ENDS, new_stats(), clock, clock)
-        held = self.constraints(clock, 30, 30)
-        for constraint in held:
-            cast("SlowMatcher", constraint.matcher).costs = ((clock, 0.0001),)
-        pairs = [(constraint, index) for index, constraint in enumerate(held)]
-
-        def num_parallel() -> int:
-            before = len(executor.num_masks)
-            for _ in range(10 * PROBE_EVERY):
-                mask_builder.fill(pairs, masks(len(held)))
-            return len(executor.num_masks) - before
-
-        assert num_parallel() >= 10 * (PROBE_EVERY - 1)
-        executor.costs = ((clock, 0.1),)
-        mask_builder.fill(pairs, masks(len(held)))
-        assert {constraint.cost.unmeasured for constraint in held} == {MEASURED_MASKS}
-        executor.costs = ((clock, -0.004),)
-        assert num_parallel() >= 10 * (PROBE_EVERY - 1)
-
-    def test_a_mask_that_the_loops_thread_computes_is_measured(self) -> None:
-        clock = FakeClock()
-        mask_builder = MaskBuilder({}, ENDS, new_stats(), clock)
-        held = self.constraints(clock, 2)
-        held[0].cost.unmeasured = MEASURED_MASKS
-        mask_builder.fill([(constraint, index) for index, constraint in enumerate(held)], masks(2))
-        assert [constraint.cost.unmeasured for constraint in held] == [MEASURED_MASKS - 1, 0]
+@pytest.mark.parametrize("loses", [False, True], ids=["refused", "lost"])
+def test_masks_that_a_worker_does_not_write_are_computed_here(
+    grammars: Grammars, loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MaskMemory()
+    out = memory.allocate(4, WORDS)
+    link = InlineLink(grammars, memory)
+    workers = WorkerPool(1, lambda: link)
+    mask_builder = MaskBuilder(ENDS, new_stats(), FakeClock(), workers=workers, memory=memory)
+    text = LLMatcher.grammar_from_regex("[a-z]{3}")
+    compiled = grammars.compile(text)
+    compiled.add_remote(workers.compile(text, []))
+    held = [compiled.constraint(ignore_ends=False) for _ in range(3)]
+    tokens = [grammars.prepare().tokenize_str(letter)[0] for letter in "abc"]
+    if loses:
+        link.lose("is gone")
+    else:
+        monkeypatch.setattr("tandem.engine_core.constraints.workers.worker.SLOW_SECONDS", -1.0)
+    for _ in range(2):
+        mask_builder.fill([(each, place) for place, each in enumerate(held, 1)], out)
+        for place, (each, token) in enumerate(zip(held, tokens, strict=True), 1):
+            assert token in allowed(out[place]) and not set(ENDS) & set(allowed(out[place]))
+            assert each.remote is None and each.accept(token)
+    assert link.num_open == 0
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
 def test_masks_of_many_rows_are_those_of_matchers_compiled_alone(
     grammars: Grammars, mask_builder: MaskBuilder, name: str
 ) -> None:
-    """At random walks over every schema, whichever base a row is of and whichever thread computes."""
+    """At random walks over every schema."""
     random, rows, steps = Random(name), 60, 20
     text = LLMatcher.grammar_from_json_schema(SCHEMAS[name])
-    bases = [grammars.compile(text).bases[0] for _ in range(3)]
-    held = [GrammarConstraint(base.matcher.deep_copy(), base, frozenset(ENDS), False) for base in bases * 20]
+    compiled = grammars.compile(text)
+    held = [compiled.constraint(ignore_ends=False) for _ in range(rows)]
     alone = [LLMatcher(grammars.prepare(), text, log_level=0) for _ in range(rows)]
     out = masks(rows)
     for _ in range(steps):
@@ -251,6 +188,5 @@ def test_masks_of_many_rows_are_those_of_matchers_compiled_alone(
             token = random.choice(allowed(mask))
             assert constraint.accept(token) and reference.consume_token(token)
             if constraint.is_complete:
-                base = constraint.base
-                held[row] = GrammarConstraint(base.matcher.deep_copy(), base, frozenset(ENDS), False)
+                held[row] = compiled.constraint(ignore_ends=False)
                 alone[row] = LLMatcher(grammars.prepare(), text, log_level=0)

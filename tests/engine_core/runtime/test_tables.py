@@ -23,6 +23,7 @@ from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.startup.warmup import run_step, warm_up
 from tandem.protocol.codec import pack_floats, pack_ids
 from tandem.protocol.params import MAX_SEED, SamplingParams
+from tests.fakes.constraint import FakeFiller
 from tests.fakes.fixed_masks import FixedMask
 from tests.support.tiny_llama import MAX_LEN, VOCAB, Shape, build_runtime
 
@@ -201,7 +202,7 @@ class TestCpuDevice:
         assert not buffer.any()
 
     def test_a_slot_writes_through_its_view(self) -> None:
-        slot = StepSlot.allocate(CpuDevice(), 10, 4, 8, 33, TorchPlanner([]))
+        slot = StepSlot.allocate(CpuDevice(), 10, 4, 8, 33, TorchPlanner([]), FakeFiller())
         slot.inputs_view[3] = 7
         assert slot.host_inputs[3] == 7
         slot.masks_view[2] = 9

@@ -1,0 +1,243 @@
+"""The engine's end of one worker: its process, its channel and its slots."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+import msgspec
+
+from tandem.engine_core.constraints.workers.channel import (
+    CLOSE,
+    DROP,
+    MAX_OPERATIONS,
+    MAX_SLOTS,
+    OPEN,
+    Channel,
+    create_memory,
+)
+from tandem.engine_core.constraints.workers.channel import map_memory as map_channel
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.settings import WorkerSettings
+from tandem.engine_core.errors import RequestError
+from tandem.protocol.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 2.0
+"""Longest wait for a batch. A worker that takes longer is killed, and the engine follows its grammars itself."""
+COMPILE_SECONDS = 10.0
+"""Longest wait for a compiled grammar."""
+VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
+"""Variables of the environment that a worker gets, without secrets."""
+_CHECK_EVERY = 256
+"""Polls from one look at the clock and the process to the next."""
+
+
+class Process(Protocol):
+    """A worker's process, as far as a link needs it."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """Facts that all workers are started with."""
+
+    tokenizer_file: str
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    masks: MaskMemory
+    mask_bytes: int
+
+
+class WorkerLink:
+    """One worker.
+
+    Everything but `compile`, `close_slot` and `drop` belongs to the loop's thread.
+    """
+
+    def __init__(self, channel: Channel, connection: Connection, process: Process, clock: Callable[[], float]) -> None:
+        self.channel = channel
+        self.is_lost = False
+        """True once the worker is gone; what it knew is lost."""
+        self._num_refused_before = 0
+        """Masks that the worker had not written before `post` was called last."""
+        self._connection = connection
+        self._process = process
+        self._clock = clock
+        self.pending: array[int] = array("i")
+        """Operations of the next batch, three numbers for each."""
+        self._free = list(range(MAX_SLOTS))
+        self._closed: deque[int] = deque()
+        self._dropped: deque[int] = deque()
+        """Slots and grammars that are given back. The garbage collector may do so on any thread, and at any time."""
+        self._is_silent = False
+        """True once the worker has not answered in time, or is gone: it gets no more grammars."""
+        self._compiling = threading.Lock()
+        self.num_grammars = 0
+        """Grammars that were given to the worker so far."""
+
+    @classmethod
+    def start(cls, facts: WorkerFacts) -> "WorkerLink":
+        """Start a worker.
+
+        Raises OSError if the system refuses.
+        """
+        with ExitStack() as temporary, ExitStack() as kept:
+            memory_fd = create_memory()
+            temporary.callback(os.close, memory_fd)
+            channel = Channel(map_channel(memory_fd), os.eventfd(0))
+            kept.callback(channel.close)
+            ours, theirs = Pipe()
+            kept.callback(ours.close)
+            temporary.callback(theirs.close)
+            settings = WorkerSettings(
+                facts.tokenizer_file, facts.vocab_size, facts.end_ids, theirs.fileno(), memory_fd, channel.wake_fd,
+                facts.masks.fds, facts.mask_bytes,
+            )  # fmt: skip
+            command = [sys.executable, "-P", "-m", "tandem.engine_core.constraints.workers.worker"]
+            process = subprocess.Popen(
+                [*command, msgspec.json.encode(settings).decode()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(settings.connection_fd, memory_fd, channel.wake_fd, *settings.mask_fds),
+                process_group=0,
+                env={name: text for name in VARIABLES if (text := os.environ.get(name)) is not None},
+            )
+            kept.pop_all()
+        return cls(channel, ours, process, time.monotonic)
+
+    @property
+    def num_open(self) -> int:
+        """Number of matchers on the worker."""
+        return MAX_SLOTS - len(self._free) - len(self._closed)
+
+    @property
+    def num_refused(self) -> int:
+        """Number of masks of the last post that the worker has not written."""
+        return self.channel.num_refused - self._num_refused_before
+
+    @property
+    def has_room(self) -> bool:
+        """True if another matcher may be opened."""
+        return not (self.is_lost or self._is_silent) and self.num_open < MAX_SLOTS
+
+    def compile(self, text: str) -> int | None:
+        """Compile a grammar on the worker, and return its number there.
+
+        Runs on any thread. None if the worker does not answer; it then has no room any more.
+
+        Raises RequestError if that fails, which it should not for a grammar that the engine has compiled.
+        """
+        with self._compiling:
+            if self.is_lost or self._is_silent:
+                return None
+            self.num_grammars += 1
+            try:
+                self._connection.send_bytes(msgspec.msgpack.encode((self.num_grammars, text)))
+                if not self._connection.poll(COMPILE_SECONDS):
+                    self._give_up(f"did not compile a grammar within {COMPILE_SECONDS:g} s")
+                    return None
+                problem = self._connection.recv_bytes().decode()
+            except (EOFError, OSError) as error:
+                self._give_up(f"is gone ({type(error).__name__})")
+                return None
+            if problem:
+                raise RequestError(ErrorCode.INVALID_GRAMMAR, problem)
+            return self.num_grammars
+
+    def open(self, grammar: int) -> int:
+        """Have a slot filled with the matcher of a grammar, and return it."""
+        self._collect()
+        slot = self._free.pop()
+        self.pending.extend((OPEN, slot, grammar))
+        return slot
+
+    def close_slot(self, slot: int) -> None:
+        """Empty a slot, from any thread."""
+        self._closed.append(slot)
+
+    def drop(self, grammar: int) -> None:
+        """Forget a grammar, from any thread."""
+        self._dropped.append(grammar)
+
+    def post(self) -> None:
+        """Send what is pending.
+
+        Of more than a batch, the last part is sent once the others are done.
+        """
+        self._collect()
+        if not self.pending:
+            return
+        self.wait()
+        num_refused = self.channel.num_refused
+        while self.pending and not self.is_lost:
+            batch, self.pending = self.pending[: 3 * MAX_OPERATIONS], self.pending[3 * MAX_OPERATIONS :]
+            self.channel.post(batch)
+            if self.pending:
+                self.wait()
+        self._num_refused_before = num_refused
+        if self.is_lost:
+            del self.pending[:]
+
+    def wait(self) -> None:
+        """Wait until the worker has done what was sent, or is lost."""
+        channel, polls, since = self.channel, 0, 0.0
+        while not self.is_lost and not channel.is_done:
+            time.sleep(0)  # lets other threads run
+            polls += 1
+            if polls % _CHECK_EVERY == 0:
+                now = self._clock()
+                since = since or now
+                if self._process.poll() is not None:
+                    self.lose(f"ended with code {self._process.poll()}")
+                elif now - since > ANSWER_SECONDS:
+                    self.lose(f"did not answer within {ANSWER_SECONDS:g} s")
+
+    def settle(self) -> None:
+        """Send what is pending and wait for it."""
+        self.post()
+        self.wait()
+
+    def lose(self, why: str) -> None:
+        """Give the worker up."""
+        logger.error("a worker for grammars %s; the engine follows the grammars that it had", why)
+        self.close()
+
+    def close(self) -> None:
+        """End the worker's process."""
+        self.is_lost = True
+        self._process.kill()
+        self._process.wait()
+        with self._compiling:  # held by a thread that waits for an answer until the process has ended
+            self._connection.close()
+        self.channel.close()
+
+    def _collect(self) -> None:
+        """Add to the batch what was given back."""
+        while self._dropped:
+            self.pending.extend((DROP, self._dropped.popleft(), 0))
+        while self._closed:
+            slot = self._closed.popleft()
+            self.pending.extend((CLOSE, slot, 0))
+            self._free.append(slot)
+
+    def _give_up(self, why: str) -> None:
+        """Give the worker no more grammars."""
+        self._is_silent = True
+        if not self.is_lost:
+            logger.error("a worker for grammars %s, and gets no more of them", why)

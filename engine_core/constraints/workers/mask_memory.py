@@ -1,0 +1,68 @@
+"""Arrays of masks that the workers write in place."""
+
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+_PLACE_BITS = 20
+"""Bits of a place that hold the index of its mask; those above hold the number of the array."""
+
+
+class MaskMemory:
+    """Arrays of masks in memory that other processes can map."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Ints] = []
+        self.fds: list[int] = []
+        """File descriptors of the arrays, in their order."""
+
+    def __del__(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+    def allocate(self, rows: int, words: int) -> Ints:
+        """Return a new zeroed array, [rows, words] int32, contiguous."""
+        fd = os.memfd_create("tandem-masks")
+        os.ftruncate(fd, 4 * rows * words)
+        array = np.frombuffer(mmap.mmap(fd, 4 * rows * words), dtype=np.int32).reshape(rows, words)
+        self._arrays.append(array)
+        self.fds.append(fd)
+        return array
+
+    def place(self, array: Ints) -> int:
+        """Return what a worker knows the first mask of an array by; the others follow.
+
+        Raises ValueError for an array that is not of this memory.
+        """
+        for number, known in enumerate(self._arrays):
+            if known.ctypes.data == array.ctypes.data:
+                return number << _PLACE_BITS
+        raise ValueError("the array is not of the workers' memory")
+
+
+class MappedMasks:
+    """Arrays of `MaskMemory`, as a worker sees them."""
+
+    def __init__(self, fds: list[int], row_bytes: int) -> None:
+        """Map all arrays.
+
+        row_bytes: size of a mask.
+        """
+        self.row_bytes = row_bytes
+        self._arrays = [np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=np.int32) for fd in fds]
+        self._addresses = [array.ctypes.data for array in self._arrays]
+        self._spare = np.zeros(row_bytes // 4, dtype=np.int32)
+
+    @property
+    def spare(self) -> int:
+        """Address of a mask that is never read."""
+        return self._spare.ctypes.data
+
+    def address(self, place: int) -> int:
+        """Return the address of a mask by its place."""
+        index = place & (1 << _PLACE_BITS) - 1
+        return self._addresses[place >> _PLACE_BITS] + index * self.row_bytes

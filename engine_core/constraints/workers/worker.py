@@ -1,0 +1,193 @@
+"""A process that follows grammars for the engine's loop.
+
+    python -m tandem.engine_core.constraints.workers.worker SETTINGS
+
+It keeps the matchers of its slots, and does a batch of operations at a time. Grammars are compiled on a thread of their
+own. It ends when the engine does.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+from llguidance import LLMatcher
+
+from tandem.engine_core.constraints.mask_budget import FREE_SECONDS
+from tandem.engine_core.constraints.matchers import Matchers, reason
+from tandem.engine_core.constraints.workers.channel import (
+    ACCEPT,
+    ACCEPTED,
+    CLOSE,
+    ENDS_FORCED,
+    FAILED,
+    FORCES_MORE,
+    MASK,
+    MAX_FORCED,
+    OPEN,
+    STOPPED,
+    Channel,
+    map_memory,
+)  # fmt: skip
+from tandem.engine_core.constraints.workers.mask_memory import MappedMasks
+from tandem.engine_core.constraints.workers.settings import WorkerSettings
+from tandem.engine_core.errors import RequestError
+
+SLOW_SECONDS = 0.05
+"""Time of a matcher's costly masks from which on its grammar is left to the engine, which bounds what a request and a
+key may take. Those up to FREE_SECONDS cost nothing and pay for earlier ones, as they do there. Masks of ordinary
+grammars take a few milliseconds while their tables are cold."""
+BATCH_SECONDS = 0.1
+"""Time of a batch from which on its other masks are left to the engine."""
+SWITCH_SECONDS = 0.0005
+"""Time after which the thread that compiles gets the interpreter."""
+
+
+class Worker:
+    """Matchers in slots, and grammars by number."""
+
+    def __init__(self, channel: Channel, masks: MappedMasks, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Keep the parts of a worker.
+
+        clock: seconds, for the time of masks and batches.
+        """
+        self.channel = channel
+        self.masks = masks
+        self.clock = clock
+        self.grammars: dict[int, LLMatcher] = {}
+        """Matcher of each grammar at its start; the thread that compiles adds to it."""
+        self._matchers: dict[int, LLMatcher] = {}
+        self._grammar_of: dict[int, int] = {}
+        self._debts: dict[int, float] = {}
+        """Time of each slot's costly masks that no cheap ones have paid for, in seconds."""
+        self._slow: set[int] = set()
+        """Grammars of which masks took too long."""
+
+    def run(self) -> None:
+        """Do batches without end."""
+        while True:
+            self.do_next()
+
+    def do_next(self) -> None:
+        """Wait for a batch and do it.
+
+        What follows a token is computed ahead of the request for its mask, as far as no other batch waits: a matcher
+        keeps its last mask.
+        """
+        operations = self.channel.next_batch().tolist()
+        accepted: list[int] = []
+        self.channel.finish_batch(self.do(operations, accepted))
+        for slot in accepted:
+            if self.channel.is_wanted:
+                break
+            if slot in self._matchers and not self._matchers[slot].is_stopped():
+                self._write_mask(slot, self.masks.spare)
+
+    def do(self, operations: Sequence[int], accepted: list[int]) -> int:
+        """Do a batch, and return the number of masks that were refused.
+
+        accepted: gets the slots whose matcher got a token.
+        """
+        give_up, num_refused = self.clock() + BATCH_SECONDS, 0
+        for index in range(0, len(operations), 3):
+            kind, slot, value = operations[index : index + 3]
+            if kind == MASK:
+                in_time = self.clock() < give_up
+                is_written = in_time and self._write_mask(slot, self.masks.address(value))
+                self.channel.write_mask(slot, is_written)
+                num_refused += not is_written
+            elif kind == ACCEPT:
+                matcher = self._matchers[slot]
+                self._write_state(slot, matcher, ACCEPTED if matcher.consume_token(value) else 0)
+                accepted.append(slot)
+            elif kind == OPEN:
+                self._matchers[slot] = self.grammars[value].deep_copy()
+                self._grammar_of[slot], self._debts[slot] = value, 0.0
+                self._write_state(slot, self._matchers[slot], 0)
+            elif kind == CLOSE:
+                del self._matchers[slot], self._grammar_of[slot], self._debts[slot]
+            else:
+                del self.grammars[slot]
+                self._slow.discard(slot)
+        return num_refused
+
+    def _write_state(self, slot: int, matcher: LLMatcher, flags: int) -> None:
+        forced: list[int] = []
+        if matcher.is_error():
+            flags |= FAILED
+        if matcher.is_stopped():
+            flags |= STOPPED
+        else:
+            forced = matcher.compute_ff_tokens()
+            if len(forced) > MAX_FORCED:
+                flags |= FORCES_MORE
+            elif forced:
+                after = matcher.deep_copy()
+                if after.consume_tokens(forced) and after.is_stopped():
+                    flags |= ENDS_FORCED
+        self.channel.write_state(slot, flags, forced)
+
+    def _write_mask(self, slot: int, address: int) -> bool:
+        """Write a mask unless its grammar is slow, and return whether it is good."""
+        grammar = self._grammar_of[slot]
+        if grammar in self._slow:
+            return False
+        start = self.clock()
+        self._matchers[slot].unsafe_compute_mask_ptr(address, self.masks.row_bytes)
+        took, debt = self.clock() - start, self._debts[slot]
+        if took > FREE_SECONDS or debt:
+            self._debts[slot] = debt = debt + took if took > FREE_SECONDS else max(0.0, debt + took - FREE_SECONDS)
+        if debt > SLOW_SECONDS:
+            self._slow.add(grammar)
+            return False
+        return not self._matchers[slot].is_error()
+
+
+def compile_requests(connection: Connection, matchers: Matchers, worker: Worker) -> None:
+    """Compile what the engine asks for, and answer with the reason of a failure.
+
+    Ends the process once the engine is gone.
+    """
+    try:
+        while True:
+            number, text = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[int, str])
+            problem = _compile(matchers, worker, number, text)
+            connection.send_bytes(problem.encode())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _compile(matchers: Matchers, worker: Worker, number: int, text: str) -> str:
+    """Compile one grammar; return the reason of a failure, "" for none."""
+    try:
+        matcher = matchers.matcher(text)
+    except RequestError as error:
+        return str(error)
+    except BaseException as error:  # a panic of llguidance is not an Exception
+        return f"the grammar does not compile: {error}"
+    if matcher.is_error():
+        return f"the grammar does not compile: {reason(matcher.get_error())}"
+    worker.grammars[number] = matcher
+    return ""
+
+
+def main(settings: WorkerSettings) -> None:
+    # A terminal's Ctrl-C and a service's SIGTERM are for the engine, whose end ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    channel = Channel(map_memory(settings.memory_fd), settings.wake_fd)
+    worker = Worker(channel, MappedMasks(settings.mask_fds, settings.mask_bytes))
+    matchers = Matchers(Path(settings.tokenizer_file), settings.vocab_size, settings.end_ids)
+    arguments = (Connection(settings.connection_fd), matchers, worker)
+    Thread(target=compile_requests, args=arguments, name="compile", daemon=True).start()
+    worker.run()
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=WorkerSettings))

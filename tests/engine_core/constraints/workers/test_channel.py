@@ -1,0 +1,176 @@
+"""Shared memory between the loop and a worker, from both sides."""
+
+import os
+import time
+from array import array
+from collections.abc import Iterator
+from random import Random
+from threading import Thread
+
+import pytest
+
+from tandem.engine_core.constraints.workers import channel as channel_module
+from tandem.engine_core.constraints.workers.channel import (
+    ACCEPT,
+    ACCEPTED,
+    FAILED,
+    MASK,
+    MAX_FORCED,
+    MAX_OPERATIONS,
+    MAX_SLOTS,
+    STOPPED,
+    Channel,
+    create_memory,
+    map_memory,
+)
+
+WAIT_SECONDS = 60.0
+"""Time after which a test takes a batch for lost."""
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Channel, Channel]]:
+    """The engine's side and the worker's, each with a mapping of its own."""
+    memory_fd, wake_fd = create_memory(), os.eventfd(0, os.EFD_NONBLOCK)
+    engine, worker = (Channel(map_memory(memory_fd), wake_fd) for _ in range(2))
+    os.close(memory_fd)
+    yield engine, worker
+    engine.close()
+
+
+def operations(*numbers: int) -> "array[int]":
+    return array("i", numbers)
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_FORCED, MAX_FORCED + 1])
+@pytest.mark.parametrize("slot", [0, 7, MAX_SLOTS - 1])
+def test_a_state_is_read_as_it_was_written(sides: tuple[Channel, Channel], slot: int, count: int) -> None:
+    engine, worker = sides
+    forced = list(range(1000, 1000 + count))
+    worker.write_state(slot, ACCEPTED | STOPPED, forced)
+    assert engine.flags(slot) == ACCEPTED | STOPPED
+    assert engine.forced(slot) == forced[:MAX_FORCED]
+
+
+def test_states_of_neighbours_are_apart(sides: tuple[Channel, Channel]) -> None:
+    engine, worker = sides
+    for slot in range(MAX_SLOTS):
+        worker.write_state(slot, slot % 8, [slot] * (slot % (MAX_FORCED + 1)))
+        worker.write_mask(slot, slot % 3 == 0)
+    for slot in range(MAX_SLOTS):
+        assert engine.flags(slot) == slot % 8
+        assert engine.forced(slot) == [slot] * (slot % (MAX_FORCED + 1))
+        assert engine.has_mask(slot) == (slot % 3 == 0)
+
+
+def test_a_batch_of_the_largest_size_arrives(sides: tuple[Channel, Channel]) -> None:
+    engine, worker = sides
+    numbers = list(range(3 * MAX_OPERATIONS))
+    engine.post(operations(*numbers))
+    assert not engine.is_done and worker.is_wanted
+    assert worker.next_batch().tolist() == numbers
+    worker.write_state(MAX_SLOTS - 1, STOPPED, range(MAX_FORCED))
+    worker.finish_batch(0)
+    assert engine.is_done and not worker.is_wanted
+    engine.post(operations(ACCEPT, 1, -7))
+    assert worker.next_batch().tolist() == [ACCEPT, 1, -7], "nothing is left of the larger one"
+
+
+def test_more_than_a_batch_is_refused(sides: tuple[Channel, Channel]) -> None:
+    engine, _ = sides
+    with pytest.raises(AssertionError, match=f"{MAX_OPERATIONS + 1} operations"):
+        engine.post(operations(*range(3 * MAX_OPERATIONS + 3)))
+    engine.post(operations(ACCEPT, 1, 2))
+    with pytest.raises(AssertionError, match="1 operations"):
+        engine.post(operations(ACCEPT, 1, 2))
+
+
+def test_refused_masks_are_counted_over_all_batches(sides: tuple[Channel, Channel]) -> None:
+    engine, worker = sides
+    for refused in (2, 0, 3):
+        engine.post(operations(MASK, 0, 0))
+        worker.next_batch()
+        worker.finish_batch(refused)
+    assert engine.num_refused == 5
+
+
+def test_a_worker_that_is_awake_gets_no_event(sides: tuple[Channel, Channel]) -> None:
+    engine, worker = sides
+    engine.post(operations(ACCEPT, 1, 2))
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(engine.wake_fd)
+    assert len(worker.next_batch()) == 3
+
+
+def test_a_batch_posted_while_the_worker_lies_down_is_seen(
+    sides: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event that was written needlessly ends the next sleep early, which does no harm."""
+    engine, worker = sides
+    monkeypatch.setattr(channel_module, "ASLEEP_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(channel_module, "AWAKE_SECONDS", 0.0)
+
+    class PostingFence:
+        def __enter__(self) -> None:
+            self.number += 1
+            if self.number % 2:
+                engine.post(operations(ACCEPT, 1, self.number))
+
+        def __exit__(self, *exception: object) -> None:
+            return None
+
+        number = 0
+
+    worker._fence = PostingFence()  # type: ignore[assignment]
+    for number in (1, 3, 5):
+        assert worker.next_batch().tolist() == [ACCEPT, 1, number]
+        worker.finish_batch(0)
+
+
+def test_no_batch_is_lost_between_two_threads(sides: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses around the time after which the worker lies down; nothing but the event wakes it."""
+    engine, worker = sides
+    monkeypatch.setattr(channel_module, "ASLEEP_SECONDS", 10 * WAIT_SECONDS)
+    monkeypatch.setattr(channel_module, "AWAKE_SECONDS", 0.0004)
+    random, num_batches = Random(3), 1500
+    pauses = [random.choice((0.0, 0.0002, 0.0004, 0.0005, 0.001)) for _ in range(2 * num_batches)]
+
+    def work() -> None:
+        for pause in pauses[num_batches:]:
+            batch = worker.next_batch().tolist()
+            for index in range(0, len(batch), 3):
+                worker.write_state(batch[index + 1], ACCEPTED, [batch[index + 2]])
+            if pause == 0.001:
+                time.sleep(pause)
+            worker.finish_batch(0)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    for number, pause in enumerate(pauses[:num_batches]):
+        slots = random.sample(range(MAX_SLOTS), random.randrange(1, 6))
+        engine.post(operations(*(part for slot in slots for part in (ACCEPT, slot, number + slot))))
+        until = time.monotonic() + WAIT_SECONDS
+        while not engine.is_done:
+            time.sleep(0)
+            assert time.monotonic() < until, f"batch {number} is lost"
+        assert [engine.forced(slot) for slot in slots] == [[number + slot] for slot in slots]
+        if pause:
+            time.sleep(pause)
+    thread.join()
+
+
+def test_closing_twice_closes_one_descriptor(sides: tuple[Channel, Channel]) -> None:
+    engine, worker = sides
+    worker.write_state(1, FAILED)
+    wake_fd = engine.wake_fd
+    engine.close()
+    read_fd, write_fd = os.pipe()
+    try:
+        assert wake_fd in (read_fd, write_fd), "the number is free again"
+        engine.close()
+        os.write(write_fd, b"x")
+        assert os.read(read_fd, 1) == b"x"
+        assert engine.flags(1) == FAILED
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)

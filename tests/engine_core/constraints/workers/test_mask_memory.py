@@ -1,0 +1,82 @@
+"""Arrays of masks in memory that workers map."""
+
+import ctypes
+import gc
+import os
+
+import numpy as np
+import pytest
+
+from tandem.engine_core.constraints.workers.mask_memory import MappedMasks, MaskMemory
+
+WORDS = 5
+
+
+def test_arrays_are_zeroed_and_contiguous() -> None:
+    array = MaskMemory().allocate(3, WORDS)
+    assert array.shape == (3, WORDS) and array.dtype == np.int32 and array.flags.c_contiguous
+    assert not array.any()
+    array[:] = 7
+
+
+def test_each_mask_of_each_array_has_its_place() -> None:
+    """A worker writes what it knows by its place, and the engine reads it in its own mapping."""
+    memory = MaskMemory()
+    arrays = [memory.allocate(rows, WORDS) for rows in (4, 1, 9)]
+    mapped = MappedMasks(memory.fds, 4 * WORDS)
+    expected = [array.copy() for array in arrays]
+    for number, array in enumerate(arrays):
+        for index in range(len(array)):
+            row = np.arange(WORDS, dtype=np.int32) + 100 * number + 10 * index
+            expected[number][index] = row
+            ctypes.memmove(mapped.address(memory.place(array) + index), row.ctypes.data, row.nbytes)
+    for array, wanted in zip(arrays, expected, strict=True):
+        assert (array == wanted).all()
+
+
+def test_what_the_engine_writes_is_seen_by_the_worker() -> None:
+    memory = MaskMemory()
+    memory.allocate(2, WORDS)
+    array = memory.allocate(2, WORDS)
+    mapped = MappedMasks(memory.fds, 4 * WORDS)
+    array[1, 3] = 42
+    address = mapped.address(memory.place(array) + 1)
+    assert ctypes.c_int32.from_address(address + 4 * 3).value == 42
+
+
+def test_first_rows_of_an_array_have_its_place() -> None:
+    memory = MaskMemory()
+    memory.allocate(4, WORDS)
+    array = memory.allocate(4, WORDS)
+    assert memory.place(array[:2]) == memory.place(array) != 0
+
+
+def test_a_foreign_array_is_refused() -> None:
+    memory = MaskMemory()
+    array = memory.allocate(4, WORDS)
+    for foreign in (np.zeros((4, WORDS), dtype=np.int32), array[1:], MaskMemory().allocate(4, WORDS)):
+        with pytest.raises(ValueError, match="not of the workers' memory"):
+            memory.place(foreign)
+
+
+def test_the_spare_mask_is_of_no_array() -> None:
+    memory = MaskMemory()
+    array = memory.allocate(2, WORDS)
+    mapped = MappedMasks(memory.fds, 4 * WORDS)
+    ctypes.memset(mapped.spare, 0xFF, 4 * WORDS)
+    assert not array.any()
+
+
+def test_descriptors_end_with_the_memory() -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    memory = MaskMemory()
+    arrays = [memory.allocate(2, WORDS) for _ in range(3)]
+    mapped = MappedMasks(memory.fds, 4 * WORDS)
+    arrays[2][1] = 5
+    del memory
+    address = mapped.address((2 << 20) + 1)
+    assert ctypes.c_int32.from_address(address).value == 5, "mappings outlast the descriptors"
+    del mapped, arrays
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before

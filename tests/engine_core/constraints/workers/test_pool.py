@@ -1,0 +1,198 @@
+"""The workers of an engine: which gets a grammar, and what happens without them."""
+
+from threading import Event, Thread
+
+import pytest
+
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.workers.link import WorkerLink
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.pool import WorkerPool
+from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar, RemoteMatcher
+from tandem.engine_core.errors import RequestError
+from tandem.engine_core.integers import ceil_div
+from tandem.protocol.errors import ErrorCode
+from tests.engine_core.constraints.conftest import VOCAB
+from tests.fakes.inline_link import InlineLink
+from tests.support.grammar_walks import WALKED
+
+TEXT, OTHER = WALKED["letters"], WALKED["words"]
+
+
+class SilentLink(InlineLink):
+    """Link to a worker that does not answer."""
+
+    def compile(self, text: str) -> int | None:
+        self.compiled.append(text)
+        self._give_up("does not answer")
+        return None
+
+
+class Links:
+    """Starts links, each in turn of what is given: a link, or an error."""
+
+    def __init__(self, *links: WorkerLink | OSError) -> None:
+        self.links = list(links)
+        self.num_started = 0
+
+    def start(self) -> WorkerLink:
+        link = self.links[self.num_started]
+        self.num_started += 1
+        if isinstance(link, OSError):
+            raise link
+        return link
+
+
+@pytest.fixture
+def memory() -> MaskMemory:
+    memory = MaskMemory()
+    memory.allocate(2, ceil_div(VOCAB, 32))
+    return memory
+
+
+def opened(remote: RemoteGrammar | None, grammars: Grammars, text: str, count: int) -> list[RemoteMatcher]:
+    assert remote is not None
+    compiled = grammars.compile(text)
+    return [RemoteMatcher(remote, compiled) for _ in range(count)]
+
+
+def test_workers_start_with_the_first_grammar(grammars: Grammars, memory: MaskMemory) -> None:
+    links = Links(*(InlineLink(grammars, memory) for _ in range(3)))
+    pool = WorkerPool(3, links.start)
+    pool.post()
+    pool.wait()
+    assert links.num_started == 0
+    pool.compile(TEXT, [])
+    pool.compile(OTHER, [])
+    assert links.num_started == 3
+    pool.close()
+
+
+def test_the_worker_with_the_fewest_matchers_gets_a_grammar(grammars: Grammars, memory: MaskMemory) -> None:
+    links = [InlineLink(grammars, memory) for _ in range(3)]
+    pool = WorkerPool(3, Links(*links).start)
+    held = []
+    for expected, count in ((0, 5), (1, 3), (2, 4), (1, 3), (2, 0)):
+        remote = pool.compile(TEXT, [])
+        assert remote is not None and remote.link is links[expected]
+        held.append(opened(remote, grammars, TEXT, count))
+    assert [link.num_open for link in links] == [5, 6, 4]
+    held[0].clear()
+    remote = pool.compile(TEXT, [])
+    assert remote is not None and remote.link is links[0]
+    pool.close()
+
+
+def test_a_worker_that_has_the_grammar_does_not_get_it_again(grammars: Grammars, memory: MaskMemory) -> None:
+    pool = WorkerPool(2, Links(*(InlineLink(grammars, memory) for _ in range(2))).start)
+    taken: list[WorkerLink] = []
+    for _ in range(2):
+        remote = pool.compile(TEXT, taken)
+        assert remote is not None and remote.link not in taken
+        taken.append(remote.link)
+    assert pool.compile(TEXT, taken) is None
+    assert pool.compile(OTHER, []) is not None
+    pool.close()
+
+
+def test_a_worker_that_is_lost_or_silent_is_passed_over(grammars: Grammars, memory: MaskMemory) -> None:
+    silent, lost, good = SilentLink(grammars, memory), InlineLink(grammars, memory), InlineLink(grammars, memory)
+    pool = WorkerPool(3, Links(silent, lost, good).start)
+    lost.close()
+    for text in (TEXT, OTHER):
+        remote = pool.compile(text, [])
+        assert remote is not None and remote.link is good
+    assert silent.compiled == [TEXT], "it is asked once"
+    assert pool.compile(TEXT, [good]) is None
+    pool.close()
+
+
+def test_a_grammar_that_a_worker_cannot_compile_is_its_own_fault(grammars: Grammars, memory: MaskMemory) -> None:
+    class RefusingLink(InlineLink):
+        def compile(self, text: str) -> int | None:
+            raise RequestError(ErrorCode.INVALID_GRAMMAR, "the grammar does not compile: too large")
+
+    other = InlineLink(grammars, memory)
+    pool = WorkerPool(2, Links(RefusingLink(grammars, memory), other).start)
+    with pytest.raises(RequestError, match="too large"):
+        pool.compile(TEXT, [])
+    assert other.compiled == []
+    pool.close()
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_an_engine_goes_on_with_the_workers_that_start(
+    grammars: Grammars, memory: MaskMemory, caplog: pytest.LogCaptureFixture, num_good: int
+) -> None:
+    links = Links(*[InlineLink(grammars, memory)] * num_good, OSError("no more processes"))
+    pool = WorkerPool(3, links.start)
+    for text in (TEXT, OTHER):
+        assert (pool.compile(text, []) is not None) == bool(num_good)
+    assert pool.count == num_good and links.num_started == num_good + 1, "it is tried once"
+    assert [message for message in caplog.messages if "no more processes" in message] == [
+        f"{num_good} of 3 workers for grammars could be started: no more processes; the engine follows other grammars "
+        "itself"
+    ]
+    assert pool.has_written_all
+    pool.close()
+
+
+def test_masks_are_missing_where_one_was_refused_or_a_worker_is_lost(grammars: Grammars, memory: MaskMemory) -> None:
+    links = [InlineLink(grammars, memory) for _ in range(2)]
+    pool = WorkerPool(2, Links(*links).start)
+    held = [opened(pool.compile(TEXT, links[:number]), grammars, TEXT, 1)[0] for number in range(2)]
+    for refused in (True, False, True):
+        links[1].worker._slow = {1} if refused else set()
+        for matcher in held:
+            matcher.begin_mask(0)
+        pool.post()
+        pool.wait()
+        assert pool.has_written_all != refused
+    assert [matcher.end_mask() for matcher in held] == [True, False]
+    links[0].end()
+    held[0].begin_mask(0)
+    pool.post()
+    pool.wait()
+    assert links[0].is_lost and not pool.has_written_all
+    assert not held[0].end_mask()
+    pool.close()
+
+
+def test_a_closed_pool_starts_nothing(grammars: Grammars, memory: MaskMemory) -> None:
+    links = Links(InlineLink(grammars, memory))
+    pool = WorkerPool(1, links.start)
+    pool.close()
+    assert pool.compile(TEXT, []) is None and links.num_started == 0
+
+
+def test_closing_waits_for_workers_that_start(grammars: Grammars, memory: MaskMemory) -> None:
+    """They would be left behind otherwise."""
+    is_starting, may_start = Event(), Event()
+    link = InlineLink(grammars, memory)
+
+    def start() -> WorkerLink:
+        is_starting.set()
+        may_start.wait()
+        return link
+
+    pool = WorkerPool(1, start)
+    answers: list[RemoteGrammar | None] = []
+    compiling = Thread(target=lambda: answers.append(pool.compile(TEXT, [])))
+    compiling.start()
+    is_starting.wait()
+    closing = Thread(target=pool.close)
+    closing.start()
+    may_start.set()
+    compiling.join()
+    closing.join()
+    assert link.is_lost and len(answers) == 1
+    answers.clear()
+    pool.close()
+
+
+def test_grammars_are_shared_out_before_any_has_a_matcher(grammars: Grammars, memory: MaskMemory) -> None:
+    links = [InlineLink(grammars, memory) for _ in range(2)]
+    pool = WorkerPool(2, Links(*links).start)
+    kept = [pool.compile(text, []) for text in (TEXT, OTHER)]
+    assert [link.compiled for link in links] == [[TEXT], [OTHER]]
+    assert all(kept)
