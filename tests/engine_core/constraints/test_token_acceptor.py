@@ -43,7 +43,7 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(grammars: Grammars, a
     """Among them tokens that the grammar rejects, ends where it may not end yet, and ids that do not exist."""
     random, num_rejected, num_plain = Random(5), 0, 0
     letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyzen"]
-    for _ in range(12):
+    for _ in range(5):
         ahead, alone = constraints(grammars, 40, acceptor), constraints(grammars, 40)
         for step in range(12):
             choices = [*letters * 8, 300, *ENDS, VOCAB, VOCAB + 7] if step else letters[:4]
@@ -60,7 +60,7 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(grammars: Grammars, a
                     assert not each.forces_nothing
                 assert state(each) == state(reference)
                 num_rejected += bool(each.problem)
-    assert num_rejected > 100 and num_plain > 100
+    assert num_rejected > 50 and num_plain > 50
 
 
 def test_token_given_ahead_is_not_given_again(grammars: Grammars, acceptor: TokenAcceptor) -> None:
