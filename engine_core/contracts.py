@@ -89,19 +89,8 @@ class Constraint(Protocol):
     def is_end(self, token: int) -> bool:
         """Return whether a token only marks the end and is not part of the text."""
 
-    @property
-    def forces_nothing(self) -> bool:
-        """True if it is known already that `fast_forward_tokens` would return none."""
-
     def fast_forward_tokens(self) -> list[int]:
         """Return the tokens that the grammar forces next, possibly none. Changes nothing."""
-
-    def accept_plain(self, token: int) -> bool:
-        """Advance by a token that is known to be plain.
-
-        Such a token was accepted ahead, and nothing is complete or forced after it. Return False, having changed
-        nothing, if that is not known.
-        """
 
     def accept(self, token: int) -> bool:
         """Advance by one token.
@@ -122,8 +111,8 @@ class Acceptor(Protocol):
     def accept_ahead(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
         """Let some of these constraints accept their token already.
 
-        A call of `Constraint.accept` or `accept_plain` with this token follows for each of them, unless its sequence
-        ends, with the effect that it would have had otherwise.
+        A call of `Constraint.accept` with this token follows for each of them, unless its sequence ends, and returns
+        what it would have returned otherwise.
         """
 
 

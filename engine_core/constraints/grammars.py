@@ -90,17 +90,6 @@ class GrammarConstraint:
         """
         self._ahead, self._accepted, self._forced = token, accepted, forced
 
-    def accept_plain(self, token: int) -> bool:
-        if self._ahead is None or self._forced or self._forced is None or self.overdrawn:
-            return False
-        assert self._ahead == token, f"token {token} after {self._ahead} was accepted ahead"
-        self._ahead, self.is_new = None, False
-        return True
-
-    @property
-    def forces_nothing(self) -> bool:
-        return self._forced is not None and not self._forced
-
     def fast_forward_tokens(self) -> list[int]:
         return self.matcher.compute_ff_tokens() if self._forced is None else list(self._forced)
 

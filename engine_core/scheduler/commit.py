@@ -9,7 +9,6 @@ from msgspec import Struct, field
 
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.scheduler.queue import RunningSequences
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Started
@@ -55,13 +54,12 @@ def append_tokens(seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdate
     for token in tokens:
         if token == NO_TOKEN:
             return _model_error(seq)
-        is_plain = constraint is None or constraint.accept_plain(token)
-        if not is_plain and constraint is not None and not constraint.accept(token):
+        if constraint is not None and not constraint.accept(token):
             return _grammar_error(seq, constraint)
         known.append(token)
         delta.request_ids.append(seq.request_id)
         delta.tokens.append(token)
-        is_complete = not is_plain and constraint is not None and constraint.is_complete
+        is_complete = constraint is not None and constraint.is_complete
         if is_complete or token in seq.end_ids or len(known) >= seq.total_len:
             outcome = check_stop(seq)
             if outcome is not None:
@@ -114,21 +112,21 @@ def first_tokens(plan: StepPlan, result: StepResult, running: Mapping[int, Seque
     return tokens
 
 
-def jump_forward(seq: Sequence, updates: SchedulerUpdates, running: RunningSequences) -> Finished | Failure | None:
+def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finished | Failure | None:
     """Append the tokens that the grammar forces.
 
-    The steps that would sample them are skipped; where they are fewer than `running.least_jump`, nothing is appended.
-    Forced tokens are generated tokens like any other: they go to the client, count against the limits and may end the
-    sequence, whose outcome is returned. The device does not have them, so the next row uploads them. A sample in flight
-    would be the first of them: its row is not sampled yet, since it waits for its mask, and what it yields is dropped.
+    The steps that would sample them are skipped; where they are fewer than `least`, nothing is appended. Forced tokens
+    are generated tokens like any other: they go to the client, count against the limits and may end the sequence, whose
+    outcome is returned. The device does not have them, so the next row uploads them. A sample in flight would be the
+    first of them: its row is not sampled yet, since it waits for its mask, and what it yields is dropped.
     Log-probabilities come from sampling, so a sequence that wants them never jumps.
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples <= 1, f"no jump for {seq}"
-    if constraint.forces_nothing or seq.submit.logprobs is not None or seq.scored:
+    if seq.submit.logprobs is not None or seq.scored:
         return None
     tokens = constraint.fast_forward_tokens()
-    if len(tokens) - seq.num_inflight_samples < running.least_jump:
+    if len(tokens) - seq.num_inflight_samples < least:
         return None  # The step in flight samples the first one.
     for index, token in enumerate(tokens):
         if token in seq.end_ids and seq.generated + index < seq.min_tokens:

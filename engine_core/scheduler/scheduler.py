@@ -283,7 +283,7 @@ class Scheduler:
 
     def _jump_forward(self, seq: Sequence) -> None:
         """Append what the grammar forces, which may end the sequence."""
-        outcome = jump_forward(seq, self.updates, self._running)
+        outcome = jump_forward(seq, self.updates, self._running.least_jump)
         if outcome is not None:
             self.end(seq, outcome)
         elif not seq.in_steady_decode:

@@ -60,13 +60,6 @@ class FakeConstraint:
                 return self.taken < self.limit
         return True
 
-    @property
-    def forces_nothing(self) -> bool:
-        return False
-
-    def accept_plain(self, token: int) -> bool:
-        return False
-
     def accept(self, token: int) -> bool:
         broken = self.rule == "breaks" and self.taken >= self.limit
         if self.problem_text or broken or not self.allows(token):

@@ -51,15 +51,10 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(grammars: Grammars, a
             acceptor.accept_ahead(list(zip(ahead, tokens, strict=True)))
             for each, reference, token in zip(ahead, alone, tokens, strict=True):
                 accepted = reference.accept(token)
-                if each.accept_plain(token):
-                    num_plain += 1
-                    assert accepted and not reference.is_complete and not reference.fast_forward_tokens()
-                    assert each.forces_nothing
-                else:
-                    assert each.accept(token) == accepted
-                    assert not each.forces_nothing
+                assert each.accept(token) == accepted
                 assert state(each) == state(reference)
                 num_rejected += bool(each.problem)
+                num_plain += accepted and state(each) == (False, False, [])
     assert num_rejected > 50 and num_plain > 50
 
 
@@ -70,10 +65,9 @@ def test_token_given_ahead_is_not_given_again(grammars: Grammars, acceptor: Toke
     with pytest.raises(AssertionError, match="accepted ahead"):
         held[0].accept(z)
     with pytest.raises(AssertionError, match="accepted ahead"):
-        held[1].accept_plain(z)
+        held[1].accept(z)
     for each in held[2:]:
         assert each.accept(a)
-        assert not each.accept_plain(a), "nothing is known of the next one"
         assert all(each.accept(a) for _ in range(8)), "nine letters"
 
 
@@ -83,8 +77,11 @@ def test_overdrawn_constraints_accept_nothing(grammars: Grammars, acceptor: Toke
     for each in held:
         each.overdrawn = "too slow"
     acceptor.accept_ahead([(each, a) for each in held])
-    assert not any(each.accept_plain(a) or each.accept(a) for each in held)
+    assert not any(each.accept(a) for each in held)
 
 
-def test_no_tokens(acceptor: TokenAcceptor) -> None:
+def test_no_tokens(grammars: Grammars, acceptor: TokenAcceptor) -> None:
+    held = constraints(grammars, 4, acceptor)
+    before = [state(each) for each in held]
     acceptor.accept_ahead([])
+    assert [state(each) for each in held] == before
