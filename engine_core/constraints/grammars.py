@@ -19,8 +19,6 @@ from tandem.protocol.errors import ErrorCode
 CROWDED, WORKERS_SHARE = 80, 48
 """Constraints from which on a worker saves time, and further ones that are worth another. The loop's thread follows
 fewer while the device computes a small model's step: 64 take 0.5 ms at 128k tokens."""
-
-
 RENEWAL_SECONDS = 0.03
 """CPU time up to which a grammar may be compiled again on the loop's thread when its tables are full."""
 

@@ -24,11 +24,11 @@ ASLEEP_SECONDS = 0.05
 """Time after which a sleeping worker looks by itself."""
 
 _POSTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _HEADER_WORDS = range(6)
-_RESULT_WORDS = 4 + MAX_FORCED
+_FLAGS, _HAS_MASK, _NUM_FORCED, _FORCED = range(4)
+_RESULT_WORDS = _FORCED + MAX_FORCED
 _OPERATIONS = 8 * _HEADER_WORDS
 _RESULTS = _OPERATIONS + 12 * MAX_OPERATIONS
 _SIZE = _RESULTS + 4 * _RESULT_WORDS * MAX_SLOTS
-
 
 OPEN, CLOSE, ACCEPT, MASK, DROP = range(5)
 """Operations, each with two numbers, of which the first is a slot: put a copy of the matcher of a grammar, the second
@@ -111,29 +111,30 @@ class Channel:
         """Write what is known of a slot's matcher."""
         first = slot * _RESULT_WORDS
         results, count = self._results, min(len(forced), MAX_FORCED)
-        results[first], results[first + 1] = flags, count
+        results[first + _FLAGS], results[first + _NUM_FORCED] = flags, count
         for index in range(count):
-            results[first + 4 + index] = forced[index]
+            results[first + _FORCED + index] = forced[index]
 
     def flags(self, slot: int) -> int:
         """Return the flags of a slot's matcher."""
-        return self._results[slot * _RESULT_WORDS]
+        return self._results[slot * _RESULT_WORDS + _FLAGS]
 
     def forced(self, slot: int) -> list[int]:
         """Return the tokens that are forced next, at most MAX_FORCED."""
         first = slot * _RESULT_WORDS
-        return self._results[first + 4 : first + 4 + self._results[first + 1]].tolist()
+        start = first + _FORCED
+        return self._results[start : start + self._results[first + _NUM_FORCED]].tolist()
 
     def write_mask(self, slot: int, is_written: bool) -> None:
         """Say as the worker whether the slot's mask was written."""
-        self._results[slot * _RESULT_WORDS + 2] = is_written
+        self._results[slot * _RESULT_WORDS + _HAS_MASK] = is_written
 
     def has_mask(self, slot: int) -> bool:
         """Return whether the slot's last mask was written.
 
         The worker refuses those that take long.
         """
-        return bool(self._results[slot * _RESULT_WORDS + 2])
+        return bool(self._results[slot * _RESULT_WORDS + _HAS_MASK])
 
     def close(self) -> None:
         """Close the event. What was read before stays readable."""

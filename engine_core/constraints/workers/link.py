@@ -25,8 +25,8 @@ from tandem.engine_core.constraints.workers.channel import (
     OPEN,
     Channel,
     create_memory,
+    map_memory,
 )
-from tandem.engine_core.constraints.workers.channel import map_memory as map_channel
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.settings import WorkerSettings
 from tandem.engine_core.errors import RequestError
@@ -101,7 +101,7 @@ class WorkerLink:
         with ExitStack() as temporary, ExitStack() as kept:
             memory_fd = create_memory()
             temporary.callback(os.close, memory_fd)
-            channel = Channel(map_channel(memory_fd), os.eventfd(0))
+            channel = Channel(map_memory(memory_fd), os.eventfd(0))
             kept.callback(channel.close)
             ours, theirs = Pipe()
             kept.callback(ours.close)
