@@ -74,10 +74,22 @@ class DecodeGraphs:
     """Graphs of a decode step, in which every row is a single token."""
 
     forward: Graph
+    """The forward pass of rows that are not long."""
     logits: Tensor
-    """[bucket, V], written by `forward`."""
+    """[bucket, V], written by every forward pass."""
     sampling: dict[Mode, Graph]
     """Sampling of as many places in each mode, also after other forward passes; MASKED reads the slot's `allowed`."""
+    long: Graph
+    """The forward pass that is quicker with long rows; `forward` itself where one graph serves rows of every length."""
+    reach: int
+    """Most positions of a row that is not long."""
+
+    def forward_of(self, longest: int) -> Graph:
+        """Return the quicker graph for a step.
+
+        Both serve rows of every length. longest: positions of the step's longest row.
+        """
+        return self.forward if longest <= self.reach else self.long
 
 
 @dataclass(frozen=True, slots=True)

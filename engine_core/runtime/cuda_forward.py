@@ -7,7 +7,7 @@ from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits
-from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
+from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
@@ -38,15 +38,25 @@ class CudaForward:
         self.gpu = gpu
 
     @torch.inference_mode()
-    def decode(self, rows: Tensor, positions: Tensor, places: SamplePlaces) -> Tensor:
+    def decode(self, rows: Tensor, positions: Tensor, places: SamplePlaces, long: bool = True) -> Tensor:
         """Compute one token per row and return its logits, [B, V], those of `places`.
 
-        places: as many, written.
+        places: as many, written; long: False for no spare programs, which rows up to `reach` need not.
         rows, positions: [B] int32; negative positions are replaced by those of the rows' newest tokens.
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (places.rows, places.positions))
-        batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions))
+        batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions, long))
         return self.model.logits(self.model.forward(batch, self.kv), places.logits)
+
+    def reach(self, rows: int) -> int:
+        """Return the most positions of rows that need no spare programs.
+
+        A decode step of such rows is quicker without them. 0 for a number of rows that has none, and where each row has
+        several programs of its own: they combine their results in any case, and further ones that find no work cost
+        next to nothing.
+        """
+        splits, spares = self._programs(rows)
+        return reach_without_spares(splits) if splits == 1 and spares else 0
 
     @torch.inference_mode()
     def mixed(
@@ -78,11 +88,15 @@ class CudaForward:
     ) -> tuple[Tensor, Tensor]:
         return decode_inputs(self.tables.sampling, self.page_table, rows, positions, kept, pdl=self.gpu.pdl)
 
-    def _decode_step(self, rows: Tensor, positions: Tensor) -> DecodeStep:
+    def _decode_step(self, rows: Tensor, positions: Tensor, long: bool = True) -> DecodeStep:
+        splits, count = self._programs(len(rows))
+        spares = share_spares(positions, splits, count if long else 0, pdl=self.gpu.pdl)
+        return DecodeStep(rows, positions, self.page_table, splits, self.gpu, spares)
+
+    def _programs(self, rows: int) -> tuple[int, int]:
+        """Return the programs of every row of a step, and the spare ones."""
         _, kv_heads, head_dim = self.kv.keys[0].shape
-        batch, longest, dtype = max(1, len(rows)), self.tables.tokens.shape[1], self.kv.keys[0].dtype
+        batch, longest, dtype = max(1, rows), self.tables.tokens.shape[1], self.kv.keys[0].dtype
         fewest = choose_plan(head_dim, batch * kv_heads, dtype, dtype, self.gpu).splits
         splits = choose_splits(batch, kv_heads, self.gpu.multiprocessors, longest, fewest)
-        count = choose_spares(len(rows), kv_heads, self.gpu.multiprocessors, longest, splits)
-        spares = share_spares(positions, splits, count, pdl=self.gpu.pdl)
-        return DecodeStep(rows, positions, self.page_table, splits, self.gpu, spares)
+        return splits, choose_spares(rows, kv_heads, self.gpu.multiprocessors, longest, splits)

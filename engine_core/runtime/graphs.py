@@ -29,8 +29,8 @@ from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.sampling.sampler import Mode
 
-Forward = Callable[[Tensor, Tensor, SamplePlaces], Tensor]
-"""Decode step: (rows [B] int32, positions [B] int32, places of B samples) -> logits [B, V]."""
+Forward = Callable[[Tensor, Tensor, SamplePlaces, bool], Tensor]
+"""Decode step: (rows [B] int32, positions [B] int32, places of B samples, True for long rows) -> logits [B, V]."""
 Sampling = Callable[[Mode, SamplingBatch], None]
 """Sampling of a batch in one mode."""
 MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
@@ -138,6 +138,7 @@ def capture_decode(
     slots: list[StepSlot],
     logits: Tensor,
     forward: Forward,
+    reach: Callable[[int], int],
     sampling: Sampling,
     progress: Callable[[int], None],
 ) -> list[dict[int, DecodeGraphs]]:
@@ -145,7 +146,8 @@ def capture_decode(
 
     The largest bucket is captured first, so that the smaller ones reuse its memory. Every path runs once before it is
     captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. logits: of
-    all graphs, [P, V]; progress: called with a percentage.
+    all graphs, [P, V]; reach: tells most positions of a bucket's rows that are not long, 0 where long ones cost the
+    others nothing and need no graph of their own; progress: called with a percentage.
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
@@ -153,14 +155,16 @@ def capture_decode(
             slot.device_inputs.zero_()
             places = places_of(slot, logits).first(bucket)
             run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], places)
+            lengths = (False, True) if reach(bucket) else (True,)
             if number == 0:
-                run()
+                for long in lengths:
+                    run(long)
                 for mode in Mode:
                     sampling(mode, _batch(slot, places, mode))
                 recorder.synchronize()
-            graph, _ = recorder.record(run)
+            graphs = [recorder.record(partial(run, long))[0] for long in lengths]
             sampled = {mode: recorder.record(partial(sampling, mode, _batch(slot, places, mode)))[0] for mode in Mode}
-            captured[bucket] = DecodeGraphs(graph, places.logits, sampled)
+            captured[bucket] = DecodeGraphs(graphs[0], places.logits, sampled, graphs[-1], reach(bucket))
         progress(100 * (done + 1) // len(buckets))
     return steps
 

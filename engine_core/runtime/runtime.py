@@ -173,7 +173,7 @@ class TorchRuntime:
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
             self._begin(s)
-            s.graphs.forward.replay()
+            s.graphs.forward_of(s.packed.longest).replay()
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]

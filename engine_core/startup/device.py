@@ -254,8 +254,9 @@ class CudaParts:
             places = {bucket: sample_places(bucket, rows, config.max_rows) for bucket in buckets}
             logits = self._zeros(config, max(rows[-1], *places.values(), 0), model.config.vocab_size)
             mixed = self._mixed(recorder, config, places, logits, forward, slots, lambda p: progress(p // 2))
+            launch = sampler.launch
             decode = capture_decode(
-                recorder, rows, slots, logits, forward.decode, sampler.launch, lambda p: progress(50 + p // 2)
+                recorder, rows, slots, logits, forward.decode, forward.reach, launch, lambda p: progress(50 + p // 2)
             )
         return StepGraphs(rows, shapes, decode, mixed)
 

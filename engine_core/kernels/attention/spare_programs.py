@@ -47,6 +47,14 @@ def choose_spares(batch: int, kv_heads: int, multiprocessors: int, longest: int,
     return splits * ceil_div(ceil_div(multiprocessors, kv_heads), splits)
 
 
+def reach_without_spares(splits: int) -> int:
+    """Return the positions up to which a row is given no spare program.
+
+    splits: programs that every row has.
+    """
+    return splits * BALANCE
+
+
 @triton.jit(do_not_specialize=["batch", "splits"])
 def _share_spares_kernel(
     plan_ptr,

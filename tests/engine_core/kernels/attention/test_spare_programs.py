@@ -5,7 +5,7 @@ import torch
 
 from tandem.engine_core.kernels.attention import spare_programs
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
-from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
+from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
 from tandem.engine_core.kernels.reference import attention as reference
 from tests.engine_core.kernels.attention.test_paged_decode import SMALL, inputs
 
@@ -47,6 +47,12 @@ def test_long_rows_get_the_spare_programs_and_none_too_many(
     found, served = shared(lengths, splits, count, device)
     assert found == more
     assert served == [row for row, number in enumerate(more) for _ in range(number)] + [-1] * (count - sum(more))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_rows_within_the_reach_get_none(splits: int, device: str) -> None:
+    reach = reach_without_spares(splits)
+    assert shared([1, reach, reach + 1], splits, 6, device)[0] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("window", [None, 40])
