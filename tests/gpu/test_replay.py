@@ -224,5 +224,5 @@ def test_late_copies_bring_the_right_tokens(recordings: dict[str, Recording], ru
         played = play(runtime, short, (0, 1))
     assert played.results == recording.results[steps]
     late = copies.were_late()
-    print(f"\nin {sum(late)} of {len(late)} steps the next one had sampled before the copy began")
-    assert sum(late) > len(late) // 2
+    # Before a step with masks nothing can be held, and most of these have some.
+    assert len(late) > 10 and all(late), f"of {len(late)} copies that were held {sum(late)} were late"

@@ -85,10 +85,10 @@ class LateCopies:
             yield
 
     def were_late(self) -> list[bool]:
-        """Tell for each step before one that samples whether that one had sampled before the copy began."""
+        """Tell for each copy that was held, before a step that samples, whether that had sampled before it began."""
         found = self._found.tolist()
-        followed = [step for step in range(len(found) - 1) if self._num_samples(step + 1)]
-        return [self._is_held(step) and found[step] >= step + 2 for step in followed]
+        held = [step for step in range(len(found) - 1) if self._is_held(step) and self._num_samples(step + 1)]
+        return [found[step] >= step + 2 for step in held]
 
     def _is_held(self, step: int) -> bool:
         masks = self._recording.masks
