@@ -16,7 +16,7 @@ a grammar is compiled again for them only as requests arrive, and only those tha
 Ticks count from when that is over and every request has been followed by another. Without --length, many rows of
 `text` may fail after some hundred steps, 862 with 128,256 ids: their lexer then has as many states as it may have.
 
-Grammars are followed by `--grammar-workers` processes besides the loop's from 80 constrained rows on; what the loop
+Grammars are followed by `--grammar-workers` processes besides the loop's from 24 constrained rows on; what the loop
 waits for them is in --wall, and as it polls, in CPU time. Whether they help on a machine of 16 cores, and how much:
 
     python -m benchmarks.bench_tick --rows 64 256 --constrained 100 --grammar strings --length 128 --steps 400 --wall
@@ -53,8 +53,8 @@ from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.masks import MaskFiller
-from tandem.engine_core.runtime.staging import capacity, pack
+from tandem.engine_core.runtime.masks import MaskFiller, mask_places
+from tandem.engine_core.runtime.staging import Ints, capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
@@ -87,30 +87,40 @@ class StagingRuntime:
         self.buffers = [np.zeros(words, dtype=np.int32) for _ in range(2)]
         self.rows: list[tuple[ScheduledSequence, ...]] = [(), ()]
         self.filler = filler
-        memory = filler.allocate(max_rows, VOCAB // 32)
-        self.masks = np.zeros((max_rows, VOCAB // 32), dtype=np.int32) if memory is None else memory
-        self.places: dict[int, int] = {}
+        self.masks = [self._allocate(max_rows) for _ in range(2)]
+        self.places: list[dict[int, int]] = [{}, {}]
+        self.masked: list[set[int]] = [set(), set()]
+        """Rows that were sampled with a mask, by slot."""
         self.samples_masks = samples_masks
         self.random = random.Random(0)
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
-        self.rows[slot] = plan.rows
+        self.rows[slot], self.places[slot] = plan.rows, mask_places(plan)
+
+    def begin_masks(self, slot: int, masks: Masks) -> None:
+        places = self.places[slot]
+        self.filler.begin([(constraint, places[row]) for row, constraint in masks], self.masks[slot])
 
     def sample(self, slot: int, masks: Masks | None) -> None:
-        self.places = {}
-        if masks:
-            self.filler.fill([(constraint, place) for place, (_, constraint) in enumerate(masks)], self.masks)
-            self.places = {row: place for place, (row, _) in enumerate(masks)} if self.samples_masks else {}
+        if masks is not None:
+            places = self.places[slot]
+            self.filler.fill([(constraint, places[row]) for row, constraint in masks], self.masks[slot])
+        self.masked[slot] = {row for row, _ in masks or []} if self.samples_masks else set()
 
     def collect(self, slot: int) -> StepResult:
-        rows, places = self.rows[slot], self.places
-        tokens = [self._allowed(places[row.row]) if row.row in places else 7 for row in rows if row.samples]
+        rows, places, masked = self.rows[slot], self.places[slot], self.masked[slot]
+        tokens = [
+            self._allowed(self.masks[slot][places[row.row]]) if row.row in masked else 7 for row in rows if row.samples
+        ]
         return StepResult([int(row.samples) for row in rows], tokens)
 
-    def _allowed(self, place: int) -> int:
+    def _allocate(self, max_rows: int) -> Ints:
+        memory = self.filler.allocate(max_rows, VOCAB // 32)
+        return np.zeros((max_rows, VOCAB // 32), dtype=np.int32) if memory is None else memory
+
+    def _allowed(self, words: Ints) -> int:
         """Return a token at random: one of a word of the mask that allows any."""
-        words = self.masks[place]
         start = self.random.randrange(len(words))
         # Most masks allow nearly everything, and few words have to be looked at.
         for part in (words[start : start + 8], words[start:], words):
@@ -191,7 +201,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
         stats=stats,
         clock=time.monotonic,
         stage_clock=options.clock,
-        acceptor=TokenAcceptor(workers) if workers is not None else None,
+        acceptor=TokenAcceptor(workers),
     )
 
 

@@ -23,6 +23,7 @@ MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
 GPU_SHARE = 0.9
 """Share of a GPU's memory for everything an engine holds there. The rest is for what the allocator cannot place."""
+MAX_DEFAULT_GRAMMAR_WORKERS = 4
 STEP_UPLOADS = 65_536
 """Cached tokens of the prompts that may begin in one step."""
 
@@ -146,16 +147,21 @@ def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
     return checkpoint
 
 
-def check_grammar_workers(options: EngineOptions, system: str, machine: str) -> None:
-    """Raise ConfigError for --grammar-workers on other machines than x86-64.
+def resolve_grammar_workers(options: EngineOptions, device: str, cores: int, system: str, machine: str) -> int:
+    """Choose the number of processes that follow grammars beside the loop.
 
-    Their stores may become visible in another order, which `workers.channel` does not allow for.
+    Raises ConfigError for --grammar-workers on other machines than x86-64: their stores may become visible in another
+    order, which `workers.channel` does not allow for.
     """
-    if options.grammar_workers and (system, machine) != ("linux", "x86_64"):
+    has_ordered_stores = (system, machine) == ("linux", "x86_64")
+    if options.grammar_workers is None:
+        return min(MAX_DEFAULT_GRAMMAR_WORKERS, cores // 4) if has_ordered_stores and device == "cuda" else 0
+    if options.grammar_workers and not has_ordered_stores:
         raise ConfigError(
             f"--grammar-workers {options.grammar_workers} needs Linux on x86-64, and this is {system} on {machine}; "
             "leave the flag out"
         )
+    return options.grammar_workers
 
 
 def resolve_threads(options: EngineOptions, cores: int) -> int:

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
 
 from msgspec import Struct
@@ -100,6 +100,12 @@ class Constraint(Protocol):
         A constraint that has rejected a token has a `problem` from then on and accepts nothing more.
         """
 
+    def accept_forced(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens with which `fast_forward_tokens` begins.
+
+        Return False if the grammar cannot be followed any further, as `accept` does.
+        """
+
 
 Masks = Sequence[tuple[int, Constraint]]
 """Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
@@ -108,11 +114,21 @@ Masks = Sequence[tuple[int, Constraint]]
 class Acceptor(Protocol):
     """Advances the constraints of many rows at once."""
 
-    def accept_ahead(self, tokens: Sequence[tuple[Constraint, int]]) -> None:
-        """Let some of these constraints accept their token already.
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
+        """Begin to accept the tokens that were sampled under masks, one for each.
 
-        A call of `Constraint.accept` with this token follows for each of them, unless its sequence ends, and returns
-        what it would have returned otherwise.
+        Return True if others than the calling thread do some of it: `Runtime.begin_masks` may then give them more.
+        `finish` must follow before the next call.
+
+        least: fewest tokens that a grammar must force for anything to be done about it, at least 1.
+        """
+
+    def finish(self) -> Set[int]:
+        """Wait until the tokens are accepted.
+
+        Return the rows whose constraint has accepted its token and goes on with few tokens forced, if any: there is
+        nothing left to do for them. For each of the others a call of `Constraint.accept` with the same token follows,
+        unless its sequence ends, and returns what it would have returned otherwise.
         """
 
 
@@ -186,6 +202,13 @@ class Runtime(Protocol):
         masks: constrained rows of a step that `needs_mask`, without those whose token is not needed any more; None for
         other steps. A row whose mask allows nothing yields id 0, one without usable logits NO_TOKEN, and a constrained
         row without a mask any id.
+        """
+
+    def begin_masks(self, slot: int, masks: Masks) -> None:
+        """Say which masks the sampling of the launched step will most probably need.
+
+        Others than the calling thread can then begin with them: once the tokens that an `Acceptor` has begun with are
+        accepted. Sampling may need fewer of them.
         """
 
     def collect(self, slot: int) -> StepResult:

@@ -7,16 +7,17 @@ launches t+1 while the device runs t.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
-from msgspec import structs
+from msgspec import Struct, structs
 
-from tandem.engine_core.contracts import Acceptor, Compiler, Mailbox, Runtime
+from tandem.engine_core.contracts import Acceptor, Compiler, Mailbox, Masks, Runtime, StepResult
 from tandem.engine_core.control import Control
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.scheduler.commit import SchedulerUpdates, first_tokens
+from tandem.engine_core.scheduler.commit import SchedulerUpdates, masked_tokens
 from tandem.engine_core.scheduler.inspection import oldest_wait
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
@@ -41,6 +42,15 @@ MAX_FINAL_FLUSHES = 200
 """Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
 
 
+class Collected(Struct, frozen=True):
+    """A step whose tokens are on the host."""
+
+    step: Step
+    result: StepResult
+    at: float
+    """Time at which they were, in seconds of the stages' clock."""
+
+
 class Engine:
     """One engine core.
 
@@ -57,7 +67,7 @@ class Engine:
         compiler: Compiler,
         stats: EngineStats,
         stages: StageClock,
-        acceptor: Acceptor | None,
+        acceptor: Acceptor,
     ) -> None:
         self.scheduler = scheduler
         self.pipeline = pipeline
@@ -72,6 +82,8 @@ class Engine:
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
         self._steps = 0
+        self._masks: deque[Masks] = deque()
+        """Masks of the sampled steps in flight, oldest first."""
 
     @classmethod
     def assemble(
@@ -88,15 +100,14 @@ class Engine:
         stats: EngineStats,
         clock: Callable[[], float],
         stage_clock: Callable[[], float],
-        acceptor: Acceptor | None = None,
+        acceptor: Acceptor,
     ) -> "Engine":
         """Build an engine from the parts that differ between its users.
 
         Its users are startup, benchmarks and tests.
 
         depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
-        seconds, for the time that each stage of the loop takes; acceptor: None if constraints accept one token after
-        another.
+        seconds, for the time that each stage of the loop takes.
         """
         stats.page_size = limits.page_size
         control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
@@ -128,12 +139,15 @@ class Engine:
         mask of such a row depends on that step's token. All other steps are sampled right behind their launch.
         """
         self.stages.start()
-        self._drain()
         idle = self.pipeline.in_flight == 0
         waiting_step = self.pipeline.unsampled()
+        collected = None
+        if waiting_step is not None and self.pipeline.in_flight > 1:
+            collected = self._collect_oldest(waiting_step)
+        self._drain()
+        if collected is not None:
+            self._commit(collected)
         if waiting_step is not None:
-            if self.pipeline.in_flight > 1:
-                self._commit_oldest()
             self._sample(waiting_step)
         if self.pipeline.full:
             self._commit_oldest()
@@ -249,22 +263,41 @@ class Engine:
         """Enqueue the sampling of a launched step."""
         masks = self.scheduler.masks(step.plan) if step.plan.needs_mask else None
         self.runtime.sample(step.slot, masks)
+        self._masks.append(masks or ())
         self.pipeline.mark_sampled(step)
         self.stages.mark("sample")
 
     def _commit_oldest(self) -> None:
-        """Wait for the oldest step (I2), apply its tokens and send them.
+        """Wait for the oldest step (I2), apply its tokens and send them."""
+        self._commit(self._collect_oldest())
+
+    def _collect_oldest(self, waiting_step: Step | None = None) -> Collected:
+        """Wait for the tokens of the oldest step, and have others begin to accept them.
+
+        They go on with the masks of the step that waits for them.
+        """
+        step, masks = self.pipeline.begin_commit(), self._masks.popleft()
+        result = self.runtime.collect(step.slot)
+        collected = Collected(step, result, self.stages.mark("collect"))
+        if step.plan.needs_mask:
+            tokens = masked_tokens(step.plan, result, masks)
+            # Where another step is in flight, it samples the first of the forced tokens.
+            least = self.scheduler.least_jump + (waiting_step is not None)
+            if self.acceptor.begin(masks if tokens else (), tokens, least) and waiting_step is not None:
+                self.runtime.begin_masks(waiting_step.slot, self.scheduler.masks(waiting_step.plan))
+            self.stages.mark("commit")
+        return collected
+
+    def _commit(self, collected: Collected) -> None:
+        """Apply the tokens of a step and send them.
 
         Its slot is then free (I6).
         """
-        step = self.pipeline.begin_commit()
-        result = self.runtime.collect(step.slot)
-        now = self.stages.mark("collect")
-        if self.acceptor is not None and step.plan.needs_mask:
-            self.acceptor.accept_ahead(first_tokens(step.plan, result, self.scheduler.running))
-        updates = self.scheduler.commit(step.plan, result)
+        step = collected.step
+        settled = self.acceptor.finish() if step.plan.needs_mask else frozenset()
+        updates = self.scheduler.commit(step.plan, collected.result, settled)
         for seq in updates.first_tokens:
-            count_first_token(self.stats, seq, now)
+            count_first_token(self.stats, seq, collected.at)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
         if len(self.timelines):

@@ -265,13 +265,14 @@ class EngineOptions(Struct, frozen=True):
         int | None, EngineFlag("number of torch threads on a cpu (default: cores - 1)", bounds=(1, 4096))
     ] = None
     grammar_workers: Annotated[
-        int,
+        int | None,
         EngineFlag(
-            "processes that follow grammars for the engine when 80 or more constrained requests are open; each keeps a "
-            "core busy meanwhile (0: the engine follows all by itself)",
+            "processes that follow grammars for the engine when 24 or more constrained requests are open; each keeps a "
+            "core busy meanwhile; 0: the engine follows all by itself (default: on cuda a quarter of the cores, at "
+            "most 4)",
             bounds=(0, 64),
         ),
-    ] = 0
+    ] = None
     load_format: Annotated[
         LoadFormat,
         EngineFlag(

@@ -1,10 +1,10 @@
 """Compiled grammars and their constraints."""
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import cast
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from llguidance import LLMatcher
 
@@ -16,9 +16,9 @@ from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar,
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 
-CROWDED, WORKERS_SHARE = 80, 48
+CROWDED, WORKERS_SHARE = 24, 16
 """Constraints from which on a worker saves time, and further ones that are worth another. The loop's thread follows
-fewer while the device computes a small model's step: 64 take 0.5 ms at 128k tokens."""
+fewer while the device computes a small model's step: 64 take 0.6 to 1.2 ms at 128k tokens and 2.1 GHz."""
 RENEWAL_SECONDS = 0.03
 """CPU time up to which a grammar may be compiled again on the loop's thread when its tables are full."""
 
@@ -27,8 +27,8 @@ class GrammarConstraint:
     """Implement `contracts.Constraint` over a matcher, here or on a worker."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_ahead", "_ends", "_forced", "cost", "ignore_ends", "is_new", "matcher",
-        "overdrawn",
+        "__weakref__", "_accepted", "_ahead", "_ends", "_forced", "cost", "ignore_ends", "local", "overdrawn", "remote",
+        "remote_id",
     )  # fmt: skip
 
     def __init__(
@@ -39,7 +39,12 @@ class GrammarConstraint:
         matcher: used by this constraint only; ends: ids that llguidance allows where the grammar may end; key: name of
         the API key that pays for the masks.
         """
-        self.matcher = matcher
+        self.local: LocalMatcher | None = None
+        """The matcher, if it is in this process."""
+        self.remote: RemoteMatcher | None = None
+        """The matcher, if it is on a worker."""
+        self.remote_id = -1
+        """Its `RemoteMatcher.id`; -1 if it is in this process."""
         self.ignore_ends = ignore_ends
         self._ends = ends
         self.cost = MaskCost(key)
@@ -48,35 +53,34 @@ class GrammarConstraint:
         self._accepted = False
         self._forced: list[int] | None = None
         """Whether that token was accepted, and the tokens that are forced after the last one; None if not known."""
-        self.is_new = True
-        """True until the first token."""
         self.overdrawn = ""
         """Problem of a constraint whose masks took too long; empty before."""
+        if isinstance(matcher, RemoteMatcher):
+            self._follow(matcher)
+        else:
+            self.local = matcher
 
     @property
-    def remote(self) -> "RemoteMatcher | None":
-        """The matcher, if it is on a worker."""
-        matcher = self.matcher
-        if not isinstance(matcher, RemoteMatcher):
-            return None
-        if matcher.local is not None:
-            self.matcher = matcher.local
-            return None
-        return matcher
+    def is_new(self) -> bool:
+        """True if the matcher is in this process and has no token yet."""
+        return self.local is not None and not self.local.num_tokens
 
-    @property
-    def local(self) -> LocalMatcher:
-        """The matcher, which must be in this process."""
-        assert self.remote is None, "a worker has the matcher"
-        return cast("LocalMatcher", self.matcher)
+    def move(self, matcher: RemoteMatcher) -> None:
+        """Have a worker follow the grammar from the start on."""
+        assert self.is_new, "a constraint with tokens is moved"
+        self._follow(matcher)
+
+    def take_back(self, local: LocalMatcher) -> None:
+        """Use a matcher of this process, which has taken over from the one on a worker."""
+        self.local, self.remote, self.remote_id = local, None, -1
 
     @property
     def is_complete(self) -> bool:
-        return self.matcher.is_stopped()
+        return self._matcher.is_stopped()
 
     @property
     def problem(self) -> str:
-        return self.overdrawn or reason(self.matcher.get_error())
+        return self.overdrawn or reason(self._matcher.get_error())
 
     def is_end(self, token: int) -> bool:
         return token in self._ends
@@ -89,20 +93,32 @@ class GrammarConstraint:
         self._ahead, self._accepted, self._forced = token, accepted, forced
 
     def fast_forward_tokens(self) -> list[int]:
-        return self.matcher.compute_ff_tokens() if self._forced is None else list(self._forced)
+        return self._matcher.compute_ff_tokens() if self._forced is None else list(self._forced)
 
     def accept(self, token: int) -> bool:
         """Implement `Constraint.accept`; a token outside the vocabulary is rejected."""
         if self.overdrawn:
             return False
-        self.is_new = False
         if self._ahead is None:
-            self._forced, accepted = None, self.matcher.consume_token(token)
+            self._forced, accepted = None, self._matcher.consume_token(token)
         else:
             assert self._ahead == token, f"token {token} after {self._ahead} was accepted ahead"
             self._ahead, accepted = None, self._accepted
         # A matcher that has failed still consumes end ids.
         return accepted and not (token in self._ends and self.problem)
+
+    def accept_forced(self, tokens: Sequence[int]) -> bool:
+        assert self._ahead is None, f"tokens {tokens} after {self._ahead} was accepted ahead"
+        self._forced = None
+        return self._matcher.consume_tokens(tokens)
+
+    @property
+    def _matcher(self) -> LocalMatcher | RemoteMatcher:
+        return self.remote or cast("LocalMatcher", self.local)
+
+    def _follow(self, matcher: RemoteMatcher) -> None:
+        matcher.owner = ref(self)
+        self.local, self.remote, self.remote_id = None, matcher, matcher.id
 
 
 class CompiledGrammar:
@@ -130,6 +146,12 @@ class CompiledGrammar:
         """True once a worker has refused it: another would refuse it too."""
         self._ends = ends
         self._constraints: WeakSet[GrammarConstraint] = WeakSet()
+
+    @cached_property
+    def start(self) -> tuple[list[int], bool]:
+        """Tokens that are forced at the start, and whether only an end may follow."""
+        forced, after = self.first.compute_ff_tokens(), self.first.deep_copy()
+        return forced, after.consume_tokens(forced) and after.is_stopped()
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -171,9 +193,9 @@ class CompiledGrammar:
             return
         self._remote.append(grammar)
         share = len(self._constraints) // len(self._remote)
-        for constraint in [each for each in self._constraints if each.is_new and each.remote is None][:share]:
+        for constraint in [each for each in self._constraints if each.is_new][:share]:
             if grammar.link.has_room and not constraint.cost.debt:
-                constraint.matcher = RemoteMatcher(grammar, self)
+                constraint.move(RemoteMatcher(grammar, self))
 
     def renew(self, full: LLMatcher) -> bool:
         """Implement `local_matcher.Tables`."""

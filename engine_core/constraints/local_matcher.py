@@ -1,7 +1,7 @@
 """A matcher in this process."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from llguidance import LLMatcher
@@ -23,6 +23,10 @@ class Tables(Protocol):
 
     first: LLMatcher
     """Its matcher at the start."""
+
+    @property
+    def start(self) -> tuple[list[int], bool]:
+        """Tokens that are forced at the start, and whether only an end may follow."""
 
     def renew(self, full: LLMatcher) -> bool:
         """Replace the tables of a matcher at the start.
@@ -53,9 +57,16 @@ class LocalMatcher:
         self._matcher = self._first.deep_copy()
         self.accepted = True
         """Whether the last token was accepted."""
+        self._forced: list[int] = []
+        """Tokens that are forced after the last one, as far as `follow` has computed them."""
         self._follow()
         if not self.accepted:
             self._begin_again()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that it was given."""
+        return len(self._tokens)
 
     def consume_token(self, token: int) -> bool:
         """Accept a token.
@@ -63,10 +74,36 @@ class LocalMatcher:
         Return False if the grammar rejects it or cannot be followed any further.
         """
         self._tokens.append(token)
+        self._forced = []
         self.accepted = self._matcher.consume_token(token)
         if not self.accepted:
             self._begin_again()
         return self.accepted
+
+    def consume_tokens(self, tokens: Sequence[int]) -> bool:
+        """Accept tokens that are forced, like `consume_token`."""
+        self._tokens.extend(tokens)
+        self._forced = []
+        self.accepted = self._matcher.consume_tokens(list(tokens))
+        if not self.accepted:
+            self._begin_again()
+        return self.accepted
+
+    def follow(self, token: int) -> list[int] | None:
+        """Accept a token, and return the tokens that are forced next.
+
+        None if it was not `accepted`, or if the grammar does not go on.
+        """
+        known = self._forced
+        accepted = self.consume_token(token)
+        if accepted and len(known) > 1 and known[0] == token:
+            self._forced = known[1:]  # Computing it takes longer than the rest.
+            return self._forced
+        matcher = self._matcher
+        if not accepted or matcher.is_stopped():
+            return None
+        self._forced = matcher.compute_ff_tokens()
+        return self._forced
 
     def write_mask(self, address: int, size: int) -> None:
         """Write the mask of the next token, of `size` bytes."""

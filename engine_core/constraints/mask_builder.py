@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
+from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.contracts import Constraint
@@ -52,9 +53,25 @@ class MaskBuilder:
         self._budget = MaskBudget(clock)
         self.workers = workers
         self.memory = memory or MaskMemory()
+        self._begun: Ints = np.zeros(0, dtype=np.int32)
+        """Matcher that writes each mask of an array, as of `GrammarConstraint.remote_id`."""
+        self._begun_at = -1
+        """Place of that array; -1 for none."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
         return None if self.workers is None else self.memory.allocate(rows, words)
+
+    def begin(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+        """Implement `runtime.masks.MaskFiller.begin`.
+
+        The workers get what was added to their batches before, too.
+        """
+        if self.workers is not None and masks:
+            ids, indices = _matchers(cast("Pairs", masks))
+            self._begun, self._begun_at = np.full(len(out), -1, dtype=np.int32), self.memory.place(out)
+            self._begun[indices] = ids
+            self.workers.begin(MASK, ids, self._begun_at + indices)
+            self.workers.post_awaited()
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
@@ -78,18 +95,22 @@ class MaskBuilder:
     def _compute_measured(self, pairs: Pairs, out: Ints) -> None:
         """Compute masks on the calling thread, and charge their CPU time.
 
-        Constraints that have spent their budget get a mask at no cost.
+        Constraints that have spent their budget get a mask at no cost. All matchers are in this process.
         """
         address, size, clock = out.ctypes.data, out.strides[0], self.clock
         cpu, since, others = self.cpu_clock(), clock(), 0.0
+        assert not pairs or 0 <= min([i for _, i in pairs]) <= max([i for _, i in pairs]) < len(out), (
+            f"masks of {pairs} in {len(out)}"
+        )
         for constraint, index in pairs:
-            assert 0 <= index < len(out), f"mask {index} of {len(out)}"
             cost = constraint.cost
             if cost.debt or constraint.overdrawn:
                 if self._is_overdrawn(constraint, index, out):
                     continue
                 cpu, since, others = self.cpu_clock(), clock(), 0.0
-            constraint.local.write_mask(address + index * size, size)
+            matcher = constraint.local
+            assert matcher is not None, "a worker has the matcher"
+            matcher.write_mask(address + index * size, size)
             now = clock()
             took, since = now - since, now
             # The clock of CPU time is a system call. As a thread has no more CPU time than passes, most masks have
@@ -116,21 +137,20 @@ class MaskBuilder:
 
         Those that a worker refuses or cannot give are computed here afterwards.
         """
-        here, remote = [], []
-        for pair in pairs:
-            matcher = pair[0].remote
-            if matcher is None:
-                here.append(pair)
-            else:
-                remote.append((pair, matcher))
-        first = self.memory.place(out) if remote else 0
-        for (_, index), matcher in remote:
-            matcher.begin_mask(first + index)
-        workers.post()
-        self._compute_measured(here, out)
+        ids, indices = _matchers(pairs)
+        first = self.memory.place(out)
+        is_late = ids >= 0
+        if self._begun_at == first:
+            is_late &= self._begun[indices] != ids
+        self._begun_at = -1
+        if is_late.any():
+            workers.begin(MASK, ids[is_late], first + indices[is_late])
+            workers.post_awaited()
+        self._compute_measured([pairs[index] for index in np.flatnonzero(ids < 0).tolist()], out)
         workers.wait()
-        if not workers.has_written_all:
-            self._compute_measured([pair for pair, matcher in remote if not matcher.end_mask()], out)
+        if workers.take_refused():
+            remote = [(pair, pair[0].remote) for pair in pairs]
+            self._compute_measured([pair for pair, each in remote if each is not None and not each.end_mask()], out)
 
     def _drop_ends(self, indices: list[int], out: Ints) -> None:
         """Clear the end ids in these masks, unless nothing would remain.
@@ -150,3 +170,9 @@ class MaskBuilder:
         for index, words in zip(rows[only_late].tolist(), found[only_late], strict=True):
             if not out[index].any():
                 out[index, self._end_words] = words
+
+
+def _matchers(pairs: Pairs) -> tuple[Ints, Ints]:
+    """Return the `remote_id` of each constraint, and the index of its mask."""
+    ids = np.array([constraint.remote_id for constraint, _ in pairs], dtype=np.int32)
+    return ids, np.array([index for _, index in pairs], dtype=np.int32)

@@ -14,6 +14,13 @@ class MaskFiller(Protocol):
     def allocate(self, rows: int, words: int) -> Ints | None:
         """Return memory for masks, [rows, words] int32, zeroed; None if any will do."""
 
+    def begin(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+        """Begin with masks that `fill` is probably called for next.
+
+        That is of use where others than the calling thread compute them. Those that `fill` is not called for are
+        overwritten by the caller.
+        """
+
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Write the tokens that each constraint allows into its row of `out`.
 
@@ -22,12 +29,10 @@ class MaskFiller(Protocol):
         """
 
 
-def mask_indices(plan: StepPlan) -> dict[int, int]:
-    """Return the mask index of each constrained row that samples.
+def mask_places(plan: StepPlan) -> dict[int, int]:
+    """Return the place of the mask of each constrained row that samples.
 
-    The keys are the rows' numbers in the device's tables.
-
-    Index 0 is the mask that allows everything; the others follow in the plan's order.
+    The keys are the rows' numbers in the device's tables, the places those in the slot's masks on the host, in the
+    plan's order. On the device the mask that allows everything comes first, so that indices there are larger by one.
     """
-    rows = [row.row for row in plan.rows if row.constrained and row.samples]
-    return {row: index for index, row in enumerate(rows, start=1)}
+    return {row: place for place, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}

@@ -16,7 +16,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
-from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
+from tandem.engine_core.runtime.masks import MaskFiller, mask_places
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
@@ -77,6 +77,7 @@ class TorchRuntime:
         if plan.logprobs >= 0:
             packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
         s.plan, s.packed, s.graphs, s.sampling = plan, packed, None, None
+        s.mask_places = mask_places(plan) if plan.needs_mask else {}
         enqueued = self._enqueue(slot, packed, bucket)
         if not enqueued:
             # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
@@ -112,6 +113,13 @@ class TorchRuntime:
             s.logits = None
             return False
         return True
+
+    def begin_masks(self, slot: int, masks: Masks) -> None:
+        s = self.slots[slot]
+        assert s.plan is not None, f"slot {slot} was not launched"
+        # The copy of the masks before these has run: the slot's last step has committed (I6).
+        places = s.mask_places
+        self.filler.begin([(constraint, places[row]) for row, constraint in masks], s.masks_view)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -261,17 +269,18 @@ class TorchRuntime:
         allows everything; where there are none, the masks are copied to their places at once.
         """
         assert s.plan is not None and s.packed is not None
-        indices, allowed = mask_indices(s.plan), s.allowed[: len(s.packed.sample_rows)]
-        if len(masks) < len(indices):
-            # Rows whose token is not needed any more must not depend on what an earlier step left here.
-            s.masks_view[: len(indices)] = -1
-        if masks:
-            self.filler.fill([(constraint, indices[row] - 1) for row, constraint in masks], s.masks_view)
-        in_place = len(indices) == len(allowed)
+        places, allowed = s.mask_places, s.allowed[: len(s.packed.sample_rows)]
+        self.filler.fill([(constraint, places[row]) for row, constraint in masks], s.masks_view)
+        if len(masks) < len(places):
+            # Rows whose token is not needed any more must not depend on what an earlier step left here, or on a mask
+            # that was begun.
+            unused = places.keys() - {row for row, _ in masks}
+            s.masks_view[[places[row] for row in unused]] = -1
+        in_place = len(places) == len(allowed)
         with self.device.copy():
             # Beside the forward pass that the compute stream runs: nothing there reads the masks before the wait.
-            copied = allowed if in_place else s.device_masks[1 : 1 + len(indices)]
-            copied.copy_(s.host_masks[: len(indices)], non_blocking=True)
+            copied = allowed if in_place else s.device_masks[1 : 1 + len(places)]
+            copied.copy_(s.host_masks[: len(places)], non_blocking=True)
             s.masks_done.record()
         s.masks_done.wait()
         index = field(s.device_inputs, s.packed, "mask_index")

@@ -3,7 +3,7 @@
 The slots are used in turn.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class StepSlot:
     device_inputs: Tensor
     """[capacity] int32 on the device."""
     host_masks: Tensor
-    """[max_rows, words] int32, pinned: bits of allowed ids, by mask index (`masks.mask_indices`) less one."""
+    """[max_rows, words] int32, pinned: bits of allowed ids, by place (`mask_places`)."""
     masks_view: NDArray[np.int32]
     """View of `host_masks`, for writing."""
     device_masks: Tensor
@@ -70,6 +70,8 @@ class StepSlot:
     logits: Tensor | None = None
     graphs: DecodeGraphs | None = None
     """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
+    mask_places: dict[int, int] = field(default_factory=dict)
+    """Place of each row's mask, as of `masks.mask_places`."""
     sampling: dict[Mode, Graph] | None = None
     """Graphs that the step can be sampled by; None if its forward pass came from none, or if it has too many samples.
     """

@@ -43,23 +43,35 @@ class SchedulerUpdates(Struct):
             found = self.deltas[client] = TokenDelta([], [])
         return found
 
+    def report_start(self, seq: Sequence) -> None:
+        """Add the start of a sequence.
 
-def append_tokens(seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdates) -> Finished | Failure | None:
+        Does nothing if it was reported before with the same number of cached tokens, or if the sequence has output.
+        """
+        cached = seq.cache.num_cached_tokens
+        if seq.wire.reported_cached < 0 or (seq.wire.reported_cached != cached and not seq.generated):
+            seq.wire.reported_cached = cached
+            self.started.append((seq.client, Started(seq.request_id, cached)))
+
+
+def append_tokens(
+    seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdates, is_settled: bool = False
+) -> Finished | Failure | None:
     """Append tokens to a sequence and to the updates, up to the one that ends it.
 
-    The sequence's constraint advances with each token. Return the outcome, or None if the sequence goes on; tokens
-    after the one that ended it are dropped.
+    The sequence's constraint advances with each token, unless it has (`is_settled`). Return the outcome, or None if the
+    sequence goes on; tokens after the one that ended it are dropped.
     """
     constraint, known, delta = seq.constraint, seq.tokens, updates.delta(seq.client)
     for token in tokens:
         if token == NO_TOKEN:
             return _model_error(seq)
-        if constraint is not None and not constraint.accept(token):
+        if constraint is not None and not is_settled and not constraint.accept(token):
             return _grammar_error(seq, constraint)
         known.append(token)
         delta.request_ids.append(seq.request_id)
         delta.tokens.append(token)
-        is_complete = constraint is not None and constraint.is_complete
+        is_complete = constraint is not None and not is_settled and constraint.is_complete
         if is_complete or token in seq.end_ids or len(known) >= seq.total_len:
             outcome = check_stop(seq)
             if outcome is not None:
@@ -89,27 +101,27 @@ def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
 
     Rows whose sequence has ended, or whose token is known already because its grammar forced it, need none.
     """
-    masks = []
-    for row in plan.rows:
-        if row.constrained and row.samples:
-            seq = held[row.seq_id]
-            if seq.outcome is None and seq.constraint is not None and row.start + row.length >= len(seq.tokens):
-                masks.append((row.row, seq.constraint))
-    return masks
+    return [
+        (row.row, seq.constraint)
+        for row in plan.rows
+        if row.constrained and row.samples
+        and (seq := held[row.seq_id]).outcome is None and seq.constraint is not None
+        and row.start + row.length >= len(seq.tokens)
+    ]  # fmt: skip
 
 
-def first_tokens(plan: StepPlan, result: StepResult, running: Mapping[int, Sequence]) -> list[tuple[Constraint, int]]:
-    """Return the first token that each constraint accepts in the commit of a step.
+def masked_tokens(plan: StepPlan, result: StepResult, masks: Masks) -> list[int]:
+    """Return the token that a step sampled under each mask.
 
-    Those of sequences that do not run any more are left out.
+    Return none at all if a row has not got exactly one, or a failed one.
     """
-    tokens = []
-    for row, run in zip(plan.rows, result.runs(), strict=True):
-        if row.constrained and run and run[0] != NO_TOKEN:
-            seq = running.get(row.seq_id)
-            if seq is not None and seq.constraint is not None and row.start + row.length >= len(seq.tokens):
-                tokens.append((seq.constraint, run[0]))
-    return tokens
+    sampled = plan.sampled_rows
+    if not result.has_single_tokens(len(sampled)):
+        return []
+    if len(masks) == len(sampled):
+        return result.tokens
+    tokens = dict(zip([row.row for row in sampled], result.tokens, strict=True))
+    return [tokens[row] for row, _ in masks]
 
 
 def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finished | Failure | None:
@@ -128,15 +140,34 @@ def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finish
     tokens = constraint.fast_forward_tokens()
     if len(tokens) - seq.num_inflight_samples < least:
         return None  # The step in flight samples the first one.
-    for index, token in enumerate(tokens):
-        if token in seq.end_ids and seq.generated + index < seq.min_tokens:
-            del tokens[index:]
-            break
     before = len(seq.tokens)
-    outcome = append_tokens(seq, tokens, updates)
+    if seq.end_ids.isdisjoint(tokens):
+        outcome = _append_forced(seq, constraint, tokens[: seq.total_len - before], updates)
+    else:
+        for index, token in enumerate(tokens):
+            if token in seq.end_ids and seq.generated + index < seq.min_tokens:
+                del tokens[index:]
+                break
+        outcome = append_tokens(seq, tokens, updates)
     if len(seq.tokens) > before:
         seq.jumped()
     return outcome
+
+
+def _append_forced(
+    seq: Sequence, constraint: Constraint, tokens: list[int], updates: SchedulerUpdates
+) -> Finished | Failure | None:
+    """Append forced tokens without end ids, at most as many as the sequence may have.
+
+    The effect is that of `append_tokens`, which looks at each of them.
+    """
+    if not constraint.accept_forced(tokens):
+        return _grammar_error(seq, constraint)
+    delta = updates.delta(seq.client)
+    seq.tokens.extend(tokens)
+    delta.request_ids.extend([seq.request_id] * len(tokens))
+    delta.tokens.extend(tokens)
+    return check_stop(seq) if constraint.is_complete or len(seq.tokens) >= seq.total_len else None
 
 
 def _grammar_error(seq: Sequence, constraint: Constraint) -> Failure:

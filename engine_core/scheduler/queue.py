@@ -3,10 +3,12 @@
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 
+from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import ScheduledSequence
 from tandem.engine_core.scheduler.logprobs import max_logprobs
 from tandem.engine_core.sequence import Sequence
+from tandem.protocol.errors import ErrorCode
 
 JUMP_SHARE = 4
 """A step of steady decode may become one with a row of several positions if that saves a sample for every four rows:
@@ -135,3 +137,12 @@ def seniority(seq: Sequence) -> tuple[int, int]:
     It orders by arrival with a head start for priority.
     """
     return (seq.id - ARRIVALS_PER_PRIORITY * seq.priority, seq.id)
+
+
+def queue_full(waiting: int, free_rows: int, max_waiting: int) -> RequestError:
+    """Return the error of a request that the queue cannot take."""
+    return RequestError(
+        ErrorCode.OVERLOADED,
+        f"{waiting} requests are waiting already; with {free_rows} free rows --max-waiting allows {max_waiting}; retry "
+        "later",
+    )

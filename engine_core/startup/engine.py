@@ -86,7 +86,7 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
     with problems.caught():
         check_memory_flags(options, kind)
     with problems.caught():
-        configuration.check_grammar_workers(options, sys.platform, platform.machine())
+        _num_grammar_workers(options, kind)
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"
@@ -137,7 +137,7 @@ def build_engine(
     parts = new_parts(kind)
     has_memory = kind == "cpu" or _wait_for_memory(resolved, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
-    constraints = _start_constraints(options, source, mailbox, status.stats)
+    constraints = _start_constraints(_num_grammar_workers(options, kind), source, mailbox, status.stats)
     try:
         runtime, config = build_runtime(resolved.config, source, parts, constraints.mask_builder, status, log)
     except MemoryTooSmallError as error:
@@ -198,13 +198,15 @@ class Constraints(Struct, frozen=True):
 
     compiler: GrammarCompiler
     mask_builder: MaskBuilder
-    acceptor: TokenAcceptor | None
-    """None without workers: the loop's thread takes no less time for all tokens before their commit than in it."""
+    acceptor: TokenAcceptor
 
 
-def _start_constraints(
-    options: EngineOptions, source: ModelSource, mailbox: Mailbox, stats: EngineStats
-) -> Constraints:
+def _num_grammar_workers(options: EngineOptions, device: str) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return configuration.resolve_grammar_workers(options, device, cores, sys.platform, platform.machine())
+
+
+def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:
     """Build the constraints' parts and start to load the tokenizer.
 
     The tokenizer loads on another thread, to be ready by the time the weights are.
@@ -213,12 +215,12 @@ def _start_constraints(
     grammars = Grammars(source.directory / "tokenizer.json", model.vocab_size, model.eos_ids)
     lanes = compile_lanes()
     lanes[0].submit(grammars.prepare)
-    count, memory = options.grammar_workers, MaskMemory()
-    workers = grammar_workers(count, grammars, memory) if count else None
+    memory = MaskMemory()
+    workers = grammar_workers(num_workers, grammars, memory) if num_workers else None
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, workers=workers),
         MaskBuilder(model.eos_ids, stats, time.monotonic, workers=workers, memory=memory),
-        TokenAcceptor(workers) if workers is not None else None,
+        TokenAcceptor(workers),
     )
 
 

@@ -13,7 +13,7 @@ from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontend_process import Child
-from tests.fakes.constraint import FakeCompiler, FakeConstraint
+from tests.fakes.constraint import FakeAcceptor, FakeCompiler, FakeConstraint
 from tests.fakes.frontend_child import FakeFrontendChild
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.runtime import FakeRuntime
@@ -25,6 +25,7 @@ PAIRS: list[tuple[type, type]] = [
     (ZmqMailbox, contracts.Mailbox),
     (FakeConstraint, contracts.Constraint),
     (GrammarConstraint, contracts.Constraint),
+    (FakeAcceptor, contracts.Acceptor),
     (TokenAcceptor, contracts.Acceptor),
     (FakeCompiler, contracts.Compiler),
     (GrammarCompiler, contracts.Compiler),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tandem.engine_core.config import (
     ModelShape,
     StepConfig,
-    check_grammar_workers,
     resolve,
     resolve_device,
     resolve_dtype,
+    resolve_grammar_workers,
     resolve_threads,
 )  # fmt: skip
 from tandem.engine_core.errors import ConfigError
@@ -240,7 +240,14 @@ def test_resolved_settings_are_consistent(options: EngineOptions, model: ModelSh
 @pytest.mark.parametrize(("system", "machine"), [("linux", "aarch64"), ("darwin", "x86_64"), ("darwin", "arm64")])
 def test_workers_for_grammars_are_refused_where_stores_may_be_reordered(system: str, machine: str) -> None:
     options = EngineOptions(grammar_workers=2)
-    check_grammar_workers(options, "linux", "x86_64")
-    check_grammar_workers(EngineOptions(), system, machine)
+    assert resolve_grammar_workers(options, "cuda", 64, "linux", "x86_64") == 2
+    assert resolve_grammar_workers(EngineOptions(), "cuda", 64, system, machine) == 0
     with pytest.raises(ConfigError, match=f"--grammar-workers 2 needs Linux on x86-64, and this is {system} on"):
-        check_grammar_workers(options, system, machine)
+        resolve_grammar_workers(options, "cuda", 64, system, machine)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (3, 0), (4, 1), (8, 2), (16, 4), (128, 4)])
+def test_a_gpus_engine_has_workers_for_grammars_by_its_cores(cores: int, workers: int) -> None:
+    assert resolve_grammar_workers(EngineOptions(), "cuda", cores, "linux", "x86_64") == workers
+    assert resolve_grammar_workers(EngineOptions(), "cpu", cores, "linux", "x86_64") == 0
+    assert resolve_grammar_workers(EngineOptions(grammar_workers=0), "cuda", cores, "linux", "x86_64") == 0

@@ -1,11 +1,12 @@
 """Grammars of a few words, each a rule about ids, and fakes that compile them and fill their masks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.contracts import Constraint, Masks
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.model import END, VOCAB
@@ -73,11 +74,18 @@ class FakeConstraint:
             self.queue += [END] * (token % 7 == 0)
         return True
 
+    def accept_forced(self, tokens: Sequence[int]) -> bool:
+        assert self.fast_forward_tokens()[: len(tokens)] == list(tokens), f"{tokens} are not forced"
+        return all(self.accept(token) for token in tokens)
+
 
 class FakeFiller:
     """Fills masks of real width; ids outside the fakes' vocabulary are never allowed."""
 
     def allocate(self, rows: int, words: int) -> NDArray[np.int32] | None:
+        return None
+
+    def begin(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         return None
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
@@ -116,6 +124,37 @@ class FakeCompiler:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeAcceptor:
+    """Fake of `contracts.Acceptor`: settles those of the sequences that it may and that `settles()` chooses."""
+
+    def __init__(self, settles: Callable[[], bool] = lambda: True, is_remote: bool = False) -> None:
+        self.settles = settles
+        self.is_remote = is_remote
+        """Whether it says that others than the loop's thread are at work."""
+        self.begun: list[tuple[int, Constraint, int]] | None = None
+        self.least = 1
+        self.num_settled = 0
+
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
+        assert self.begun is None and least >= 1, "begun twice"
+        self.least = least
+        self.begun = [(row, constraint, token) for (row, constraint), token in zip(masks, tokens, strict=True)]
+        return self.is_remote and bool(masks)
+
+    def finish(self) -> Set[int]:
+        assert self.begun is not None, "finished before it has begun"
+        begun, self.begun, settled = self.begun, None, set()
+        for row, constraint, token in begun:
+            ahead = copy(own(constraint))
+            ahead.queue = list(ahead.queue)
+            goes_on = ahead.accept(token) and not ahead.is_complete and len(ahead.fast_forward_tokens()) < self.least
+            if goes_on and self.settles():
+                constraint.accept(token)
+                settled.add(row)
+        self.num_settled += len(settled)
+        return settled
 
 
 def own(constraint: Constraint) -> FakeConstraint:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.contracts import Constraint, Masks
-from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
+from tandem.engine_core.runtime.masks import MaskFiller, mask_places
 from tandem.engine_core.runtime.slots import StepSlot
 from tests.fakes.constraint import FakeConstraint
 
@@ -28,6 +28,11 @@ class ReplayingFiller:
     def allocate(self, rows: int, words: int) -> NDArray[np.int32] | None:
         return self.inner.allocate(rows, words)
 
+    def begin(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
+        self.inner.begin(
+            [(constraint, place) for constraint, place in masks if not isinstance(constraint, FixedMask)], out
+        )
+
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         for constraint, place in masks:
             if isinstance(constraint, FixedMask):
@@ -41,5 +46,4 @@ def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
     if masks is None:
         return None
     assert slot.plan is not None
-    indices = mask_indices(slot.plan)
-    return [(row, FixedMask(slot.masks_view[index - 1].copy())) for row, index in indices.items()]
+    return [(row, FixedMask(slot.masks_view[place].copy())) for row, place in mask_places(slot.plan).items()]

@@ -32,6 +32,8 @@ class FakeRuntime:
         self.jumped = 0
         """Number of generated tokens that were uploaded, not sampled."""
         self.launched: dict[int, StepPlan] = {}
+        self.begun: dict[int, set[int]] = {}
+        """Rows whose masks were begun, by slot."""
         self.results: dict[int, StepResult] = {}
         self.scored: dict[int, list[bytes]] = {}
         """Log-probability records of the scored positions of launched steps, by slot."""
@@ -66,10 +68,15 @@ class FakeRuntime:
             scored += self._scored(row, plan.logprobs)
         self.launched[slot] = plan
 
+    def begin_masks(self, slot: int, masks: Masks) -> None:
+        assert self.launched[slot].needs_mask and slot not in self.begun, "masks begun twice, or for a step without any"
+        self.begun[slot] = {row for row, _ in masks}
+
     def sample(self, slot: int, masks: Masks | None) -> None:
         plan = self.launched.pop(slot)
         assert (masks is not None) == plan.needs_mask, "a mask for a step that needs none, or none for one that does"
         wanted = dict(masks or [])
+        assert wanted.keys() <= self.begun.pop(slot, wanted.keys()), "a mask that was not begun with the others"
         masked = {row.row for row in plan.rows if row.constrained and row.samples}
         assert len(wanted) == len(masks or []) and wanted.keys() <= masked, f"masks for {wanted.keys()} of {masked}"
         sampled = [(row, state) for row, state in zip(plan.rows, self.states.pop(slot), strict=True) if row.samples]

@@ -38,7 +38,7 @@ from tandem.engine_core.wire.leases import Leases
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
 from tandem.protocol.model_folder import template_fingerprint
-from tests.fakes.constraint import FakeCompiler
+from tests.fakes.constraint import FakeAcceptor, FakeCompiler
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_MODEL = ROOT / "engine_core" / "default_model"
@@ -131,6 +131,9 @@ class ScriptedRuntime:
         sampled = [row for row in plan.rows if row.samples]
         tokens = [words[(row.end - lens[row.row]) % period] for row in sampled]
         self._results[slot] = StepResult([int(row.samples) for row in plan.rows], tokens)
+
+    def begin_masks(self, slot: int, masks: Masks) -> None:
+        return None
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         return None
@@ -240,6 +243,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
         stats=status.stats,
         clock=time.monotonic,
         stage_clock=time.monotonic,
+        acceptor=FakeAcceptor(),
     )
     assert isinstance(engine, ScriptedEngine)
     engine.script = script

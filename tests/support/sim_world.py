@@ -24,7 +24,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import NO_LIMIT, Failure, Limits, ModelFacts
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeCompiler
+from tests.fakes.constraint import FakeAcceptor, FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -85,6 +85,8 @@ class World:
         self.operators = random.Random(f"operators of {seed}")
         self.shape = shape
         self.clock = FakeClock()
+        choices = random.Random(f"acceptor of {seed}")
+        self.acceptor = FakeAcceptor(lambda: choices.random() < 0.8, is_remote=choices.random() < 0.5)
         self._build(random.Random(seed))
         self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
         self.arrivals = list(self.requests)
@@ -157,6 +159,7 @@ class World:
             stats=new_stats(),
             clock=self.clock,
             stage_clock=self.clock,
+            acceptor=self.acceptor,
         )
         self.pipeline = self.engine.pipeline
 
@@ -177,7 +180,7 @@ class World:
         launched = self.engine.stats.steps_launched
         if launched > self._seen_launched:
             self.launches += 1
-            self.overlaps += self.pipeline.in_flight > 1
+            self.overlaps += len(self.pipeline.steps) > 1
         self._seen_launched = launched
         idle = not self.scheduler.num_open and not self.scheduler.updates.ended and not self.pipeline.in_flight
         if idle and not self.arrivals and not self.mailbox.inbox:

@@ -12,7 +12,11 @@ import time
 from array import array
 from collections.abc import Sequence
 
-MAX_SLOTS = 2048
+import numpy as np
+from numpy.typing import NDArray
+
+SLOT_BITS = 11
+MAX_SLOTS = 1 << SLOT_BITS
 """Matchers of one worker."""
 MAX_OPERATIONS = 8192
 """Operations of one batch."""
@@ -23,21 +27,24 @@ AWAKE_SECONDS = 0.005
 ASLEEP_SECONDS = 0.05
 """Time after which a sleeping worker looks by itself."""
 
-_POSTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _HEADER_WORDS = range(6)
-_FLAGS, _HAS_MASK, _NUM_FORCED, _FORCED = range(4)
-_RESULT_WORDS = _FORCED + MAX_FORCED
+_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _HEADER_WORDS = range(7)
+_FORCED_WORDS = 1 + MAX_FORCED
 _OPERATIONS = 8 * _HEADER_WORDS
-_RESULTS = _OPERATIONS + 12 * MAX_OPERATIONS
-_SIZE = _RESULTS + 4 * _RESULT_WORDS * MAX_SLOTS
+_FLAGS = _OPERATIONS + 12 * MAX_OPERATIONS
+_HAS_MASK = _FLAGS + MAX_SLOTS
+_FORCED = _HAS_MASK + MAX_SLOTS
+_SIZE = _FORCED + 4 * _FORCED_WORDS * MAX_SLOTS
 
-OPEN, CLOSE, ACCEPT, MASK, DROP = range(5)
+OPEN, CLOSE, ACCEPT, MASK, DROP, TAKE = range(6)
 """Operations, each with two numbers, of which the first is a slot: put a copy of the matcher of a grammar, the second
 number, into the slot; empty it; let its matcher accept a token; write its mask to a place of `MaskMemory`. DROP forgets
-a grammar, the first number. Plain numbers, as are the flags: members of an enumeration take a microsecond to combine.
+a grammar, the first number. TAKE is ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the
+flags: members of an enumeration take a microsecond to combine.
 """
-ACCEPTED, STOPPED, FAILED, ENDS_FORCED, FORCES_MORE = 1, 2, 4, 8, 16
+ACCEPTED, STOPPED, FAILED, FORCES, ENDS_FORCED, FORCES_MORE = 1, 2, 4, 8, 16, 32
 """Flags of a matcher after its last operation: it accepted the last token; nothing but an end may follow; it has a
-problem and accepts nothing more; nothing but an end may follow its forced tokens; more than MAX_FORCED are forced."""
+problem and accepts nothing more; tokens are forced; nothing but an end may follow them; they are more than MAX_FORCED.
+"""
 
 
 class Channel:
@@ -50,8 +57,14 @@ class Channel:
         """
         view = memoryview(memory)
         self._header = view[:_OPERATIONS].cast("q")
-        self._operations = view[_OPERATIONS:_RESULTS].cast("i")
-        self._results = view[_RESULTS:_SIZE].cast("i")
+        self._operations = view[_OPERATIONS:_FLAGS].cast("i")
+        self.flags = view[_FLAGS:_HAS_MASK]
+        """Flags of each slot's matcher."""
+        self.has_mask = view[_HAS_MASK:_FORCED]
+        """Whether each slot's last mask was written: the worker refuses those that take long."""
+        self._forced = view[_FORCED:_SIZE].cast("i")
+        self.num_forced: NDArray[np.int32] = np.frombuffer(self._forced, dtype=np.int32)[::_FORCED_WORDS]
+        """Number of tokens that are forced next, by slot, where its flags say that there are some."""
         self.wake_fd = wake_fd
         self._fence = threading.Lock()
         self._seen = 0
@@ -60,6 +73,11 @@ class Channel:
     def is_done(self) -> bool:
         """True once the worker has done all that was posted."""
         return self._header[_DONE] == self._header[_POSTED]
+
+    @property
+    def has_accepted(self) -> bool:
+        """True once the worker has done all that was posted before the first mask."""
+        return self._header[_ACCEPTED] == self._header[_POSTED]
 
     def post(self, operations: "array[int]") -> None:
         """Give the worker a batch: three numbers for each operation.
@@ -89,52 +107,53 @@ class Channel:
         self._seen = header[_POSTED]
         return self._operations[: 3 * header[_COUNT]]
 
+    def finish_accepting(self) -> None:
+        """Say as the worker that all results of the batch but masks are written."""
+        self._header[_ACCEPTED] = self._seen
+
     def finish_batch(self, num_refused: int) -> None:
         """Say as the worker that all results of the batch are written.
 
         num_refused: number of masks that are not.
         """
         self._header[_REFUSED] += num_refused
-        self._header[_DONE] = self._seen
+        self._header[_ACCEPTED] = self._header[_DONE] = self._seen
 
     @property
     def num_refused(self) -> int:
         """Number of masks of all batches that were not written."""
         return self._header[_REFUSED]
 
-    @property
-    def is_wanted(self) -> bool:
-        """True, for the worker, if a batch waits for it."""
-        return self._header[_POSTED] != self._seen
+    def write_forced(self, slot: int, tokens: Sequence[int]) -> None:
+        """Write the tokens that are forced next, of which at most MAX_FORCED are kept.
 
-    def write_state(self, slot: int, flags: int, forced: Sequence[int] = ()) -> None:
-        """Write what is known of a slot's matcher."""
-        first = slot * _RESULT_WORDS
-        results, count = self._results, min(len(forced), MAX_FORCED)
-        results[first + _FLAGS], results[first + _NUM_FORCED] = flags, count
-        for index in range(count):
-            results[first + _FORCED + index] = forced[index]
+        The slot's flags must say that there are some.
+        """
+        first, known = slot * _FORCED_WORDS, tokens[:MAX_FORCED]
+        self._forced[first] = len(known)
+        # The next one comes last, so that it can be dropped.
+        for index, token in enumerate(reversed(known), start=first + 1):
+            self._forced[index] = token
 
-    def flags(self, slot: int) -> int:
-        """Return the flags of a slot's matcher."""
-        return self._results[slot * _RESULT_WORDS + _FLAGS]
+    def drop_forced(self, slot: int, token: int) -> bool:
+        """Drop a token that was forced next and has been accepted, as the worker.
+
+        Return False, and do nothing, if it was not that, or if nothing is known of what follows it.
+        """
+        first = slot * _FORCED_WORDS
+        count = self._forced[first]
+        if not self.flags[slot] & FORCES or count < 2 or self._forced[first + count] != token:
+            return False
+        self._forced[first] = count - 1
+        self.flags[slot] |= ACCEPTED
+        return True
 
     def forced(self, slot: int) -> list[int]:
-        """Return the tokens that are forced next, at most MAX_FORCED."""
-        first = slot * _RESULT_WORDS
-        start = first + _FORCED
-        return self._results[start : start + self._results[first + _NUM_FORCED]].tolist()
-
-    def write_mask(self, slot: int, is_written: bool) -> None:
-        """Say as the worker whether the slot's mask was written."""
-        self._results[slot * _RESULT_WORDS + _HAS_MASK] = is_written
-
-    def has_mask(self, slot: int) -> bool:
-        """Return whether the slot's last mask was written.
-
-        The worker refuses those that take long.
-        """
-        return bool(self._results[slot * _RESULT_WORDS + _HAS_MASK])
+        """Return the tokens that are forced next."""
+        if not self.flags[slot] & FORCES:
+            return []
+        start = slot * _FORCED_WORDS + 1
+        return self._forced[start : start + self._forced[start - 1]].tolist()[::-1]
 
     def close(self) -> None:
         """Close the event. What was read before stays readable."""

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.workers.channel import (
     CLOSE,
@@ -33,6 +35,8 @@ from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
+
+Ints = NDArray[np.int32]
 
 ANSWER_SECONDS = 2.0
 """Longest wait for a batch. A worker that takes longer is killed, and the engine follows its grammars itself."""
@@ -73,15 +77,23 @@ class WorkerLink:
 
     def __init__(self, channel: Channel, connection: Connection, process: Process, clock: Callable[[], float]) -> None:
         self.channel = channel
+        self.number = 0
+        """Number of the worker in its pool."""
         self.is_lost = False
         """True once the worker is gone; what it knew is lost."""
-        self._num_refused_before = 0
-        """Masks that the worker had not written before `post` was called last."""
+        self._num_refused = 0
+        """Masks that the worker had not written when it was asked last."""
         self._connection = connection
         self._process = process
         self._clock = clock
         self.pending: array[int] = array("i")
         """Operations of the next batch, three numbers for each."""
+        self.is_awaited = False
+        """True if the result of one of them is waited for; the others can go with a later batch."""
+        self.num_posts = 0
+        """Batches that were sent so far."""
+        self.flags: NDArray[np.uint8] = np.frombuffer(channel.flags, dtype=np.uint8)
+        """Flags of each slot's matcher."""
         self._free = list(range(MAX_SLOTS))
         self._closed: deque[int] = deque()
         self._dropped: deque[int] = deque()
@@ -127,11 +139,6 @@ class WorkerLink:
         return MAX_SLOTS - len(self._free) - len(self._closed)
 
     @property
-    def num_refused(self) -> int:
-        """Number of masks of the last post that the worker has not written."""
-        return self.channel.num_refused - self._num_refused_before
-
-    @property
     def has_room(self) -> bool:
         """True if another matcher may be opened."""
         return not (self.is_lost or self._is_silent) and self.num_open < MAX_SLOTS
@@ -167,6 +174,13 @@ class WorkerLink:
         self.pending.extend((OPEN, slot, grammar))
         return slot
 
+    def begin(self, operation: int, slots: Ints, values: Ints) -> None:
+        """Add an operation on many slots to the next batch, whose results are waited for."""
+        rows = np.empty((len(slots), 3), dtype=np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = operation, slots, values
+        self.pending.frombytes(rows.tobytes())
+        self.is_awaited = True
+
     def close_slot(self, slot: int) -> None:
         """Empty a slot, from any thread."""
         self._closed.append(slot)
@@ -181,23 +195,35 @@ class WorkerLink:
         Of more than a batch, the last part is sent once the others are done.
         """
         self._collect()
+        self.is_awaited = False
         if not self.pending:
             return
         self.wait()
-        num_refused = self.channel.num_refused
         while self.pending and not self.is_lost:
             batch, self.pending = self.pending[: 3 * MAX_OPERATIONS], self.pending[3 * MAX_OPERATIONS :]
             self.channel.post(batch)
+            self.num_posts += 1
             if self.pending:
                 self.wait()
-        self._num_refused_before = num_refused
         if self.is_lost:
             del self.pending[:]
 
+    def wait_accepted(self) -> None:
+        """Wait until the worker has done what was sent before masks, or is lost."""
+        self._wait(lambda channel: channel.has_accepted)
+
     def wait(self) -> None:
         """Wait until the worker has done what was sent, or is lost."""
+        self._wait(lambda channel: channel.is_done)
+
+    def take_refused(self) -> bool:
+        """Return whether the worker has left out a mask since the last call, or is lost."""
+        before, self._num_refused = self._num_refused, self.channel.num_refused
+        return self.is_lost or self._num_refused != before
+
+    def _wait(self, is_over: Callable[[Channel], bool]) -> None:
         channel, polls, since = self.channel, 0, 0.0
-        while not self.is_lost and not channel.is_done:
+        while not self.is_lost and not is_over(channel):
             time.sleep(0)  # lets other threads run
             polls += 1
             if polls % _CHECK_EVERY == 0:

@@ -55,12 +55,6 @@ class MappedMasks:
         self.row_bytes = row_bytes
         self._arrays = [np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=np.int32) for fd in fds]
         self._addresses = [array.ctypes.data for array in self._arrays]
-        self._spare = np.zeros(row_bytes // 4, dtype=np.int32)
-
-    @property
-    def spare(self) -> int:
-        """Address of a mask that is never read."""
-        return self._spare.ctypes.data
 
     def address(self, place: int) -> int:
         """Return the address of a mask by its place."""

@@ -4,10 +4,24 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-from tandem.engine_core.constraints.workers.link import WorkerLink
+import numpy as np
+from msgspec import Struct
+
+from tandem.engine_core.constraints.workers.channel import MAX_SLOTS, SLOT_BITS
+from tandem.engine_core.constraints.workers.link import Ints, WorkerLink
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
 
 logger = logging.getLogger(__name__)
+
+
+class Batch(Struct, frozen=True):
+    """One worker's part of an operation on many matchers."""
+
+    link: WorkerLink
+    indices: Ints
+    """Indices of its matchers among all."""
+    slots: Ints
+    """Their slots."""
 
 
 class WorkerPool:
@@ -40,20 +54,43 @@ class WorkerPool:
                 return RemoteGrammar(link, number)
         return None
 
-    def post(self) -> None:
-        """Send all workers what was added to their batches."""
+    def post_awaited(self) -> None:
+        """Send the batches that have results which are waited for.
+
+        The rest can wait: a worker takes a batch only once it has done the one before.
+        """
         for link in self._links:
-            link.post()
+            if link.is_awaited:
+                link.post()
+
+    def begin(self, operation: int, ids: Ints, values: Ints) -> list[Batch]:
+        """Add an operation on many matchers to the workers' next batches.
+
+        ids: as of `RemoteMatcher.id`, of which negative ones belong to no worker; values: second number of each. Return
+        each worker's part.
+        """
+        workers, slots, batches = ids >> SLOT_BITS, ids & MAX_SLOTS - 1, []
+        for link in self._links:
+            indices = np.flatnonzero(workers == link.number).astype(np.int32)
+            if len(indices):
+                batches.append(Batch(link, indices, slots[indices]))
+                link.begin(operation, slots[indices], values[indices])
+        return batches
+
+    def wait_accepted(self) -> None:
+        """Wait until all workers have done what was sent before masks."""
+        for link in self._links:
+            link.wait_accepted()
 
     def wait(self) -> None:
         """Wait until all workers have done what was sent."""
         for link in self._links:
             link.wait()
 
-    @property
-    def has_written_all(self) -> bool:
-        """True if the workers have written all masks of the batches that were waited for."""
-        return not any(link.is_lost or link.num_refused for link in self._links)
+    def take_refused(self) -> bool:
+        """Return whether a worker has left out a mask since the last call, or is lost."""
+        refused = [link.take_refused() for link in self._links]
+        return any(refused)
 
     def close(self) -> None:
         """End all workers."""
@@ -67,6 +104,7 @@ class WorkerPool:
         try:
             while len(links) < self.count:
                 links.append(self._start_link())
+                links[-1].number = len(links) - 1
         except OSError as error:
             text = "%d of %d workers for grammars could be started: %s; the engine follows other grammars itself"
             logger.error(text, len(links), self.count, error)

@@ -1,6 +1,9 @@
 """Matchers on a worker, used like those of this process."""
 
 from array import array
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import ReferenceType
 
 from tandem.engine_core.constraints.local_matcher import LocalMatcher, Tables
 from tandem.engine_core.constraints.workers.channel import (
@@ -9,8 +12,9 @@ from tandem.engine_core.constraints.workers.channel import (
     ENDS_FORCED,
     FAILED,
     FORCES_MORE,
-    MASK,
+    SLOT_BITS,
     STOPPED,
+    TAKE,
 )
 from tandem.engine_core.constraints.workers.link import WorkerLink
 
@@ -36,12 +40,19 @@ class RemoteGrammar:
         self._is_spent = True
 
 
+class Owner(Protocol):
+    """User of a matcher that may be on a worker."""
+
+    def take_back(self, local: LocalMatcher) -> None:
+        """Use a matcher in this process from now on."""
+
+
 class RemoteMatcher:
     """Follow a grammar on a worker, like a `LocalMatcher`.
 
-    `begin_accept` and `begin_mask` add to the worker's next batch; the other methods wait for it where they must. If
-    the worker is lost, refuses a mask or rejects a token, a matcher in this process follows the same tokens, and what
-    it makes of them counts.
+    `WorkerPool.begin_accepts` and `begin_masks` have the workers go on with many matchers at once; the methods here
+    wait where they must. If the worker is lost, refuses a mask or rejects a token, a matcher in this process follows
+    the same tokens, and what it makes of them counts.
     """
 
     def __init__(self, grammar: RemoteGrammar, tables: Tables) -> None:
@@ -52,46 +63,43 @@ class RemoteMatcher:
         self.link = grammar.link
         self.local: LocalMatcher | None = None
         """The matcher that has taken over; None before."""
+        self.owner: ReferenceType[Owner] | None = None
+        """Who is told when that happens."""
+        self.tokens: array[int] = array("i")
+        """Tokens that the worker was given."""
         self._grammar = grammar
         self._tables = tables
-        self._tokens: array[int] = array("i")
         self._slot = self.link.open(grammar.number)
-        self._flags = 0
-        self._forced: list[int] = []
-        self._is_unread = True
-        """True while flags and forced tokens are those before the last operation."""
+        self._forced, ends = list(tables.start[0]), tables.start[1]
+        """Tokens that are forced next, while the worker was not told of all before them."""
+        self._flags = ENDS_FORCED if ends else 0
+        self._known_at = self.link.num_posts
+        """Number of batches up to which these two hold. Afterwards the worker knows better."""
 
     def __del__(self) -> None:
         if self.local is None:
             self.link.close_slot(self._slot)
 
-    def begin_accept(self, token: int) -> None:
-        """Let the worker accept a token in its next batch."""
-        self._tokens.append(token)
-        self.link.pending.extend((ACCEPT, self._slot, token))
-        self._is_unread = True
+    @property
+    def id(self) -> int:
+        """Number of its worker and its slot there, for batches of operations."""
+        return self.link.number << SLOT_BITS | self._slot
 
     def end_accept(self) -> tuple[bool, list[int] | None]:
-        """Return whether the token was accepted, and the tokens that are forced next.
+        """Return whether the last token was accepted, and what is forced next.
 
-        None if the grammar does not go on, or if that is not known.
+        None if the grammar does not go on, or if that is not known. The batch's tokens must be accepted.
         """
-        self._read()
+        self._check()
         if self.local is not None:
             return self.local.accepted, None
-        goes_on = self._flags & (ACCEPTED | STOPPED) == ACCEPTED
-        return bool(self._flags & ACCEPTED), self.compute_ff_tokens() if goes_on else None
-
-    def begin_mask(self, place: int) -> None:
-        """Let the worker write the mask in its next batch.
-
-        It must be waited for before `end_mask`.
-        """
-        self.link.pending.extend((MASK, self._slot, place))
+        flags = self.link.channel.flags[self._slot]
+        goes_on = flags & (ACCEPTED | STOPPED) == ACCEPTED
+        return bool(flags & ACCEPTED), self.link.channel.forced(self._slot) if goes_on else None
 
     def end_mask(self) -> bool:
         """Return whether the mask was written; if not, `local` has taken over."""
-        if self.local is None and (self.link.is_lost or not self.link.channel.has_mask(self._slot)):
+        if self.local is None and (self.link.is_lost or not self.link.channel.has_mask[self._slot]):
             self._take_over()
         return self.local is None
 
@@ -103,21 +111,35 @@ class RemoteMatcher:
         self._read()
         if self.local is not None:
             return self.local.consume_token(token)
-        if self._forced[:1] != [token]:
-            self.begin_accept(token)
-            return self.end_accept()[0]
-        self._tokens.append(token)
+        if self._forced[:1] == [token] and (len(self._forced) > 1 or not self._flags & FORCES_MORE):
+            return self.consume_tokens([token])
+        self.tokens.append(token)
         self.link.pending.extend((ACCEPT, self._slot, token))
-        del self._forced[0]
-        if not self._forced:
-            if self._flags & ENDS_FORCED:
-                self._flags |= STOPPED
-            self._is_unread = bool(self._flags & FORCES_MORE)
+        self._known_at = -1
+        self.link.settle()
+        return self.end_accept()[0]
+
+    def consume_tokens(self, tokens: Sequence[int]) -> bool:
+        """Accept tokens that are forced, like `consume_token`."""
+        self._read()
+        if self.local is not None:
+            return self.local.consume_tokens(tokens)
+        count = len(tokens)
+        assert self._forced[:count] == list(tokens), f"{tokens} where {self._forced} are forced"
+        if count == len(self._forced) and self._flags & FORCES_MORE:
+            return all(self.consume_token(token) for token in tokens)
+        self.tokens.extend(tokens)
+        for index, token in enumerate(tokens, start=1):
+            # What follows is of interest after the last one.
+            self.link.pending.extend((ACCEPT if index == count else TAKE, self._slot, token))
+        del self._forced[:count]
         return True
 
     def is_stopped(self) -> bool:
         self._read()
-        return bool(self._flags & STOPPED) if self.local is None else self.local.is_stopped()
+        if self.local is not None:
+            return self.local.is_stopped()
+        return bool(self._flags & STOPPED or (not self._forced and self._flags & ENDS_FORCED))
 
     def get_error(self) -> str:
         self._read()
@@ -128,20 +150,29 @@ class RemoteMatcher:
         return list(self._forced) if self.local is None else self.local.compute_ff_tokens()
 
     def _read(self) -> None:
-        """Read what is known of the matcher after its last operation."""
-        if not self._is_unread or self.local is not None:
+        """Learn from the worker what follows the tokens, once it was told of all."""
+        link = self.link
+        if self.local is not None or self._known_at == link.num_posts:
             return
-        self.link.settle()
-        if self.link.is_lost or self.link.channel.flags(self._slot) & FAILED:
+        if link.is_awaited:
+            link.post()
+        link.wait_accepted()
+        self._check()
+        if self.local is None:
+            self._forced, self._flags = link.channel.forced(self._slot), link.channel.flags[self._slot]
+            self._known_at = link.num_posts
+
+    def _check(self) -> None:
+        """Go on in this process if the worker is lost, or its matcher has failed."""
+        if self.local is None and (self.link.is_lost or self.link.channel.flags[self._slot] & FAILED):
             self._take_over()
-            return
-        channel = self.link.channel
-        self._flags, self._forced = channel.flags(self._slot), channel.forced(self._slot)
-        self._is_unread = False
 
     def _take_over(self) -> None:
         """Go on in this process, after the same tokens."""
-        self.local = LocalMatcher(self._tables, self._tokens)
+        self.local = LocalMatcher(self._tables, self.tokens)
         if not self.local.get_error():
             self._grammar.spend()
         self.link.close_slot(self._slot)
+        owner = None if self.owner is None else self.owner()
+        if owner is not None:
+            owner.take_back(self.local)

@@ -26,11 +26,13 @@ from tandem.engine_core.constraints.workers.channel import (
     CLOSE,
     ENDS_FORCED,
     FAILED,
+    FORCES,
     FORCES_MORE,
     MASK,
     MAX_FORCED,
     OPEN,
     STOPPED,
+    TAKE,
     Channel,
     map_memory,
 )  # fmt: skip
@@ -74,37 +76,34 @@ class Worker:
             self.do_next()
 
     def do_next(self) -> None:
-        """Wait for a batch and do it.
+        """Wait for a batch and do it."""
+        self.channel.finish_batch(self.do(self.channel.next_batch().tolist()))
 
-        What follows a token is computed ahead of the request for its mask, as far as no other batch waits: a matcher
-        keeps its last mask.
-        """
-        operations = self.channel.next_batch().tolist()
-        accepted: list[int] = []
-        self.channel.finish_batch(self.do(operations, accepted))
-        for slot in accepted:
-            if self.channel.is_wanted:
-                break
-            if slot in self._matchers and not self._matchers[slot].is_stopped():
-                self._write_mask(slot, self.masks.spare)
-
-    def do(self, operations: Sequence[int], accepted: list[int]) -> int:
+    def do(self, operations: Sequence[int]) -> int:
         """Do a batch, and return the number of masks that were refused.
 
-        accepted: gets the slots whose matcher got a token.
+        The engine is told when the first mask's turn comes: it goes on with the tokens meanwhile.
         """
-        give_up, num_refused = self.clock() + BATCH_SECONDS, 0
-        for index in range(0, len(operations), 3):
-            kind, slot, value = operations[index : index + 3]
+        matchers, channel = self._matchers, self.channel
+        give_up, num_masks, num_refused = self.clock() + BATCH_SECONDS, 0, 0
+        for kind, slot, value in zip(operations[0::3], operations[1::3], operations[2::3], strict=True):
             if kind == MASK:
+                if not num_masks:
+                    channel.finish_accepting()
+                num_masks += 1
                 in_time = self.clock() < give_up
                 is_written = in_time and self._write_mask(slot, self.masks.address(value))
-                self.channel.write_mask(slot, is_written)
+                channel.has_mask[slot] = is_written
                 num_refused += not is_written
             elif kind == ACCEPT:
-                matcher = self._matchers[slot]
-                self._write_state(slot, matcher, ACCEPTED if matcher.consume_token(value) else 0)
-                accepted.append(slot)
+                matcher = matchers[slot]
+                accepted = matcher.consume_token(value)
+                # What follows a forced token is known, and takes long to compute.
+                if not accepted or not channel.drop_forced(slot, value):
+                    self._write_state(slot, matcher, ACCEPTED if accepted else 0)
+            elif kind == TAKE:
+                matchers[slot].consume_token(value)
+                channel.flags[slot] = ACCEPTED
             elif kind == OPEN:
                 self._matchers[slot] = self.grammars[value].deep_copy()
                 self._grammar_of[slot], self._debts[slot] = value, 0.0
@@ -117,20 +116,21 @@ class Worker:
         return num_refused
 
     def _write_state(self, slot: int, matcher: LLMatcher, flags: int) -> None:
-        forced: list[int] = []
-        if matcher.is_error():
-            flags |= FAILED
         if matcher.is_stopped():
-            flags |= STOPPED
-        else:
-            forced = matcher.compute_ff_tokens()
+            # That is so of one that has failed too.
+            flags |= STOPPED | (FAILED if matcher.is_error() else 0)
+        elif forced := matcher.compute_ff_tokens():
+            flags |= FORCES
+            self.channel.write_forced(slot, forced)
             if len(forced) > MAX_FORCED:
                 flags |= FORCES_MORE
-            elif forced:
-                after = matcher.deep_copy()
-                if after.consume_tokens(forced) and after.is_stopped():
+            else:
+                # A copy would take five times as long.
+                if matcher.consume_tokens(forced) and matcher.is_stopped():
                     flags |= ENDS_FORCED
-        self.channel.write_state(slot, flags, forced)
+                if not matcher.rollback(len(forced)):
+                    flags |= FAILED
+        self.channel.flags[slot] = flags
 
     def _write_mask(self, slot: int, address: int) -> bool:
         """Write a mask unless its grammar is slow, and return whether it is good."""

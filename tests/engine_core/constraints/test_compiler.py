@@ -44,7 +44,7 @@ def test_one_compilation_serves_waiting_and_later_sequences(shop: Workshop) -> N
     ready = shop.after_news()
     assert sorted(ready) == [1, 2, 3]
     assert [ready[seq_id].ignore_ends for seq_id in (1, 2, 3)] == [True, False, True]
-    assert len({id(each.matcher) for each in ready.values()}) == 3
+    assert len({id(each.local) for each in ready.values()}) == 3
     shop.start(4, "slow")
     ((seq_id, _),) = shop.compiler.take_finished()
     assert seq_id == 4, "at once"

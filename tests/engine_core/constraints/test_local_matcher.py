@@ -152,7 +152,8 @@ def test_sequences_of_a_long_string_do_not_exhaust_its_grammar(
     for number in range(12):
         one, alone = compiled.constraint(ignore_ends=False), LLMatcher(unlimited, text, log_level=0)
         for token in unlimited.tokenize_str('"' + f"word number {number}, " * length):
-            one.matcher.write_mask(mask.ctypes.data, mask.nbytes)  # type: ignore[union-attr]
+            assert one.local is not None
+            one.local.write_mask(mask.ctypes.data, mask.nbytes)
             assert mask.tobytes() == alone.compute_bitmask()
             assert one.accept(token) and alone.consume_token(token), one.problem
         seen.add(id(compiled.first))

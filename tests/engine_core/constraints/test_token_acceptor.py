@@ -1,5 +1,6 @@
-"""Tokens that many matchers accept ahead, in this process and on workers."""
+"""Tokens that many matchers accept together, in this process and on workers."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -16,23 +17,28 @@ from tests.fakes.inline_link import InlineLink
 REGEX = LLMatcher.grammar_from_regex("[a-d]{1,9}(xyz[a-d]{1,9}|end)")
 
 
-@pytest.fixture(params=[0, 1], ids=["here", "half of them on a worker"])
+@pytest.fixture(params=[None, 0, 1], ids=["without a pool", "here", "half of them on a worker"])
 def acceptor(request: pytest.FixtureRequest, grammars: Grammars) -> TokenAcceptor:
     masks = MaskMemory()
     masks.allocate(1, 1)
+    if request.param is None:
+        return TokenAcceptor()
     return TokenAcceptor(WorkerPool(request.param, lambda: InlineLink(grammars, masks)))
 
 
 def constraints(grammars: Grammars, rows: int, acceptor: TokenAcceptor | None = None) -> list[GrammarConstraint]:
-    compiled = grammars.compile(REGEX)
-    held = [compiled.constraint(ignore_ends=False) for _ in range(rows // 2)]
-    if acceptor is not None and acceptor.workers.count:
+    here, elsewhere = grammars.compile(REGEX), grammars.compile(REGEX)
+    held = [here.constraint(ignore_ends=False) for _ in range(rows // 2)]
+    if acceptor is not None and acceptor.workers is not None and acceptor.workers.count:
         remote = acceptor.workers.compile(REGEX, [])
         assert isinstance(remote, RemoteGrammar)
-        for each in held:
-            each.is_new = False  # stays here
-        compiled.add_remote(remote)
-    return held + [compiled.constraint(ignore_ends=False) for _ in range(rows - rows // 2)]
+        elsewhere.add_remote(remote)
+    return held + [elsewhere.constraint(ignore_ends=False) for _ in range(rows - rows // 2)]
+
+
+def numbered(held: Sequence[GrammarConstraint]) -> list[tuple[int, GrammarConstraint]]:
+    """Give the constraints rows from 100 on."""
+    return [(100 + index, each) for index, each in enumerate(held)]
 
 
 def state(constraint: GrammarConstraint) -> tuple[bool, bool, list[int]]:
@@ -41,34 +47,40 @@ def state(constraint: GrammarConstraint) -> tuple[bool, bool, list[int]]:
 
 def test_outcome_is_that_of_accepting_each_token_by_itself(grammars: Grammars, acceptor: TokenAcceptor) -> None:
     """Among them tokens that the grammar rejects, ends where it may not end yet, and ids that do not exist."""
-    random, num_rejected, num_plain = Random(5), 0, 0
+    random, num_rejected, num_settled = Random(5), 0, 0
     letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyzen"]
     for _ in range(5):
         ahead, alone = constraints(grammars, 40, acceptor), constraints(grammars, 40)
         for step in range(12):
             choices = [*letters * 8, 300, *ENDS, VOCAB, VOCAB + 7] if step else letters[:4]
             tokens = [random.choice(choices) for _ in ahead]
-            acceptor.accept_ahead(list(zip(ahead, tokens, strict=True)))
-            for each, reference, token in zip(ahead, alone, tokens, strict=True):
+            assert acceptor.begin(numbered(ahead), tokens, 1) == any(each.remote is not None for each in ahead)
+            settled = acceptor.finish()
+            for (row, each), token in zip(numbered(ahead), tokens, strict=True):
+                reference = alone[row - 100]
                 accepted = reference.accept(token)
-                assert each.accept(token) == accepted
+                nothing_left = accepted and state(reference) == (False, False, [])
+                assert (row in settled) == nothing_left
+                assert nothing_left or each.accept(token) == accepted
                 assert state(each) == state(reference)
                 num_rejected += bool(each.problem)
-                num_plain += accepted and state(each) == (False, False, [])
-    assert num_rejected > 50 and num_plain > 50
+                num_settled += nothing_left
+    assert num_rejected > 50 and num_settled > 50
 
 
 def test_token_given_ahead_is_not_given_again(grammars: Grammars, acceptor: TokenAcceptor) -> None:
     held = constraints(grammars, 8, acceptor)
-    (a,), (z,) = (grammars.prepare().tokenize_str(letter) for letter in "az")
-    acceptor.accept_ahead([(each, a) for each in held])
-    with pytest.raises(AssertionError, match="accepted ahead"):
-        held[0].accept(z)
-    with pytest.raises(AssertionError, match="accepted ahead"):
-        held[1].accept(z)
-    for each in held[2:]:
-        assert each.accept(a)
-        assert all(each.accept(a) for _ in range(8)), "nine letters"
+    a, x, y, z, d = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyzd")
+    acceptor.begin(numbered(held), [a] * 8, 1)
+    assert acceptor.finish() == set(range(100, 108))
+    acceptor.begin(numbered(held), [x] * 8, 1)
+    assert acceptor.finish() == set(), "two letters are forced"
+    for each in (held[0], held[-1]):
+        with pytest.raises(AssertionError, match="accepted ahead"):
+            each.accept(d)
+    for each in held[1:-1]:
+        assert each.accept(x) and each.fast_forward_tokens() == [y, z]
+        assert all(each.accept(token) for token in [y, z, *[a] * 9])
 
 
 def test_overdrawn_constraints_accept_nothing(grammars: Grammars, acceptor: TokenAcceptor) -> None:
@@ -76,12 +88,38 @@ def test_overdrawn_constraints_accept_nothing(grammars: Grammars, acceptor: Toke
     (a,) = grammars.prepare().tokenize_str("a")
     for each in held:
         each.overdrawn = "too slow"
-    acceptor.accept_ahead([(each, a) for each in held])
+    acceptor.begin(numbered(held), [a, a], 1)
+    assert acceptor.finish() == set()
     assert not any(each.accept(a) for each in held)
+
+
+def test_constraint_whose_sequence_ends_meanwhile(grammars: Grammars, acceptor: TokenAcceptor) -> None:
+    """Commands are applied between the two calls: they may end sequences."""
+    held = constraints(grammars, 4, acceptor)
+    (a,) = grammars.prepare().tokenize_str("a")
+    acceptor.begin(numbered(held), [a] * 4, 1)
+    del held
+    assert acceptor.finish() == {100, 101, 102, 103}
+
+
+def test_constraint_that_is_moved_to_a_worker_meanwhile(grammars: Grammars) -> None:
+    masks = MaskMemory()
+    masks.allocate(1, 1)
+    pool = WorkerPool(1, lambda: InlineLink(grammars, masks))
+    acceptor, compiled = TokenAcceptor(pool), grammars.compile(REGEX)
+    held = [compiled.constraint(ignore_ends=False) for _ in range(3)]
+    a, x, y = (grammars.prepare().tokenize_str(letter)[0] for letter in "axy")
+    assert not acceptor.begin(numbered(held), [a] * 3, 1)
+    compiled.add_remote(pool.compile(REGEX, []))
+    assert all(each.remote for each in held)
+    assert acceptor.finish() == set()
+    assert all(each.accept(a) and each.accept(x) for each in held)
+    assert held[0].fast_forward_tokens()[:1] == [y]
 
 
 def test_no_tokens(grammars: Grammars, acceptor: TokenAcceptor) -> None:
     held = constraints(grammars, 4, acceptor)
     before = [state(each) for each in held]
-    acceptor.accept_ahead([])
+    assert not acceptor.begin([], [], 1)
+    assert acceptor.finish() == set()
     assert [state(each) for each in held] == before

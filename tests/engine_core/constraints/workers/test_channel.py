@@ -14,11 +14,11 @@ from tandem.engine_core.constraints.workers.channel import (
     ACCEPT,
     ACCEPTED,
     FAILED,
+    FORCES,
     MASK,
     MAX_FORCED,
     MAX_OPERATIONS,
     MAX_SLOTS,
-    STOPPED,
     Channel,
     create_memory,
     map_memory,
@@ -47,31 +47,37 @@ def operations(*numbers: int) -> "array[int]":
 def test_a_state_is_read_as_it_was_written(sides: tuple[Channel, Channel], slot: int, count: int) -> None:
     engine, worker = sides
     forced = list(range(1000, 1000 + count))
-    worker.write_state(slot, ACCEPTED | STOPPED, forced)
-    assert engine.flags(slot) == ACCEPTED | STOPPED
+    worker.write_forced(slot, forced)
+    worker.flags[slot] = ACCEPTED | FORCES
+    assert engine.flags[slot] == ACCEPTED | FORCES
     assert engine.forced(slot) == forced[:MAX_FORCED]
+    worker.flags[slot] = ACCEPTED
+    assert engine.forced(slot) == [], "what was forced before is not read"
 
 
 def test_states_of_neighbours_are_apart(sides: tuple[Channel, Channel]) -> None:
     engine, worker = sides
     for slot in range(MAX_SLOTS):
-        worker.write_state(slot, slot % 8, [slot] * (slot % (MAX_FORCED + 1)))
-        worker.write_mask(slot, slot % 3 == 0)
+        worker.flags[slot] = FORCES | slot % 8
+        worker.write_forced(slot, [slot] * (slot % (MAX_FORCED + 1)))
+        worker.has_mask[slot] = slot % 3 == 0
     for slot in range(MAX_SLOTS):
-        assert engine.flags(slot) == slot % 8
+        assert engine.flags[slot] == FORCES | slot % 8
         assert engine.forced(slot) == [slot] * (slot % (MAX_FORCED + 1))
-        assert engine.has_mask(slot) == (slot % 3 == 0)
+        assert engine.has_mask[slot] == (slot % 3 == 0)
 
 
 def test_a_batch_of_the_largest_size_arrives(sides: tuple[Channel, Channel]) -> None:
     engine, worker = sides
     numbers = list(range(3 * MAX_OPERATIONS))
     engine.post(operations(*numbers))
-    assert not engine.is_done and worker.is_wanted
+    assert not engine.is_done and not engine.has_accepted
     assert worker.next_batch().tolist() == numbers
-    worker.write_state(MAX_SLOTS - 1, STOPPED, range(MAX_FORCED))
+    worker.write_forced(MAX_SLOTS - 1, range(MAX_FORCED))
+    worker.finish_accepting()
+    assert engine.has_accepted and not engine.is_done
     worker.finish_batch(0)
-    assert engine.is_done and not worker.is_wanted
+    assert engine.has_accepted and engine.is_done
     engine.post(operations(ACCEPT, 1, -7))
     assert worker.next_batch().tolist() == [ACCEPT, 1, -7], "nothing is left of the larger one"
 
@@ -139,7 +145,8 @@ def test_no_batch_is_lost_between_two_threads(sides: tuple[Channel, Channel], mo
         for pause in pauses[num_batches:]:
             batch = worker.next_batch().tolist()
             for index in range(0, len(batch), 3):
-                worker.write_state(batch[index + 1], ACCEPTED, [batch[index + 2]])
+                worker.flags[batch[index + 1]] = ACCEPTED | FORCES
+                worker.write_forced(batch[index + 1], [batch[index + 2]])
             if pause == 0.001:
                 time.sleep(pause)
             worker.finish_batch(0)
@@ -161,7 +168,7 @@ def test_no_batch_is_lost_between_two_threads(sides: tuple[Channel, Channel], mo
 
 def test_closing_twice_closes_one_descriptor(sides: tuple[Channel, Channel]) -> None:
     engine, worker = sides
-    worker.write_state(1, FAILED)
+    worker.flags[1] = FAILED
     wake_fd = engine.wake_fd
     engine.close()
     read_fd, write_fd = os.pipe()
@@ -170,7 +177,7 @@ def test_closing_twice_closes_one_descriptor(sides: tuple[Channel, Channel]) -> 
         engine.close()
         os.write(write_fd, b"x")
         assert os.read(read_fd, 1) == b"x"
-        assert engine.flags(1) == FAILED
+        assert engine.flags[1] == FAILED
     finally:
         os.close(read_fd)
         os.close(write_fd)

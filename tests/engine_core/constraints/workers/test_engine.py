@@ -75,7 +75,7 @@ def check_and_close(driven: DrivenEngine) -> None:
     assert not scheduler.running and not scheduler.held
     assert scheduler.memory.usage.in_use == 0
     pool = pool_of(driven)
-    pool.post()
+    pool.post_awaited()
     pool.wait()
     assert [link.num_open for link in pool._links if not link.is_lost and link.num_open] == []
     children = [link._process.pid for link in pool._links]  # type: ignore[attr-defined]

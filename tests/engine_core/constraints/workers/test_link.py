@@ -27,6 +27,7 @@ from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.support.grammar_walks import WALKED, mask_of
+from tests.support.remote_steps import begin_accept, begin_mask
 from tests.support.stopped_process import stop_process
 
 WORDS = ceil_div(VOCAB, 32)
@@ -73,7 +74,7 @@ def check_mask(link: WorkerLink, remote: RemoteMatcher, alone: LocalMatcher, fac
     """Compare the mask that the worker writes."""
     mask = facts.masks._arrays[0]
     mask[1] = 0
-    remote.begin_mask(facts.masks.place(mask) + 1)
+    begin_mask(remote, facts.masks.place(mask) + 1)
     link.settle()
     assert remote.end_mask()
     assert mask[1].tolist() == mask_of(alone._matcher, WORDS)
@@ -253,9 +254,10 @@ def test_batches_keep_their_order_across_sleeps(link: WorkerLink, grammars: Gram
     remote, alone = RemoteMatcher(number, compiled), LocalMatcher(compiled)
     tokens = array("i", grammars.prepare().tokenize_str("some words and others"))
     for index, token in enumerate(tokens):
-        remote.begin_accept(token)
+        begin_accept(remote, token)
         link.post()
         assert alone.consume_token(token)
         time.sleep((0.0, 0.007, 0.06)[index % 3])
+        link.wait_accepted()
         assert remote.end_accept()[0]
         check_mask(link, remote, alone, facts)

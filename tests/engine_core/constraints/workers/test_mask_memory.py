@@ -59,14 +59,6 @@ def test_a_foreign_array_is_refused() -> None:
             memory.place(foreign)
 
 
-def test_the_spare_mask_is_of_no_array() -> None:
-    memory = MaskMemory()
-    array = memory.allocate(2, WORDS)
-    mapped = MappedMasks(memory.fds, 4 * WORDS)
-    ctypes.memset(mapped.spare, 0xFF, 4 * WORDS)
-    assert not array.any()
-
-
 def test_descriptors_end_with_the_memory() -> None:
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))

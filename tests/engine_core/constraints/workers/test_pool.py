@@ -15,6 +15,7 @@ from tandem.protocol.errors import ErrorCode
 from tests.engine_core.constraints.conftest import VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED
+from tests.support.remote_steps import begin_mask
 
 TEXT, OTHER = WALKED["letters"], WALKED["words"]
 
@@ -59,7 +60,7 @@ def opened(remote: RemoteGrammar | None, grammars: Grammars, text: str, count: i
 def test_workers_start_with_the_first_grammar(grammars: Grammars, memory: MaskMemory) -> None:
     links = Links(*(InlineLink(grammars, memory) for _ in range(3)))
     pool = WorkerPool(3, links.start)
-    pool.post()
+    pool.post_awaited()
     pool.wait()
     assert links.num_started == 0
     pool.compile(TEXT, [])
@@ -133,7 +134,7 @@ def test_an_engine_goes_on_with_the_workers_that_start(
         f"{num_good} of 3 workers for grammars could be started: no more processes; the engine follows other grammars "
         "itself"
     ]
-    assert pool.has_written_all
+    assert not pool.take_refused()
     pool.close()
 
 
@@ -144,16 +145,16 @@ def test_masks_are_missing_where_one_was_refused_or_a_worker_is_lost(grammars: G
     for refused in (True, False, True):
         links[1].worker._slow = {1} if refused else set()
         for matcher in held:
-            matcher.begin_mask(0)
-        pool.post()
+            begin_mask(matcher, int(refused))
+        pool.post_awaited()
         pool.wait()
-        assert pool.has_written_all != refused
+        assert pool.take_refused() == refused
     assert [matcher.end_mask() for matcher in held] == [True, False]
     links[0].end()
-    held[0].begin_mask(0)
-    pool.post()
+    begin_mask(held[0], 2)
+    pool.post_awaited()
     pool.wait()
-    assert links[0].is_lost and not pool.has_written_all
+    assert links[0].is_lost and pool.take_refused()
     assert not held[0].end_mask()
     pool.close()
 
