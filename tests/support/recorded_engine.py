@@ -44,6 +44,10 @@ class RecordingRuntime(FakeRuntime):
         self._note("launch", slot)
         super().launch(slot, plan)
 
+    def begin_masks(self, slot: int, masks: Masks) -> None:
+        self._note("begin masks", slot)
+        super().begin_masks(slot, masks)
+
     def sample(self, slot: int, masks: Masks | None) -> None:
         self._note("sample", slot)
         super().sample(slot, masks)

@@ -1,0 +1,205 @@
+"""Order of the loop's calls where a step waits for its masks, and an acceptor that others may help."""
+
+from collections.abc import Sequence, Set
+from random import Random
+
+import pytest
+
+from tandem.engine_core.contracts import Masks, StepResult
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.commit import SchedulerUpdates
+from tandem.protocol.commands import Abort
+from tandem.protocol.errors import FinishReason
+from tandem.protocol.events import Finished
+from tests.fakes.constraint import FakeAcceptor, FakeConstraint
+from tests.fakes.model import reference
+from tests.support.effort import EFFORT
+from tests.support.recorded_engine import CLIENT, Bench
+
+WAITS, ALONE = "begin least+1", "begin least"
+"""Calls of the acceptor where another step waits for these tokens, and where none does."""
+
+
+class RecordingAcceptor(FakeAcceptor):
+    """Fake acceptor that records its calls beside those of the runtime."""
+
+    def __init__(self, bench: Bench, is_remote: bool) -> None:
+        super().__init__(is_remote=is_remote)
+        self.bench = bench
+        self.rows: list[list[int]] = []
+        """Rows of each call of `begin`."""
+
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
+        more = least - self.bench.scheduler.least_jump
+        self.bench.runtime.calls.append({0: ALONE, 1: WAITS}.get(more, f"begin least+{more}"))
+        self.rows.append([row for row, _ in masks])
+        return super().begin(masks, tokens, least)
+
+    def finish(self) -> Set[int]:
+        self.bench.runtime.calls.append("finish")
+        return super().finish()
+
+
+def recorded(depth: int, is_remote: bool, rows: int = 4) -> tuple[Bench, RecordingAcceptor]:
+    """Return an engine that records the calls of runtime and acceptor, drains and commits."""
+    bench = Bench(depth, rows)
+    calls, commit = bench.runtime.calls, bench.scheduler.commit
+
+    def record(plan: StepPlan, result: StepResult, settled: Set[int] = frozenset()) -> SchedulerUpdates:
+        calls.append(f"commit {plan.step_id}")
+        return commit(plan, result, settled)
+
+    bench.scheduler.commit = record  # type: ignore[method-assign]
+    bench.mailbox.on_drain = lambda: calls.append("drain")
+    bench.engine.acceptor = bench.acceptor = acceptor = RecordingAcceptor(bench, is_remote)
+    return bench, acceptor
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_commands_are_read_between_the_tokens_and_their_commit(is_remote: bool) -> None:
+    """Masks are begun with only where others than the loop compute them."""
+    begun = ["begin masks 2"] if is_remote else []
+    bench, _ = recorded(2, is_remote)
+    bench.submit(1, 3, "parity")
+    assert [bench.tick_calls() for _ in range(5)] == [
+        ["drain", "launch 1"],
+        ["drain", "sample 1", "launch 2"],
+        ["collect 1", WAITS, *begun, "drain", "finish", "commit 1", "sample 2", "launch 3"],
+        [
+            "collect 2", WAITS, *["begin masks 3"] * is_remote, "drain", "finish", "commit 2", "sample 3",
+            "collect 3", ALONE, "finish", "commit 3",
+        ],
+        ["drain"],
+    ]  # fmt: skip
+
+
+def test_depth_one_begins_no_masks() -> None:
+    """No step waits for the tokens of another."""
+    bench, _ = recorded(1, is_remote=True)
+    bench.submit(1, 2, "parity")
+    assert [bench.tick_calls() for _ in range(3)] == [
+        ["drain", "launch 1"],
+        ["drain", "sample 1", "collect 1", ALONE, "finish", "commit 1", "launch 2"],
+        ["drain", "sample 2", "collect 2", ALONE, "finish", "commit 2"],
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_without_masks_are_committed_without_the_acceptor(depth: int) -> None:
+    bench, acceptor = recorded(depth, is_remote=True)
+    bench.submit(1, 4)
+    bench.finish()
+    assert acceptor.rows == [] and "finish" not in bench.runtime.calls
+
+
+def test_step_without_masks_before_one_that_waits_for_them() -> None:
+    """Its tokens need nobody to accept them; they are collected before commands are read all the same."""
+    bench, acceptor = recorded(2, is_remote=True)
+    bench.submit(1, 8)
+    assert bench.tick_calls() == ["drain", "launch 1", "sample 1"]
+    bench.submit(2, 2, "parity")
+    assert bench.tick_calls() == ["drain", "launch 2"]
+    assert bench.tick_calls() == ["collect 1", "drain", "commit 1", "sample 2", "launch 3"]
+    assert acceptor.rows == []
+    assert bench.tick_calls()[:3] == ["collect 2", WAITS, "begin masks 3"]
+
+
+def test_least_is_that_of_the_rows_that_run() -> None:
+    """Both with few rows, where one forced token is worth a jump, and with many."""
+    least: set[int] = set()
+    for others in (0, 7, 15):
+        bench, acceptor = recorded(2, is_remote=True, rows=20)
+        for number in range(others):
+            bench.submit(number, 6)
+        bench.submit(100, 6, "parity")
+        for _ in range(6):
+            assert not [
+                call for call in bench.tick_calls() if call.startswith("begin l") and call not in (WAITS, ALONE)
+            ]
+            least.add(acceptor.least)
+    assert {2, 3, 5} <= least
+
+
+def test_a_failed_row_leaves_nothing_to_accept_ahead() -> None:
+    """The other rows are accepted one by one, and no mask is begun before that."""
+    bench, acceptor = recorded(2, is_remote=True)
+    bench.runtime.breaks = lambda row: row.seq_id == failing
+    bench.submit(1, 6, "parity")
+    bench.submit(2, 6, "parity")
+    failing = 2
+    bench.engine.tick()
+    failing = max(bench.scheduler.running)
+    bench.engine.tick()
+    calls = bench.tick_calls()
+    assert calls[:3] == ["collect 1", WAITS, "drain"] and acceptor.rows == [[]]
+    bench.finish()
+    assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 6, frozenset(), 0, FakeConstraint("parity"))
+    assert bench.mailbox.received[CLIENT, 2] == [] and bench.at_rest()
+
+
+def test_an_abort_between_collect_and_commit_ends_its_request_once() -> None:
+    """The step's token for it is not sent; its neighbour gets all of its own."""
+    bench, acceptor = recorded(2, is_remote=True)
+    for request_id in (1, 2):
+        bench.submit(request_id, 6, "parity")
+    for _ in range(2):
+        bench.engine.tick()
+    bench.say(Abort([1]))
+    assert bench.tick_calls()[:4] == ["collect 1", WAITS, "begin masks 2", "drain"]
+    assert bench.outcome(1) == Finished(1, FinishReason.ABORT)
+    assert len(acceptor.rows[0]) == 2 and bench.mailbox.received[CLIENT, 1] == []
+    assert len(bench.mailbox.received[CLIENT, 2]) == 1
+    bench.finish()
+    assert bench.mailbox.received[CLIENT, 2] == reference([3, 4, 5], 6, frozenset(), 0, FakeConstraint("parity"))
+    assert bench.stats.zombie_rows == 2 and bench.at_rest()
+
+
+class Arrivals:
+    """Commands that arrive between a step's tokens and their commit, or where the engine has nothing to do."""
+
+    def __init__(self, bench: Bench, random: Random) -> None:
+        self.bench = bench
+        self.random = random
+        self.asked: dict[int, tuple[int, str | None]] = {}
+        """Most tokens and grammar of each request."""
+        self.aborted: set[int] = set()
+        self.num_between = 0
+
+    def arrive(self) -> None:
+        bench, random = self.bench, self.random
+        if bench.acceptor.begun is None and bench.scheduler.num_open:
+            return
+        self.num_between += bench.acceptor.begun is not None
+        if self.asked and random.random() < 0.3:
+            self.aborted.update(ids := random.sample(sorted(self.asked), min(len(self.asked), 2)))
+            bench.say(Abort(ids))
+        for number in range(len(self.asked), min(len(self.asked) + 3, 30)):
+            grammar = random.choice([None, "parity", "parity", "runs 2", "stops 4"])
+            self.asked[number] = random.randrange(1, 14), grammar
+            bench.submit(number, *self.asked[number])
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_nothing_is_lost_where_commands_arrive_between_collect_and_commit(is_remote: bool) -> None:
+    num_between = num_aborted = 0
+    for seed in range(12 * EFFORT):
+        random, (bench, acceptor) = Random(seed), recorded(2, is_remote, rows=6)
+        acceptor.settles = lambda random=random: random.random() < 0.8
+        arrivals = Arrivals(bench, random)
+        bench.mailbox.on_drain = arrivals.arrive
+        while len(arrivals.asked) < 30:
+            bench.engine.tick()
+            assert acceptor.begun is None, "a tick that ended before its commit"
+        bench.finish()
+        for number, (max_tokens, grammar) in arrivals.asked.items():
+            constraint = None if grammar is None else FakeConstraint(grammar)
+            expected = reference([3, 4, 5], max_tokens, frozenset(), 0, constraint)
+            received, outcome = bench.mailbox.received[CLIENT, number], bench.outcome(number)
+            if outcome == Finished(number, FinishReason.ABORT):
+                assert number in arrivals.aborted and received == expected[: len(received)]
+                num_aborted += 1
+            else:
+                assert isinstance(outcome, Finished) and received == expected
+        assert bench.at_rest() and bench.scheduler.audit() == []
+        num_between += arrivals.num_between
+    assert num_between > 60 and num_aborted > 10
