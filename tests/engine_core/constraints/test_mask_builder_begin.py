@@ -1,0 +1,280 @@
+"""Masks that workers begin with before it is known which are needed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
+from tandem.engine_core.constraints.mask_builder import MaskBuilder
+from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
+from tandem.engine_core.constraints.workers.channel import MASK
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.pool import WorkerPool
+from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.stats import new_stats
+from tests.engine_core.constraints.conftest import ENDS, VOCAB
+from tests.fakes.clock import FakeClock
+from tests.fakes.inline_link import InlineLink
+from tests.support.effort import EFFORT
+from tests.support.grammar_walks import allowed_tokens, mask_of
+
+WORDS, ROWS = ceil_div(VOCAB, 32), 12
+UNTOUCHED = 0x5A5A5A5A
+REGEX = LLMatcher.grammar_from_regex("[a-d]{4,30}(xyz|end)[a-f]{1,30}")
+
+
+@dataclass
+class Followed:
+    """A constraint, and a matcher alone after the same tokens."""
+
+    constraint: GrammarConstraint
+    alone: LLMatcher
+
+
+class Site:
+    """A mask builder with two workers in this process, and two arrays."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self.grammars = grammars
+        self.memory = MaskMemory()
+        self.outs: list[NDArray[np.int32]] = [self.memory.allocate(ROWS, WORDS) for _ in range(2)]
+        self.links = [InlineLink(grammars, self.memory) for _ in range(2)]
+        starts = iter(self.links)
+        self.pool = WorkerPool(2, lambda: next(starts))
+        clock = FakeClock()
+        self.builder = MaskBuilder(ENDS, new_stats(), clock, lambda: 0.0, workers=self.pool, memory=self.memory)
+        self.acceptor = TokenAcceptor(self.pool)
+        self.compiled = grammars.compile(REGEX)
+        self.here = grammars.compile(REGEX)
+        """The same grammar, which no worker has."""
+        self.posted: list[list[int]] = []
+        """Places of the masks in each batch that was posted."""
+        for link in self.links:
+            self._record(link)
+
+    def spread(self) -> None:
+        """Give the grammar to another worker."""
+        self.compiled.add_remote(self.pool.compile(REGEX, self.compiled.links))
+
+    def followed(self, compiled: CompiledGrammar) -> Followed:
+        return Followed(compiled.constraint(ignore_ends=False), self.compiled.first.deep_copy())
+
+    def begin(self, held: dict[int, Followed], out: NDArray[np.int32]) -> None:
+        out[:] = UNTOUCHED
+        self.builder.begin([(each.constraint, place) for place, each in held.items()], out)
+
+    def check(self, held: dict[int, Followed], out: NDArray[np.int32]) -> None:
+        """Fill the masks at these places and compare them with those of the matchers alone."""
+        self.builder.fill([(each.constraint, place) for place, each in held.items()], out)
+        for place, each in held.items():
+            assert out[place].tolist() == mask_of(each.alone, WORDS), place
+
+    def _record(self, link: InlineLink) -> None:
+        post = link.inline.post
+
+        def record(operations: "memoryview[int]") -> None:
+            numbers = list(operations)
+            places = [numbers[index + 2] for index in range(0, len(numbers), 3) if numbers[index] == MASK]
+            self.posted.append(sorted(places))
+            post(operations)  # type: ignore[arg-type]
+
+        link.inline.post = record  # type: ignore[method-assign,assignment]
+
+    def masks_posted(self) -> list[int]:
+        """Return the places of the masks that were posted since the last call."""
+        places = sorted(place for batch in self.posted for place in batch)
+        self.posted.clear()
+        return places
+
+
+@pytest.fixture
+def site(grammars: Grammars) -> Iterator[Site]:
+    site = Site(grammars)
+    yield site
+    site.pool.close()
+
+
+def mixed(site: Site, count: int = 6) -> dict[int, Followed]:
+    """Return constraints by place: in turn on the first worker, on the second, and here."""
+    site.spread()
+    site.spread()
+    held = {
+        ROWS - 1 - 2 * number: site.followed(site.here if number % 3 == 2 else site.compiled) for number in range(count)
+    }
+    workers = [None if each.constraint.remote is None else each.constraint.remote.link for each in held.values()]
+    assert {site.links.index(link) for link in workers if link} == {0, 1} and None in workers
+    return held
+
+
+def remote_places(site: Site, held: dict[int, Followed], out: NDArray[np.int32]) -> list[int]:
+    first = site.memory.place(out)
+    return sorted(first + place for place, each in held.items() if each.constraint.remote is not None)
+
+
+def test_masks_that_were_begun_are_not_asked_for_again(site: Site) -> None:
+    held, out = mixed(site), site.outs[1]
+    site.begin(held, out)
+    assert site.masks_posted() == remote_places(site, held, out)
+    here = [place for place, each in held.items() if each.constraint.remote is None]
+    assert all((out[place] == UNTOUCHED).all() for place in here)
+    site.check(held, out)
+    assert site.masks_posted() == []
+    untouched = [place for place in range(ROWS) if place not in held]
+    assert (out[untouched] == UNTOUCHED).all()
+
+
+def test_masks_are_begun_anew_for_each_fill(site: Site) -> None:
+    """Those of the last step are not taken for the next one's."""
+    held, out = mixed(site), site.outs[0]
+    (letter,) = site.grammars.prepare().tokenize_str("b")
+    site.begin(held, out)
+    site.check(held, out)
+    site.masks_posted()
+    for each in held.values():
+        assert each.constraint.accept(letter) and each.alone.consume_token(letter)
+    site.masks_posted()
+    site.check(held, out)
+    assert site.masks_posted() == remote_places(site, held, out)
+
+
+def test_fewer_masks_than_were_begun(site: Site) -> None:
+    held, out = mixed(site), site.outs[0]
+    site.begin(held, out)
+    site.masks_posted()
+    left = dict(list(held.items())[::2])
+    site.check(left, out)
+    assert site.masks_posted() == []
+
+
+def test_masks_of_others_than_were_begun_are_computed_after_all(site: Site) -> None:
+    """Another constraint has come to the place, or to one that nothing was begun for."""
+    held, out = mixed(site), site.outs[0]
+    (letter,) = site.grammars.prepare().tokenize_str("b")
+    site.begin(held, out)
+    site.masks_posted()
+    taken, free = next(iter(held)), next(place for place in range(ROWS) if place not in held)
+    held |= {taken: site.followed(site.compiled), free: site.followed(site.compiled)}
+    assert held[taken].constraint.accept(letter) and held[taken].alone.consume_token(letter)
+    site.masks_posted()
+    site.check(held, out)
+    assert site.masks_posted() == sorted([site.memory.place(out) + taken, site.memory.place(out) + free])
+
+
+def test_masks_begun_in_another_array_do_not_count(site: Site) -> None:
+    held = mixed(site)
+    site.begin(held, site.outs[0])
+    site.masks_posted()
+    site.outs[1][:] = UNTOUCHED
+    site.check(held, site.outs[1])
+    assert site.masks_posted() == remote_places(site, held, site.outs[1])
+
+
+def test_a_constraint_that_comes_to_a_worker_meanwhile(site: Site) -> None:
+    held = {place: site.followed(site.compiled) for place in range(4)}
+    site.begin(held, site.outs[0])
+    assert site.masks_posted() == []
+    site.spread()
+    assert all(each.constraint.remote is not None for each in held.values())
+    site.check(held, site.outs[0])
+    assert site.masks_posted() == remote_places(site, held, site.outs[0])
+
+
+def test_a_constraint_that_is_taken_back_meanwhile(site: Site) -> None:
+    """Its worker has rejected a token that was accepted in between."""
+    held, out = mixed(site), site.outs[0]
+    site.begin(held, out)
+    place, each = next((place, each) for place, each in held.items() if each.constraint.remote is not None)
+    remote = each.constraint.remote
+    assert remote is not None
+    remote._take_over()
+    assert each.constraint.remote is None and each.constraint.local is not None
+    out[place] = UNTOUCHED
+    site.masks_posted()
+    site.check(held, out)
+    assert site.masks_posted() == []
+
+
+def test_a_mask_that_is_refused_after_it_was_begun(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, out = mixed(site), site.outs[1]
+    monkeypatch.setattr("tandem.engine_core.constraints.workers.worker.SLOW_SECONDS", -1.0)
+    site.begin(held, out)
+    monkeypatch.undo()
+    site.check(held, out)
+    assert all(each.constraint.remote is None and each.constraint.remote_id == -1 for each in held.values())
+    for each in held.values():
+        token = allowed_tokens(each.alone)[0]
+        assert each.constraint.accept(token) and each.alone.consume_token(token)
+    site.masks_posted()
+    site.begin(held, out)
+    site.check(held, out)
+    assert site.masks_posted() == [] and all(link.num_open == 0 for link in site.links)
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_a_worker_that_is_lost_after_its_masks_were_begun(site: Site, is_noticed: bool) -> None:
+    """What the other one has begun with counts all the same."""
+    held, out = mixed(site), site.outs[0]
+    gone, other = site.links
+    gone.inline.do_next = lambda: None  # It dies over this batch.
+    site.begin(held, out)
+    if is_noticed:
+        gone.lose("is gone")
+    else:
+        gone.end()
+    site.masks_posted()
+    site.check(held, out)
+    assert gone.is_lost and site.masks_posted() == []
+    followers = [each.constraint.remote for each in held.values() if each.constraint.remote is not None]
+    assert followers and all(remote.link is other for remote in followers)
+
+
+def test_nothing_to_begin_with(site: Site) -> None:
+    site.builder.begin([], site.outs[0])
+    assert site.posted == []
+    site.builder.fill([], site.outs[0])
+    assert site.posted == []
+
+
+def test_masks_are_those_of_matchers_alone_whatever_was_begun(grammars: Grammars) -> None:
+    """Two arrays in turn, as a step's masks are begun while those of another are in use; constraints come and go."""
+    num_begun = num_late = 0
+    for seed in range(6 * EFFORT):
+        site, random = Site(grammars), Random(seed)
+        held: dict[int, Followed] = {}
+        for step in range(40):
+            out = site.outs[step % 2]
+            if step in (5, 12):
+                site.spread()
+            for place in random.sample(range(ROWS), 3):
+                if place not in held or random.random() < 0.2:
+                    held[place] = site.followed(random.choice([site.compiled, site.compiled, site.here]))
+            if random.random() < 0.8:
+                site.begin(held, out)
+            site.masks_posted()
+            if random.random() < 0.3:
+                place = random.choice(list(held))
+                held[place] = site.followed(site.compiled)
+            if step == 25:
+                random.choice(site.links).end()
+            wanted = {place: each for place, each in held.items() if random.random() < 0.8}
+            num_remote = len(remote_places(site, wanted, out))
+            site.check(wanted, out)
+            late = len(site.masks_posted())
+            num_late, num_begun = num_late + late, num_begun + num_remote - late
+            tokens = {place: random.choice(allowed_tokens(each.alone)) for place, each in wanted.items()}
+            masks = [(place, each.constraint) for place, each in wanted.items()]
+            site.acceptor.begin(masks, [tokens[place] for place, _ in masks], 1)
+            settled = site.acceptor.finish()
+            for place, each in wanted.items():
+                assert each.alone.consume_token(tokens[place])
+                assert place in settled or each.constraint.accept(tokens[place])
+                if each.alone.is_stopped():
+                    del held[place]
+        assert any(link.is_lost for link in site.links)
+        site.pool.close()
+    assert num_begun > 100 and num_late > 50
