@@ -25,10 +25,11 @@ from tandem.engine_core.kernels.sampling.rank import (
     load_logits,
     rank_id,
     rank_value,
+    to_rank,
     token_of,
     write_token,
 )
-from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.truncation import load_truncation, ranks_at_least
 from tandem.engine_core.kernels.sampling.weights import (
     is_infinite,
@@ -43,7 +44,7 @@ from tandem.engine_core.kernels.sampling.weights import (
 CHOICE = tl.constexpr(INT_COLUMNS.index("choice"))
 SEED = tl.constexpr(INT_COLUMNS.index("seed"))
 CANDIDATES = tl.constexpr(reference.CANDIDATES)
-SETTLED = tl.constexpr(-1)
+SETTLED = tl.constexpr(NOTHING.value)
 """First candidate of a row whose token is written."""
 DRAW_WARPS = 4
 """Warps of a program that draws: eight tokens a thread."""
@@ -134,8 +135,9 @@ def _draw_kernel(
     if FULL:
         # The first token in rank always stays.
         stays = (not needs_weighing) & (log_weights(x, top, slope) >= least_y)
-        settled = (number == 0) & (stays | (token == rank_id(largest)))
-        tl.store(candidate_ptr, tl.where(settled, SETTLED, token))
+        rank = to_rank(x, token)
+        settled = (number == 0) & (stays | (rank == largest))
+        tl.store(candidate_ptr, tl.where(settled, SETTLED, rank))
     if settled:
         write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
@@ -166,8 +168,8 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
     A row without a distribution yields -1 (see `rank`). Reads `tile_best` and `masses`. Writes the tokens to
     `batch.sampled` and to the token table, which gets 0 for -1, and the rows' new lengths.
 
-    full: reads `adjusted` and `touched` too, and writes `candidates`, tokens of rows that truncation may drop, of which
-    the first is SETTLED if the row's token is written. Otherwise truncation is ignored.
+    full: reads `adjusted` and `touched` too, and writes `candidates`, ranks of tokens that truncation may drop, of
+    which the first is SETTLED if the row's token is written. Otherwise truncation is ignored.
     """
     logits, tokens, tiles = batch.logits, tables.tokens, scratch.num_tiles
     _draw_kernel[(CANDIDATES.value if full else 1, len(logits))](

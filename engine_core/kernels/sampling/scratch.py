@@ -55,12 +55,12 @@ class SamplingScratch:
     masses: Tensor
     """[B, T * tile / segment] int64, mass of each segment relative to its tile's best token (see `weights`)."""
     candidates: Tensor
-    """[B, CANDIDATES] int32, tokens drawn from the whole softmax; the first is SETTLED where the row has
-    its token."""
+    """[B, CANDIDATES] int64, ranks of tokens drawn from the whole softmax; the first is SETTLED where the row has its
+    token."""
     ahead: Tensor
-    """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate."""
+    """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate (`weigh` says of which)."""
     counts: Tensor
-    """[B, T, CANDIDATES] float32, number of tokens ahead of each candidate."""
+    """[B, T, CANDIDATES] float32, number of tokens ahead of each of these candidates."""
     retry_masses: Tensor
     """[B, T * tile / segment] float32, mass of each segment from which a row draws again."""
     peaks: Tensor
@@ -106,7 +106,7 @@ class SamplingScratch:
             adjusted=buffer(width),
             touched=buffer(dtype=torch.int32),
             masses=buffer(tiles * (tile // segment), dtype=torch.int64),
-            candidates=buffer(CANDIDATES, dtype=torch.int32),
+            candidates=buffer(CANDIDATES, dtype=torch.int64),
             ahead=buffer(tiles, CANDIDATES),
             counts=buffer(tiles, CANDIDATES),
             retry_masses=buffer(tiles * (tile // segment)),

@@ -21,8 +21,8 @@ from tandem.engine_core.kernels.fast_math import fast_exp2
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE
 from tandem.engine_core.kernels.sampling.draw import CANDIDATES, CHOICE, SEED, SETTLED, draw_token
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import EMPTY, rank_value, to_rank, write_token
-from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
+from tandem.engine_core.kernels.sampling.rank import EMPTY, rank_id, rank_value, to_rank, write_token
+from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
 from tandem.engine_core.kernels.sampling.top_k import find_kth
 from tandem.engine_core.kernels.sampling.truncation import load_truncation, ranks_at_least
 from tandem.engine_core.kernels.sampling.weights import (
@@ -43,27 +43,28 @@ MOST_WARPS = 16
 
 @triton.jit
 def _first_kept(
-    logits_ptr, adjusted_ptr, is_adjusted, tokens_ptr, ahead_ptr, counts_ptr, tiles, top, slope, top_k, top_p, least_y,
-    target, TILES_PAD: tl.constexpr,
+    drawn_ptr, tile_best_ptr, ahead_ptr, counts_ptr, tiles, top, slope, top_k, top_p, least_y, target,
+    TILES_PAD: tl.constexpr,
 ):  # fmt: skip
     """Return the first candidate that truncation keeps, and the best rank of all.
 
-    It is -1 if truncation keeps none of them. target: mass that top-p keeps.
+    It is -1 if truncation keeps none of them. All pointers are those of the row; target: mass that top-p keeps.
     """
     offsets = tl.arange(0, TILES_PAD)
-    mask = offsets < tiles
+    bests = tl.load(tile_best_ptr + offsets, mask=offsets < tiles, other=NOTHING)
     first = tl.full([], -1, tl.int32)
-    foremost = tl.full([], EMPTY, tl.int64)
-    for number in tl.static_range(CANDIDATES - 1, -1, -1):
-        token = tl.load(tokens_ptr + number)
-        x = load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, token, True)
+    foremost = tl.full([], NOTHING, tl.int64)
+    for number in tl.static_range(CANDIDATES):
+        rank = tl.load(drawn_ptr + number)
+        # What `weigh` has written. A candidate behind an earlier one is dropped like that.
+        mask = (bests > rank) & (rank > foremost)
         mass = fixed_total(tl.load(ahead_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0))
         count = tl.sum(tl.load(counts_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0), axis=0)
-        stays = log_weights(x, top, slope) >= least_y
+        stays = (rank > foremost) & (log_weights(rank_value(rank), top, slope) >= least_y)
         stays &= (top_p >= 1.0) | (mass < target)
         stays &= (top_k == 0) | (count < top_k)
-        first = tl.where(stays, token, first)
-        foremost = tl.maximum(foremost, to_rank(x, token))
+        first = tl.where(stays & (first < 0), rank_id(rank), first)
+        foremost = tl.maximum(foremost, rank)
     return first, foremost
 
 
@@ -155,8 +156,8 @@ def _settle_kernel(
     offset = index * tiles * CANDIDATES
     # Top-p after top-k is a share of what top-k leaves, which is not known yet: what this finds then is found again.
     token, foremost = _first_kept(
-        raw, changed, is_adjusted, drawn_ptr, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope, top_k, top_p,
-        least_y, target, TILES_PAD,
+        drawn_ptr, tile_best_ptr + index * tiles, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope, top_k,
+        top_p, least_y, target, TILES_PAD,
     )  # fmt: skip
     if (top_k > 0) & ((top_p < 1.0) | (token < 0)):
         least, mass = find_kth(
@@ -167,8 +168,8 @@ def _settle_kernel(
         if top_p < 1.0:
             target = top_p_mass(top_p, mass)
             token, foremost = _first_kept(
-                raw, changed, is_adjusted, drawn_ptr, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope, top_k,
-                top_p, least_y, target, TILES_PAD,
+                drawn_ptr, tile_best_ptr + index * tiles, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope,
+                top_k, top_p, least_y, target, TILES_PAD,
             )  # fmt: skip
     if token < 0:
         seed = tl.load(ints_ptr + row * NUM_INTS + SEED)

@@ -2,6 +2,9 @@
 
 Top-p keeps a token if the mass ahead of it is less than p, and top-k if fewer than k tokens are ahead of it. So a drawn
 token is tested in one pass, without knowing where truncation ends (see `settle`).
+
+If truncation drops a token, it drops all that rank behind it. So only candidates that rank ahead of all before them are
+weighed, about two of four, and only in tiles whose best token is ahead of them.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -14,10 +17,27 @@ from tandem.engine_core.kernels.fast_math import at_least, fast_exp2
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, TEMPERATURE
 from tandem.engine_core.kernels.sampling.draw import CANDIDATES, SETTLED
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import rank_value, sortable_bits, value_of_bits
-from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.rank import ID_BITS, rank_id, rank_value, value_of_bits
+from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.truncation import load_truncation
 from tandem.engine_core.kernels.sampling.weights import load_adjusted, load_row_best, log2_slope, log_weights
+
+
+@triton.jit
+def _is_ahead(x, ids, rank, start):
+    """Return 1.0 for tokens of a tile ahead of a rank, and 0.0 for others.
+
+    start: first id of the tile.
+    """
+    # An equal logit is ahead if its id is lower. But for the tile of the token itself, that is so for all or none.
+    # At least the next larger float is as much as larger.
+    value, token = rank_value(rank), rank_id(rank)
+    above = value_of_bits((rank >> ID_BITS).to(tl.int32) + 1)
+    if (token >= start) & (token < start + x.shape[0]):
+        ahead = at_least(x, tl.where(ids < token, value, above))
+    else:
+        ahead = at_least(x, tl.where(token > start, value, above))
+    return ahead
 
 
 @triton.jit
@@ -29,52 +49,42 @@ def _weigh_kernel(
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
     wait_for_previous(PDL)
-    # Two rounds of loads, each of which are issued together: those by index, and those that depend on them.
-    tokens_ptr = candidates_ptr + index * CANDIDATES
-    settled = tl.load(tokens_ptr) == SETTLED
+    # Rounds of loads, each of which are issued together: those by index, those that depend on them, and the tile.
+    drawn_ptr = candidates_ptr + index * CANDIDATES
+    first = tl.load(drawn_ptr)
+    best = tl.load(tile_best_ptr + index * tiles + tile)
     row = tl.load(rows_ptr + index).to(tl.int64)
     is_adjusted = tl.load(touched_ptr + index) != 0
-    largest = rank_value(tl.load(tile_best_ptr + index * tiles + tile))
-    top = rank_value(load_row_best(tile_best_ptr, index, tiles, TILES_PAD))
-    if settled:
+    # No token of the tile is ahead of the first candidate, nor of others that matter.
+    if (first == SETTLED) | (best <= first):
         return
     top_k, top_p, _ = load_truncation(ints_ptr, floats_ptr, row, vocab)
     slope = log2_slope(tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE))
-    raw = logits_ptr + index.to(tl.int64) * logit_stride
-    changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
-    lowest = tl.full([], float("inf"), tl.float32)
-    for number in tl.static_range(CANDIDATES):
-        lowest = tl.minimum(lowest, load_adjusted(raw, changed, is_adjusted, tl.load(tokens_ptr + number), True))
+    top = rank_value(load_row_best(tile_best_ptr, index, tiles, TILES_PAD))
     if (top_k == 0) & (top_p >= 1.0):
         return
-    offset = (index * tiles + tile) * CANDIDATES
-    if largest < lowest:
-        for number in tl.static_range(CANDIDATES):
-            tl.store(ahead_ptr + offset + number, 0.0)
-            tl.store(counts_ptr + offset + number, 0.0)
-        return
+    raw = logits_ptr + index.to(tl.int64) * logit_stride
+    changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     x = load_adjusted(raw, changed, is_adjusted, ids, ids < vocab)
     weights = fast_exp2(log_weights(x, top, slope))
+    offset = (index * tiles + tile) * CANDIDATES
+    foremost = tl.full([], NOTHING, tl.int64)
     for number in tl.static_range(CANDIDATES):
-        token = tl.load(tokens_ptr + number)
-        drawn = load_adjusted(raw, changed, is_adjusted, token, True)
-        # An equal logit is ahead if its id is lower. But for the tile of the token itself, that is so for all or none.
-        # At least the next larger float is as much as larger.
-        above = value_of_bits(sortable_bits(drawn) + 1)
-        if token // BLOCK == tile:
-            ahead = at_least(x, tl.where(ids < token, drawn, above))
-        else:
-            ahead = at_least(x, tl.where(token > tile * BLOCK, drawn, above))
-        tl.store(ahead_ptr + offset + number, tl.sum(ahead * weights, axis=0))
-        if top_k > 0:
-            tl.store(counts_ptr + offset + number, tl.sum(ahead, axis=0))
+        rank = tl.load(drawn_ptr + number)
+        if (rank > foremost) & (rank < best):
+            ahead = _is_ahead(x, ids, rank, tile * BLOCK)
+            tl.store(ahead_ptr + offset + number, tl.sum(ahead * weights, axis=0))
+            if top_k > 0:
+                tl.store(counts_ptr + offset + number, tl.sum(ahead, axis=0))
+        foremost = tl.maximum(foremost, rank)
 
 
 def weigh(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Weigh the tokens ahead of each candidate of rows with top-k or top-p.
+    """Weigh the tokens ahead of the candidates of rows with top-k or top-p.
 
-    Writes their weight in each tile to `ahead`, and their number to `counts` for rows with top-k.
+    Writes their weight in each tile to `ahead`, and their number to `counts` for rows with top-k: for candidates that
+    rank ahead of all before them, in tiles whose best token ranks ahead of the candidate.
     """
     logits, adjusted = batch.logits, scratch.adjusted
     _weigh_kernel[scratch.grid(len(logits))](
