@@ -104,6 +104,6 @@ def weigh(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch
         TILES_PAD=triton.next_power_of_2(scratch.num_tiles),
         BLOCK=scratch.tile,
         # Four programs a multiprocessor.
-        maxnreg=64,
-        **scratch.launch_options(num_warps_for(scratch.tile, 16)),
+        maxnreg=128,
+        **scratch.launch_options(num_warps_for(scratch.tile)),
     )
