@@ -60,10 +60,11 @@ def _tile_best_kernel(
     tiles = tl.num_programs(0)
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    # Issued before anything waits for the row.
+    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
     if row == 0:
         return
-    ids = tile * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     best = best_of(x, ids)
     store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, rank_value(best), temperature, SEGMENT)
@@ -158,7 +159,7 @@ def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScra
         scratch.vocab_size,
         BLOCK=scratch.tile,
         SEGMENT=scratch.segment,
-        **scratch.launch_options(num_warps_for(scratch.tile, 16)),
+        **scratch.launch_options(num_warps_for(scratch.tile)),
     )
 
 

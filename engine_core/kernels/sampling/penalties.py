@@ -17,7 +17,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import best_of, load_logits
+from tandem.engine_core.kernels.sampling.rank import first_at, load_logits, to_rank
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.weights import store_tile
 
@@ -35,6 +35,8 @@ BIASED = tl.constexpr(1 << 28)
 """Bit of a mark: the token has a bias."""
 COUNT = tl.constexpr((1 << 28) - 1)
 """Bits of a mark: number of times that the output holds the token."""
+PARTS = tl.constexpr(4)
+"""Parts of a tile that are adjusted one after the other."""
 MARK_BLOCK = 1024
 """Tokens of the history that a program marks at a time."""
 FEWEST_PARTS, MARK_PROGRAMS = 8, 2048
@@ -128,6 +130,37 @@ def _apply_marks(x, bias, mark_bits, repetition, presence, frequency):
 
 
 @triton.jit
+def _adjust_tile(
+    logits_ptr, marks_ptr, adjusted_ptr, allowed_ptr, float_ptrs, start, vocab, BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's logits after its adjustments, and zero its marks.
+
+    It goes by parts, because a thread's share of a whole tile would take too many registers from rows without any
+    adjustment. logits_ptr, marks_ptr, adjusted_ptr, allowed_ptr: of the row; float_ptrs: its parameters; start: first
+    id of the tile.
+    """
+    repetition = tl.load(float_ptrs + REPETITION)
+    presence = tl.load(float_ptrs + PRESENCE)
+    frequency = tl.load(float_ptrs + FREQUENCY)
+    part: tl.constexpr = BLOCK // PARTS
+    for first in range(start, start + BLOCK, part):
+        ids = first + tl.arange(0, part)
+        mask = ids < vocab
+        x = load_logits(logits_ptr, ids, mask)
+        mark_bits = tl.load(marks_ptr + ids, mask=mask, other=0)
+        bias = tl.load(adjusted_ptr + ids, mask=mask & ((mark_bits & BIASED) != 0), other=0.0)
+        x = _apply_marks(x, bias, mark_bits, repetition, presence, frequency)
+        if HAS_MASK:
+            word = tl.load(allowed_ptr + ids // 32, mask=mask, other=0)
+            x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
+        tl.store(adjusted_ptr + ids, x, mask=mask)
+        tl.store(marks_ptr + ids, 0, mask=mask & (mark_bits != 0))
+    # All threads see the logits that any of them has stored.
+    tl.debug_barrier()
+
+
+@triton.jit
 def _adjust_kernel(
     logits_ptr,
     rows_ptr,
@@ -155,30 +188,29 @@ def _adjust_kernel(
     tiles = tl.num_programs(0)
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    raw = logits_ptr + index.to(tl.int64) * logit_stride
+    # Issued before anything waits for the row.
+    x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         return
-    ids = tile * BLOCK + tl.arange(0, BLOCK)
-    mask = ids < vocab
-    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, mask)
-    # Before the adjustments, because a mask may hide a NaN.
-    largest = tl.max(x, axis=0)
     # All loads that depend only on the row are issued together.
     float_ptrs = floats_ptr + row * NUM_FLOATS
     temperature = tl.load(float_ptrs + TEMPERATURE)
     top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
-    if tl.load(touched_ptr + index) != 0:
-        offsets = index.to(tl.int64) * mark_stride + ids
-        mark_bits = tl.load(marks_ptr + offsets, mask=mask, other=0)
-        bias = tl.load(adjusted_ptr + offsets, mask=mask & ((mark_bits & BIASED) != 0), other=0.0)
-        repetition = tl.load(float_ptrs + REPETITION)
-        presence = tl.load(float_ptrs + PRESENCE)
-        x = _apply_marks(x, bias, mark_bits, repetition, presence, tl.load(float_ptrs + FREQUENCY))
-        if HAS_MASK:
-            word = tl.load(allowed_ptr + index.to(tl.int64) * allowed_stride + ids // 32, mask=mask, other=0)
-            x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
-        tl.store(adjusted_ptr + offsets, x, mask=mask)
-        tl.store(marks_ptr + offsets, 0, mask=mask & (mark_bits != 0))
-    best = best_of(x, ids)
+    touched = tl.load(touched_ptr + index) != 0
+    # Before the adjustments, because a mask may hide a NaN.
+    largest = tl.max(x, axis=0)
+    top = largest
+    if touched:
+        offset = index.to(tl.int64) * mark_stride
+        _adjust_tile(
+            raw, marks_ptr + offset, adjusted_ptr + offset, allowed_ptr + index.to(tl.int64) * allowed_stride,
+            float_ptrs, tile * BLOCK, vocab, BLOCK, HAS_MASK,
+        )  # fmt: skip
+        x = tl.load(adjusted_ptr + offset + ids, mask=ids < vocab, other=float("-inf"))
+        top = tl.max(x, axis=0)
+    best = to_rank(top, first_at(x, top, ids))
     store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT)
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP
@@ -257,5 +289,5 @@ def adjust(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratc
         enable_fp_fusion=False,
         # Rows without penalties should not lose their parallelism to the registers of those that have some.
         maxnreg=80,
-        **scratch.launch_options(num_warps_for(scratch.tile, 16)),
+        **scratch.launch_options(num_warps_for(scratch.tile)),
     )

@@ -76,10 +76,16 @@ def load_logits(logits_ptr, offsets, mask):
 
 
 @triton.jit
+def first_at(x, top, ids):
+    """Return the lowest id of a value."""
+    return tl.min(tl.where(x == top, ids, ID_MASK), axis=0)
+
+
+@triton.jit
 def best_of(x, ids):
     """Return the best rank of a tile: its largest value at the lowest id."""
     top = tl.max(x, axis=0)
-    return to_rank(top, tl.min(tl.where(x == top, ids, ID_MASK), axis=0))
+    return to_rank(top, first_at(x, top, ids))
 
 
 @triton.jit
