@@ -44,12 +44,13 @@ def _greedy_kernel(
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    # Issued before anything waits for the row.
+    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
     if row == 0:
         if tile == 0:
             write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
         return
-    ids = tile * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
     best = best_of(x, ids)
     best = combine_tiles(winner_ptr, arrivals_ptr, index, judge(best, rank_value(best)), tl.num_programs(0))
     if best != NOTHING:
