@@ -38,6 +38,21 @@ def fast_exp2(x):
 
 
 @triton.jit
+def widened(stored):
+    """Return float32 of a float32, bfloat16 or float16.
+
+    A bfloat16 is the upper half of its float32, so two that share a register take an instruction each.
+    """
+    if INTERPRETED or stored.dtype != tl.bfloat16:
+        result = stored.to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=f,=f,r", [stored], tl.float32, True, 2
+        )
+    return result
+
+
+@triton.jit
 def floats_of_int8(stored):
     """Return signed bytes as float32, four at a time.
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.fast_math import INTERPRETED
+from tandem.engine_core.kernels.fast_math import INTERPRETED, widened
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
 
 ID_BITS = tl.constexpr(20)
@@ -70,7 +70,7 @@ def rank_value(rank):
 @triton.jit
 def load_logits(logits_ptr, offsets, mask):
     """Load logits as float32; NaN becomes +inf, and masked-out elements -inf."""
-    x = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+    x = widened(tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")))
     # On the GPU a minimum drops NaN, in one instruction; the interpreter's keeps it.
     return tl.where(x == x, x, float("inf")) if INTERPRETED else tl.minimum(x, float("inf"))
 

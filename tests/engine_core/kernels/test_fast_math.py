@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.fast_math import at_least, fast_exp2, fast_log2, floats_of_int8, quotient
+from tandem.engine_core.kernels.fast_math import at_least, fast_exp2, fast_log2, floats_of_int8, quotient, widened
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -50,6 +50,25 @@ def test_powers_of_two_are_right_to_their_bound(device: str) -> None:
     small = unary(torch.tensor([-126.5, -140.0, -200.0, -3e38], device=device), is_log=False)
     assert ((small >= 0) & (small < 2.0**-126)).all()
     assert small[2:].tolist() == [0.0, 0.0]
+
+
+@triton.jit
+def _widened_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, widened(tl.load(x_ptr + offsets)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [1, 64, 4096])
+def test_numbers_of_two_bytes_are_the_same_in_four(dtype: torch.dtype, count: int, device: str) -> None:
+    """Also infinite ones, both zeros and the smallest; one that is no number stays none."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(1)).mul(100).to(dtype)
+    x[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, torch.finfo(dtype).max, 2.0**-20], dtype=dtype)
+    x = x.flip(0)[-count:].to(device)
+    out = torch.zeros(count, device=device)
+    _widened_kernel[(1,)](x, out, BLOCK=count)
+    same = out.view(torch.int32) == x.float().view(torch.int32)
+    assert (same | (x.isnan() & out.isnan())).all()
 
 
 @triton.jit
