@@ -105,13 +105,17 @@ def _masses_kernel(weights, masses, COUNT: tl.constexpr, SEGMENT: tl.constexpr):
     tl.store(masses + tl.arange(0, COUNT), segment_masses(values, COUNT, SEGMENT))
 
 
-def test_masses_of_segments_are_exact_sums_of_rounded_weights(device: str) -> None:
+def test_masses_of_segments_are_exact_sums_of_four_weights_each(device: str) -> None:
     """So no order of addition can change them. A full segment of ones is the most that a sum has to hold."""
     weights = torch.rand(4, 1024, device=device).pow(8)
     weights[0], weights[1, 5:], weights[2, ::2] = 1, 2.0**-40, 2.0**-60
     masses = torch.zeros(4, dtype=torch.int64, device=device)
     _masses_kernel[(1,)](weights, masses, COUNT=4, SEGMENT=1024)
-    assert masses.tolist() == (weights.double() / UNIT.value).round().long().sum(1).tolist()
+    first, second, third, fourth = weights.unflatten(1, (-1, 4)).unbind(-1)
+    fours = (first + second) + (third + fourth)
+    assert masses.tolist() == (fours.double() / UNIT.value).round().long().sum(1).tolist()
+    exact = weights.double().sum(1)
+    torch.testing.assert_close(masses.double() * UNIT.value, exact, rtol=2e-7, atol=256 * UNIT.value)
 
 
 @triton.jit
