@@ -38,6 +38,15 @@ def fast_exp2(x):
 
 
 @triton.jit
+def larger(x, y):
+    """Return the larger of two numbers, NaN if one of them is.
+
+    By default a GPU returns the other one: a NaN would be rounded to a number, and hidden from all that follows.
+    """
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def widened(stored):
     """Return float32 of a float32, bfloat16 or float16.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.fast_math import larger
 
 KNOWN, WHOLE = -1, 0
 """Values of the kernels' GROUP beside a number of inputs: the scale is given, or the whole row shares one."""
@@ -19,15 +20,6 @@ MAX_INPUTS = 65536
 """Largest number of inputs for which one program finds the scale of a row."""
 GROUP_BLOCK = 1024
 """Number of inputs of a program that needs no other part of the row."""
-
-
-@triton.jit
-def _larger(x, y):
-    """Return the larger of two numbers, NaN if one of them is.
-
-    By default a GPU returns the other one: a NaN would be rounded to a number, and hidden from all that follows.
-    """
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -54,17 +46,17 @@ def store_bytes(
         quotient = numbers / tl.load(scales_ptr)
     elif GROUP == 0:
         # Zeros alone would divide by zero.
-        scale = _larger(tl.reduce(tl.abs(numbers), 0, _larger) / TOP, 1.1754943508222875e-38)
+        scale = larger(tl.reduce(tl.abs(numbers), 0, larger) / TOP, 1.1754943508222875e-38)
         tl.store(scales_ptr + row, scale)
         quotient = numbers / scale
     else:
         GROUPS: tl.constexpr = BLOCK // GROUP
         grouped = tl.reshape(numbers, [GROUPS, GROUP])
-        scale = _larger(tl.reduce(tl.abs(grouped), 1, _larger) / TOP, 1.1754943508222875e-38)
+        scale = larger(tl.reduce(tl.abs(grouped), 1, larger) / TOP, 1.1754943508222875e-38)
         group = first // GROUP + tl.arange(0, GROUPS)
         tl.store(scales_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=group < width // GROUP)
         quotient = tl.reshape(grouped / scale[:, None], [BLOCK])
-    quotient = tl.minimum(_larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
+    quotient = tl.minimum(larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
     if dtype.is_int():
         # Adding 1.5 * 2^23 leaves no bits behind the point; ties go to the even number, as in torch.
         quotient = (quotient + 12582912.0) - 12582912.0

@@ -22,6 +22,7 @@ from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS, SamplingBatc
 from tandem.engine_core.kernels.sampling.rank import (
     EMPTY,
     best_of,
+    best_of_tile,
     load_logits,
     rank_id,
     rank_value,
@@ -61,13 +62,14 @@ def _tile_best_kernel(
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + index).to(tl.int64)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
+    raw = logits_ptr + index.to(tl.int64) * logit_stride
     # Issued before anything waits for the row.
-    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
+    x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         return
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
-    best = best_of(x, ids)
-    store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, rank_value(best), temperature, SEGMENT)
+    best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
+    store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT)
 
 
 @triton.jit

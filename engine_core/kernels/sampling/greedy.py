@@ -11,11 +11,10 @@ import triton.language as tl
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.rank import (
-    best_of,
+    best_of_tile,
     combine_tiles,
     judge,
     load_logits,
-    rank_value,
     token_of,
     write_token,
 )
@@ -45,14 +44,15 @@ def _greedy_kernel(
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
+    raw = logits_ptr + index.to(tl.int64) * logit_stride
     # Issued before anything waits for the row.
-    x = load_logits(logits_ptr + index.to(tl.int64) * logit_stride, ids, ids < vocab)
+    x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         if tile == 0:
             write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
         return
-    best = best_of(x, ids)
-    best = combine_tiles(winner_ptr, arrivals_ptr, index, judge(best, rank_value(best)), tl.num_programs(0))
+    best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
+    best = combine_tiles(winner_ptr, arrivals_ptr, index, judge(best, largest), tl.num_programs(0))
     if best != NOTHING:
         write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token_of(best))
 

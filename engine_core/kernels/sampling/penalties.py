@@ -17,7 +17,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import first_at, load_logits, to_rank
+from tandem.engine_core.kernels.sampling.rank import best_of_tile, load_logits
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.weights import store_tile
 
@@ -199,18 +199,16 @@ def _adjust_kernel(
     temperature = tl.load(float_ptrs + TEMPERATURE)
     top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
     touched = tl.load(touched_ptr + index) != 0
-    # Before the adjustments, because a mask may hide a NaN.
-    largest = tl.max(x, axis=0)
-    top = largest
+    # The largest logit is that before the adjustments, because a mask may hide a NaN.
+    best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
     if touched:
         offset = index.to(tl.int64) * mark_stride
         _adjust_tile(
             raw, marks_ptr + offset, adjusted_ptr + offset, allowed_ptr + index.to(tl.int64) * allowed_stride,
             float_ptrs, tile * BLOCK, vocab, BLOCK, HAS_MASK,
         )  # fmt: skip
-        x = tl.load(adjusted_ptr + offset + ids, mask=ids < vocab, other=float("-inf"))
-        top = tl.max(x, axis=0)
-    best = to_rank(top, first_at(x, top, ids))
+        x = load_logits(adjusted_ptr + offset, ids, ids < vocab)
+        best, _ = best_of_tile(x, adjusted_ptr + offset, tile * BLOCK, vocab)
     store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT)
     if (temperature != 0.0) & (top_k > 0) & (top_k < vocab):
         groups: tl.constexpr = BLOCK // GROUP

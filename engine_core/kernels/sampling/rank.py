@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.fast_math import INTERPRETED, widened
+from tandem.engine_core.kernels.fast_math import INTERPRETED, larger, widened
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
 
 ID_BITS = tl.constexpr(20)
@@ -28,6 +28,9 @@ EMPTY = tl.constexpr(-0x7F800001 << 20)
 """Rank of a tile whose logits are all -inf: that value with an id that no token has."""
 STARVED = tl.constexpr((-0x7F800001 << 20) | ((1 << 20) - 1))
 """Rank of a tile to which bias, penalties, suppression and mask leave nothing but -inf: that value with id 0."""
+
+NEIGHBOURS = tl.constexpr(8)
+"""Tokens that a thread holds side by side, of which only the largest is compared with others."""
 
 
 @triton.jit
@@ -69,30 +72,46 @@ def rank_value(rank):
 
 @triton.jit
 def load_logits(logits_ptr, offsets, mask):
-    """Load logits as float32; NaN becomes +inf, and masked-out elements -inf."""
-    x = widened(tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")))
-    # On the GPU a minimum drops NaN, in one instruction; the interpreter's keeps it.
-    return tl.where(x == x, x, float("inf")) if INTERPRETED else tl.minimum(x, float("inf"))
+    """Load logits as float32; masked-out elements become -inf."""
+    return widened(tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")))
 
 
 @triton.jit
-def first_at(x, top, ids):
-    """Return the lowest id of a value."""
-    return tl.min(tl.where(x == top, ids, ID_MASK), axis=0)
+def _max_or_nan(x, axis: tl.constexpr):
+    """Return the maximum along an axis, and NaN or +inf where an element is NaN."""
+    return tl.max(tl.where(x == x, x, float("inf")), axis=axis) if INTERPRETED else tl.reduce(x, axis, larger)
 
 
 @triton.jit
 def best_of(x, ids):
-    """Return the best rank of a tile: its largest value at the lowest id."""
+    """Return the best rank of some values: the largest one at the lowest id."""
     top = tl.max(x, axis=0)
-    return to_rank(top, first_at(x, top, ids))
+    return to_rank(top, tl.min(tl.where(x == top, ids, ID_MASK), axis=0))
+
+
+@triton.jit
+def best_of_tile(x, logits_ptr, start, vocab):
+    """Return the best rank of a tile, and its largest logit.
+
+    If a logit is NaN, that is +inf, and the rank means nothing. The lowest id of the largest logit is found by the
+    maxima of neighbours; only the first ones that hold it are looked at, once more. x: the tile's logits, as
+    `load_logits` has read them; logits_ptr: of the row; start: first id of the tile.
+    """
+    groups: tl.constexpr = x.shape[0] // NEIGHBOURS
+    peaks = _max_or_nan(tl.reshape(x, [groups, NEIGHBOURS]), 1)
+    top = _max_or_nan(peaks, 0)
+    top = tl.where(top == top, top, float("inf"))
+    group = tl.min(tl.where(peaks == top, tl.arange(0, groups), groups - 1), axis=0)
+    ids = start + group * NEIGHBOURS + tl.arange(0, NEIGHBOURS)
+    again = load_logits(logits_ptr, ids, ids < vocab)
+    return to_rank(top, tl.min(tl.where(again == top, ids, ID_MASK), axis=0)), top
 
 
 @triton.jit
 def judge(best, largest):
     """Return the best rank of a tile, or the one that marks it as unusable.
 
-    best: the rank after adjustments; largest: the tile's largest logit before them, as `load_logits` returns it.
+    best: the rank after adjustments; largest: the tile's largest logit before them, as `best_of_tile` returns it.
     """
     starved = rank_value(best) == float("-inf")
     best = tl.where(largest == float("-inf"), EMPTY, tl.where(starved, STARVED, best))

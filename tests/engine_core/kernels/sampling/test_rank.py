@@ -12,6 +12,7 @@ from tandem.engine_core.kernels.sampling.rank import (
     MAX_VOCAB,
     STARVED,
     best_of,
+    best_of_tile,
     check_logits,
     judge,
     load_logits,
@@ -24,6 +25,7 @@ from tandem.engine_core.kernels.sampling.rank import (
     write_token,
 )
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
+from tests.support.token_ranks import best_of_tiles
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -68,14 +70,15 @@ def test_ranks_order_by_value_then_by_lower_id_and_hold_both(device: str) -> Non
 
 @triton.jit
 def _judge_kernel(
-    logits_ptr, keep_ptr, ranks_ptr, values_ptr, tokens_ptr, logit_stride, vocab, BLOCK: tl.constexpr  # noqa: N803
+    logits_ptr, kept_ptr, ranks_ptr, values_ptr, tokens_ptr, logit_stride, vocab, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     index = tl.program_id(0)
     ids = tl.arange(0, BLOCK)
     x = load_logits(logits_ptr + index * logit_stride, ids, ids < vocab)
-    largest = tl.max(x, axis=0)
-    keep = tl.load(keep_ptr + index * vocab + ids, mask=ids < vocab, other=0)
-    rank = judge(best_of(tl.where(keep != 0, x, float("-inf")), ids), largest)
+    _, largest = best_of_tile(x, logits_ptr + index * logit_stride, 0, vocab)
+    kept = load_logits(kept_ptr + index * logit_stride, ids, ids < vocab)
+    best, _ = best_of_tile(kept, kept_ptr + index * logit_stride, 0, vocab)
+    rank = judge(best, largest)
     tl.store(ranks_ptr + index, rank)
     tl.store(values_ptr + index, rank_value(rank))
     tl.store(tokens_ptr + index, token_of(rank))
@@ -84,9 +87,9 @@ def _judge_kernel(
 def judged(logits: Tensor, keep: Tensor) -> tuple[list[int], list[float], list[int]]:
     ranks = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     values, tokens = torch.zeros_like(ranks, dtype=torch.float32), torch.zeros_like(ranks, dtype=torch.int32)
-    _judge_kernel[(len(logits),)](
-        logits, keep.int(), ranks, values, tokens, logits.stride(0), logits.shape[1], BLOCK=128
-    )
+    kept = torch.full((len(logits), logits.stride(0)), torch.nan, dtype=logits.dtype, device=logits.device)
+    kept[:, : logits.shape[1]] = logits.masked_fill(~keep, -torch.inf)
+    _judge_kernel[(len(logits),)](logits, kept, ranks, values, tokens, logits.stride(0), logits.shape[1], BLOCK=128)
     return ranks.tolist(), values.tolist(), tokens.tolist()
 
 
@@ -114,6 +117,33 @@ def test_tiles_without_a_usable_logit_are_marked_before_what_is_kept_of_them(dty
     assert ranks[5] == STARVED.value
     assert [value for value in values if value == value] == [2.0, -torch.inf, -torch.inf, -torch.inf, -7.0]
     assert [number for number, value in enumerate(values) if value != value] == [1, 2, 4]
+
+
+@triton.jit
+def _best_kernel(logits_ptr, tile_ranks_ptr, ranks_ptr, largest_ptr, vocab, BLOCK: tl.constexpr):  # noqa: N803
+    tile, index = tl.program_id(0), tl.program_id(1)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits_ptr + index * vocab, ids, ids < vocab)
+    best, largest = best_of_tile(x, logits_ptr + index * vocab, tile * BLOCK, vocab)
+    place = index * tl.num_programs(0) + tile
+    tl.store(tile_ranks_ptr + place, best)
+    tl.store(ranks_ptr + place, best_of(x, ids))
+    tl.store(largest_ptr + place, largest)
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 64, 65, 187])
+def test_the_best_of_a_tile_is_its_largest_logit_at_the_lowest_id(vocab: int, device: str) -> None:
+    """Where one token has it, where several do, in one group of neighbours or more, and where all do."""
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)).to(device)
+    logits[1], logits[2] = logits[1].round(), 0.0
+    logits[2, 1::2] = -0.0
+    logits[3, -1], logits[4, :-1] = 9.0, -9.0
+    tiles = triton.cdiv(vocab, 64)
+    tile_ranks, ranks = (torch.zeros(5, tiles, dtype=torch.int64, device=device) for _ in "12")
+    largest = torch.zeros(5, tiles, device=device)
+    _best_kernel[(tiles, 5)](logits, tile_ranks, ranks, largest, vocab, BLOCK=64)
+    assert torch.equal(tile_ranks, best_of_tiles(logits, 64)) and torch.equal(tile_ranks, ranks)
+    assert torch.equal(largest.amax(1), logits.amax(1))
 
 
 @triton.jit
