@@ -97,8 +97,8 @@ def draw_token(
 @triton.jit
 def _draw_kernel(
     logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, tile_best_ptr, masses_ptr, adjusted_ptr, touched_ptr,
-    candidates_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride, max_len, vocab,
-    tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    row_best_ptr, candidates_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride,
+    max_len, vocab, tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr, SEGMENT: tl.constexpr,
     FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
@@ -141,6 +141,8 @@ def _draw_kernel(
         rank = to_rank(x, token)
         settled = (number == 0) & (stays | (rank == largest))
         tl.store(candidate_ptr, tl.where(settled, SETTLED, rank))
+        if number == 0:
+            tl.store(row_best_ptr + index, largest)
     if settled:
         write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
@@ -172,7 +174,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
     `batch.sampled` and to the token table, which gets 0 for -1, and the rows' new lengths.
 
     full: reads `adjusted` and `touched` too, and writes `candidates`, ranks of tokens that truncation may drop, of
-    which the first is SETTLED if the row's token is written. Otherwise truncation is ignored.
+    which the first is SETTLED if the row's token is written, and `row_best`. Otherwise truncation is ignored.
     """
     logits, tokens, tiles = batch.logits, tables.tokens, scratch.num_tiles
     _draw_kernel[(CANDIDATES.value if full else 1, len(logits))](
@@ -185,6 +187,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
         scratch.masses,
         scratch.adjusted,
         scratch.touched,
+        scratch.row_best,
         scratch.candidates,
         batch.sampled,
         tokens,

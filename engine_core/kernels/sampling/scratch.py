@@ -46,6 +46,8 @@ class SamplingScratch:
     """[B] int32, zeros between kernels: tiles of a row that are done."""
     tile_best: Tensor
     """[B, T] int64, best rank of each tile."""
+    row_best: Tensor
+    """[B] int64, best rank of each row that truncation may concern."""
     marks: Tensor
     """[B, >= V] int32, zeros between steps: what applies to each token (see `penalties`)."""
     adjusted: Tensor
@@ -102,6 +104,7 @@ class SamplingScratch:
             winner=buffer(dtype=torch.int64, fill=NOTHING.value),
             arrivals=buffer(dtype=torch.int32),
             tile_best=buffer(tiles, dtype=torch.int64),
+            row_best=buffer(dtype=torch.int64),
             marks=buffer(width, dtype=torch.int32),
             adjusted=buffer(width),
             touched=buffer(dtype=torch.int32),

@@ -29,7 +29,6 @@ from tandem.engine_core.kernels.sampling.weights import (
     fixed_total,
     load_adjusted,
     load_masses,
-    load_row_best,
     log2_slope,
     log_weights,
     top_p_mass,
@@ -130,9 +129,9 @@ def _draw_again(
 
 @triton.jit
 def _settle_kernel(
-    logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, masses_ptr,
-    candidates_ptr, ahead_ptr, counts_ptr, retry_masses_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr, sampled_ptr,
-    tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride, max_len, vocab, tiles,
+    logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, row_best_ptr,
+    masses_ptr, candidates_ptr, ahead_ptr, counts_ptr, retry_masses_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr,
+    sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride, max_len, vocab, tiles,
     TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr, SEGMENT: tl.constexpr, GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +142,7 @@ def _settle_kernel(
         return
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
-    best = load_row_best(tile_best_ptr, index, tiles, TILES_PAD)
+    best = tl.load(row_best_ptr + index)
     top = rank_value(best)
     slope = log2_slope(tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE))
     top_k, top_p, least_y = load_truncation(ints_ptr, floats_ptr, row, vocab)
@@ -196,6 +195,7 @@ def settle(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratc
         scratch.adjusted,
         scratch.touched,
         scratch.tile_best,
+        scratch.row_best,
         scratch.masses,
         scratch.candidates,
         scratch.ahead,

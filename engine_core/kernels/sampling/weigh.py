@@ -20,7 +20,7 @@ from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTa
 from tandem.engine_core.kernels.sampling.rank import ID_BITS, rank_id, rank_value, value_of_bits
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.truncation import load_truncation
-from tandem.engine_core.kernels.sampling.weights import load_adjusted, load_row_best, log2_slope, log_weights
+from tandem.engine_core.kernels.sampling.weights import load_adjusted, log2_slope, log_weights
 
 
 @triton.jit
@@ -42,8 +42,8 @@ def _is_ahead(x, ids, rank, start):
 
 @triton.jit
 def _weigh_kernel(
-    logits_ptr, rows_ptr, ints_ptr, floats_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, candidates_ptr, ahead_ptr,
-    counts_ptr, logit_stride, adjusted_stride, vocab, TILES_PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, ints_ptr, floats_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, row_best_ptr,
+    candidates_ptr, ahead_ptr, counts_ptr, logit_stride, adjusted_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     index = tl.program_id(1)
@@ -55,12 +55,12 @@ def _weigh_kernel(
     best = tl.load(tile_best_ptr + index * tiles + tile)
     row = tl.load(rows_ptr + index).to(tl.int64)
     is_adjusted = tl.load(touched_ptr + index) != 0
+    top = rank_value(tl.load(row_best_ptr + index))
     # No token of the tile is ahead of the first candidate, nor of others that matter.
     if (first == SETTLED) | (best <= first):
         return
     top_k, top_p, _ = load_truncation(ints_ptr, floats_ptr, row, vocab)
     slope = log2_slope(tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE))
-    top = rank_value(load_row_best(tile_best_ptr, index, tiles, TILES_PAD))
     if (top_k == 0) & (top_p >= 1.0):
         return
     raw = logits_ptr + index.to(tl.int64) * logit_stride
@@ -95,13 +95,13 @@ def weigh(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch
         adjusted,
         scratch.touched,
         scratch.tile_best,
+        scratch.row_best,
         scratch.candidates,
         scratch.ahead,
         scratch.counts,
         logits.stride(0),
         adjusted.stride(0),
         scratch.vocab_size,
-        TILES_PAD=triton.next_power_of_2(scratch.num_tiles),
         BLOCK=scratch.tile,
         # Four programs a multiprocessor.
         maxnreg=128,

@@ -34,6 +34,7 @@ def weighed(case: Case, candidates: Tensor, adjusted: Tensor | None = None) -> S
     ranks = rank_of(logits).gather(1, candidates.clamp(min=0).long())
     scratch.candidates.copy_(torch.where(candidates < 0, SETTLED.value, ranks))
     scratch.tile_best.copy_(best_of_tiles(logits, TILE))
+    scratch.row_best.copy_(scratch.tile_best.amax(1))
     scratch.ahead.fill_(torch.nan)
     scratch.counts.fill_(torch.nan)
     weigh(case.batch(torch.zeros_like(case.rows)), case.tables, scratch)
