@@ -17,14 +17,14 @@ from tandem.engine_core.kernels.fast_math import at_least, fast_exp2
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, TEMPERATURE
 from tandem.engine_core.kernels.sampling.draw import CANDIDATES, SETTLED
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import ID_BITS, rank_id, rank_value, value_of_bits
+from tandem.engine_core.kernels.sampling.rank import ID_BITS, NEIGHBOURS, rank_id, rank_value, value_of_bits
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.truncation import load_truncation
 from tandem.engine_core.kernels.sampling.weights import load_adjusted, log2_slope, log_weights
 
 
 @triton.jit
-def _is_ahead(x, ids, rank, start):
+def _is_ahead(x, rank, start):
     """Return 1.0 for tokens of a tile ahead of a rank, and 0.0 for others.
 
     start: first id of the tile.
@@ -34,7 +34,12 @@ def _is_ahead(x, ids, rank, start):
     value, token = rank_value(rank), rank_id(rank)
     above = value_of_bits((rank >> ID_BITS).to(tl.int32) + 1)
     if (token >= start) & (token < start + x.shape[0]):
-        ahead = at_least(x, tl.where(ids < token, value, above))
+        # Ids would take a register for each token.
+        groups = tl.arange(0, x.shape[0] // NEIGHBOURS)[:, None]
+        places = tl.arange(0, NEIGHBOURS)[None, :]
+        group, place = (token - start) // NEIGHBOURS, (token - start) % NEIGHBOURS
+        lower = (groups < group) | ((groups == group) & (places < place))
+        ahead = at_least(x, tl.where(tl.reshape(lower, [x.shape[0]]), value, above))
     else:
         ahead = at_least(x, tl.where(token > start, value, above))
     return ahead
@@ -73,7 +78,7 @@ def _weigh_kernel(
     for number in tl.static_range(CANDIDATES):
         rank = tl.load(drawn_ptr + number)
         if (rank > foremost) & (rank < best):
-            ahead = _is_ahead(x, ids, rank, tile * BLOCK)
+            ahead = _is_ahead(x, rank, tile * BLOCK)
             tl.store(ahead_ptr + offset + number, tl.sum(ahead * weights, axis=0))
             if top_k > 0:
                 tl.store(counts_ptr + offset + number, tl.sum(ahead, axis=0))
