@@ -23,7 +23,8 @@ def load_truncation(ints_ptr, floats_ptr, row, vocab):
     top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
     top_p = tl.load(floats_ptr + row * NUM_FLOATS + TOP_P)
     min_p = tl.load(floats_ptr + row * NUM_FLOATS + MIN_P)
-    least = tl.where(min_p > 0.0, tl.log2(tl.minimum(tl.maximum(min_p, 1e-38), 1.0)), float("-inf"))
+    # Triton takes a number below the smallest normal float32 for a float64, and all that it meets becomes one.
+    least = tl.where(min_p > 0.0, tl.log2(tl.minimum(tl.maximum(min_p, 2.0**-126), 1.0)), float("-inf"))
     return tl.where((top_k > 0) & (top_k < vocab), top_k, 0), top_p, least
 
 
