@@ -97,9 +97,9 @@ def draw_token(
 @triton.jit
 def _draw_kernel(
     logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, tile_best_ptr, masses_ptr, adjusted_ptr, touched_ptr,
-    row_best_ptr, candidates_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride,
-    max_len, vocab, tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr, SEGMENT: tl.constexpr,
-    FULL: tl.constexpr, PDL: tl.constexpr,
+    row_best_ptr, candidates_ptr, weighs_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride,
+    token_stride, max_len, vocab, tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     index = tl.program_id(1)
@@ -120,6 +120,7 @@ def _draw_kernel(
             write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
             if FULL:
                 tl.store(candidate_ptr, SETTLED)
+                tl.store(weighs_ptr + index, 0)
         return
     needs_weighing = (top_k > 0) | (top_p < 1.0)
     if FULL:  # noqa: SIM102  Kinds of launches are distinguished at compile time.
@@ -143,6 +144,7 @@ def _draw_kernel(
         tl.store(candidate_ptr, tl.where(settled, SETTLED, rank))
         if number == 0:
             tl.store(row_best_ptr + index, largest)
+            tl.store(weighs_ptr + index, tl.where(needs_weighing & (not settled), tl.where(is_adjusted, 2, 1), 0))
     if settled:
         write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
@@ -174,7 +176,8 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
     `batch.sampled` and to the token table, which gets 0 for -1, and the rows' new lengths.
 
     full: reads `adjusted` and `touched` too, and writes `candidates`, ranks of tokens that truncation may drop, of
-    which the first is SETTLED if the row's token is written, and `row_best`. Otherwise truncation is ignored.
+    which the first is SETTLED if the row's token is written, `weighs` and `row_best`. Otherwise truncation
+    is ignored.
     """
     logits, tokens, tiles = batch.logits, tables.tokens, scratch.num_tiles
     _draw_kernel[(CANDIDATES.value if full else 1, len(logits))](
@@ -189,6 +192,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
         scratch.touched,
         scratch.row_best,
         scratch.candidates,
+        scratch.weighs,
         batch.sampled,
         tokens,
         tables.lengths,

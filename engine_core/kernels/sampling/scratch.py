@@ -59,6 +59,9 @@ class SamplingScratch:
     candidates: Tensor
     """[B, CANDIDATES] int64, ranks of tokens drawn from the whole softmax; the first is SETTLED where the row has its
     token."""
+    weighs: Tensor
+    """[B] int32, nonzero where the tokens ahead of the candidates decide which of them stays: 1 by the model's logits,
+    2 by those in `adjusted`."""
     ahead: Tensor
     """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate (`weigh` says of which)."""
     counts: Tensor
@@ -110,6 +113,7 @@ class SamplingScratch:
             touched=buffer(dtype=torch.int32),
             masses=buffer(tiles * (tile // segment), dtype=torch.int64),
             candidates=buffer(CANDIDATES, dtype=torch.int64),
+            weighs=buffer(dtype=torch.int32),
             ahead=buffer(tiles, CANDIDATES),
             counts=buffer(tiles, CANDIDATES),
             retry_masses=buffer(tiles * (tile // segment)),

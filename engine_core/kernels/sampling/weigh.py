@@ -15,7 +15,7 @@ import triton.language as tl
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import at_least, fast_exp2
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, TEMPERATURE
-from tandem.engine_core.kernels.sampling.draw import CANDIDATES, SETTLED
+from tandem.engine_core.kernels.sampling.draw import CANDIDATES
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.rank import ID_BITS, NEIGHBOURS, rank_id, rank_value, value_of_bits
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
@@ -47,32 +47,32 @@ def _is_ahead(x, rank, start):
 
 @triton.jit
 def _weigh_kernel(
-    logits_ptr, rows_ptr, ints_ptr, floats_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, row_best_ptr,
-    candidates_ptr, ahead_ptr, counts_ptr, logit_stride, adjusted_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, rows_ptr, ints_ptr, floats_ptr, adjusted_ptr, tile_best_ptr, row_best_ptr, candidates_ptr,
+    weighs_ptr, ahead_ptr, counts_ptr, logit_stride, adjusted_stride, vocab, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
     wait_for_previous(PDL)
-    # Rounds of loads, each of which are issued together: those by index, those that depend on them, and the tile.
+    # Two rounds of loads, each of which are issued together: those by index, and those that depend on them.
     drawn_ptr = candidates_ptr + index * CANDIDATES
+    weighs = tl.load(weighs_ptr + index)
     first = tl.load(drawn_ptr)
     best = tl.load(tile_best_ptr + index * tiles + tile)
     row = tl.load(rows_ptr + index).to(tl.int64)
-    is_adjusted = tl.load(touched_ptr + index) != 0
-    top = rank_value(tl.load(row_best_ptr + index))
-    # No token of the tile is ahead of the first candidate, nor of others that matter.
-    if (first == SETTLED) | (best <= first):
-        return
-    top_k, top_p, _ = load_truncation(ints_ptr, floats_ptr, row, vocab)
-    slope = log2_slope(tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE))
-    if (top_k == 0) & (top_p >= 1.0):
+    # A tile without a token ahead of the first candidate has none ahead of another that matters. The row is compared
+    # so that its load is issued before this, not behind it: padding is never weighed.
+    if (weighs == 0) | (best <= first) | (row == 0):
         return
     raw = logits_ptr + index.to(tl.int64) * logit_stride
     changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
     ids = tile * BLOCK + tl.arange(0, BLOCK)
-    x = load_adjusted(raw, changed, is_adjusted, ids, ids < vocab)
-    weights = fast_exp2(log_weights(x, top, slope))
+    top_k, _, _ = load_truncation(ints_ptr, floats_ptr, row, vocab)
+    temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
+    top = rank_value(tl.load(row_best_ptr + index))
+    x = load_adjusted(raw, changed, weighs == 2, ids, ids < vocab)
+    weights = fast_exp2(log_weights(x, top, log2_slope(temperature)))
     offset = (index * tiles + tile) * CANDIDATES
     foremost = tl.full([], NOTHING, tl.int64)
     for number in tl.static_range(CANDIDATES):
@@ -86,7 +86,7 @@ def _weigh_kernel(
 
 
 def weigh(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Weigh the tokens ahead of the candidates of rows with top-k or top-p.
+    """Weigh the tokens ahead of the candidates of rows that `weighs` names.
 
     Writes their weight in each tile to `ahead`, and their number to `counts` for rows with top-k: for candidates that
     rank ahead of all before them, in tiles whose best token ranks ahead of the candidate.
@@ -98,10 +98,10 @@ def weigh(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch
         tables.ints,
         tables.floats,
         adjusted,
-        scratch.touched,
         scratch.tile_best,
         scratch.row_best,
         scratch.candidates,
+        scratch.weighs,
         scratch.ahead,
         scratch.counts,
         logits.stride(0),

@@ -22,19 +22,23 @@ def weighed(case: Case, candidates: Tensor, adjusted: Tensor | None = None) -> S
     candidates: [S, CANDIDATES] ids, the first -1 for a row that is settled; adjusted: [S, V], rows of logits after
     adjustments, of which those without NaN take the place of the model's.
     """
-    rows, vocab = case.logits.shape
-    scratch = SamplingScratch.allocate(vocab, rows, TILE, 32, 8, 32, case.logits.device)
+    count, vocab = case.logits.shape
+    scratch = SamplingScratch.allocate(vocab, count, TILE, 32, 8, 32, case.logits.device)
     scratch.adjusted.fill_(torch.nan)
+    scratch.weighs.fill_(1)
     logits = case.logits
     if adjusted is not None:
         scratch.adjusted[:, :vocab] = adjusted
         is_adjusted = ~adjusted.isnan().any(1)
-        scratch.touched.copy_(is_adjusted)
+        scratch.weighs.copy_(1 + is_adjusted.int())
         logits = torch.where(is_adjusted[:, None], adjusted, logits)
     ranks = rank_of(logits).gather(1, candidates.clamp(min=0).long())
     scratch.candidates.copy_(torch.where(candidates < 0, SETTLED.value, ranks))
     scratch.tile_best.copy_(best_of_tiles(logits, TILE))
     scratch.row_best.copy_(scratch.tile_best.amax(1))
+    rows = case.rows.long()
+    truncates = ((case.ints[rows, TOP_K] > 0) & (case.ints[rows, TOP_K] < vocab)) | (case.floats[rows, TOP_P] < 1)
+    scratch.weighs[~truncates | (candidates[:, 0] < 0)] = 0
     scratch.ahead.fill_(torch.nan)
     scratch.counts.fill_(torch.nan)
     weigh(case.batch(torch.zeros_like(case.rows)), case.tables, scratch)
