@@ -3,8 +3,9 @@
 They keep no state between steps.
 
 `mark` records in one int32 a token what applies to it: it writes only where something does, by atomic integer
-operations, whose order does not matter. `adjust` reads logits and marks once, writes the adjusted logits of rows that
-have any marks, zeroes the marks for the next step, and gathers what the later kernels need of each tile.
+operations, whose order does not matter. `adjust` reads logits, and of rows that something applies to also the marks; it
+writes these rows' adjusted logits, zeroes the marks for the next step, and gathers what the later kernels need of each
+tile.
 Oracles: `add_bias`, `penalize`, `suppress` and `apply_bitmask` of `kernels.reference.sampling`, in this order.
 """
 # mypy: disable-error-code="no-untyped-def"
