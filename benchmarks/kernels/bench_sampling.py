@@ -53,6 +53,8 @@ KERNEL_CASES: dict[str, tuple[Mode, Parameters]] = {
     "T=0.8, top-p 0.95": (Mode.FULL, {"top_p": 0.95}),
     "T=0.8, top-k 50": (Mode.FULL, {"top_k": 50}),
     "T=0.8, top-k 50, top-p 0.95": (Mode.FULL, {"top_k": 50, "top_p": 0.95}),
+    "T=0.8, min-p 0.05": (Mode.FULL, {"min_p": 0.05}),
+    "T=0.8, top-p 0.95, penalties": (Mode.FULL, {"top_p": 0.95, "presence_penalty": 0.5, "repetition_penalty": 1.1}),
 }
 """Mode and parameters of all rows where kernels are timed alone."""
 LIKELY = 64
