@@ -87,11 +87,15 @@ class TokenAcceptor:
         """
         others = []
         for batch in self._remote:
-            flags, num_forced = batch.link.flags[batch.slots], batch.link.channel.num_forced[batch.slots]
-            goes_on = (flags & (ACCEPTED | STOPPED | FAILED)) == ACCEPTED
-            is_settled = goes_on & ((flags & FORCES == 0) | (num_forced < self._least))
+            flags = batch.link.flags[batch.slots]
+            is_settled = flags == ACCEPTED
             if batch.link.is_lost:
                 is_settled[:] = False
+            elif is_settled.all():
+                continue
+            else:
+                forces_little = batch.link.channel.num_forced[batch.slots] < self._least
+                is_settled |= (flags & (ACCEPTED | STOPPED | FAILED | FORCES) == ACCEPTED | FORCES) & forces_little
             for index in batch.indices[~is_settled].tolist():
                 constraint = self._constraints[index]
                 assert constraint.remote is not None, "a matcher was taken back before its token was accepted"

@@ -16,5 +16,4 @@ def begin_mask(matcher: RemoteMatcher, place: int) -> None:
 
 
 def _begin(matcher: RemoteMatcher, operation: int, value: int) -> None:
-    slot = np.array([matcher.id % MAX_SLOTS], dtype=np.int32)
-    matcher.link.begin(operation, slot, np.array([value], dtype=np.int32))
+    matcher.link.begin(np.array([[operation, matcher.id % MAX_SLOTS, value]], dtype=np.int32))

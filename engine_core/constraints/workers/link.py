@@ -174,11 +174,9 @@ class WorkerLink:
         self.pending.extend((OPEN, slot, grammar))
         return slot
 
-    def begin(self, operation: int, slots: Ints, values: Ints) -> None:
-        """Add an operation on many slots to the next batch, whose results are waited for."""
-        rows = np.empty((len(slots), 3), dtype=np.int32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = operation, slots, values
-        self.pending.frombytes(rows.tobytes())
+    def begin(self, operations: Ints) -> None:
+        """Add operations to the next batch, [N, 3], whose results are waited for."""
+        self.pending.frombytes(operations.tobytes())
         self.is_awaited = True
 
     def close_slot(self, slot: int) -> None:

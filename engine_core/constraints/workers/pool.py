@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.workers.channel import MAX_SLOTS, SLOT_BITS
 from tandem.engine_core.constraints.workers.link import Ints, WorkerLink
@@ -18,7 +19,7 @@ class Batch(Struct, frozen=True):
     """One worker's part of an operation on many matchers."""
 
     link: WorkerLink
-    indices: Ints
+    indices: NDArray[np.intp]
     """Indices of its matchers among all."""
     slots: Ints
     """Their slots."""
@@ -69,12 +70,16 @@ class WorkerPool:
         ids: as of `RemoteMatcher.id`, of which negative ones belong to no worker; values: second number of each. Return
         each worker's part.
         """
-        workers, slots, batches = ids >> SLOT_BITS, ids & MAX_SLOTS - 1, []
-        for link in self._links:
-            indices = np.flatnonzero(workers == link.number).astype(np.int32)
-            if len(indices):
-                batches.append(Batch(link, indices, slots[indices]))
-                link.begin(operation, slots[indices], values[indices])
+        order = np.argsort(ids, kind="stable")
+        ordered = ids[order]
+        rows = np.empty((len(ids), 3), dtype=np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = operation, ordered & MAX_SLOTS - 1, values[order]
+        ends = np.searchsorted(ordered, [number << SLOT_BITS for number in range(len(self._links) + 1)]).tolist()
+        batches = []
+        for link, start, end in zip(self._links, ends, ends[1:], strict=False):
+            if start < end:
+                link.begin(rows[start:end])
+                batches.append(Batch(link, order[start:end], rows[start:end, 1]))
         return batches
 
     def wait_accepted(self) -> None:
