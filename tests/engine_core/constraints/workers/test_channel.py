@@ -15,10 +15,12 @@ from tandem.engine_core.constraints.workers.channel import (
     ACCEPTED,
     FAILED,
     FORCES,
+    FORCES_MORE,
     MASK,
     MAX_FORCED,
     MAX_OPERATIONS,
     MAX_SLOTS,
+    STOPPED,
     Channel,
     create_memory,
     map_memory,
@@ -181,3 +183,55 @@ def test_closing_twice_closes_one_descriptor(sides: tuple[Channel, Channel]) -> 
     finally:
         os.close(read_fd)
         os.close(write_fd)
+
+
+class TestDropForced:
+    """The worker keeps what it has computed of a run of forced tokens."""
+
+    def test_each_token_of_a_run_but_the_last_is_dropped(self, sides: tuple[Channel, Channel]) -> None:
+        engine, worker = sides
+        for slot in (3, 4, 5):
+            worker.write_forced(slot, [70, 71, 71, 72])
+            worker.flags[slot] = FORCES | FORCES_MORE
+        for left, token in ((3, 70), (2, 71), (1, 71)):
+            assert worker.drop_forced(4, token)
+            assert engine.forced(4) == [70, 71, 71, 72][-left:] and engine.num_forced[4] == left
+            assert engine.flags[4] == ACCEPTED | FORCES | FORCES_MORE, "the rest is unchanged"
+        assert not worker.drop_forced(4, 72), "what follows the last one has to be computed"
+        assert engine.forced(4) == [72] and engine.num_forced[4] == 1
+        assert [engine.forced(slot) for slot in (3, 5)] == [[70, 71, 71, 72]] * 2
+        assert [engine.flags[slot] for slot in (3, 5)] == [FORCES | FORCES_MORE] * 2
+
+    @pytest.mark.parametrize("token", [71, 72, 0, -1, 3])
+    def test_another_token_than_the_next(self, sides: tuple[Channel, Channel], token: int) -> None:
+        engine, worker = sides
+        worker.write_forced(9, [70, 71, 72])
+        worker.flags[9] = FORCES
+        assert not worker.drop_forced(9, token)
+        assert engine.forced(9) == [70, 71, 72] and engine.flags[9] == FORCES
+
+    def test_nothing_is_forced_where_the_flags_do_not_say_so(self, sides: tuple[Channel, Channel]) -> None:
+        """What the slot's matcher had forced before is still in the memory."""
+        engine, worker = sides
+        worker.write_forced(9, [70, 71, 72])
+        for flags in (0, ACCEPTED, FAILED | STOPPED):
+            worker.flags[9] = flags
+            assert not worker.drop_forced(9, 70)
+            assert engine.flags[9] == flags
+        worker.flags[9] = FORCES
+        assert engine.forced(9) == [70, 71, 72]
+
+    @pytest.mark.parametrize("slot", [0, MAX_SLOTS - 1])
+    def test_a_slot_that_never_had_any(self, sides: tuple[Channel, Channel], slot: int) -> None:
+        engine, worker = sides
+        worker.flags[slot] = FORCES
+        assert not worker.drop_forced(slot, 0)
+        assert engine.num_forced[slot] == 0 and engine.flags[slot] == FORCES
+
+
+def test_number_of_forced_tokens_of_all_slots(sides: tuple[Channel, Channel]) -> None:
+    engine, worker = sides
+    for slot in range(MAX_SLOTS):
+        worker.write_forced(slot, [5] * (slot % (MAX_FORCED + 4)))
+    expected = [min(MAX_FORCED, slot % (MAX_FORCED + 4)) for slot in range(MAX_SLOTS)]
+    assert engine.num_forced.tolist() == expected
