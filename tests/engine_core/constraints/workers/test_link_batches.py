@@ -22,6 +22,11 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
 
 
+def operations(kind: int, *pairs: tuple[int, int]) -> np.ndarray:
+    """Return an operation on slots, each with its second number."""
+    return np.array([(kind, *pair) for pair in pairs], dtype=np.int32)
+
+
 def record(link: InlineLink) -> list[list[tuple[int, ...]]]:
     """Return a list to which each batch that the link sends is added, instead of being done."""
     batches: list[list[tuple[int, ...]]] = []
@@ -51,7 +56,7 @@ def test_only_what_is_begun_is_awaited(link: InlineLink) -> None:
     slot = link.open(5)
     link.pending.extend((ACCEPT, slot, 7))
     assert not link.is_awaited
-    link.begin(MASK, ints(slot, slot + 1), ints(3, 4))
+    link.begin(operations(MASK, (slot, 3), (slot + 1, 4)))
     assert link.is_awaited and batches == []
     link.post()
     assert batches == [[(OPEN, slot, 5), (ACCEPT, slot, 7), (MASK, slot, 3), (MASK, slot + 1, 4)]]
@@ -63,11 +68,11 @@ def test_batches_are_counted(link: InlineLink) -> None:
     counts = [link.num_posts]
     link.post()
     counts.append(link.num_posts)
-    link.begin(ACCEPT, ints(1), ints(2))
+    link.begin(operations(ACCEPT, (1, 2)))
     counts.append(link.num_posts)
     link.post()
     counts.append(link.num_posts)
-    link.begin(ACCEPT, ints(*[1] * (2 * MAX_OPERATIONS + 1)), ints(*[2] * (2 * MAX_OPERATIONS + 1)))
+    link.begin(operations(ACCEPT, *[(1, 2)] * (2 * MAX_OPERATIONS + 1)))
     link.settle()
     counts.append(link.num_posts)
     assert counts == [0, 0, 0, 1, 4], "nothing is sent where nothing is pending, and of much each part"
@@ -76,7 +81,7 @@ def test_batches_are_counted(link: InlineLink) -> None:
 def test_a_lost_worker_gets_no_batch(link: InlineLink) -> None:
     batches = record(link)
     link.lose("is gone")
-    link.begin(ACCEPT, ints(1), ints(2))
+    link.begin(operations(ACCEPT, (1, 2)))
     link.post()
     assert (batches, link.num_posts, len(link.pending), link.is_awaited) == ([], 0, 0, False)
 
@@ -115,16 +120,22 @@ def test_what_is_not_awaited_goes_with_the_next_batch(grammars: Grammars, memory
     assert [len(each) for each in batches] == [1, 1], "they are not sent again"
 
 
+def sent(link: InlineLink) -> list[tuple[int, ...]]:
+    """Return the operations of the link's next batch in the order of their slots."""
+    numbers = list(link.pending)
+    return sorted(tuple(numbers[index : index + 3]) for index in range(0, len(numbers), 3))
+
+
 def test_matchers_of_several_workers_and_of_none(grammars: Grammars, memory: MaskMemory) -> None:
     pool, links = started(grammars, memory, 3)
     last = (1 << SLOT_BITS) - 1
     ids = [2 << SLOT_BITS | 5, -1, 0, 2 << SLOT_BITS | last, last, -1, 2 << SLOT_BITS]
     batches = pool.begin(MASK, ints(*ids), ints(*range(100, 107)))
     assert [batch.link for batch in batches] == [links[0], links[2]]
-    assert [batch.indices.tolist() for batch in batches] == [[2, 4], [0, 3, 6]]
-    assert [batch.slots.tolist() for batch in batches] == [[0, last], [5, last, 0]]
-    assert list(links[0].pending) == [MASK, 0, 102, MASK, last, 104]
-    assert list(links[2].pending) == [MASK, 5, 100, MASK, last, 103, MASK, 0, 106]
+    slots = [dict(zip(batch.indices.tolist(), batch.slots.tolist(), strict=True)) for batch in batches]
+    assert slots == [{2: 0, 4: last}, {0: 5, 3: last, 6: 0}]
+    assert sent(links[0]) == [(MASK, 0, 102), (MASK, last, 104)]
+    assert sent(links[2]) == [(MASK, 0, 106), (MASK, 5, 100), (MASK, last, 103)]
     assert not links[1].pending and [each.is_awaited for each in links] == [True, False, True]
 
 
