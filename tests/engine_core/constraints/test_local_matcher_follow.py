@@ -94,6 +94,22 @@ def test_a_forced_run_is_computed_once(compiled: dict[str, CompiledGrammar]) -> 
     assert counts == [1], "once after the first token; nothing may follow the last"
 
 
+@pytest.mark.parametrize("index", range(1, 6))
+def test_a_shorter_token_than_the_forced_one(
+    compiled: dict[str, CompiledGrammar], grammars: Grammars, index: int
+) -> None:
+    """Its text is forced too, but what follows it is not what follows the longer one."""
+    grammar, tokenizer = compiled["one text"], grammars.prepare()
+    one, alone = LocalMatcher(grammar), grammar.first.deep_copy()
+    run = alone.compute_ff_tokens()
+    for token in run[:index]:
+        follow_both(one, alone, token)
+    shorter = tokenizer.tokenize_str(tokenizer.decode_bytes([run[index]])[:1].decode())[0]
+    assert shorter != run[index]
+    follow_both(one, alone, shorter)
+    assert one.accepted and one.compute_ff_tokens() != run[index + 1 :]
+
+
 def test_a_rejected_token_leaves_nothing_known(compiled: dict[str, CompiledGrammar]) -> None:
     grammar = compiled["one text"]
     one = LocalMatcher(grammar)

@@ -13,6 +13,7 @@ from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
+from tests.support.grammar_walks import WALKED, next_token
 
 REGEX = LLMatcher.grammar_from_regex("[a-d]{1,9}(xyz[a-d]{1,9}|end)")
 
@@ -66,6 +67,36 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(grammars: Grammars, a
                 num_rejected += bool(each.problem)
                 num_settled += nothing_left
     assert num_rejected > 50 and num_settled > 50
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["letters", "few ends", "a choice and its end", "record", "array", "long record"])
+def test_rows_on_which_few_tokens_are_forced_are_settled(
+    grammars: Grammars, acceptor: TokenAcceptor, name: str, least: int
+) -> None:
+    """Fewer than `least`; all have accepted their token, and what is said of the others is what they say."""
+    random, compiled, num_forced = Random(f"{name} {least}"), grammars.compile(WALKED[name]), 0
+    for number in range(8):
+        if number == 4 and acceptor.workers is not None and acceptor.workers.count:
+            compiled.add_remote(acceptor.workers.compile(WALKED[name], []))
+        held = [compiled.constraint(ignore_ends=False) for _ in range(4)]
+        alone = [compiled.first.deep_copy() for _ in held]
+        for _ in range(10):
+            tokens = [next_token(random, each, VOCAB, strays=0.01) for each in alone]
+            acceptor.begin(numbered(held), tokens, least)
+            settled = acceptor.finish()
+            for (row, each), token, reference in zip(numbered(held), tokens, alone, strict=True):
+                accepted = reference.consume_token(token)
+                goes_on = accepted and not reference.is_stopped()
+                forced = reference.compute_ff_tokens()
+                assert (row in settled) == (goes_on and len(forced) < least)
+                assert row in settled or each.accept(token) == (accepted and not reference.is_error())
+                known = each._matcher.compute_ff_tokens() if row in settled else each.fast_forward_tokens()
+                assert known == forced[: len(known)] and bool(known) == bool(forced)
+                num_forced += row in settled and bool(forced)
+    assert num_forced or least == 1 or name not in ("record", "a choice and its end"), (
+        "no row that is settled forces a token"
+    )
 
 
 def test_token_given_ahead_is_not_given_again(grammars: Grammars, acceptor: TokenAcceptor) -> None:
