@@ -93,7 +93,9 @@ class GrammarConstraint:
         self._ahead, self._accepted, self._forced = token, accepted, forced
 
     def fast_forward_tokens(self) -> list[int]:
-        return self._matcher.compute_ff_tokens() if self._forced is None else list(self._forced)
+        # Kept until they are read once: the tokens of later steps may be accepted past this object.
+        forced, self._forced = self._forced, None
+        return self._matcher.compute_ff_tokens() if forced is None else list(forced)
 
     def accept(self, token: int) -> bool:
         """Implement `Constraint.accept`; a token outside the vocabulary is rejected."""

@@ -138,16 +138,17 @@ class MaskBuilder:
         Those that a worker refuses or cannot give are computed here afterwards.
         """
         ids, indices = _matchers(pairs)
-        first = self.memory.place(out)
-        is_late = ids >= 0
-        if self._begun_at == first:
-            is_late &= self._begun[indices] != ids
+        first, is_here = self.memory.place(out), ids < 0
+        begun = self._begun[indices] if self._begun_at == first else np.full(len(ids), -1, dtype=np.int32)
         self._begun_at = -1
+        is_late = ~is_here & (begun != ids)
         if is_late.any():
             workers.begin(MASK, ids[is_late], first + indices[is_late])
             workers.post_awaited()
-        self._compute_measured([pairs[index] for index in np.flatnonzero(ids < 0).tolist()], out)
+        self._compute_measured([pairs[index] for index in np.flatnonzero(is_here & (begun < 0)).tolist()], out)
         workers.wait()
+        # Until now a worker could still write the mask of one that was taken back.
+        self._compute_measured([pairs[index] for index in np.flatnonzero(is_here & (begun >= 0)).tolist()], out)
         if workers.take_refused():
             remote = [(pair, pair[0].remote) for pair in pairs]
             self._compute_measured([pair for pair, each in remote if each is not None and not each.end_mask()], out)

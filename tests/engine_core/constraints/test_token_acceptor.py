@@ -154,3 +154,19 @@ def test_no_tokens(grammars: Grammars, acceptor: TokenAcceptor) -> None:
     assert not acceptor.begin([], [], 1)
     assert acceptor.finish() == set()
     assert [state(each) for each in held] == before
+
+
+def test_forced_tokens_are_not_those_of_an_earlier_step(grammars: Grammars, acceptor: TokenAcceptor) -> None:
+    """A step finds enough of them, which its commit leaves; the next step finds too few and settles the row."""
+    held = constraints(grammars, 8, acceptor)
+    a, x, y, z = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyz")
+    for token, least in ((a, 1), (x, 1)):
+        acceptor.begin(numbered(held), [token] * 8, least)
+        settled = acceptor.finish()
+    assert settled == set() and all(each.accept(x) for each in held)
+    # Commands that came meanwhile let `least_jump` grow: nothing is jumped over.
+    assert all(each.fast_forward_tokens() == [y, z] for each in held)
+    acceptor.begin(numbered(held), [y] * 8, 3)
+    assert acceptor.finish() == set(range(100, 108))
+    assert [each.fast_forward_tokens() for each in held] == [[z]] * 8
+    assert all(each.accept_forced(each.fast_forward_tokens()) for each in held)
