@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import platform
 import sys
 import time
@@ -54,6 +53,7 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
 from tandem.protocol.model_folder import template_fingerprint
 from tandem.protocol.stats import EngineStats
+from tandem.protocol.usable_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def build_engine(
     resolved = resolve_engine(options, cuda, torch.cuda.mem_get_info()[1] if cuda else 0)
     source, kind = resolved.source, resolved.config.device
     if kind == "cpu":
-        torch.set_num_threads(configuration.resolve_threads(options, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(configuration.resolve_threads(options, usable_cores()))
     parts = new_parts(kind)
     has_memory = kind == "cpu" or _wait_for_memory(resolved, parts, status)
     log = StartLog(time.monotonic, parts.device.held_bytes)
@@ -202,8 +202,7 @@ class Constraints(Struct, frozen=True):
 
 
 def _num_grammar_workers(options: EngineOptions, device: str) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return configuration.resolve_grammar_workers(options, device, cores, sys.platform, platform.machine())
+    return configuration.resolve_grammar_workers(options, device, usable_cores(), sys.platform, platform.machine())
 
 
 def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, stats: EngineStats) -> Constraints:

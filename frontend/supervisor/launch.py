@@ -38,19 +38,27 @@ from tandem.frontend.supervisor.service_manager import ServiceManager
 from tandem.frontend.supervisor.status_log import StatusLog
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
-from tandem.frontend.supervisor.usable_cores import default_frontends, usable_cores
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
 from tandem.protocol.sockets import Transport, check_port
 from tandem.protocol.transport_options import transport, transport_argv
+from tandem.protocol.usable_cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_OPS_PORT = 8100
 _OPS_PORTS = 100
 """Number of ports that are tried from the default ops port on."""
+MAX_DEFAULT_FRONTENDS = 8
+_OTHER_CORES = 2
+"""Cores that are left to the engine core and to everything else."""
 MAX_IPC_PATH = 100
 """Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
+
+
+def default_frontends(cores: int) -> int:
+    """Return how many frontends make good use of a machine with this number of cores."""
+    return max(1, min(MAX_DEFAULT_FRONTENDS, cores - _OTHER_CORES))
 
 
 def check_engine_installed() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.supervisor import launch, model
-from tandem.frontend.supervisor.launch import check_length, check_unused, listen_ops
+from tandem.frontend.supervisor.launch import check_length, check_unused, default_frontends, listen_ops
 from tandem.frontend.supervisor.model import LaunchError
 from tests.support.serving import free_port
 from tests.support.tcp_proxy import free_ports
@@ -137,3 +137,10 @@ def test_open_address_without_keys_is_warned_of_and_serves_any_host(
         launch._open_listeners(arguments, stack)
     assert arguments.allowed_hosts == allowed
     assert ("needs no API key; give --api-keys" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(
+    ("cores", "frontends"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 7), (10, 8), (16, 8), (192, 8)], ids=str
+)
+def test_default_leaves_two_cores_and_stays_between_one_and_eight(cores: int, frontends: int) -> None:
+    assert default_frontends(cores) == frontends

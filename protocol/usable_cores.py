@@ -5,15 +5,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-MAX_DEFAULT_FRONTENDS = 8
-_OTHER_CORES = 2
-"""Cores that are left to the engine core and to everything else."""
-
-
-def default_frontends(cores: int) -> int:
-    """Return how many frontends make good use of a machine with this number of cores."""
-    return max(1, min(MAX_DEFAULT_FRONTENDS, cores - _OTHER_CORES))
-
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores by affinity and by the cgroup's quota, at least 1.

@@ -1,18 +1,11 @@
-"""Cores by affinity and cgroup quota, and the number of frontends that follows."""
+"""Cores by affinity and cgroup quota."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from tandem.frontend.supervisor.usable_cores import default_frontends, usable_cores
-
-
-@pytest.mark.parametrize(
-    ("cores", "frontends"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 7), (10, 8), (16, 8), (192, 8)], ids=str
-)
-def test_default_leaves_two_cores_and_stays_between_one_and_eight(cores: int, frontends: int) -> None:
-    assert default_frontends(cores) == frontends
+from tandem.protocol.usable_cores import usable_cores
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
