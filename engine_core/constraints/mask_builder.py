@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
 from tandem.engine_core.constraints.workers.channel import MASK
-from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory, bits_of
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.contracts import Constraint
 from tandem.protocol.stats import EngineStats
@@ -42,11 +42,7 @@ class MaskBuilder:
         end_ids: ids that end a sequence; clock: seconds, for the time that masks take; cpu_clock: CPU time in seconds
         of the calling thread; workers: follow some of the constraints; memory: the arrays that they can write.
         """
-        # Several end ids may share a word.
-        self._end_words = np.unique(np.array(end_ids, dtype=np.int64) // 32)
-        self._end_bits = np.zeros(len(self._end_words), dtype=np.int32)
-        for token in end_ids:
-            self._end_bits[self._end_words == token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+        self._end_words, self._end_bits = bits_of(end_ids)
         self.stats = stats
         self.clock = clock
         self.cpu_clock = cpu_clock
@@ -84,9 +80,10 @@ class MaskBuilder:
         assert out.flags.c_contiguous and out.dtype == np.int32, f"{out.dtype} of strides {out.strides} for masks"
         if self.workers is None:
             self._compute_measured(pairs, out)
+            may_end = pairs
         else:
-            self._compute_beside(self.workers, pairs, out)
-        endless = [index for constraint, index in pairs if constraint.ignore_ends]
+            may_end = self._compute_beside(self.workers, pairs, out)
+        endless = [index for constraint, index in may_end if constraint.ignore_ends]
         if endless:
             self._drop_ends(endless, out)
         self.stats.mask_rows += len(pairs)
@@ -132,10 +129,11 @@ class MaskBuilder:
             out[index] = EVERYTHING
         return bool(constraint.overdrawn)
 
-    def _compute_beside(self, workers: WorkerPool, pairs: Pairs, out: Ints) -> None:
+    def _compute_beside(self, workers: WorkerPool, pairs: Pairs, out: Ints) -> Pairs:
         """Compute masks here while the workers compute theirs.
 
-        Those that a worker refuses or cannot give are computed here afterwards.
+        Those that a worker refuses or cannot give are computed here afterwards. Return those that may allow end ids:
+        the workers have looked at theirs.
         """
         ids, indices = _matchers(pairs)
         first, is_here = self.memory.place(out), ids < 0
@@ -145,13 +143,16 @@ class MaskBuilder:
         if is_late.any():
             workers.begin(MASK, ids[is_late], first + indices[is_late])
             workers.post_awaited()
-        self._compute_measured([pairs[index] for index in np.flatnonzero(is_here & (begun < 0)).tolist()], out)
+        here = [pairs[index] for index in np.flatnonzero(is_here & (begun < 0)).tolist()]
+        self._compute_measured(here, out)
         workers.wait()
         # Until now a worker could still write the mask of one that was taken back.
-        self._compute_measured([pairs[index] for index in np.flatnonzero(is_here & (begun >= 0)).tolist()], out)
+        late = [pairs[index] for index in np.flatnonzero(is_here & (begun >= 0)).tolist()]
         if workers.take_refused():
             remote = [(pair, pair[0].remote) for pair in pairs]
-            self._compute_measured([pair for pair, each in remote if each is not None and not each.end_mask()], out)
+            late += [pair for pair, matcher in remote if matcher is not None and not matcher.end_mask()]
+        self._compute_measured(late, out)
+        return pairs if workers.take_ending() else here + late
 
     def _drop_ends(self, indices: list[int], out: Ints) -> None:
         """Clear the end ids in these masks, unless nothing would remain.

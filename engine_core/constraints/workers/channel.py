@@ -27,7 +27,7 @@ AWAKE_SECONDS = 0.005
 ASLEEP_SECONDS = 0.05
 """Time after which a sleeping worker looks by itself."""
 
-_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _HEADER_WORDS = range(7)
+_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _ENDING, _HEADER_WORDS = range(8)
 _FORCED_WORDS = 1 + MAX_FORCED
 _OPERATIONS = 8 * _HEADER_WORDS
 _FLAGS = _OPERATIONS + 12 * MAX_OPERATIONS
@@ -111,18 +111,24 @@ class Channel:
         """Say as the worker that all results of the batch but masks are written."""
         self._header[_ACCEPTED] = self._seen
 
-    def finish_batch(self, num_refused: int) -> None:
+    def finish_batch(self, num_refused: int, may_end: bool = False) -> None:
         """Say as the worker that all results of the batch are written.
 
-        num_refused: number of masks that are not.
+        num_refused: number of masks that are not; may_end: True if one of the others allows an end id.
         """
         self._header[_REFUSED] += num_refused
+        self._header[_ENDING] += may_end
         self._header[_ACCEPTED] = self._header[_DONE] = self._seen
 
     @property
     def num_refused(self) -> int:
         """Number of masks of all batches that were not written."""
         return self._header[_REFUSED]
+
+    @property
+    def num_ending(self) -> int:
+        """Number of batches so far of which a mask allows an end id."""
+        return self._header[_ENDING]
 
     def write_forced(self, slot: int, tokens: Sequence[int]) -> None:
         """Write the tokens that are forced next, of which at most MAX_FORCED are kept.

@@ -81,8 +81,8 @@ class WorkerLink:
         """Number of the worker in its pool."""
         self.is_lost = False
         """True once the worker is gone; what it knew is lost."""
-        self._num_refused = 0
-        """Masks that the worker had not written when it was asked last."""
+        self._num_refused = self._num_ending = 0
+        """The channel's numbers when they were asked for last."""
         self._connection = connection
         self._process = process
         self._clock = clock
@@ -218,6 +218,11 @@ class WorkerLink:
         """Return whether the worker has left out a mask since the last call, or is lost."""
         before, self._num_refused = self._num_refused, self.channel.num_refused
         return self.is_lost or self._num_refused != before
+
+    def take_ending(self) -> bool:
+        """Return whether a mask since the last call allows an end id."""
+        before, self._num_ending = self._num_ending, self.channel.num_ending
+        return self._num_ending != before
 
     def _wait(self, is_over: Callable[[Channel], bool]) -> None:
         channel, polls, since = self.channel, 0, 0.0

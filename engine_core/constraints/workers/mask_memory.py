@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ Ints = NDArray[np.int32]
 
 _PLACE_BITS = 20
 """Bits of a place that hold the index of its mask; those above hold the number of the array."""
+_INDEX = (1 << _PLACE_BITS) - 1
 
 
 class MaskMemory:
@@ -44,19 +46,37 @@ class MaskMemory:
         raise ValueError("the array is not of the workers' memory")
 
 
+def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
+    """Return the words of a mask that stand for some ids, and the bits in each."""
+    # Several ids may share a word.
+    words = np.unique(np.array(ids, dtype=np.int64) // 32)
+    bits = np.zeros(len(words), dtype=np.int32)
+    for token in ids:
+        bits[words == token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+    return words, bits
+
+
 class MappedMasks:
     """Arrays of `MaskMemory`, as a worker sees them."""
 
-    def __init__(self, fds: list[int], row_bytes: int) -> None:
+    def __init__(self, fds: list[int], row_bytes: int, end_ids: Sequence[int] = ()) -> None:
         """Map all arrays.
 
-        row_bytes: size of a mask.
+        row_bytes: size of a mask; end_ids: ids that end a sequence.
         """
         self.row_bytes = row_bytes
         self._arrays = [np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=np.int32) for fd in fds]
         self._addresses = [array.ctypes.data for array in self._arrays]
+        self._end_words, self._end_bits = bits_of(end_ids)
+
+    def may_end(self, places: Sequence[int]) -> bool:
+        """Return whether one of some masks allows an end id."""
+        for number, array in enumerate(self._arrays):
+            rows = np.array([place & _INDEX for place in places if place >> _PLACE_BITS == number], dtype=np.int64)
+            if (array[rows[:, None] * (self.row_bytes // 4) + self._end_words] & self._end_bits).any():
+                return True
+        return False
 
     def address(self, place: int) -> int:
         """Return the address of a mask by its place."""
-        index = place & (1 << _PLACE_BITS) - 1
-        return self._addresses[place >> _PLACE_BITS] + index * self.row_bytes
+        return self._addresses[place >> _PLACE_BITS] + (place & _INDEX) * self.row_bytes

@@ -97,6 +97,11 @@ class WorkerPool:
         refused = [link.take_refused() for link in self._links]
         return any(refused)
 
+    def take_ending(self) -> bool:
+        """Return whether a mask of a worker since the last call allows an end id."""
+        ending = [link.take_ending() for link in self._links]
+        return any(ending)
+
     def close(self) -> None:
         """End all workers."""
         with self._starting:

@@ -67,6 +67,8 @@ class Worker:
         self._grammar_of: dict[int, int] = {}
         self._debts: dict[int, float] = {}
         """Time of each slot's costly masks that no cheap ones have paid for, in seconds."""
+        self._written: list[int] = []
+        """Places of the masks of the last batch that were written."""
         self._slow: set[int] = set()
         """Grammars of which masks took too long."""
 
@@ -77,7 +79,9 @@ class Worker:
 
     def do_next(self) -> None:
         """Wait for a batch and do it."""
-        self.channel.finish_batch(self.do(self.channel.next_batch().tolist()))
+        num_refused = self.do(self.channel.next_batch().tolist())
+        # The masks are in this processor's cache, and not in that of the engine's.
+        self.channel.finish_batch(num_refused, bool(self._written) and self.masks.may_end(self._written))
 
     def do(self, operations: Sequence[int]) -> int:
         """Do a batch, and return the number of masks that were refused.
@@ -85,6 +89,7 @@ class Worker:
         The engine is told when the first mask's turn comes: it goes on with the tokens meanwhile.
         """
         matchers, channel = self._matchers, self.channel
+        self._written = written = []
         give_up, num_masks, num_refused = self.clock() + BATCH_SECONDS, 0, 0
         for kind, slot, value in zip(operations[0::3], operations[1::3], operations[2::3], strict=True):
             if kind == MASK:
@@ -95,6 +100,8 @@ class Worker:
                 is_written = in_time and self._write_mask(slot, self.masks.address(value))
                 channel.has_mask[slot] = is_written
                 num_refused += not is_written
+                if is_written:
+                    written.append(value)
             elif kind == ACCEPT:
                 matcher = matchers[slot]
                 accepted = matcher.consume_token(value)
@@ -182,7 +189,7 @@ def main(settings: WorkerSettings) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
     channel = Channel(map_memory(settings.memory_fd), settings.wake_fd)
-    worker = Worker(channel, MappedMasks(settings.mask_fds, settings.mask_bytes))
+    worker = Worker(channel, MappedMasks(settings.mask_fds, settings.mask_bytes, settings.end_ids))
     matchers = Matchers(Path(settings.tokenizer_file), settings.vocab_size, settings.end_ids)
     arguments = (Connection(settings.connection_fd), matchers, worker)
     Thread(target=compile_requests, args=arguments, name="compile", daemon=True).start()

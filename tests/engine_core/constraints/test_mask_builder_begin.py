@@ -278,3 +278,24 @@ def test_masks_are_those_of_matchers_alone_whatever_was_begun(grammars: Grammars
         assert any(link.is_lost for link in site.links)
         site.pool.close()
     assert num_begun > 100 and num_late > 50
+
+
+def test_ends_are_looked_for_only_where_a_worker_has_found_some(
+    site: Site, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = LLMatcher.grammar_from_regex("[a-d]{2,9}")
+    compiled, looked = grammars.compile(text), list[list[int]]()
+    compiled.add_remote(site.pool.compile(text, []))
+    each, alone = compiled.constraint(ignore_ends=True), compiled.first.deep_copy()
+    drop = site.builder._drop_ends
+    monkeypatch.setattr(site.builder, "_drop_ends", lambda rows, out: (looked.append(rows), drop(rows, out))[1])
+    out, (a,) = site.outs[0], grammars.prepare().tokenize_str("a")
+    for number in range(6):
+        site.builder.begin([(each, 3)], out)
+        site.builder.fill([(each, 3)], out)
+        assert each.remote is not None
+        allowed = np.flatnonzero(np.unpackbits(out[3].view(np.uint8), bitorder="little")).tolist()
+        ending = set(allowed_tokens(alone)) & set(ENDS)
+        assert allowed and allowed == [token for token in allowed_tokens(alone) if token not in ENDS]
+        assert bool(ending) == (number >= 2) and looked == [[3]] * max(0, number - 1)
+        assert each.accept(a) and alone.consume_token(a)

@@ -41,7 +41,7 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     write = worker._write_mask
     worker._write_mask = lambda slot, address: (late.append((slot, address)), False)[1]  # type: ignore[method-assign]
     finish = worker.channel.finish_batch
-    worker.channel.finish_batch = lambda _refused: worker.channel.finish_accepting()  # type: ignore[method-assign]
+    worker.channel.finish_batch = lambda *_: worker.channel.finish_accepting()  # type: ignore[method-assign]
     acceptor.begin([(0, each)], [b], 1)
     builder.begin([(each, 0)], out)
     acceptor.finish()

@@ -59,6 +59,26 @@ def test_a_foreign_array_is_refused() -> None:
             memory.place(foreign)
 
 
+def test_an_end_is_found_in_any_array() -> None:
+    memory = MaskMemory()
+    arrays = [memory.allocate(4, WORDS) for _ in range(2)]
+    mapped = MappedMasks(memory.fds, 4 * WORDS, (3, 40, 8 * WORDS))
+    places = [memory.place(array) + index for array in arrays for index in range(4)]
+    assert not mapped.may_end(places) and not mapped.may_end([])
+    for array in arrays:
+        array[:] = ~np.int32(0)
+        array[:, 0] &= ~np.int32(1 << 3)
+        array[:, 1] &= ~np.int32(1 << 8)
+        array[:, WORDS // 4] &= ~np.int32(1 << 8 * WORDS % 32)
+    assert not mapped.may_end(places), "all but the ends"
+    for number, end in ((1, 3), (6, 40), (7, 8 * WORDS)):
+        word = arrays[number // 4][number % 4]
+        word[end // 32] |= np.int32(1 << end % 32)
+        assert mapped.may_end(places) and mapped.may_end([places[number]])
+        assert not mapped.may_end([place for place in places if place != places[number]])
+        word[end // 32] &= ~np.int32(1 << end % 32)
+
+
 def test_descriptors_end_with_the_memory() -> None:
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
