@@ -10,8 +10,6 @@ from tandem.engine_core.constraints.workers.channel import ACCEPT, CLOSE, DROP, 
 from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
-from tandem.engine_core.integers import ceil_div
-from tests.engine_core.constraints.conftest import VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED
 
@@ -37,13 +35,6 @@ def record(link: InlineLink) -> list[list[tuple[int, ...]]]:
 
     link.worker.do = do  # type: ignore[method-assign]
     return batches
-
-
-@pytest.fixture
-def memory() -> MaskMemory:
-    memory = MaskMemory()
-    memory.allocate(2, ceil_div(VOCAB, 32))
-    return memory
 
 
 @pytest.fixture

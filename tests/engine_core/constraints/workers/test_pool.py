@@ -10,9 +10,7 @@ from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar, RemoteMatcher
 from tandem.engine_core.errors import RequestError
-from tandem.engine_core.integers import ceil_div
 from tandem.protocol.errors import ErrorCode
-from tests.engine_core.constraints.conftest import VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED
 from tests.support.remote_steps import begin_mask
@@ -42,13 +40,6 @@ class Links:
         if isinstance(link, OSError):
             raise link
         return link
-
-
-@pytest.fixture
-def memory() -> MaskMemory:
-    memory = MaskMemory()
-    memory.allocate(2, ceil_div(VOCAB, 32))
-    return memory
 
 
 def opened(remote: RemoteGrammar | None, grammars: Grammars, text: str, count: int) -> list[RemoteMatcher]:
