@@ -87,14 +87,15 @@ class TokenAcceptor:
         """
         others = []
         for batch in self._remote:
-            flags = batch.link.flags[batch.slots]
+            channel = batch.link.channel
+            flags = channel.all_flags[batch.slots]
             is_settled = flags == ACCEPTED
             if batch.link.is_lost:
                 is_settled[:] = False
             elif is_settled.all():
                 continue
             else:
-                forces_little = batch.link.channel.num_forced[batch.slots] < self._least
+                forces_little = channel.num_forced[batch.slots] < self._least
                 is_settled |= (flags & (ACCEPTED | STOPPED | FAILED | FORCES) == ACCEPTED | FORCES) & forces_little
             for index in batch.indices[~is_settled].tolist():
                 constraint = self._constraints[index]

@@ -60,6 +60,8 @@ class Channel:
         self._operations = view[_OPERATIONS:_FLAGS].cast("i")
         self.flags = view[_FLAGS:_HAS_MASK]
         """Flags of each slot's matcher."""
+        self.all_flags: NDArray[np.uint8] = np.frombuffer(self.flags, dtype=np.uint8)
+        """The same, to read those of many slots."""
         self.has_mask = view[_HAS_MASK:_FORCED]
         """Whether each slot's last mask was written: the worker refuses those that take long."""
         self._forced = view[_FORCED:_SIZE].cast("i")

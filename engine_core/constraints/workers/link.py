@@ -92,8 +92,6 @@ class WorkerLink:
         """True if the result of one of them is waited for; the others can go with a later batch."""
         self.num_posts = 0
         """Batches that were sent so far."""
-        self.flags: NDArray[np.uint8] = np.frombuffer(channel.flags, dtype=np.uint8)
-        """Flags of each slot's matcher."""
         self._free = list(range(MAX_SLOTS))
         self._closed: deque[int] = deque()
         self._dropped: deque[int] = deque()

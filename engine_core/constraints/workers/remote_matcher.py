@@ -50,9 +50,9 @@ class Owner(Protocol):
 class RemoteMatcher:
     """Follow a grammar on a worker, like a `LocalMatcher`.
 
-    `WorkerPool.begin_accepts` and `begin_masks` have the workers go on with many matchers at once; the methods here
-    wait where they must. If the worker is lost, refuses a mask or rejects a token, a matcher in this process follows
-    the same tokens, and what it makes of them counts.
+    `WorkerPool.begin` has the workers go on with many matchers at once; the methods here wait where they must. If the
+    worker is lost, refuses a mask or rejects a token, a matcher in this process follows the same tokens, and what it
+    makes of them counts.
     """
 
     def __init__(self, grammar: RemoteGrammar, tables: Tables) -> None:
