@@ -47,7 +47,7 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.contracts import DeviceTimes, Masks, StepResult
+from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
@@ -87,37 +87,44 @@ class StagingRuntime:
         self.buffers = [np.zeros(words, dtype=np.int32) for _ in range(2)]
         self.rows: list[tuple[ScheduledSequence, ...]] = [(), ()]
         self.filler = filler
-        self.masks = [self._allocate(max_rows) for _ in range(2)]
+        self.masks = [self._allocate(max_rows, VOCAB // 32) for _ in range(2)]
+        self.results = [self._allocate(1, max_rows)[0] for _ in range(2)]
         self.places: list[dict[int, int]] = [{}, {}]
-        self.masked: list[set[int]] = [set(), set()]
-        """Rows that were sampled with a mask, by slot."""
         self.samples_masks = samples_masks
         self.random = random.Random(0)
+
+    def stage(self, slot: int, plan: StepPlan) -> None:
+        return None
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
         self.rows[slot], self.places[slot] = plan.rows, mask_places(plan)
+
+    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+        sampled = [row.row for row in self.rows[slot] if row.samples]
+        index = dict(zip(sampled, range(len(sampled)), strict=True))
+        return ArrivingTokens(self.results[slot].data, [index[row] for row, _ in masks])
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
         places = self.places[slot]
         self.filler.begin([(constraint, places[row]) for row, constraint in masks], self.masks[slot])
 
     def sample(self, slot: int, masks: Masks | None) -> None:
+        places, masked = self.places[slot], set[int]()
+        self.results[slot][:] = PENDING_TOKEN
         if masks is not None:
-            places = self.places[slot]
             self.filler.fill([(constraint, places[row]) for row, constraint in masks], self.masks[slot])
-        self.masked[slot] = {row for row, _ in masks or []} if self.samples_masks else set()
+            masked = {row for row, _ in masks} if self.samples_masks else masked
+        for index, row in enumerate([row.row for row in self.rows[slot] if row.samples]):
+            self.results[slot][index] = self._allowed(self.masks[slot][places[row]]) if row in masked else 7
 
     def collect(self, slot: int) -> StepResult:
-        rows, places, masked = self.rows[slot], self.places[slot], self.masked[slot]
-        tokens = [
-            self._allowed(self.masks[slot][places[row.row]]) if row.row in masked else 7 for row in rows if row.samples
-        ]
-        return StepResult([int(row.samples) for row in rows], tokens)
+        counts = [int(row.samples) for row in self.rows[slot]]
+        return StepResult(counts, self.results[slot][: sum(counts)].tolist())
 
-    def _allocate(self, max_rows: int) -> Ints:
-        memory = self.filler.allocate(max_rows, VOCAB // 32)
-        return np.zeros((max_rows, VOCAB // 32), dtype=np.int32) if memory is None else memory
+    def _allocate(self, rows: int, columns: int) -> Ints:
+        memory = self.filler.allocate(rows, columns)
+        return np.zeros((rows, columns), dtype=np.int32) if memory is None else memory
 
     def _allowed(self, words: Ints) -> int:
         """Return a token at random: one of a word of the mask that allows any."""
@@ -201,7 +208,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
         stats=stats,
         clock=time.monotonic,
         stage_clock=options.clock,
-        acceptor=TokenAcceptor(workers),
+        acceptor=TokenAcceptor(workers, masks),
     )
 
 

@@ -42,6 +42,8 @@ class StepLogprobs(Struct, frozen=True):
 
 NO_TOKEN = -1
 """Sampled id of a row whose logits hold NaN or +inf, or nothing but -inf: there was nothing to sample from."""
+PENDING_TOKEN = -2
+"""What the memory of a step's tokens holds until the device has written them."""
 
 
 class StepResult(Struct, frozen=True):
@@ -56,13 +58,19 @@ class StepResult(Struct, frozen=True):
     milliseconds: float = 0.0
     """Time that the device worked on the step, without its wait for masks; 0 for a step that was not timed."""
 
+    def has_one_each(self, rows: int) -> bool:
+        """Return True if each row that samples has one token, or failed.
+
+        rows: number of those.
+        """
+        return len(self.tokens) == rows and max(self.counts, default=0) <= 1
+
     def has_single_tokens(self, rows: int) -> bool:
         """Return True if each row that samples has one token, and none failed.
 
         rows: number of those.
         """
-        one_each = len(self.tokens) == rows and max(self.counts, default=0) <= 1
-        return one_each and NO_TOKEN not in self.tokens
+        return self.has_one_each(rows) and NO_TOKEN not in self.tokens
 
     def runs(self) -> Iterator[Sequence[int]]:
         """Yield the tokens of each row, in the plan's order."""
@@ -111,14 +119,29 @@ Masks = Sequence[tuple[int, Constraint]]
 """Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
 
 
+class ArrivingTokens(Struct, frozen=True):
+    """Memory in which the tokens of some rows of a step arrive."""
+
+    memory: memoryview
+    """int32 words that the device writes; PENDING_TOKEN where a token has not arrived."""
+    indices: Sequence[int]
+    """Index of each row's token in it."""
+
+
 class Acceptor(Protocol):
     """Advances the constraints of many rows at once."""
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
-        """Begin to accept the tokens that were sampled under masks, one for each.
+    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+        """Have others accept the tokens that are sampled under masks as they arrive.
 
-        Return True if others than the calling thread do some of it: `Runtime.begin_masks` may then give them more.
-        `finish` must follow before the next call.
+        Return True if others than the calling thread do: `Runtime.begin_masks` may then give them more. `begin` must
+        follow with the same masks.
+        """
+
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
+        """Begin to accept the tokens that were sampled under masks.
+
+        There is one for each, or NO_TOKEN. `finish` must follow before the next call.
 
         least: fewest tokens that a grammar must force for anything to be done about it, at least 1.
         """
@@ -189,6 +212,12 @@ class Runtime(Protocol):
     A slot takes one step through launch, sample and collect, in this order, before it takes the next.
     """
 
+    def stage(self, slot: int, plan: StepPlan) -> None:
+        """Prepare the launch of a step on the host, which `launch` does otherwise.
+
+        The launch must be the next into this slot. Steps before it may be sampled in between.
+        """
+
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueue the forward pass of a step.
 
@@ -204,11 +233,14 @@ class Runtime(Protocol):
         row without a mask any id.
         """
 
+    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+        """Return where the tokens of these rows of the sampled step arrive."""
+
     def begin_masks(self, slot: int, masks: Masks) -> None:
         """Say which masks the sampling of the launched step will most probably need.
 
-        Others than the calling thread can then begin with them: once the tokens that an `Acceptor` has begun with are
-        accepted. Sampling may need fewer of them.
+        Others than the calling thread can then begin with them, once the tokens that they expect are accepted. Sampling
+        may need fewer of them.
         """
 
     def collect(self, slot: int) -> StepResult:

@@ -18,7 +18,7 @@ from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, masked_tokens
-from tandem.engine_core.scheduler.inspection import oldest_wait
+from tandem.engine_core.scheduler.inspection import copy_gauges
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
 from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start
@@ -131,27 +131,25 @@ class Engine:
         self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
 
     def tick(self) -> bool:
-        """Run one turn: sample the step that waited for its mask, commit, plan, launch.
+        """Run one turn: commit, plan, sample the step that waited for its mask, launch.
 
-        Return False if idle.
-
-        A step with a constrained row is sampled one tick after its launch, when the step before has been committed: the
-        mask of such a row depends on that step's token. All other steps are sampled right behind their launch.
+        Return False if idle. A step with a constrained row is sampled one tick after its launch, when the step before
+        has been committed: the mask of such a row depends on that step's token. All other steps are sampled right
+        behind their launch.
         """
         self.stages.start()
         idle = self.pipeline.in_flight == 0
-        waiting_step = self.pipeline.unsampled()
         collected = None
-        if waiting_step is not None and self.pipeline.in_flight > 1:
-            collected = self._collect_oldest(waiting_step)
+        if self.pipeline.unsampled() is not None and self.pipeline.in_flight > 1:
+            collected = self._collect_oldest()
         self._drain()
         if collected is not None:
             self._commit(collected)
-        if waiting_step is not None:
-            self._sample(waiting_step)
         if self.pipeline.full:
+            self._sample_waiting()
             self._commit_oldest()
         plan = None if self.control.pause.holds_rows else self._plan()
+        self._sample_waiting(plan)
         if plan is not None:
             self._launch(plan)
         elif self.pipeline.in_flight:
@@ -240,8 +238,17 @@ class Engine:
         if len(self.timelines):
             self.timelines.on_launch(plan, self.stages.clock())
         self.stages.mark("launch")
-        if not plan.needs_mask:
+        if plan.needs_mask:
+            self._begin_masks(step)
+        else:
             self._sample(step)
+
+    def _begin_masks(self, step: Step) -> None:
+        """Have workers write the masks of a step, once they see the tokens before it."""
+        before, masks = self.pipeline.steps[0], self._masks[0] if self._masks else ()
+        if masks and self.acceptor.expect(masks, self.runtime.arriving(before.slot, masks)):
+            self.runtime.begin_masks(step.slot, self.scheduler.masks(step.plan))
+        self.stages.mark("sample")
 
     def _end_newest_prompt(self, plan: StepPlan, error: DeviceMemoryError) -> None:
         """End the newest prompt of a step that could not be launched.
@@ -259,6 +266,18 @@ class Engine:
         logger.error("%s; ending %s: %s", message, seq, error)
         self.scheduler.end(seq, Failure(seq.request_id, ErrorCode.OVERLOADED, message))
 
+    def _sample_waiting(self, plan: StepPlan | None = None) -> None:
+        """Enqueue the sampling of the step that waits for its masks, if there is one.
+
+        plan: step to be launched next, which is staged while workers write the masks.
+        """
+        step, slot = self.pipeline.unsampled(), self.pipeline.free_slot()
+        if step is not None:
+            if plan is not None and slot is not None:
+                self.runtime.stage(slot, plan)
+                self.stages.mark("launch")
+            self._sample(step)
+
     def _sample(self, step: Step) -> None:
         """Enqueue the sampling of a launched step."""
         masks = self.scheduler.masks(step.plan) if step.plan.needs_mask else None
@@ -271,28 +290,21 @@ class Engine:
         """Wait for the oldest step (I2), apply its tokens and send them."""
         self._commit(self._collect_oldest())
 
-    def _collect_oldest(self, waiting_step: Step | None = None) -> Collected:
-        """Wait for the tokens of the oldest step, and have others begin to accept them.
-
-        They go on with the masks of the step that waits for them.
-        """
+    def _collect_oldest(self) -> Collected:
+        """Wait for the tokens of the oldest step, and begin to accept them."""
+        is_waited_for = self.pipeline.unsampled() is not None
         step, masks = self.pipeline.begin_commit(), self._masks.popleft()
         result = self.runtime.collect(step.slot)
         collected = Collected(step, result, self.stages.mark("collect"))
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
             # Where another step is in flight, it samples the first of the forced tokens.
-            least = self.scheduler.least_jump + (waiting_step is not None)
-            if self.acceptor.begin(masks if tokens else (), tokens, least) and waiting_step is not None:
-                self.runtime.begin_masks(waiting_step.slot, self.scheduler.masks(waiting_step.plan))
+            self.acceptor.begin(masks if tokens else (), tokens, self.scheduler.least_jump + is_waited_for)
             self.stages.mark("commit")
         return collected
 
     def _commit(self, collected: Collected) -> None:
-        """Apply the tokens of a step and send them.
-
-        Its slot is then free (I6).
-        """
+        """Apply the tokens of a step, whose slot is then free (I6), and send them."""
         step = collected.step
         settled = self.acceptor.finish() if step.plan.needs_mask else frozenset()
         updates = self.scheduler.commit(step.plan, collected.result, settled)
@@ -345,20 +357,10 @@ class Engine:
 
     def _update_gauges(self) -> None:
         """Copy the state that metrics show as gauges into the stats, once a tick."""
-        scheduler, stats = self.scheduler, self.stats
-        memory = scheduler.memory
-        usage = memory.usage
-        stats.running = len(scheduler.running)
-        stats.queued_prompt_tokens = scheduler.queued.num_tokens
-        stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
-        stats.pages_used, stats.pages_cached, stats.pages_evicted = usage.in_use, usage.cached, usage.num_evicted
-        stats.prefix_queries, stats.prefix_hits = memory.num_queried_tokens, memory.num_hit_tokens
-        stats.preemptions = scheduler.preemptions
-        stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.num_evicted
+        stats, times = self.stats, self.runtime.device_times()
+        copy_gauges(self.scheduler, stats, self.stages.clock())
         stats.steps_in_flight = self.pipeline.in_flight
-        times = self.runtime.device_times()
         stats.gpu_busy_seconds, stats.gpu_idle_seconds, stats.gpu_timed_steps = times.busy, times.idle, times.steps
-        stats.oldest_wait = oldest_wait(scheduler, self.stages.clock())
 
     def _close(self, code: ErrorCode, message: str) -> None:
         """End every request, open or still in the mailbox.

@@ -25,7 +25,7 @@ TOKENS = [float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)]
 STEP_TOKENS = [1.0, *(float(2**power) for power in range(3, 17))]
 """Bucket bounds of the number of tokens in a step."""
 STAGES = ("drain", "plan", "launch", "sample", "collect", "commit", "send")
-"""Stages of one tick of the loop, in order."""
+"""Stages of one tick of the loop."""
 
 
 def new_stats() -> EngineStats:

@@ -66,7 +66,7 @@ class MaskBuilder:
             ids, indices = _matchers(cast("Pairs", masks))
             self._begun, self._begun_at = np.full(len(out), -1, dtype=np.int32), self.memory.place(out)
             self._begun[indices] = ids
-            self.workers.begin(MASK, ids, self._begun_at + indices)
+            self.workers.begin(MASK, ids, indices + self._begun_at)
             self.workers.post_awaited()
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
@@ -136,22 +136,24 @@ class MaskBuilder:
         the workers have looked at theirs.
         """
         ids, indices = _matchers(pairs)
-        first, is_here = self.memory.place(out), ids < 0
+        first = self.memory.place(out)
         begun = self._begun[indices] if self._begun_at == first else np.full(len(ids), -1, dtype=np.int32)
-        self._begun_at = -1
-        is_late = ~is_here & (begun != ids)
-        if is_late.any():
-            workers.begin(MASK, ids[is_late], first + indices[is_late])
-            workers.post_awaited()
-        here = [pairs[index] for index in np.flatnonzero(is_here & (begun < 0)).tolist()]
-        self._compute_measured(here, out)
+        self._begun_at, here, late = -1, list[tuple[GrammarConstraint, int]](), list[tuple[GrammarConstraint, int]]()
+        if (is_other := begun != ids).any() or ids.min(initial=0) < 0:
+            is_here, is_late = ids < 0, is_other & (ids >= 0)
+            if is_late.any():
+                workers.begin(MASK, ids[is_late], first + indices[is_late])
+                workers.post_awaited()
+            here = [pairs[index] for index in np.flatnonzero(is_here & (begun < 0)).tolist()]
+            late = [pairs[index] for index in np.flatnonzero(is_here & (begun >= 0)).tolist()]
+            self._compute_measured(here, out)
         workers.wait()
-        # Until now a worker could still write the mask of one that was taken back.
-        late = [pairs[index] for index in np.flatnonzero(is_here & (begun >= 0)).tolist()]
         if workers.take_refused():
             remote = [(pair, pair[0].remote) for pair in pairs]
             late += [pair for pair, matcher in remote if matcher is not None and not matcher.end_mask()]
-        self._compute_measured(late, out)
+        if late:
+            # Until now a worker could still write the mask of one that was taken back.
+            self._compute_measured(late, out)
         return pairs if workers.take_ending() else here + late
 
     def _drop_ends(self, indices: list[int], out: Ints) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Sequence, Set
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
-from tandem.engine_core.constraints.workers.channel import ACCEPT, ACCEPTED, FAILED, FORCES, STOPPED
+from tandem.engine_core.constraints.workers.channel import ACCEPT, ACCEPTED, EXPECT, FAILED, FORCES, STOPPED
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool
-from tandem.engine_core.contracts import Masks
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks
 
 
 class TokenAcceptor:
@@ -19,8 +21,10 @@ class TokenAcceptor:
     them.
     """
 
-    def __init__(self, workers: WorkerPool | None = None) -> None:
+    def __init__(self, workers: WorkerPool | None = None, memory: MaskMemory | None = None) -> None:
+        """Keep the workers, and the arrays that they can map."""
         self.workers = workers
+        self.memory = memory or MaskMemory()
         self._rows: list[int] = []
         self._constraints: list[GrammarConstraint] = []
         self._tokens: Sequence[int] = ()
@@ -30,31 +34,50 @@ class TokenAcceptor:
         """Indices of the constraints whose matcher is in this process."""
         self._remote: list[Batch] = []
         """Those of others."""
+        self._expected: Masks | None = None
+        """Masks whose tokens the workers take as they arrive."""
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
-        """Implement `Acceptor.begin`.
+    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+        """Implement `Acceptor.expect`.
 
         What the workers are to do is sent with the masks that they are to begin with, or by `finish`.
         """
-        self._rows = [row for row, _ in masks]
-        self._constraints = constraints = [cast("GrammarConstraint", constraint) for _, constraint in masks]
-        self._tokens, self._least, self._remote = tokens, least, []
-        if self.workers is None:
-            self._here = list(range(len(constraints)))
+        memory = np.asarray(arriving.memory)
+        if self.workers is None or not self.memory.holds(memory):
             return False
-        for constraint, token in zip(constraints, tokens, strict=True):
-            if constraint.remote is not None:
+        places = np.array(arriving.indices, dtype=np.int32) + self.memory.place(memory)
+        self._send(EXPECT, masks, places)
+        self._expected = masks if self._remote else None
+        return bool(self._remote)
+
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
+        """Implement `Acceptor.begin`."""
+        assert self._expected is None or masks is self._expected, "other tokens were expected"
+        self._rows, self._tokens, self._least = [row for row, _ in masks], tokens, least
+        if self._expected is None:
+            self._send(ACCEPT, masks, np.array(tokens, dtype=np.int32))
+        self._expected = None
+        for constraint, token in zip(self._constraints, tokens, strict=True):
+            if constraint.remote is not None and token != NO_TOKEN:
                 constraint.remote.tokens.append(token)
+
+    def _send(self, operation: int, masks: Masks, values: NDArray[np.int32]) -> None:
+        """Give the workers an operation on the constraints that they follow.
+
+        values: second number of each operation.
+        """
+        self._constraints = constraints = [cast("GrammarConstraint", constraint) for _, constraint in masks]
         ids = np.array([constraint.remote_id for constraint in constraints], dtype=np.int32)
         self._here = np.flatnonzero(ids < 0).tolist()
-        self._remote = self.workers.begin(ACCEPT, ids, np.array(tokens, dtype=np.int32))
-        return bool(self._remote)
+        self._remote = [] if self.workers is None else self.workers.begin(operation, ids, values)
 
     def finish(self) -> Set[int]:
         """Implement `Acceptor.finish`."""
         if self._remote and self.workers is not None:
             self.workers.post_awaited()
         settled = set(self._rows)
+        if NO_TOKEN in self._tokens:
+            settled = {row for row, token in zip(self._rows, self._tokens, strict=True) if token != NO_TOKEN}
         settled.difference_update(self._accept_here())
         if self._remote and self.workers is not None:
             self.workers.wait_accepted()
@@ -71,6 +94,8 @@ class TokenAcceptor:
         for index in self._here:
             constraint, token = self._constraints[index], self._tokens[index]
             matcher = constraint.local
+            if token == NO_TOKEN:
+                continue
             if constraint.overdrawn or matcher is None:
                 others.append(self._rows[index])  # One without tokens may have been moved to a worker since `begin`.
                 continue
@@ -98,6 +123,8 @@ class TokenAcceptor:
                 forces_little = channel.num_forced[batch.slots] < self._least
                 is_settled |= (flags & (ACCEPTED | STOPPED | FAILED | FORCES) == ACCEPTED | FORCES) & forces_little
             for index in batch.indices[~is_settled].tolist():
+                if self._tokens[index] == NO_TOKEN:
+                    continue
                 constraint = self._constraints[index]
                 assert constraint.remote is not None, "a matcher was taken back before its token was accepted"
                 constraint.advance(self._tokens[index], *constraint.remote.end_accept())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -145,8 +146,11 @@ class Device(Protocol):
         Copies between it and the device do not synchronise.
         """
 
-    def pinned(self, memory: NDArray[np.int32]) -> Tensor:
-        """Return a tensor over host memory, pinned if that can be done."""
+    def pin(self, memory: NDArray[np.int32]) -> bool:
+        """Pin host memory for as long as the array is in use.
+
+        Return whether that was possible.
+        """
 
     def synchronize(self) -> None: ...
 
@@ -211,8 +215,8 @@ class CpuDevice:
     def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    def pinned(self, memory: NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(memory)
+    def pin(self, memory: NDArray[np.int32]) -> bool:
+        return True
 
     def synchronize(self) -> None:
         return None
@@ -249,6 +253,23 @@ class CudaEvent:
         self._event.synchronize()
 
 
+class CopyStream:
+    """Context in which the copy stream is the current one.
+
+    Entering and leaving it looks up less than `torch.cuda.stream` does.
+    """
+
+    def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
+        self._compute = compute
+        self._copy = copy
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._copy)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._compute)
+
+
 class CudaDevice:
     """Implement `Device` by the current CUDA device.
 
@@ -259,10 +280,10 @@ class CudaDevice:
 
     def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
         self.torch_device = torch.device("cuda", compute.device_index)
-        self._copy = copy
+        self._copy = CopyStream(compute, copy)
 
     def copy(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._copy)
+        return self._copy
 
     def event(self) -> Event:
         return CudaEvent()
@@ -270,15 +291,17 @@ class CudaDevice:
     def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
-    def pinned(self, memory: NDArray[np.int32]) -> Tensor:
-        code = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-            memory.ctypes.data, memory.nbytes, 0
-        )
-        if int(code) != 0:
-            logger.warning("shared memory is not pinned (CUDA error %d): masks take longer to copy", int(code))
-            with suppress(RuntimeError):
-                torch.zeros(1, device=self.torch_device)  # takes the error, which a later call would raise
-        return torch.from_numpy(memory)
+    def pin(self, memory: NDArray[np.int32]) -> bool:
+        cudart, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+        code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+        if code == 0:
+            # Pages that are unmapped while they are registered would be taken for those mapped at their address next.
+            finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+            return True
+        logger.warning("shared memory is not pinned (CUDA error %d): steps under grammars take longer", code)
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)  # takes the error, which a later call would raise
+        return False
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -12,7 +12,10 @@ class MaskFiller(Protocol):
     """Computation of masks from the constraints that its own package makes."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
-        """Return memory for masks, [rows, words] int32, zeroed; None if any will do."""
+        """Return memory for masks or for ids, [rows, words] int32, zeroed.
+
+        None if any will do.
+        """
 
     def begin(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
         """Begin with masks that `fill` is probably called for next.

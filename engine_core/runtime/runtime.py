@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
-from tandem.engine_core.contracts import DeviceTimes, Masks, StepLogprobs, StepResult
+from tandem.engine_core.contracts import (
+    PENDING_TOKEN,
+    ArrivingTokens,
+    DeviceTimes,
+    Masks,
+    StepLogprobs,
+    StepResult,
+)
 from tandem.engine_core.errors import DeviceMemoryError
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
@@ -60,6 +67,19 @@ class TorchRuntime:
         self.clock = clock
         self._collected = 0.0
 
+    def stage(self, slot: int, plan: StepPlan) -> None:
+        s = self.slots[slot]
+        assert s.plan is None, f"slot {slot} staged while step {s.plan.step_id} holds it (I6)"
+        bucket = self.graphs.bucket(plan) if self.graphs is not None else None
+        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
+        places = self.graphs.places(bucket) if self.graphs is not None and bucket is not None else 0
+        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket, places)
+        self.tables.note(plan.admitted)
+        if plan.logprobs >= 0:
+            packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
+        s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
+        s.mask_places = mask_places(plan) if plan.needs_mask else {}
+
     @torch.inference_mode()
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueue a step up to its logits.
@@ -68,21 +88,14 @@ class TorchRuntime:
         memory is tried again with an empty cache of the allocator: everything that it writes is the same once more.
         """
         s = self.slots[slot]
-        assert s.plan is None, f"slot {slot} launched while step {s.plan.step_id} holds it (I6)"
-        bucket = self.graphs.bucket(plan) if self.graphs is not None else None
-        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-        places = self.graphs.places(bucket) if self.graphs is not None and bucket is not None else 0
-        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket, places)
-        self.tables.note(plan.admitted)
-        if plan.logprobs >= 0:
-            packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
-        s.plan, s.packed, s.graphs, s.sampling = plan, packed, None, None
-        s.mask_places = mask_places(plan) if plan.needs_mask else {}
-        enqueued = self._enqueue(slot, packed, bucket)
+        if s.plan is not plan:
+            self.stage(slot, plan)
+        assert s.packed is not None and s.logits is None, f"slot {slot} launched twice with step {plan.step_id}"
+        enqueued = self._enqueue(slot, s.packed, s.bucket)
         if not enqueued:
             # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
             self.device.release_unused()
-            enqueued = self._enqueue(slot, packed, bucket)
+            enqueued = self._enqueue(slot, s.packed, s.bucket)
         if not enqueued:
             # What was enqueued reads the slot's pinned memory, which the next step overwrites.
             self.device.synchronize()
@@ -114,6 +127,14 @@ class TorchRuntime:
             return False
         return True
 
+    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+        s = self.slots[slot]
+        assert s.packed is not None, f"slot {slot} was not launched"
+        indices = np.flatnonzero(s.packed.read("mask_index"))
+        if len(masks) < len(indices):
+            indices = indices[[s.mask_places[row] for row, _ in masks]]
+        return ArrivingTokens(s.results_view.data, indices.tolist())
+
     def begin_masks(self, slot: int, masks: Masks) -> None:
         s = self.slots[slot]
         assert s.plan is not None, f"slot {slot} was not launched"
@@ -130,6 +151,8 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
         count = len(s.packed.sample_rows)
+        if masks is not None:
+            s.results_view[:count] = PENDING_TOKEN
         allowed = self._upload_masks(s, masks) if masks is not None and count else None
         if s.plan.needs_mask and self.clock is not None:
             self.clock.resume(s.plan.step_id)
@@ -284,7 +307,10 @@ class TorchRuntime:
             s.masks_done.record()
         s.masks_done.wait()
         index = field(s.device_inputs, s.packed, "mask_index")
-        torch.add(index, 0, out=s.masked[: len(index)])
+        if not in_place or len(index) > s.num_in_order:
+            # Those of a step in which every row has a mask are the same each time.
+            torch.add(index, 0, out=s.masked[: len(index)])
+            s.num_in_order = len(index) if in_place else 0
         return allowed if in_place else torch.index_select(s.device_masks, 0, index, out=allowed)
 
 

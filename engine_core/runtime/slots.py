@@ -15,6 +15,7 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
 from tandem.engine_core.runtime.device import Device, Event
+from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.staging import Packed
 from tandem.engine_core.sampling.sampler import Mode
@@ -55,6 +56,8 @@ class StepSlot:
     """[max_rows] int32 on the device: sampled ids."""
     results: Tensor
     """[max_rows] int32, pinned: sampled ids."""
+    results_view: NDArray[np.int32]
+    """View of `results`, which others may map."""
     records: Tensor
     """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
     host_records: Tensor
@@ -67,11 +70,15 @@ class StepSlot:
     """Plans the attention of steps that no graph holds; its memory belongs to the step in this slot."""
     plan: StepPlan | None = None
     packed: Packed | None = None
+    bucket: GraphBucket | None = None
+    """The graphs' bucket that holds the step, if any does."""
     logits: Tensor | None = None
     graphs: DecodeGraphs | None = None
     """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
     mask_places: dict[int, int] = field(default_factory=dict)
     """Place of each row's mask, as of `masks.mask_places`."""
+    num_in_order: int = 0
+    """Number of elements that `masked` is known to begin with 1, 2, 3 and so on."""
     sampling: dict[Mode, Graph] | None = None
     """Graphs that the step can be sampled by; None if its forward pass came from none, or if it has too many samples.
     """
@@ -89,7 +96,7 @@ class StepSlot:
     ) -> "StepSlot":
         """Allocate a slot's buffers.
 
-        capacity: int32 words of the largest packed step; filler: may allocate the memory of the masks.
+        capacity: int32 words of the largest packed step; filler: may allocate the memory of masks and sampled ids.
         """
 
         def on_device(*shape: int) -> Tensor:
@@ -97,8 +104,14 @@ class StepSlot:
 
         host_inputs = device.host_buffer(capacity)
         words = ceil_div(vocab_size, 32)
-        memory, device_masks = filler.allocate(max_rows, words), on_device(1 + max_rows, words)
-        host_masks = device.host_buffer(max_rows, words) if memory is None else device.pinned(memory)
+
+        masks, device_masks = filler.allocate(max_rows, words), on_device(1 + max_rows, words)
+        host_masks = device.host_buffer(max_rows, words) if masks is None else torch.from_numpy(masks)
+        if masks is not None:
+            device.pin(masks)
+        ids = filler.allocate(1, max_rows)
+        is_shared = ids is not None and device.pin(ids)
+        results = torch.from_numpy(ids)[0] if is_shared else device.host_buffer(max_rows)
         device_masks[0] = -1
         record_words = (max_rows + max_step_tokens) * RECORD_WORDS
         return cls(
@@ -113,7 +126,8 @@ class StepSlot:
             sample_rows=on_device(max_rows),
             sample_positions=on_device(max_rows),
             sampled=on_device(max_rows),
-            results=device.host_buffer(max_rows),
+            results=results,
+            results_view=results.numpy(),
             records=on_device(record_words),
             host_records=device.host_buffer(record_words),
             masks_done=device.event(),

@@ -96,27 +96,45 @@ def check_stop(seq: Sequence) -> Finished | None:
     return None
 
 
-def get_masks(plan: StepPlan, held: Mapping[int, Sequence]) -> Masks:
-    """Return the constraint of each row that samples under one.
+class StepMasks:
+    """Constraints that sampling the newest step needs.
 
-    Rows whose sequence has ended, or whose token is known already because its grammar forced it, need none.
+    Rows whose sequence has ended, or whose token is known already because its grammar forced it, need none. Rows are
+    looked at once for each step: afterwards those that need none any more are dropped.
     """
-    return [
-        (row.row, seq.constraint)
-        for row in plan.rows
-        if row.constrained and row.samples
-        and (seq := held[row.seq_id]).outcome is None and seq.constraint is not None
-        and row.start + row.length >= len(seq.tokens)
-    ]  # fmt: skip
+
+    def __init__(self, held: Mapping[int, Sequence]) -> None:
+        """Keep the sequences of all steps in flight, by id."""
+        self._held = held
+        self._plan: StepPlan | None = None
+        self._needed: dict[int, tuple[int, Constraint]] = {}
+        """Row and constraint by the sequence's id, in the plan's order."""
+
+    def of(self, plan: StepPlan) -> Masks:
+        """Return the constraints of a step that is not sampled yet."""
+        if plan is not self._plan:
+            held, self._plan = self._held, plan
+            self._needed = {
+                row.seq_id: (row.row, seq.constraint)
+                for row in plan.rows
+                if row.constrained and row.samples
+                and (seq := held[row.seq_id]).outcome is None and seq.constraint is not None
+                and row.start + row.length >= len(seq.tokens)
+            }  # fmt: skip
+        return list(self._needed.values())
+
+    def drop(self, seq_id: int) -> None:
+        """Note that a sequence needs no mask in the newest step any more."""
+        self._needed.pop(seq_id, None)
 
 
 def masked_tokens(plan: StepPlan, result: StepResult, masks: Masks) -> list[int]:
     """Return the token that a step sampled under each mask.
 
-    Return none at all if a row has not got exactly one, or a failed one.
+    Return none at all if a row has not got exactly one.
     """
     sampled = plan.sampled_rows
-    if not result.has_single_tokens(len(sampled)):
+    if not result.has_one_each(len(sampled)):
         return []
     if len(masks) == len(sampled):
         return result.tokens

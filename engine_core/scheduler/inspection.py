@@ -1,4 +1,4 @@
-"""Snapshots of the scheduler for its operators."""
+"""Snapshots of the scheduler for its operators, and its gauges."""
 
 from collections.abc import Iterable
 
@@ -50,6 +50,20 @@ def inspect(
         pause_mode,
         refuses_new,
     )
+
+
+def copy_gauges(scheduler: Scheduler, stats: EngineStats, now: float) -> None:
+    """Copy what metrics show as gauges into the stats; now: seconds."""
+    memory = scheduler.memory
+    usage = memory.usage
+    stats.running = len(scheduler.running)
+    stats.queued_prompt_tokens = scheduler.queued.num_tokens
+    stats.waiting = len(scheduler.waiting) + len(scheduler.compiling)
+    stats.pages_used, stats.pages_cached, stats.pages_evicted = usage.in_use, usage.cached, usage.num_evicted
+    stats.prefix_queries, stats.prefix_hits = memory.num_queried_tokens, memory.num_hit_tokens
+    stats.preemptions = scheduler.preemptions
+    stats.sessions, stats.sessions_evicted = len(memory.sessions), memory.sessions.num_evicted
+    stats.oldest_wait = oldest_wait(scheduler, now)
 
 
 def oldest_wait(scheduler: Scheduler, now: float) -> float:

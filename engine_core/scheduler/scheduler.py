@@ -11,7 +11,7 @@ from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
-from tandem.engine_core.scheduler.commit import SchedulerUpdates, append_tokens, check_stop, get_masks, jump_forward
+from tandem.engine_core.scheduler.commit import SchedulerUpdates, StepMasks, append_tokens, check_stop, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue, queue_full
@@ -58,6 +58,7 @@ class Scheduler:
         """Sequences whose leases are open, zombies included, by id."""
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
+        self._masks = StepMasks(self._held)
         self._now = 0.0
 
     @property
@@ -277,7 +278,10 @@ class Scheduler:
 
     def _go_on(self, seq: Sequence, is_settled: bool = False) -> None:
         """Append what the grammar forces, which may end the sequence."""
+        known = len(seq.tokens)
         outcome = None if is_settled else jump_forward(seq, self.updates, self._running.least_jump)
+        if len(seq.tokens) > known:
+            self._masks.drop(seq.id)
         if outcome is not None:
             self.end(seq, outcome)
         elif not seq.in_steady_decode:
@@ -300,11 +304,8 @@ class Scheduler:
         return self._running.least_jump
 
     def masks(self, plan: StepPlan) -> Masks:
-        """Return the constraints that sampling a step needs.
-
-        Every step before it must have been committed.
-        """
-        return get_masks(plan, self._held)
+        """Return the constraints that sampling the newest step needs."""
+        return self._masks.of(plan)
 
     def abort(self, client: bytes, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request that its frontend wants no more of; do nothing if it has ended."""
@@ -341,6 +342,7 @@ class Scheduler:
         del self._open[seq.client, seq.request_id]
         self.queued.remove(seq.id)
         self.updates.ended.append(seq)
+        self._masks.drop(seq.id)
         self._running.remove(seq)
         if seq.submit.session:
             self.memory.end_turn(seq, self._now)
@@ -355,10 +357,7 @@ class Scheduler:
             self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Stop a running sequence for now.
-
-        It gets no new rows, commits what is in flight and then waits again.
-        """
+        """Stop a running sequence: it commits what is in flight, then waits again."""
         assert seq.outcome is None and seq.id in self.running, f"preempted without running: {seq}"
         self._running.remove(seq)
         self.preemptions += 1

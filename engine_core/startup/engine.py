@@ -219,7 +219,7 @@ def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, 
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, workers=workers),
         MaskBuilder(model.eos_ids, stats, time.monotonic, workers=workers, memory=memory),
-        TokenAcceptor(workers),
+        TokenAcceptor(workers, memory),
     )
 
 

@@ -49,9 +49,9 @@ class TestOrder:
         bench.submit(1, 4, "parity")
         assert [bench.tick_calls() for _ in range(6)] == [
             ["launch 1"],
-            ["sample 1", "launch 2"],
-            ["collect 1", "sample 2", "launch 3"],
-            ["collect 2", "sample 3", "launch 4"],
+            ["stage 2", "sample 1", "launch 2"],
+            ["collect 1", "stage 3", "sample 2", "launch 3"],
+            ["collect 2", "stage 4", "sample 3", "launch 4"],
             ["collect 3", "sample 4", "collect 4"],
             [],
         ]
@@ -71,7 +71,8 @@ class TestOrder:
         bench.submit(1, 8)
         bench.submit(2, 1, "parity")
         assert bench.tick_calls() == ["launch 1"]
-        assert bench.tick_calls() == ["sample 1", "launch 2", "sample 2"], "step 2 has no constrained row"
+        calls = bench.tick_calls()
+        assert calls == ["stage 2", "sample 1", "launch 2", "sample 2"], "step 2 has no constrained row"
         assert bench.tick_calls() == ["collect 1", "launch 3", "sample 3"]
 
     @pytest.mark.parametrize("depth", [1, 2])

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from tandem.engine_core.contracts import Masks, StepResult
+from tandem.engine_core.contracts import ArrivingTokens, Masks, StepResult
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.protocol.commands import Abort
@@ -29,11 +29,15 @@ class RecordingAcceptor(FakeAcceptor):
         self.rows: list[list[int]] = []
         """Rows of each call of `begin`."""
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
+    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+        self.bench.runtime.calls.append("expect")
+        return super().expect(masks, arriving)
+
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
         more = least - self.bench.scheduler.least_jump
         self.bench.runtime.calls.append({0: ALONE, 1: WAITS}.get(more, f"begin least+{more}"))
         self.rows.append([row for row, _ in masks])
-        return super().begin(masks, tokens, least)
+        super().begin(masks, tokens, least)
 
     def finish(self) -> Set[int]:
         self.bench.runtime.calls.append("finish")
@@ -58,19 +62,16 @@ def recorded(depth: int, is_remote: bool, rows: int = 4) -> tuple[Bench, Recordi
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_commands_are_read_between_the_tokens_and_their_commit(is_remote: bool) -> None:
     """Masks are begun with only where others than the loop compute them."""
-    begun = ["begin masks 2"] if is_remote else []
+    begun = {step: ["expect", f"begin masks {step}"] if is_remote else ["expect"] for step in (2, 3)}
     bench, _ = recorded(2, is_remote)
     bench.submit(1, 3, "parity")
     assert [bench.tick_calls() for _ in range(5)] == [
         ["drain", "launch 1"],
-        ["drain", "sample 1", "launch 2"],
-        ["collect 1", WAITS, *begun, "drain", "finish", "commit 1", "sample 2", "launch 3"],
-        [
-            "collect 2", WAITS, *["begin masks 3"] * is_remote, "drain", "finish", "commit 2", "sample 3",
-            "collect 3", ALONE, "finish", "commit 3",
-        ],
+        ["drain", "stage 2", "sample 1", "launch 2", *begun[2]],
+        ["collect 1", WAITS, "drain", "finish", "commit 1", "stage 3", "sample 2", "launch 3", *begun[3]],
+        ["collect 2", WAITS, "drain", "finish", "commit 2", "sample 3", "collect 3", ALONE, "finish", "commit 3"],
         ["drain"],
-    ]  # fmt: skip
+    ]
 
 
 def test_depth_one_begins_no_masks() -> None:
@@ -99,9 +100,11 @@ def test_step_without_masks_before_one_that_waits_for_them() -> None:
     assert bench.tick_calls() == ["drain", "launch 1", "sample 1"]
     bench.submit(2, 2, "parity")
     assert bench.tick_calls() == ["drain", "launch 2"]
-    assert bench.tick_calls() == ["collect 1", "drain", "commit 1", "sample 2", "launch 3"]
+    assert bench.tick_calls() == [
+        "collect 1", "drain", "commit 1", "stage 3", "sample 2", "launch 3", "expect", "begin masks 3"
+    ]  # fmt: skip
     assert acceptor.rows == []
-    assert bench.tick_calls()[:3] == ["collect 2", WAITS, "begin masks 3"]
+    assert bench.tick_calls()[:3] == ["collect 2", WAITS, "drain"]
 
 
 def test_least_is_that_of_the_rows_that_run() -> None:
@@ -120,8 +123,8 @@ def test_least_is_that_of_the_rows_that_run() -> None:
     assert {2, 3, 5} <= least
 
 
-def test_a_failed_row_leaves_nothing_to_accept_ahead() -> None:
-    """The other rows are accepted one by one, and no mask is begun before that."""
+def test_a_failed_row_is_no_concern_of_the_others() -> None:
+    """They are accepted together, and masks are begun with."""
     bench, acceptor = recorded(2, is_remote=True)
     bench.runtime.breaks = lambda row: row.seq_id == failing
     bench.submit(1, 6, "parity")
@@ -131,7 +134,8 @@ def test_a_failed_row_leaves_nothing_to_accept_ahead() -> None:
     failing = max(bench.scheduler.running)
     bench.engine.tick()
     calls = bench.tick_calls()
-    assert calls[:3] == ["collect 1", WAITS, "drain"] and acceptor.rows == [[]]
+    assert calls[:3] == ["collect 1", WAITS, "drain"] and len(acceptor.rows[0]) == 2
+    assert acceptor.num_settled == 1
     bench.finish()
     assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 6, frozenset(), 0, FakeConstraint("parity"))
     assert bench.mailbox.received[CLIENT, 2] == [] and bench.at_rest()
@@ -145,7 +149,7 @@ def test_an_abort_between_collect_and_commit_ends_its_request_once() -> None:
     for _ in range(2):
         bench.engine.tick()
     bench.say(Abort([1]))
-    assert bench.tick_calls()[:4] == ["collect 1", WAITS, "begin masks 2", "drain"]
+    assert bench.tick_calls()[:3] == ["collect 1", WAITS, "drain"]
     assert bench.outcome(1) == Finished(1, FinishReason.ABORT)
     assert len(acceptor.rows[0]) == 2 and bench.mailbox.received[CLIENT, 1] == []
     assert len(bench.mailbox.received[CLIENT, 2]) == 1

@@ -6,7 +6,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine_core.contracts import Constraint, Masks
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Constraint, Masks
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.model import END, VOCAB
@@ -136,12 +136,23 @@ class FakeAcceptor:
         self.begun: list[tuple[int, Constraint, int]] | None = None
         self.least = 1
         self.num_settled = 0
+        self.expected: tuple[Masks, ArrivingTokens] | None = None
+        """Masks of which others know where the tokens arrive."""
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> bool:
+    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+        assert self.begun is None and self.expected is None and masks, "expected twice, or nothing"
+        if self.is_remote:
+            self.expected = masks, arriving
+        return self.is_remote
+
+    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
         assert self.begun is None and least >= 1, "begun twice"
-        self.least = least
-        self.begun = [(row, constraint, token) for (row, constraint), token in zip(masks, tokens, strict=True)]
-        return self.is_remote and bool(masks)
+        if self.expected is not None:
+            arrived = [self.expected[1].memory[index] for index in self.expected[1].indices]
+            assert self.expected[0] is masks and arrived == list(tokens), f"{arrived} instead of {tokens}"
+        self.least, self.expected = least, None
+        begun = [(row, constraint, token) for (row, constraint), token in zip(masks, tokens, strict=True)]
+        self.begun = [each for each in begun if each[2] != NO_TOKEN]
 
     def finish(self) -> Set[int]:
         assert self.begun is not None, "finished before it has begun"

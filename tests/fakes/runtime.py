@@ -3,7 +3,15 @@
 from array import array
 from collections.abc import Callable
 
-from tandem.engine_core.contracts import NO_TOKEN, Constraint, DeviceTimes, Masks, StepLogprobs, StepResult
+from tandem.engine_core.contracts import (
+    NO_TOKEN,
+    ArrivingTokens,
+    Constraint,
+    DeviceTimes,
+    Masks,
+    StepLogprobs,
+    StepResult,
+)
 from tandem.engine_core.plan import PADDING_PAGE, PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tests.fakes.constraint import own
 from tests.fakes.model import choose, fold, logprob_record
@@ -32,8 +40,11 @@ class FakeRuntime:
         self.jumped = 0
         """Number of generated tokens that were uploaded, not sampled."""
         self.launched: dict[int, StepPlan] = {}
+        self.staged: dict[int, StepPlan] = {}
         self.begun: dict[int, set[int]] = {}
         """Rows whose masks were begun, by slot."""
+        self.sampled_rows: dict[int, list[int]] = {}
+        """Rows that were sampled from, by slot."""
         self.results: dict[int, StepResult] = {}
         self.scored: dict[int, list[bytes]] = {}
         """Log-probability records of the scored positions of launched steps, by slot."""
@@ -51,7 +62,13 @@ class FakeRuntime:
         self.time_of: Callable[[StepPlan], float] = lambda _: 0.0
         """Function that says how many milliseconds a step took; 0 if it was not timed."""
 
+    def stage(self, slot: int, plan: StepPlan) -> None:
+        assert slot not in self.launched and slot not in self.results, f"slot {slot} staged before it was collected"
+        assert slot not in self.staged, f"slot {slot} staged twice"
+        self.staged[slot] = plan
+
     def launch(self, slot: int, plan: StepPlan) -> None:
+        assert self.staged.pop(slot, plan) is plan, f"slot {slot} was staged for another step"
         assert slot not in self.launched and slot not in self.results, f"slot {slot} launched before it was collected"
         for admission in plan.admitted:
             if admission.seq_id in self.admissions:
@@ -67,6 +84,11 @@ class FakeRuntime:
             states.append(self._forward(row))
             scored += self._scored(row, plan.logprobs)
         self.launched[slot] = plan
+
+    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+        sampled = self.sampled_rows[slot]
+        memory = memoryview(array("i", self.results[slot].tokens))
+        return ArrivingTokens(memory, [sampled.index(row) for row, _ in masks])
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
         assert self.launched[slot].needs_mask and slot not in self.begun, "masks begun twice, or for a step without any"
@@ -88,6 +110,7 @@ class FakeRuntime:
                 for (_, state), token in zip(sampled, tokens, strict=True)
             ]
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
+        self.sampled_rows[slot] = [row.row for row, _ in sampled]
         counts = [int(row.samples) for row in plan.rows]
         self.results[slot] = StepResult(counts, tokens, logprobs, self.time_of(plan))
 

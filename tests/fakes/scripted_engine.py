@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.engine_core import control
-from tandem.engine_core.contracts import DeviceTimes, Mailbox, Masks, StepResult
+from tandem.engine_core.contracts import ArrivingTokens, DeviceTimes, Mailbox, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -131,6 +131,12 @@ class ScriptedRuntime:
         sampled = [row for row in plan.rows if row.samples]
         tokens = [words[(row.end - lens[row.row]) % period] for row in sampled]
         self._results[slot] = StepResult([int(row.samples) for row in plan.rows], tokens)
+
+    def stage(self, slot: int, plan: StepPlan) -> None:
+        return None
+
+    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+        raise AssertionError("a step without grammars")
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
         return None

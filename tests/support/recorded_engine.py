@@ -39,6 +39,10 @@ class RecordingRuntime(FakeRuntime):
         if fault is not None:
             raise fault
 
+    def stage(self, slot: int, plan: StepPlan) -> None:
+        self.calls.append(f"stage {plan.step_id}")
+        super().stage(slot, plan)
+
     def launch(self, slot: int, plan: StepPlan) -> None:
         self.steps[slot] = plan.step_id
         self._note("launch", slot)

@@ -35,11 +35,12 @@ _HAS_MASK = _FLAGS + MAX_SLOTS
 _FORCED = _HAS_MASK + MAX_SLOTS
 _SIZE = _FORCED + 4 * _FORCED_WORDS * MAX_SLOTS
 
-OPEN, CLOSE, ACCEPT, MASK, DROP, TAKE = range(6)
+OPEN, CLOSE, ACCEPT, EXPECT, MASK, DROP, TAKE = range(7)
 """Operations, each with two numbers, of which the first is a slot: put a copy of the matcher of a grammar, the second
-number, into the slot; empty it; let its matcher accept a token; write its mask to a place of `MaskMemory`. DROP forgets
-a grammar, the first number. TAKE is ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the
-flags: members of an enumeration take a microsecond to combine.
+number, into the slot; empty it; let its matcher accept a token; let it accept the token that the device writes to a
+place of `MaskMemory`, once it has arrived; write its mask to such a place. DROP forgets a grammar, the first number.
+TAKE is ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the flags: members of an
+enumeration take a microsecond to combine.
 """
 ACCEPTED, STOPPED, FAILED, FORCES, ENDS_FORCED, FORCES_MORE = 1, 2, 4, 8, 16, 32
 """Flags of a matcher after its last operation: it accepted the last token; nothing but an end may follow; it has a
@@ -155,6 +156,11 @@ class Channel:
         self._forced[first] = count - 1
         self.flags[slot] |= ACCEPTED
         return True
+
+    def next_forced(self, slot: int) -> int:
+        """Return the token that is forced next, of which the slot's flags must tell."""
+        first = slot * _FORCED_WORDS
+        return self._forced[first + self._forced[first]]
 
     def forced(self, slot: int) -> list[int]:
         """Return the tokens that are forced next."""

@@ -1,4 +1,4 @@
-"""Arrays of masks that the workers write in place."""
+"""Arrays of masks that the workers write in place, and of tokens that they read."""
 
 import mmap
 import os
@@ -12,13 +12,16 @@ Ints = NDArray[np.int32]
 _PLACE_BITS = 20
 """Bits of a place that hold the index of its mask; those above hold the number of the array."""
 _INDEX = (1 << _PLACE_BITS) - 1
+_BITS = np.left_shift(1, np.arange(32, dtype=np.uint32), dtype=np.uint32).view(np.int32)
+"""Word with each bit of a mask's word."""
 
 
 class MaskMemory:
-    """Arrays of masks in memory that other processes can map."""
+    """Arrays of masks, or of tokens, in memory that other processes can map."""
 
     def __init__(self) -> None:
-        self._arrays: list[Ints] = []
+        self.arrays: list[Ints] = []
+        self._addresses: list[int] = []
         self.fds: list[int] = []
         """File descriptors of the arrays, in their order."""
 
@@ -31,19 +34,26 @@ class MaskMemory:
         fd = os.memfd_create("tandem-masks")
         os.ftruncate(fd, 4 * rows * words)
         array = np.frombuffer(mmap.mmap(fd, 4 * rows * words), dtype=np.int32).reshape(rows, words)
-        self._arrays.append(array)
+        self.arrays.append(array)
+        self._addresses.append(array.ctypes.data)
         self.fds.append(fd)
         return array
 
+    def holds(self, array: Ints) -> bool:
+        """Return whether an array is of this memory."""
+        return array.ctypes.data in self._addresses
+
     def place(self, array: Ints) -> int:
-        """Return what a worker knows the first mask of an array by; the others follow.
+        """Return what a worker knows an array's first mask or token by.
+
+        The others follow.
 
         Raises ValueError for an array that is not of this memory.
         """
-        for number, known in enumerate(self._arrays):
-            if known.ctypes.data == array.ctypes.data:
-                return number << _PLACE_BITS
-        raise ValueError("the array is not of the workers' memory")
+        address = array.ctypes.data
+        if address not in self._addresses:
+            raise ValueError("the array is not of the workers' memory")
+        return self._addresses.index(address) << _PLACE_BITS
 
 
 def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
@@ -65,7 +75,9 @@ class MappedMasks:
         row_bytes: size of a mask; end_ids: ids that end a sequence.
         """
         self.row_bytes = row_bytes
-        self._arrays = [np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=np.int32) for fd in fds]
+        maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in fds]
+        self._words = [memoryview(each).cast("i") for each in maps]
+        self._arrays = [np.frombuffer(each, dtype=np.int32) for each in maps]
         self._addresses = [array.ctypes.data for array in self._arrays]
         self._end_words, self._end_bits = bits_of(end_ids)
 
@@ -76,6 +88,18 @@ class MappedMasks:
             if (array[rows[:, None] * (self.row_bytes // 4) + self._end_words] & self._end_bits).any():
                 return True
         return False
+
+    def write_one(self, place: int, token: int) -> None:
+        """Write a mask that allows one token."""
+        words = self.row_bytes // 4
+        first = (place & _INDEX) * words
+        mask = self._arrays[place >> _PLACE_BITS][first : first + words]
+        mask[:] = 0
+        mask[token // 32] = _BITS[token % 32]
+
+    def token(self, place: int) -> int:
+        """Return what an array of tokens holds at a place."""
+        return self._words[place >> _PLACE_BITS][place & _INDEX]
 
     def address(self, place: int) -> int:
         """Return the address of a mask by its place."""

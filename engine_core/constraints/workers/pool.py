@@ -25,6 +25,18 @@ class Batch(Struct, frozen=True):
     """Their slots."""
 
 
+class Shares(Struct, frozen=True):
+    """Matchers in the workers' order."""
+
+    key: bytes
+    """Their `RemoteMatcher.id`, in the caller's order."""
+    order: NDArray[np.intp]
+    """Their indices in the caller's order."""
+    slots: Ints
+    batches: list[tuple[Batch, int, int]]
+    """Each worker's part, and where it begins and ends."""
+
+
 class WorkerPool:
     """Up to `count` workers, started when the first grammar is given to them."""
 
@@ -34,6 +46,8 @@ class WorkerPool:
         self._links: list[WorkerLink] = []
         self._starting = threading.Lock()
         self._is_closed = False
+        self._shares: Shares | None = None
+        """The last ones: the matchers of a step are those of the step before, or nearly."""
 
     def compile(self, text: str, taken: Collection[WorkerLink]) -> RemoteGrammar | None:
         """Compile a grammar on another worker.
@@ -70,17 +84,27 @@ class WorkerPool:
         ids: as of `RemoteMatcher.id`, of which negative ones belong to no worker; values: second number of each. Return
         each worker's part.
         """
+        shares = self._shares
+        if shares is None or shares.key != ids.tobytes():
+            shares = self._shares = self._share(ids)
+        rows = np.empty((len(ids), 3), dtype=np.int32)
+        rows[:, 0], rows[:, 1], rows[:, 2] = operation, shares.slots, values[shares.order]
+        for batch, start, end in shares.batches:
+            batch.link.begin(rows[start:end])
+        return [batch for batch, _, _ in shares.batches]
+
+    def _share(self, ids: Ints) -> Shares:
+        """Divide matchers among the workers that have them."""
         order = np.argsort(ids, kind="stable")
         ordered = ids[order]
-        rows = np.empty((len(ids), 3), dtype=np.int32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = operation, ordered & MAX_SLOTS - 1, values[order]
+        slots = ordered & MAX_SLOTS - 1
         ends = np.searchsorted(ordered, [number << SLOT_BITS for number in range(len(self._links) + 1)]).tolist()
-        batches = []
-        for link, start, end in zip(self._links, ends, ends[1:], strict=False):
-            if start < end:
-                link.begin(rows[start:end])
-                batches.append(Batch(link, order[start:end], rows[start:end, 1]))
-        return batches
+        batches = [
+            (Batch(link, order[start:end], slots[start:end]), start, end)
+            for link, start, end in zip(self._links, ends, ends[1:], strict=False)
+            if start < end
+        ]
+        return Shares(ids.tobytes(), order, slots, batches)
 
     def wait_accepted(self) -> None:
         """Wait until all workers have done what was sent before masks."""

@@ -23,8 +23,10 @@ from tandem.engine_core.constraints.matchers import Matchers, reason
 from tandem.engine_core.constraints.workers.channel import (
     ACCEPT,
     ACCEPTED,
+    AWAKE_SECONDS,
     CLOSE,
     ENDS_FORCED,
+    EXPECT,
     FAILED,
     FORCES,
     FORCES_MORE,
@@ -38,6 +40,7 @@ from tandem.engine_core.constraints.workers.channel import (
 )  # fmt: skip
 from tandem.engine_core.constraints.workers.mask_memory import MappedMasks
 from tandem.engine_core.constraints.workers.settings import WorkerSettings
+from tandem.engine_core.contracts import NO_TOKEN, PENDING_TOKEN
 from tandem.engine_core.errors import RequestError
 
 SLOW_SECONDS = 0.05
@@ -46,6 +49,8 @@ key may take. Those up to FREE_SECONDS cost nothing and pay for earlier ones, as
 grammars take a few milliseconds while their tables are cold."""
 BATCH_SECONDS = 0.1
 """Time of a batch from which on its other masks are left to the engine."""
+NAP_SECONDS = 0.0001
+"""Time from one look for a token to the next where a step takes long."""
 SWITCH_SECONDS = 0.0005
 """Time after which the thread that compiles gets the interpreter."""
 
@@ -88,21 +93,30 @@ class Worker:
 
         The engine is told when the first mask's turn comes: it goes on with the tokens meanwhile.
         """
-        matchers, channel = self._matchers, self.channel
+        matchers, channel, masks, clock = self._matchers, self.channel, self.masks, self.clock
         self._written = written = []
-        give_up, num_masks, num_refused = self.clock() + BATCH_SECONDS, 0, 0
+        since, num_masks = clock(), 0
+        give_up = since + BATCH_SECONDS
         for kind, slot, value in zip(operations[0::3], operations[1::3], operations[2::3], strict=True):
             if kind == MASK:
                 if not num_masks:
                     channel.finish_accepting()
+                    since = clock()
                 num_masks += 1
-                in_time = self.clock() < give_up
-                is_written = in_time and self._write_mask(slot, self.masks.address(value))
-                channel.has_mask[slot] = is_written
-                num_refused += not is_written
-                if is_written:
+                if since < give_up and self._write_mask(slot, value, since):
                     written.append(value)
-            elif kind == ACCEPT:
+                    channel.has_mask[slot] = True
+                else:
+                    channel.has_mask[slot] = False
+                since = clock()
+            elif kind in (ACCEPT, EXPECT):
+                if kind == EXPECT:
+                    place, value = value, masks.token(value)
+                    if value == PENDING_TOKEN:
+                        value = self._await_token(place)
+                        give_up = clock() + BATCH_SECONDS
+                if value == NO_TOKEN:
+                    continue
                 matcher = matchers[slot]
                 accepted = matcher.consume_token(value)
                 # What follows a forced token is known, and takes long to compute.
@@ -112,15 +126,23 @@ class Worker:
                 matchers[slot].consume_token(value)
                 channel.flags[slot] = ACCEPTED
             elif kind == OPEN:
-                self._matchers[slot] = self.grammars[value].deep_copy()
-                self._grammar_of[slot], self._debts[slot] = value, 0.0
-                self._write_state(slot, self._matchers[slot], 0)
+                matchers[slot] = self.grammars[value].deep_copy()
+                self._grammar_of[slot] = value
+                self._debts.pop(slot, None)
+                self._write_state(slot, matchers[slot], 0)
             elif kind == CLOSE:
-                del self._matchers[slot], self._grammar_of[slot], self._debts[slot]
+                del matchers[slot], self._grammar_of[slot]
             else:
                 del self.grammars[slot]
                 self._slow.discard(slot)
-        return num_refused
+        return num_masks - len(written)
+
+    def _await_token(self, place: int) -> int:
+        """Wait until the device has written a token, and return it."""
+        awake_until = time.monotonic() + AWAKE_SECONDS
+        while (token := self.masks.token(place)) == PENDING_TOKEN:
+            time.sleep(0 if time.monotonic() < awake_until else NAP_SECONDS)  # lets other threads run
+        return token
 
     def _write_state(self, slot: int, matcher: LLMatcher, flags: int) -> None:
         if matcher.is_stopped():
@@ -139,20 +161,25 @@ class Worker:
                     flags |= FAILED
         self.channel.flags[slot] = flags
 
-    def _write_mask(self, slot: int, address: int) -> bool:
-        """Write a mask unless its grammar is slow, and return whether it is good."""
-        grammar = self._grammar_of[slot]
-        if grammar in self._slow:
+    def _write_mask(self, slot: int, place: int, start: float) -> bool:
+        """Write a mask unless its grammar is slow, and return whether it is good.
+
+        start: time now, in seconds.
+        """
+        if self._slow and self._grammar_of[slot] in self._slow:
             return False
-        start = self.clock()
-        self._matchers[slot].unsafe_compute_mask_ptr(address, self.masks.row_bytes)
-        took, debt = self.clock() - start, self._debts[slot]
+        if self.channel.flags[slot] & (FORCES | FAILED) == FORCES:
+            self.masks.write_one(place, self.channel.next_forced(slot))
+            return True
+        matcher = self._matchers[slot]
+        matcher.unsafe_compute_mask_ptr(self.masks.address(place), self.masks.row_bytes)
+        took, debt = self.clock() - start, self._debts.get(slot, 0.0)
         if took > FREE_SECONDS or debt:
             self._debts[slot] = debt = debt + took if took > FREE_SECONDS else max(0.0, debt + took - FREE_SECONDS)
         if debt > SLOW_SECONDS:
-            self._slow.add(grammar)
+            self._slow.add(self._grammar_of[slot])
             return False
-        return not self._matchers[slot].is_error()
+        return not matcher.is_error()
 
 
 def compile_requests(connection: Connection, matchers: Matchers, worker: Worker) -> None:

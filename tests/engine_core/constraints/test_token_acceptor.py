@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from random import Random
+from typing import cast
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 
@@ -11,6 +13,7 @@ from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED, next_token
@@ -21,10 +24,10 @@ REGEX = LLMatcher.grammar_from_regex("[a-d]{1,9}(xyz[a-d]{1,9}|end)")
 @pytest.fixture(params=[None, 0, 1], ids=["without a pool", "here", "half of them on a worker"])
 def acceptor(request: pytest.FixtureRequest, grammars: Grammars) -> TokenAcceptor:
     masks = MaskMemory()
-    masks.allocate(1, 1)
+    masks.allocate(1, 50)
     if request.param is None:
         return TokenAcceptor()
-    return TokenAcceptor(WorkerPool(request.param, lambda: InlineLink(grammars, masks)))
+    return TokenAcceptor(WorkerPool(request.param, lambda: InlineLink(grammars, masks)), masks)
 
 
 def constraints(grammars: Grammars, rows: int, acceptor: TokenAcceptor | None = None) -> list[GrammarConstraint]:
@@ -46,19 +49,37 @@ def state(constraint: GrammarConstraint) -> tuple[bool, bool, list[int]]:
     return bool(constraint.problem), constraint.is_complete, constraint.fast_forward_tokens()
 
 
-def test_outcome_is_that_of_accepting_each_token_by_itself(grammars: Grammars, acceptor: TokenAcceptor) -> None:
-    """Among them tokens that the grammar rejects, ends where it may not end yet, and ids that do not exist."""
+def expect(acceptor: TokenAcceptor, masks: Masks, tokens: Sequence[int], random: Random) -> None:
+    """Let the tokens arrive at random places of the acceptor's memory, among others."""
+    memory = acceptor.memory.arrays[0][0] if acceptor.memory.arrays else np.zeros(50, dtype=np.int32)
+    memory[:] = [random.randrange(VOCAB) for _ in memory]
+    indices = random.sample(range(len(memory)), len(tokens))
+    memory[indices] = tokens
+    has_remote = any(cast("GrammarConstraint", each).remote is not None for _, each in masks)
+    assert acceptor.expect(masks, ArrivingTokens(memory.data, indices)) == has_remote
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_outcome_is_that_of_accepting_each_token_by_itself(
+    grammars: Grammars, acceptor: TokenAcceptor, is_expected: bool
+) -> None:
+    """Among them tokens that the grammar rejects, ends where it may not end yet, ids that do not exist, and none."""
     random, num_rejected, num_settled = Random(5), 0, 0
     letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyzen"]
     for _ in range(5):
         ahead, alone = constraints(grammars, 40, acceptor), constraints(grammars, 40)
         for step in range(12):
-            choices = [*letters * 8, 300, *ENDS, VOCAB, VOCAB + 7] if step else letters[:4]
-            tokens = [random.choice(choices) for _ in ahead]
-            assert acceptor.begin(numbered(ahead), tokens, 1) == any(each.remote is not None for each in ahead)
+            choices = [*letters * 8, 300, *ENDS, VOCAB, VOCAB + 7, NO_TOKEN] if step else letters[:4]
+            tokens, masks = [random.choice(choices) for _ in ahead], numbered(ahead)
+            if is_expected:
+                expect(acceptor, masks, tokens, random)
+            acceptor.begin(masks, tokens, 1)
             settled = acceptor.finish()
-            for (row, each), token in zip(numbered(ahead), tokens, strict=True):
+            for (row, each), token in zip(masks, tokens, strict=True):
                 reference = alone[row - 100]
+                if token == NO_TOKEN:
+                    assert row not in settled
+                    continue
                 accepted = reference.accept(token)
                 nothing_left = accepted and state(reference) == (False, False, [])
                 assert (row in settled) == nothing_left

@@ -295,10 +295,13 @@ class TestMaskedTokens:
         assert masked_tokens(plan, result_of(plan, {seq.id: 20}), scheduler.masks(plan)) == [20]
 
     @pytest.mark.parametrize("failed", [0, 1, 2, 3])
-    def test_a_failed_row_leaves_none(self, failed: int) -> None:
+    def test_a_failed_row_has_none(self, failed: int) -> None:
         scheduler, plan, sequences = self.plan()
         tokens = {row.seq_id: 20 for row in plan.sampled_rows} | {sequences[failed].id: NO_TOKEN}
-        assert masked_tokens(plan, result_of(plan, tokens), scheduler.masks(plan)) == []
+        masks = scheduler.masks(plan)
+        assert masked_tokens(plan, result_of(plan, tokens), masks) == [
+            NO_TOKEN if row == sequences[failed].row else 20 for row, _ in masks
+        ]
 
     @pytest.mark.parametrize("counts", [[2, 1, 1, 1, 0], [0, 1, 1, 1, 0], [2, 0, 1, 1, 0]])
     def test_runs_of_other_lengths_leave_none(self, counts: list[int]) -> None:

@@ -39,7 +39,7 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     # The worker says that the tokens are accepted, and is slower with the mask than the loop.
     late = []
     write = worker._write_mask
-    worker._write_mask = lambda slot, address: (late.append((slot, address)), False)[1]  # type: ignore[method-assign]
+    worker._write_mask = lambda *given: (late.append(given), False)[1]  # type: ignore[method-assign]
     finish = worker.channel.finish_batch
     worker.channel.finish_batch = lambda *_: worker.channel.finish_accepting()  # type: ignore[method-assign]
     acceptor.begin([(0, each)], [b], 1)
@@ -50,8 +50,8 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     each.local.write_mask(local_mask.ctypes.data, out.strides[0])
 
     def go_on() -> None:
-        for slot, address in late:
-            worker.channel.has_mask[slot] = write(slot, address)
+        for slot, place, start in late:
+            worker.channel.has_mask[slot] = write(slot, place, start)
         finish(1)
 
     wait = pool.wait

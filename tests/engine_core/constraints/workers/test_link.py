@@ -72,7 +72,7 @@ def until(is_true: Callable[[], bool]) -> None:
 
 def check_mask(link: WorkerLink, remote: RemoteMatcher, alone: LocalMatcher, facts: WorkerFacts) -> None:
     """Compare the mask that the worker writes."""
-    mask = facts.masks._arrays[0]
+    mask = facts.masks.arrays[0]
     mask[1] = 0
     begin_mask(remote, facts.masks.place(mask) + 1)
     link.settle()
