@@ -69,6 +69,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS)
     parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=BITS, help="bits of a weight")
     parser.add_argument("--kv-bits", type=int, nargs="+", default=[16], choices=(16, 8), help="bits of keys and values")
+    parser.add_argument(
+        "--decode-rows", type=int, nargs="+", default=DECODE_BATCHES, choices=DECODE_BATCHES, help="of decode attention"
+    )
     parser.add_argument("--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=BYTE_BUCKETS)
     parser.add_argument("--formats", nargs="+", default=list(BYTE_FORMATS), choices=BYTE_FORMATS, help="of bytes")
     parser.add_argument("--only", choices=("products", "bytes", "decode"))
@@ -84,10 +87,10 @@ def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
     tasks: dict[Key, Task] = {}
     if options.only in (None, "decode"):
         models = read_models(options.model)
-        for key in (key for model in models for key in decode_keys(model, DECODE_BATCHES, options.kv_bits)):
+        for key in (key for model in models for key in decode_keys(model, options.decode_rows, options.kv_bits)):
             given = key.head_dim, key.pairs, torch.bfloat16, KV_DTYPES[key.kv_bits]
             today, rule = (choose_plan(*given, one) for one in (gpu, bare))
-            tasks[key] = Task(key, decode_candidates(key, today, rule), rule)
+            tasks[key] = Task(key, decode_candidates(key, today, rule, gpu), rule)
     return list(tasks.values())
 
 

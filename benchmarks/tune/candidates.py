@@ -49,6 +49,10 @@ DECODE_TILES = (
     *((64, 4, 4), (64, 4, 3), (64, 4, 2), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 2, 4)),
     *((32, 4, 3), (128, 4, 2), (16, 1, 4)),
 )
+EARLY_TILES = {(128, 16): {(64, 4), (32, 2), (32, 4)}, (128, 8): {(32, 4)}}
+"""Positions and warps of tiles whose programs, with early loads, spill none of `EARLY_REGISTERS` by the assembler for
+sm_90, by the width of heads of more than 64 elements and the bits of keys and values. Those of less spill none. With
+programs that share a row, up to 16 bytes of a thread are spilled."""
 
 
 def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
@@ -160,16 +164,23 @@ def splits(tiles: int, inputs: int, gpu: GpuTraits) -> list[int]:
     return sorted(found)
 
 
-def decode_candidates(key: DecodeKey, today: DecodePlan, rule: DecodePlan) -> list[DecodePlan]:
+def decode_candidates(key: DecodeKey, today: DecodePlan, rule: DecodePlan, gpu: GpuTraits) -> list[DecodePlan]:
     """List the plans of decode attention.
 
-    They are today's, the rule's and others, without repetition.
+    They are today's, the rule's and others, without repetition, with early loads too where the GPU has dependent
+    launch and the tile's registers hold them.
     """
     found = [today, rule]
     for positions, warps, stages in DECODE_TILES:
         size = positions if key.head_dim <= 128 else positions // 2
         tile = Tile(size, warps, stages)
         found.append(DecodePlan(tile, rule.least, rule.splits))
+        if gpu.pdl and _loads_early(key, tile):
+            found.append(DecodePlan(tile, rule.least, rule.splits, early=True))
         if key.pairs >= 128:
             found += [DecodePlan(tile, 256, 2), DecodePlan(tile, 512, 4)]
     return [plan for plan in dict.fromkeys(found) if not decode_problem(key, plan)]
+
+
+def _loads_early(key: DecodeKey, tile: Tile) -> bool:
+    return key.head_dim <= 64 or tile[:2] in EARLY_TILES.get((key.head_dim, key.kv_bits), ())

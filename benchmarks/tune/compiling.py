@@ -41,7 +41,7 @@ def identity(job: Job) -> Identity:
     layer, key, plan = job
     if isinstance(key, DecodeKey):
         assert isinstance(plan, DecodePlan)
-        return key.head_dim, key.kv_bits, plan.tile, plan.splits > 1 or key.pairs < 256
+        return key.head_dim, key.kv_bits, plan.tile, plan.early, plan.splits > 1 or key.pairs < 256
     assert layer is not None
     if isinstance(key, ByteProductKey):
         return layer.format, key.inputs, plan

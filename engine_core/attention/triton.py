@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan, fit_tile, paged_decode, split_scratch
+from tandem.engine_core.kernels.attention.paged_decode import choose_plan, fit_plan, paged_decode, split_scratch
 from tandem.engine_core.kernels.attention.paged_prefill import (
     TILE_WORDS,
     TileShape,
@@ -57,14 +57,17 @@ class DecodeStep:
 
         out: memory for the result, shaped like query; scratch: as in `paged_decode`.
         """
-        plan = choose_plan(query.shape[2], len(query) * keys.shape[1], query.dtype, keys.dtype, self.gpu)
+        pairs = len(query) * keys.shape[1]
+        plan = choose_plan(query.shape[2], pairs, query.dtype, keys.dtype, self.gpu)
+        plan = fit_plan(plan, query, keys, self.gpu)
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
             pdl=self.gpu.pdl,
-            tile=fit_tile(plan.tile, query, keys, self.gpu),
+            tile=plan.tile,
             least=plan.least,
+            early=plan.early,
             out=out,
             scratch=scratch,
             scales=scales,

@@ -2,8 +2,12 @@
 
 A kernel may start while the one before it still runs. It reads what that one wrote only after it has waited for it, and
 lets its own successor start only after that wait. So when a kernel starts, every kernel before its immediate
-predecessor has finished. One exception: `paged_prefill` beside `paged_decode` waits only at its end. Its successor may
-start while both still run, and once it has waited for `paged_prefill` it has waited for both.
+predecessor has finished, and what those wrote may be read before the wait, which is what the early loads of
+`paged_decode` do.
+
+One exception: `paged_prefill` beside `paged_decode` waits only at its end. Its successor may start while both still
+run, and once it has waited for `paged_prefill` it has waited for both. That successor is a product, never
+`paged_decode`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803

@@ -14,12 +14,14 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, de
 from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
 from tandem.engine_core.kernels.gated_activation import gated_activation
+from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.reference import layer as reference_layer
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.rope import rope_and_kv_write
+from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tests.support.length_tables import tables_of
 
 pytestmark = pytest.mark.gpu
@@ -192,6 +194,21 @@ def test_spare_programs_of_long_rows_equal_the_oracle(
             torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_early_loads_change_no_result(dtype: torch.dtype, head_dim: int) -> None:
+    """Lengths beside the edges of the first blocks, with and without splits and a window."""
+    lengths = [near + 32 * n for n in range(9) for near in (1, 2, 31, 32)] + [1000, 4097]
+    given = paged(lengths, 32, 8, head_dim, 16, torch.bfloat16)
+    if dtype.itemsize == 1:
+        given = given._replace(keys=to_pool(given.keys, dtype), values=to_pool(given.values, dtype))
+    for tile in (Tile(32, 1, 3), Tile(64, 4, 2), Tile(64, 4, 4)):
+        for splits, window in ((1, None), (5, None), (3, 70)):
+            options = {"pdl": True, "tile": tile, "window": window, "least": 64}
+            expected, found = (paged_decode(*given, 0.125, splits, **options, early=e) for e in (False, True))
+            torch.testing.assert_close(found, expected, atol=2**-7, rtol=2**-7)
+
+
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_pages_apart_in_the_pool_equal_the_oracle(page: int) -> None:
     """A page of one layer is followed by those of the others before the next page begins."""
@@ -247,9 +264,13 @@ def test_one_graph_serves_every_length() -> None:
         torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_a_chain_with_early_launches_equals_one_without(batch: int) -> None:
-    """Norm, rotation and attention of several layers in one graph, each kernel started before its predecessor ends."""
+def test_a_chain_with_early_launches_equals_one_without(batch: int, early: bool) -> None:
+    """Norm, rotation and attention of several layers in one graph, each kernel started before its predecessor ends.
+
+    The newest keys and values are wrong until the rotation has stored them.
+    """
     lengths = [37 + 31 * i for i in range(batch)]
     layers = [paged(lengths, 32, 8, 64, 16, torch.bfloat16) for _ in range(4)]
     _, _, _, rows, positions, table = layers[0]
@@ -265,7 +286,8 @@ def test_a_chain_with_early_launches_equals_one_without(batch: int) -> None:
         for keys, values in pools:
             normed, stream = add_rms_norm(update, stream, weight, 1e-5, pdl)
             query = rope_and_kv_write(normed.view(batch, 48, 64), cos, sin, index, keys, values, pdl=pdl)
-            attended = paged_decode(query, keys, values, rows, positions, table, 0.125, 6, pdl=pdl)
+            chained = {"pdl": pdl, "early": early and pdl}
+            attended = paged_decode(query, keys, values, rows, positions, table, 0.125, 6, **chained)
             gate_up = torch.cat((attended.flatten(1), stream, attended.flatten(1)[:, :1024]), 1)
             update = gated_activation(gate_up, Activation.SILU, pdl)
         return stream

@@ -41,6 +41,6 @@ def test_decode_attention_is_compiled_and_timed(kv_bits: int) -> None:
     today = choose_plan(64, 256, torch.bfloat16, torch.bfloat16, gpu)
     timer = DecodeTimer(gpu)
     with torch.inference_mode():
-        for plan in (today, decode_candidates(key, today, today)[-1]):
+        for plan in (today, decode_candidates(key, today, today, gpu)[-1]):
             assert compile_one(Job(None, key, plan), gpu) == ""
             assert 0 < timer(key, plan) < math.inf

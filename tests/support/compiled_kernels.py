@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import DecodeStep, RaggedStep
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.paged_decode import TILES
+from tandem.engine_core.kernels.attention.paged_decode import TILES, choose_plan
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
@@ -52,6 +53,7 @@ from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
@@ -83,7 +85,8 @@ class Compiler:
         self.seen: set[str] = set()
 
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if self.once and kernel.__name__ in self.seen - {splitk_gemm_kernel.__name__}:
+        several = {splitk_gemm_kernel.__name__, "_paged_decode_kernel"}
+        if self.once and kernel.__name__ in self.seen - several:
             return
         self.seen.add(kernel.__name__)
         began = time.perf_counter()
@@ -97,9 +100,17 @@ class Compiler:
             "shared_memory": compiled.metadata.shared,
             "chained": "griddepcontrol" in compiled.asm["ptx"],
             "code_bytes": len(compiled.asm["cubin"]),
+            "early": options.get("EARLY"),
+            "stages": options.get("STAGES"),
+            "copies_before_wait": copies_before_wait(compiled.asm["ttgir"]),
             "seconds": round(time.perf_counter() - began, 2),
         }
         print(json.dumps(line), flush=True)
+
+
+def copies_before_wait(code: str) -> int:
+    """Count the copies to shared memory that come before the last wait for the kernel before."""
+    return code.rpartition("griddepcontrol.wait")[0].count("ttg.async_commit_group")
 
 
 def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -116,9 +127,20 @@ def scales_for(kv_dtype: torch.dtype) -> Tensor | None:
 
 
 def decode(
-    gpu: GpuTraits, head_dim: int, group: int, pairs: int, kv_dtype: torch.dtype, splits: int = 2, spares: int = 0
+    gpu: GpuTraits,
+    head_dim: int,
+    group: int,
+    pairs: int,
+    kv_dtype: torch.dtype,
+    splits: int = 2,
+    spares: int = 0,
+    early: bool | None = None,
 ) -> Launch:
-    """Decode of as many rows as there are pairs, on one KV head."""
+    """Decode of as many rows as there are pairs, on one KV head. early: None as the rule says."""
+    if early is not None:
+        keyed = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (pairs.bit_length() - 1))
+        plan = choose_plan(head_dim, pairs, torch.bfloat16, kv_dtype, gpu)._replace(early=early)
+        gpu = replace(gpu, tiles=TileTable(gpu.name, {}, {keyed: plan}))
     table = PageTable(torch.zeros(pairs, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(pairs, dtype=torch.int32), half(64, 1, head_dim, dtype=kv_dtype)
     query, layer = half(pairs, group, head_dim), kind_of(head_dim)
@@ -298,6 +320,8 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     for rows in (1, 16):
         yield list(nibble_products(gpu, rows, 3072, 2048))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
+    for early in BOTH:
+        yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -319,13 +343,15 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         tiles = TILES[head_width(head_dim)]
         for pairs in (max(1, least) for least in tiles):
             for group in (1, 32):
-                yield decode(gpu, head_dim, group, pairs, torch.bfloat16)
+                for early in BOTH:
+                    yield decode(gpu, head_dim, group, pairs, torch.bfloat16, early=early)
                 yield decode(gpu, head_dim, group, pairs, torch.bfloat16, splits=1, spares=17)
         yield prompts(gpu, head_dim, 4, torch.bfloat16)
         if gpu.capability >= FP8_CAPABILITY:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)
             yield lambda call=call: triton_kernels(gpu.pdl).rope_and_kv_write(*call, None, None, 1e-6, torch.ones(2))
-            yield decode(gpu, head_dim, 4, 256, FP8)
+            for early in BOTH:
+                yield decode(gpu, head_dim, 4, 256, FP8, early=early)
             yield prompts(gpu, head_dim, 4, FP8)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 

@@ -8,6 +8,12 @@ every mix of lengths, and a step needs no planning. Rows that are much longer th
 heads of a KV head form one tile of `tl.dot`. Where several programs share a row, the last to finish combines what all
 have stored. With a sliding window the programs share only the blocks that the window reaches, so a row costs no more
 than its window.
+
+Early loads: the kernel right before, `rope_and_kv_write`, writes of each row's keys and values only the newest
+position; all others are those of earlier steps. So a program may ask for its first blocks before that kernel has
+finished, unless they reach the newest position. This holds because no row of a step has several tokens here (those go
+to `paged_prefill`), or reads a page that another row of the same step fills (a page enters the prefix cache only after
+the step that fills it was launched).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -52,8 +58,8 @@ PROGRAMS_PER_SM = 2
 CHUNK, SHORT_CHUNK = 1024, 512
 """Elements for each warp that the last program of a row combines at a time. The second, where most programs combine
 nothing, leaves them as many registers as programs that never do: more run side by side."""
-
-
+FEWEST_ROWS = 16
+"""Fewest rows of a tile that `tl.dot` takes."""
 MANY = 256
 """Number of pairs of row and KV head from which rows alone fill the device."""
 TILES = {
@@ -67,6 +73,12 @@ TILES = {
 With few pairs only latency counts; with many, the number of programs that fit side by side does, since the last ones
 run alone. Measured in bfloat16 on an H200, in a graph; the rule where the GPU's tile table has nothing.
 """
+EARLY_PAIRS = {128: 512}
+"""Number of pairs from which keys and values of 16 bits are loaded early, by the `head_width` for which that was
+faster, measured likewise after `rope_and_kv_write`."""
+EARLY_REGISTERS = 128
+"""Most registers of a thread with early loads. Without this bound the compiler takes more for heads of 128 elements,
+and fewer programs run side by side."""
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int, at_least: int = 1) -> int:
@@ -105,20 +117,24 @@ def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
 
     dtype: of the queries; kv_dtype: of keys and values.
     """
-    rule = DecodePlan(choose_tile(head_dim, pairs, dtype), least_positions(pairs))
-    if dtype.itemsize > 2:
-        return rule
-    key = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
-    return gpu.tiles.attention(key, rule)
+    width = head_width(head_dim)
+    early = kv_dtype.itemsize == 2 and pairs >= EARLY_PAIRS.get(width, pairs + 1)
+    plan = DecodePlan(choose_tile(head_dim, pairs, dtype), least_positions(pairs), early=early)
+    if dtype.itemsize <= 2:
+        key = DecodeKey(width, 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
+        plan = gpu.tiles.attention(key, plan)
+    return plan._replace(early=plan.early and gpu.pdl)
 
 
-def fit_tile(tile: Tile, query: Tensor, keys: Tensor, gpu: GpuTraits) -> Tile:
-    """Return a tile with no more pipeline stages than fit the shared memory.
+def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> DecodePlan:
+    """Return a plan with no more pipeline stages than fit the shared memory.
 
+    Early loads are off where a KV head has more than `FEWEST_ROWS` query heads: `EARLY_REGISTERS` do not hold these.
     query, keys: as in `paged_decode`.
     """
     rows = _tile_rows(query.shape[1] // keys.shape[1])
-    return tile._replace(stages=min(tile.stages, max_stages(rows, tile.positions, query, keys, gpu)))
+    stages = min(plan.tile.stages, max_stages(rows, plan.tile.positions, query, keys, gpu))
+    return plan._replace(tile=plan.tile._replace(stages=stages), early=plan.early and rows == FEWEST_ROWS)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "least_blocks"])
@@ -159,6 +175,7 @@ def _paged_decode_kernel(
     SPARES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -201,15 +218,25 @@ def _paged_decode_kernel(
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
     if SCALED:
         value_scale = tl.load(scales_ptr + 1)
-    wait_for_previous(PDL)
     q_offs = b.to(tl.int64) * query_stride + (head * GROUP + g[:, None]) * D + d[None, :]
     in_group = in_head(g < GROUP, d, D, WIDE)
-    q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
+    if EARLY:
+        # The first copies of the loop's pipeline, of fewer than `STAGES` blocks, come before the loop and so before the
+        # wait in it.
+        if tl.minimum(first + STAGES, last) * BLOCK > position:
+            wait_for_previous(PDL)
+        q = query_over(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
+    else:
+        wait_for_previous(PDL)
+        q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
     for block in tl.range(first, last, num_stages=STAGES):
+        if EARLY and block == first:
+            wait_for_previous(PDL)
+            q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]
         visible = m < length
@@ -273,21 +300,21 @@ def paged_decode(
     scratch: tuple[Tensor, Tensor] | None = None,
     scales: Tensor | None = None,
     spares: SparePrograms | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
     Token i attends to positions 0 to positions[i] of its row, inclusive, all of them in the pool already.
-
     query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 as the
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
-    scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least (positions worth a program
-    of their own): measured defaults if None; out: where to write; scratch: from `split_scratch`, for a caller that has
-    to keep it; scales: as in `kv_dtype`; spares: of these positions and splits. Returns [B, heads, D], contiguous.
+    scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,
+    the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
+    it; scales: as in `kv_dtype`; spares: of these positions and splits. Returns [B, heads, D], contiguous.
 
-    With `pdl` the kernel right before may write the query, keys and values, but not rows, positions, scales, spares or
-    the page table, which are read before it has finished. Launches on one device must be ordered, as they share
-    counters. Raises RuntimeError if the first is under graph capture, and ValueError for another D, layout or page
-    size, a window below 1 or a soft cap that is not positive.
+    With `pdl` the kernel right before may write the query, keys and values (with `early`, only those of the newest
+    positions), but not rows, positions, scales, spares or the page table, which are read before it has finished.
+    Launches on one device must be ordered, as they share counters. Raises RuntimeError if the first is under graph
+    capture, and ValueError for another D, layout or page size, a window below 1 or a soft cap that is not positive.
     """
     batch, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -311,7 +338,7 @@ def paged_decode(
         WINDOW=window,
         CAP=kernel_cap(softcap),
         **page_table.constants,
-        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, SHORT_CHUNK if spare_count else CHUNK),
+        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, spare_count > 0),
     )
     return out
 
@@ -331,15 +358,17 @@ def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, 
 
 
 def _tile_rows(group: int) -> int:
-    """Return the rows of a tile, at least the 16 that `tl.dot` takes.
+    """Return the rows of a tile.
 
     group: query heads of a KV head.
     """
-    return max(16, int(triton.next_power_of_2(group)))
+    return max(FEWEST_ROWS, int(triton.next_power_of_2(group)))
 
 
-def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, chunk: int) -> dict[str, object]:
-    combine_rows = triton.next_power_of_2(group)
+def _options(
+    tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, early: bool, spares: bool
+) -> dict[str, object]:
+    combine_rows, chunk = triton.next_power_of_2(group), SHORT_CHUNK if spares else CHUNK
     return {
         "D": head_dim,
         "WIDE": head_width(head_dim),
@@ -352,6 +381,8 @@ def _options(tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: boo
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
         "PDL": pdl,
+        "EARLY": early,
+        **({"maxnreg": EARLY_REGISTERS} if early else {}),
         **({"launch_pdl": True} if pdl else {}),
     }
 

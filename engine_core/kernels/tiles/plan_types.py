@@ -88,9 +88,11 @@ class Tile(NamedTuple):
 class DecodePlan(NamedTuple):
     """Launch parameters of decode attention.
 
-    least: fewest positions worth a program of their own; splits: fewest programs offered to a row's KV head.
+    least: fewest positions worth a program of their own; splits: fewest programs offered to a row's KV head; early:
+    whether programs ask for their first keys and values before the kernel before them has finished.
     """
 
     tile: Tile
     least: int
     splits: int = 1
+    early: bool = False

@@ -115,6 +115,8 @@ class Attention(Struct, forbid_unknown_fields=True):
     stages: Count
     least: Count
     splits: Count
+    early: bool = False
+    """Files leave it out where nothing is loaded early."""
 
 
 class DecodeEntry(Struct, forbid_unknown_fields=True):
@@ -210,7 +212,7 @@ def _decode(place: Traversable, found: TableFile) -> dict[DecodeKey, DecodePlan]
     for number, entry in enumerate(found.decode):
         key = DecodeKey(entry.head_dim, entry.kv_bits, entry.pairs)
         tile = Tile(entry.plan.positions, entry.plan.warps, entry.plan.stages)
-        plans[key] = DecodePlan(tile, entry.plan.least, entry.plan.splits)
+        plans[key] = DecodePlan(tile, entry.plan.least, entry.plan.splits, entry.plan.early)
         _check(place, f"decode[{number}]", decode_problem(key, plans[key]), len(plans) == number + 1)
     return plans
 
@@ -228,8 +230,7 @@ def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
     """Return a table as the text of a file, one entry a line, sorted."""
     products = [{**key._asdict(), "plan": _written(plan)} for key, plan in sorted(table.products.items(), key=_first)]
     decode = [
-        {**key._asdict(), "plan": {**plan.tile._asdict(), "least": plan.least, "splits": plan.splits}}
-        for key, plan in sorted(table.decode.items(), key=_first)
+        {**key._asdict(), "plan": _written_attention(plan)} for key, plan in sorted(table.decode.items(), key=_first)
     ]
     byte_products = [
         {**key._asdict(), "plan": None if plan is None else asdict(plan)}
@@ -359,6 +360,11 @@ def _written(plan: Plan) -> dict[str, object] | None:
         return None
     fields = {name: value for name, value in asdict(plan).items() if value is not None}
     return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **fields}
+
+
+def _written_attention(plan: DecodePlan) -> dict[str, object]:
+    fields = {**plan.tile._asdict(), "least": plan.least, "splits": plan.splits}
+    return {**fields, "early": True} if plan.early else fields
 
 
 def _first(item: tuple[tuple[object, ...], object]) -> tuple[object, ...]:

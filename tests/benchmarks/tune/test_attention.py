@@ -25,6 +25,8 @@ def test_decode_by_any_plan_attends_alike(kv_bits: int) -> None:
     key, bare = DecodeKey(32, kv_bits, 4), replace(H200, capability=(8, 0), tiles=NO_TABLE)
     (given, *_) = layers(key, 40, DEVICE, torch.float32)
     today = choose_plan(32, 4, torch.bfloat16, torch.bfloat16, bare)
-    plans = decode_candidates(key, today, today)
-    first, last = (run(given, plan, bare) for plan in (plans[0], plans[-1]))
-    torch.testing.assert_close(last, first, rtol=1e-4, atol=1e-4)
+    plans = decode_candidates(key, today, today, H200)
+    plain, early = (next(plan for plan in plans[::-1] if plan.early is each) for each in (False, True))
+    first, *others = (run(given, plan, bare) for plan in (plans[0], plain, early))
+    for found in others:
+        torch.testing.assert_close(found, first, rtol=1e-4, atol=1e-4)

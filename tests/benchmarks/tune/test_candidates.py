@@ -8,8 +8,8 @@ from benchmarks.tune.candidates import chosen, decode_candidates, product_candid
 from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, decode_keys, layer_key, product_keys, read_models
 from tandem.engine_core.kernels.attention.paged_decode import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import BUCKETS, BYTE_BUCKETS, ByteProductKey, ProductKey
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.table import BUCKETS, BYTE_BUCKETS, ByteProductKey, DecodeKey, ProductKey
 from tandem.engine_core.kernels.tiles.table_file import byte_product_problem, decode_problem, product_problem
 from tests.fakes.gpus import H200, L4, RTX_5090
 
@@ -89,7 +89,18 @@ def test_parts_leave_few_multiprocessors_idle_and_make_few_waves(tiles: int, mul
 def test_decode_candidates_begin_with_those_of_today() -> None:
     for key in decode_keys(read_models(["1b"])[0], [8, 64, 256]):
         today = choose_plan(key.head_dim, key.pairs, torch.bfloat16, torch.bfloat16, H200)
-        plans = decode_candidates(key, today, today)
+        plans = decode_candidates(key, today, today, H200)
         assert plans[0] == today
         assert len(set(plans)) == len(plans) > 10
         assert not any(decode_problem(key, plan) for plan in plans)
+        assert not any(plan.early for plan in decode_candidates(key, today, today, L4))
+
+
+@pytest.mark.parametrize(
+    ("width", "bits", "held"),
+    [(64, 8, {(64, 4, 2), (32, 1, 3), (32, 4, 3)}), (128, 16, {(64, 4, 2), (32, 4, 3)}), (128, 8, {(32, 4, 3)})],
+)
+def test_early_loads_are_tried_where_registers_hold_them(width: int, bits: int, held: set[tuple[int, ...]]) -> None:
+    rule = DecodePlan(Tile(64, 4, 4), 1024)
+    plans = decode_candidates(DecodeKey(width, bits, 512), rule, rule, H200)
+    assert {plan.tile for plan in plans if plan.early} & {(64, 4, 2), (32, 1, 3), (32, 4, 3)} == held

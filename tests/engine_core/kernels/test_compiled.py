@@ -62,6 +62,19 @@ def check(lines: Lines, architecture: int) -> None:
     unchained = {"_tile_kernel", "_merge_kernel"}
     assert chained == (launched_kernels() - unchained if architecture >= 90 else set())
     assert all(line["code_bytes"] > 1000 for line in own)
+    if architecture >= 90:
+        check_early_copies([line for line in own if line["early"] is not None])
+
+
+def check_early_copies(lines: Lines) -> None:
+    """Blocks that a pipeline has ahead of its loop, keys and values each, are asked for before the wait in the loop.
+
+    `paged_decode` relies on their number: it waits first where one more would reach the newest position.
+    """
+    assert {line["early"] for line in lines} == {False, True}
+    for line in lines:
+        ahead = 2 * (line["stages"] - 1) if line["early"] else 0
+        assert line["copies_before_wait"] == ahead, line
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,26 @@
 """The Triton decode attention against its oracle, in float32."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention.paged_decode import TILES, choose_splits, choose_tile, fit_tile, paged_decode
+from tandem.engine_core.kernels.attention.paged_decode import (
+    TILES,
+    choose_plan,
+    choose_splits,
+    choose_tile,
+    fit_plan,
+    paged_decode,
+)
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
-from tandem.engine_core.kernels.tiles.plan_types import Tile
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, TileTable
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_4090, RTX_5090
 from tests.support.thinned import thinned
 
@@ -220,8 +229,32 @@ def test_splits_follow_the_number_of_multiprocessors() -> None:
 def fitted(gpu: GpuTraits, head_dim: int, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[int]:
     """Return the stages of the tiles for few to many pairs on a GPU, with one KV head."""
     query, keys = torch.empty(1, heads, head_dim, dtype=torch.bfloat16), torch.empty(1, 1, head_dim, dtype=dtype)
-    tiles = [choose_tile(head_dim, pairs, torch.bfloat16) for pairs in TILES[head_dim]]
-    return [fit_tile(tile, query, keys, gpu).stages for tile in tiles]
+    plans = [DecodePlan(choose_tile(head_dim, pairs, torch.bfloat16), 64) for pairs in TILES[head_dim]]
+    return [fit_plan(plan, query, keys, gpu).tile.stages for plan in plans]
+
+
+def test_keys_and_values_are_loaded_early_only_where_that_was_measured_to_be_faster() -> None:
+    half, byte = torch.bfloat16, torch.float8_e4m3fn
+    bare, without_pdl = (replace(gpu, tiles=NO_TABLE) for gpu in (H200, L4))
+    given = [(128, 512, half, bare), (128, 4096, half, bare), (128, 511, half, bare), (64, 2048, half, bare)]
+    given += [(128, 512, byte, bare), (128, 512, half, without_pdl)]
+    plans = [choose_plan(width, pairs, half, kv_dtype, gpu) for width, pairs, kv_dtype, gpu in given]
+    assert [plan.early for plan in plans] == [True, True, False, False, False, False]
+    assert choose_plan(128, 512, torch.float32, torch.float32, bare).early is False
+
+
+def test_a_table_decides_on_early_loads_too_but_for_gpus_without_dependent_launch() -> None:
+    measured = DecodePlan(Tile(32, 1, 3), 64, 1, early=True)
+    tables = [TileTable("a", {}, {DecodeKey(64, 16, 512): measured})] * 2
+    gpus = [replace(gpu, tiles=table) for gpu, table in zip((H200, L4), tables, strict=True)]
+    found = [choose_plan(64, 512, torch.bfloat16, torch.bfloat16, gpu) for gpu in gpus]
+    assert found == [measured, measured._replace(early=False)]
+
+
+@pytest.mark.parametrize(("heads", "early"), [(1, True), (16, True), (17, False), (32, False)])
+def test_many_query_heads_leave_no_registers_for_early_loads(heads: int, early: bool) -> None:
+    query, keys = (torch.empty(1, count, 128, dtype=torch.bfloat16) for count in (heads, 1))
+    assert fit_plan(DecodePlan(Tile(64, 4, 2), 1024, early=True), query, keys, H200).early is early
 
 
 @pytest.mark.parametrize("gpu", [A100, H20, H200, B200], ids=lambda gpu: gpu.name)

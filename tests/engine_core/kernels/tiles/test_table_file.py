@@ -60,6 +60,7 @@ DECODE = st.dictionaries(
         st.builds(Tile, st.sampled_from([16, 32, 64, 128]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6)),
         st.integers(1, 4096),
         st.integers(1, 64),
+        st.booleans(),
     ),
 )
 KINDS: list[ByteKind] = ["fp8", "int8"]
@@ -103,6 +104,17 @@ def test_only_plans_that_bound_registers_write_them() -> None:
     without, bounded = (json.loads(text)["products"][place]["plan"] for place in (1, 0))
     assert without == {"kernel": "gemv", "rows": 4, "block_k": 1024, "tiles": 1, "warps": 4}
     assert bounded == {"kernel": "gemv", "rows": 16, "block_k": 1024, "tiles": 1, "warps": 1, "registers": 128}
+
+
+def test_only_plans_that_load_early_write_it() -> None:
+    """So files written before there were such plans stay valid."""
+    key, plan = DecodeKey(128, 16, 512), DecodePlan(Tile(64, 4, 2), 1024)
+    plain, early = (
+        json.loads(table_text(TileTable("a", {}, {key: one}), {}))["decode"][0]["plan"]
+        for one in (plan, plan._replace(early=True))
+    )
+    assert plain == {"positions": 64, "warps": 4, "stages": 2, "least": 1024, "splits": 1}
+    assert early == plain | {"early": True}
 
 
 def test_tables_differ_by_what_was_measured_though_they_hash_by_name() -> None:
