@@ -2,7 +2,7 @@
 
 The library's stand beside plans of ours, and 16 bits.
 
-    python benchmarks/kernels/bench_byte_products.py --model 8b --rows 128 256 2048 --formats blocks outputs int8 tensor
+    python -m benchmarks.kernels.bench_byte_products --model 8b --rows 128 256 2048 --formats blocks outputs int8 tensor
 
 A figure is the time of one product in microseconds, over the weights of 8 layers in a CUDA graph. Rounding the inputs
 is not part of it, and is reported by itself: alone, and as what it adds to a norm. The plan that the engine takes is

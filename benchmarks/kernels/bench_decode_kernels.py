@@ -5,7 +5,7 @@ The results are microseconds per launch, and GB/s.
 A graph launches the kernel on many buffer sets in turn, together larger than the second-level cache, and is replayed;
 the median replay counts. Bytes are the least that have to be moved; the ceiling is the measured read bandwidth.
 
-    python benchmarks/kernels/bench_decode_kernels.py [--only paged] [--json out.json] [--sweep]
+    python -m benchmarks.kernels.bench_decode_kernels [--only paged] [--json out.json] [--sweep]
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.measuring.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits, fit_plan, paged_decode
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
@@ -31,12 +31,15 @@ from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.runtime.tables import DeviceTables
 
 CEILING = 4385
 """Read bandwidth in GB/s: `torch.sum` over 8 GB on an H200."""
 WORKING_SET = 256e6
 PAGE = 16
+PAIRED = ((64, 448), (256, 448), (64, 1024))
+"""Rows and contexts of attention that is timed after its rotation too, as a layer runs them."""
 SWEPT = [
     Tile(*t)
     for t in (
@@ -117,7 +120,29 @@ def bench_paged(sweep: bool) -> Iterator[tuple[str, float, float]]:
         for suffix, options in variants:
             launches = [partial(paged_decode, *args, **options) for args in given]
             yield name + suffix, microseconds(launches), size
+        if (batch, context) in PAIRED:
+            yield f"{name}, pair", microseconds(pairs(given)), size
         del given, launches
+
+
+def pairs(given: Sequence[tuple[Any, ...]]) -> list[Launch]:
+    """Return a launch for each layer: rotation, then attention by the engine's plan."""
+    gpu = read_gpu_traits()
+    query, keys, _, rows, positions, table, _ = given[0]
+    (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
+    chosen = choose_plan(head_dim, batch * kv_heads, query.dtype, keys.dtype, gpu)
+    plan = fit_plan(chosen, query, keys, gpu)
+    splits = choose_splits(batch, kv_heads, gpu.multiprocessors, int(positions.max()) + 1, plan.splits)
+    cos, sin = torch.rand(2, batch, 1, head_dim, device="cuda").unbind(0)
+    slots = table.slots(rows.long(), positions.long())
+    qkvs = [randn(batch, heads + 2 * kv_heads, head_dim) for _ in given]
+
+    def both(qkv: Tensor, layer: tuple[Any, ...]) -> Tensor:
+        rotated = rope_and_kv_write(qkv, cos, sin, slots, *layer[1:3], pdl=gpu.pdl)
+        options = {"tile": plan.tile, "least": plan.least, "early": plan.early}
+        return paged_decode(rotated, *layer[1:], splits, pdl=gpu.pdl, **options)
+
+    return [partial(both, *one) for one in zip(qkvs, given, strict=True)]
 
 
 def bench_norms(pdl: bool) -> Iterator[tuple[str, float, float]]:

@@ -2,8 +2,8 @@
 
 Launches are timed in CUDA graphs.
 
-    python benchmarks/kernels/bench_linear.py --model 1b --rows 1 8 64
-    python benchmarks/kernels/bench_linear.py --model 1b --rows 8 --sweep   # every candidate plan of every shape
+    python -m benchmarks.kernels.bench_linear --model 1b --rows 1 8 64
+    python -m benchmarks.kernels.bench_linear --model 1b --rows 8 --sweep   # every candidate plan of every shape
 
 Every number is over the weights of 16 different layers, read once per replay: far more than the cache holds.
 """

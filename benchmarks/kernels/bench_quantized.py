@@ -1,6 +1,6 @@
 """Linear layers of a step on a GPU in each quantized format, beside 16 bits.
 
-    python benchmarks/kernels/bench_quantized.py --model 8b --rows 1 64 256 [--out FILE]
+    python -m benchmarks.kernels.bench_quantized --model 8b --rows 1 64 256 [--out FILE]
 
 A figure is the time of all products of 16 layers with their norms and SwiGLU, without attention and head, in a CUDA
 graph: what the engine runs. The weights are far more than the cache holds. The ceiling is the time to read the weights
