@@ -135,7 +135,7 @@ class Acceptor(Protocol):
         """Have others accept the tokens that are sampled under masks as they arrive.
 
         Return True if others than the calling thread do: `Runtime.begin_masks` may then give them more. `begin` must
-        follow with the same masks.
+        follow with the same masks, before anything else happens to their constraints.
         """
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:

@@ -254,9 +254,9 @@ class CudaEvent:
 
 
 class CopyStream:
-    """Context in which the copy stream is the current one.
+    """Context in which the copy stream is current.
 
-    Entering and leaving it looks up less than `torch.cuda.stream` does.
+    The compute stream is, before and afterwards. Entering and leaving it looks up less than `torch.cuda.stream` does.
     """
 
     def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:

@@ -173,7 +173,13 @@ class WorkerLink:
         return slot
 
     def begin(self, operations: Ints) -> None:
-        """Add operations to the next batch, [N, 3], whose results are waited for."""
+        """Add operations to the next batch, [N, 3], whose results are waited for.
+
+        They go in one batch with those that are begun until it is sent: of several, the second would be sent only once
+        the tokens that the first expects have arrived.
+        """
+        if not self.is_awaited and len(self.pending) > 3 * (MAX_OPERATIONS - 2 * MAX_SLOTS):
+            self.post()
         self.pending.frombytes(operations.tobytes())
         self.is_awaited = True
 

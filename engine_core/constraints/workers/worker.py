@@ -93,7 +93,7 @@ class Worker:
 
         The engine is told when the first mask's turn comes: it goes on with the tokens meanwhile.
         """
-        matchers, channel, masks, clock = self._matchers, self.channel, self.masks, self.clock
+        matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
         since, num_masks = clock(), 0
         give_up = since + BATCH_SECONDS
@@ -111,10 +111,8 @@ class Worker:
                 since = clock()
             elif kind in (ACCEPT, EXPECT):
                 if kind == EXPECT:
-                    place, value = value, masks.token(value)
-                    if value == PENDING_TOKEN:
-                        value = self._await_token(place)
-                        give_up = clock() + BATCH_SECONDS
+                    value, had_to_wait = self._await_token(value)
+                    give_up = clock() + BATCH_SECONDS if had_to_wait else give_up
                 if value == NO_TOKEN:
                     continue
                 matcher = matchers[slot]
@@ -137,12 +135,15 @@ class Worker:
                 self._slow.discard(slot)
         return num_masks - len(written)
 
-    def _await_token(self, place: int) -> int:
-        """Wait until the device has written a token, and return it."""
-        awake_until = time.monotonic() + AWAKE_SECONDS
-        while (token := self.masks.token(place)) == PENDING_TOKEN:
-            time.sleep(0 if time.monotonic() < awake_until else NAP_SECONDS)  # lets other threads run
-        return token
+    def _await_token(self, place: int) -> tuple[int, bool]:
+        """Return a token that the device has written, and whether it was waited for."""
+        token, since = self.masks.token(place), 0.0
+        while token == PENDING_TOKEN:
+            since = since or time.monotonic()
+            is_soon = time.monotonic() < since + AWAKE_SECONDS
+            time.sleep(0 if is_soon else NAP_SECONDS)  # lets other threads run
+            token = self.masks.token(place)
+        return token, since > 0
 
     def _write_state(self, slot: int, matcher: LLMatcher, flags: int) -> None:
         if matcher.is_stopped():
@@ -169,6 +170,7 @@ class Worker:
         if self._slow and self._grammar_of[slot] in self._slow:
             return False
         if self.channel.flags[slot] & (FORCES | FAILED) == FORCES:
+            # Nothing else is allowed then, and computing that takes long.
             self.masks.write_one(place, self.channel.next_forced(slot))
             return True
         matcher = self._matchers[slot]

@@ -161,7 +161,7 @@ def test_constraint_that_is_moved_to_a_worker_meanwhile(grammars: Grammars) -> N
     acceptor, compiled = TokenAcceptor(pool), grammars.compile(REGEX)
     held = [compiled.constraint(ignore_ends=False) for _ in range(3)]
     a, x, y = (grammars.prepare().tokenize_str(letter)[0] for letter in "axy")
-    assert not acceptor.begin(numbered(held), [a] * 3, 1)
+    acceptor.begin(numbered(held), [a] * 3, 1)
     compiled.add_remote(pool.compile(REGEX, []))
     assert all(each.remote for each in held)
     assert acceptor.finish() == set()
@@ -169,10 +169,29 @@ def test_constraint_that_is_moved_to_a_worker_meanwhile(grammars: Grammars) -> N
     assert held[0].fast_forward_tokens()[:1] == [y]
 
 
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_failed_row_of_a_lost_worker(grammars: Grammars, is_expected: bool) -> None:
+    """The other rows of that worker go on in this process; the failed one is left as it is."""
+    memory = MaskMemory()
+    tokens = memory.allocate(1, 2)[0]
+    link = InlineLink(grammars, memory)
+    pool = WorkerPool(1, lambda: link)
+    acceptor, held = TokenAcceptor(pool, memory), constraints(grammars, 4, TokenAcceptor(pool))[2:]
+    (a,) = grammars.prepare().tokenize_str("a")
+    masks, tokens[:] = numbered(held), (a, NO_TOKEN)
+    if is_expected:
+        assert acceptor.expect(masks, ArrivingTokens(tokens.data, [0, 1]))
+    acceptor.begin(masks, tokens.tolist(), 1)
+    link.lose("is lost")
+    assert acceptor.finish() == set()
+    assert held[0].remote is None and held[0].accept(a)
+    assert held[1].accept(a) and held[1].remote is None, "no token was given to it before"
+
+
 def test_no_tokens(grammars: Grammars, acceptor: TokenAcceptor) -> None:
     held = constraints(grammars, 4, acceptor)
     before = [state(each) for each in held]
-    assert not acceptor.begin([], [], 1)
+    acceptor.begin([], [], 1)
     assert acceptor.finish() == set()
     assert [state(each) for each in held] == before
 

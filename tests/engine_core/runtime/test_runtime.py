@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine_core.contracts import PENDING_TOKEN
 from tandem.engine_core.models.decoder import Decoder
+from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED
 from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import MAX_LOGIT_BIAS, SamplingParams
+from tests.support.engine_driver import DrivenEngine
+from tests.support.grammar_walks import WALKED
 from tests.support.plan_recording import table_tensors
 from tests.support.thinned import thinned
 from tests.support.tiny_llama import END, MAX_LEN, VOCAB, Compared, Shape, TinyEngine, build_runtime
@@ -159,6 +165,39 @@ def test_a_reused_slot_keeps_nothing_of_its_previous_step(model: Decoder) -> Non
         constrained = (0,) if turn % 2 else ()
         params = [greedy(5), *[SamplingParams(5, seed=turn, top_k=3)] * (size - 1)]
         check(model, asked, engine.generate(asked, params, constrained), params, constrained)
+
+
+def test_masks_of_all_rows_after_those_of_some(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every row has a mask, the indices that graphs read are not copied again."""
+    engine, everyone = TinyEngine(model, Shape(max_rows=4, step_tokens=64)), (0, 1, 2, 3)
+    real = TorchRuntime._sample
+
+    def sample(self: TorchRuntime, s: StepSlot, logits: torch.Tensor, allowed: torch.Tensor | None) -> None:
+        if allowed is not None and s.packed is not None:
+            index = s.packed.read("mask_index").tolist()
+            assert s.masked[: len(index)].tolist() == index
+        real(self, s, logits, allowed)
+
+    monkeypatch.setattr(TorchRuntime, "_sample", sample)
+    for turn, constrained in enumerate([everyone, (1,), everyone, (0, 1), everyone]):
+        params = [greedy(5)] * 4
+        asked = prompts(4, seed=turn, longest=8)
+        check(model, asked, engine.generate(asked, params, constrained), params, constrained)
+
+
+def test_tokens_are_pending_until_they_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker would accept those that the slot's last step left."""
+    pending, real = [], TorchRuntime._sample
+
+    def sample(self: TorchRuntime, s: StepSlot, logits: torch.Tensor, allowed: torch.Tensor | None) -> None:
+        pending.append(allowed is None or bool((s.results_view[: len(logits)] == PENDING_TOKEN).all()))
+        real(self, s, logits, allowed)
+
+    driven = DrivenEngine.build(EngineOptions(device="cpu", max_len=256, max_rows=4, pipeline="on"))
+    monkeypatch.setattr(TorchRuntime, "_sample", sample)
+    driven.submit([7, 8, 9], SamplingParams(6), constraint=WALKED["words"])
+    driven.run()
+    assert len(pending) > 2 and all(pending)
 
 
 class TestNothingWaits:

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from tandem.engine_core.constraints.grammars import Grammars
-from tandem.engine_core.constraints.workers.channel import ACCEPT, CLOSE, DROP, MASK, MAX_OPERATIONS, OPEN, SLOT_BITS
+from tandem.engine_core.constraints.workers.channel import (
+    ACCEPT,
+    CLOSE,
+    DROP,
+    MASK,
+    MAX_OPERATIONS,
+    MAX_SLOTS,
+    OPEN,
+    SLOT_BITS,
+    TAKE,
+)
 from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
@@ -140,3 +150,17 @@ def test_matchers_of_this_process_alone(grammars: Grammars, memory: MaskMemory, 
 def test_a_pool_without_workers_begins_nothing(grammars: Grammars, memory: MaskMemory) -> None:
     pool = WorkerPool(2, lambda: InlineLink(grammars, memory))
     assert pool.begin(ACCEPT, ints(-1, -1), ints(1, 2)) == []
+
+
+def test_what_is_begun_goes_in_one_batch(grammars: Grammars, memory: MaskMemory) -> None:
+    """What is pending before it is sent first if both are too much for one."""
+    pool, (link,) = started(grammars, memory, 1)
+    sizes: list[int] = []
+    link.channel.post = lambda operations: sizes.append(len(operations) // 3)  # type: ignore[method-assign]
+    pending = 0
+    for pending in (MAX_OPERATIONS - 2 * MAX_SLOTS, MAX_OPERATIONS - 2 * MAX_SLOTS + 1):
+        link.pending.extend((TAKE, 0, 7) * pending)
+        for operation in (ACCEPT, MASK):
+            pool.begin(operation, ints(*range(MAX_SLOTS)), ints(*range(MAX_SLOTS)))
+        pool.post_awaited()
+    assert sizes == [MAX_OPERATIONS, pending, 2 * MAX_SLOTS]
