@@ -49,6 +49,7 @@ SCHEMES = {
     "fp8_weights_only": ByteScheme("fp8", Activations.UNQUANTIZED),
     "int8": ByteScheme("int8", Activations.TOKEN),
     "gptq": NibbleScheme("gptq", 128, False),
+    "gptq_64": NibbleScheme("gptq", 64, False),
     "gptq_32": NibbleScheme("gptq", 32, True),
 }
 ROWS = (1, 2, 16, 33, 64, 65, 100, 191, 256, 300, 1000)
@@ -58,9 +59,11 @@ MANY_SHAPES = [(6144, 4096), (28672, 4096), (4096, 4096), (4096, 14336), (1024, 
 Linear = TritonByteLinear | TritonNibbleLinear
 
 
-def linear_of(scheme: ByteScheme | NibbleScheme, outputs: int, inputs: int) -> Linear:
+def linear_of(
+    scheme: ByteScheme | NibbleScheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16
+) -> Linear:
     """Build random weights whose numbers have about the size of a trained layer's."""
-    context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), scheme)
+    context = triton_build_context(torch.device("cuda"), dtype, read_gpu_traits(), scheme)
     linear = context.linear_method.build(outputs, inputs, True, context)
     torch.manual_seed(outputs + inputs)
     if isinstance(linear, TritonByteLinear):
@@ -102,14 +105,20 @@ def tolerance(scheme: ByteScheme | NibbleScheme, rows: int) -> float:
     return 0.04 if rounds and rows > FEW_ROWS else 0.006
 
 
-@pytest.mark.parametrize(("name", "shape"), list(product(SCHEMES, SHAPES)))
-def test_products_equal_those_of_the_numbers(name: str, shape: tuple[int, int]) -> None:
-    linear = linear_of(SCHEMES[name], *shape)
+CASES = [
+    *product(SCHEMES, SHAPES, [torch.bfloat16]),
+    *product([name for name in SCHEMES if name.startswith("gptq")], SHAPES, [torch.float16]),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), CASES)
+def test_products_equal_those_of_the_numbers(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    linear = linear_of(SCHEMES[name], *shape, dtype)
     weight, bias = plain(linear).dequantized(torch.float32), linear.bias
     assert bias is not None
-    assert torch.equal(linear.dequantized(torch.bfloat16), plain(linear).dequantized(torch.bfloat16))
+    assert torch.equal(linear.dequantized(dtype), plain(linear).dequantized(dtype))
     for rows in ROWS:
-        x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(rows, shape[1], device="cuda", dtype=dtype)
         assert error(linear.apply(x), x.float() @ weight.t() + bias.float()) < tolerance(SCHEMES[name], rows), rows
 
 
