@@ -10,7 +10,7 @@ from tandem.engine_core.loader.transfer import Progress, transfer
 _BYTE_DEVIATION = 64
 """Standard deviation of noise in weights of one byte."""
 
-_KEPT = ("g_idx", "qzeros", "weight_zero_point")
+_KEPT = ("qzeros", "weight_zero_point")
 """Last parts of the names of tensors whose regions hold something that is valid from the start."""
 
 
@@ -18,7 +18,7 @@ def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
     """Fill every weight from a fixed seed.
 
     Norms get ones, integers any of their values, and the rest normal noise of deviation `scale`. Scales of quantized
-    weights are all equal.
+    weights are all equal, and groups of act-order are shuffled.
     """
     with torch.inference_mode():
         slots = model.weight_slots()
@@ -35,7 +35,11 @@ def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
     target = slot.target
     if slot.name.endswith(_KEPT) or slot.is_optional:
         return
-    if "norm" in slot.name:
+    if slot.name.endswith("g_idx"):
+        # Act-order in the usual order would cost nothing. Parts of a fused projection have one order.
+        order = torch.randperm(target.shape[-1], device=target.device, generator=generator)
+        target.copy_(target.sort(dim=-1).values[..., order])
+    elif "norm" in slot.name:
         target.fill_(1.0)
     elif "scale" in slot.name:
         target.fill_(scale / _BYTE_DEVIATION)

@@ -160,6 +160,8 @@ def test_dummy_weights_are_finite_numbers(name: str, tmp_path: Path) -> None:
     config = read_config(tmp_path)
     model = build_model(config, torch_build_context(torch.device("cpu"), torch.float32, config.quantization))
     fill_with_noise(model)
+    if name == "gptq_act_order":
+        assert all(layer.attention.qkv.order is not None for layer in model.layers), "what it costs would not show"
     tokens = random_tokens((5,), BASE["vocab_size"], seed=1)
     assert PagedRun(model, tokens, 4, seed=1).step([(0, 0, 5)]).isfinite().all()
 
