@@ -138,7 +138,9 @@ class MaskBuilder:
         ids, indices = _matchers(pairs)
         first = self.memory.place(out)
         begun = self._begun[indices] if self._begun_at == first else np.full(len(ids), -1, dtype=np.int32)
-        self._begun_at, here, late = -1, list[tuple[GrammarConstraint, int]](), list[tuple[GrammarConstraint, int]]()
+        self._begun_at = -1
+        here: list[tuple[GrammarConstraint, int]] = []
+        late: list[tuple[GrammarConstraint, int]] = []
         if (is_other := begun != ids).any() or ids.min(initial=0) < 0:
             is_here, is_late = ids < 0, is_other & (ids >= 0)
             if is_late.any():

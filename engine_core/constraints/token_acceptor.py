@@ -42,11 +42,10 @@ class TokenAcceptor:
 
         What the workers are to do is sent with the masks that they are to begin with, or by `finish`.
         """
-        memory = np.asarray(arriving.memory)
-        if self.workers is None or not self.memory.holds(memory):
+        first = None if self.workers is None else self.memory.find(np.asarray(arriving.memory))
+        if first is None:
             return False
-        places = np.array(arriving.indices, dtype=np.int32) + self.memory.place(memory)
-        self._send(EXPECT, masks, places)
+        self._send(EXPECT, masks, np.array(arriving.indices, dtype=np.int32) + first)
         self._expected = masks if self._remote else None
         return bool(self._remote)
 

@@ -104,7 +104,6 @@ class StepSlot:
 
         host_inputs = device.host_buffer(capacity)
         words = ceil_div(vocab_size, 32)
-
         masks, device_masks = filler.allocate(max_rows, words), on_device(1 + max_rows, words)
         host_masks = device.host_buffer(max_rows, words) if masks is None else torch.from_numpy(masks)
         if masks is not None:

@@ -39,9 +39,10 @@ class MaskMemory:
         self.fds.append(fd)
         return array
 
-    def holds(self, array: Ints) -> bool:
-        """Return whether an array is of this memory."""
-        return array.ctypes.data in self._addresses
+    def find(self, array: Ints) -> int | None:
+        """Return what `place` does, None for an array that is not of this memory."""
+        address = array.ctypes.data
+        return self._addresses.index(address) << _PLACE_BITS if address in self._addresses else None
 
     def place(self, array: Ints) -> int:
         """Return what a worker knows an array's first mask or token by.
@@ -50,10 +51,10 @@ class MaskMemory:
 
         Raises ValueError for an array that is not of this memory.
         """
-        address = array.ctypes.data
-        if address not in self._addresses:
+        first = self.find(array)
+        if first is None:
             raise ValueError("the array is not of the workers' memory")
-        return self._addresses.index(address) << _PLACE_BITS
+        return first
 
 
 def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
@@ -62,7 +63,7 @@ def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
     words = np.unique(np.array(ids, dtype=np.int64) // 32)
     bits = np.zeros(len(words), dtype=np.int32)
     for token in ids:
-        bits[words == token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+        bits[words == token // 32] |= _BITS[token % 32]
     return words, bits
 
 
