@@ -125,6 +125,7 @@ def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_e
 
 def test_a_frontend_that_has_disconnected_is_gone_once_all_that_it_sent_was_read(wire: Wire) -> None:
     """Sends to it fail from the moment that it closes, and what it said last may still wait."""
+    wire.router.sndhwm = 0  # a send to a full queue fails as one to a frontend that reads slowly does
     leaving, client = wire.frontend()
     leaving.send(encode(Renew()))
     leaving.send(encode(Goodbye()))
@@ -146,6 +147,22 @@ def test_a_frontend_that_has_disconnected_is_gone_once_all_that_it_sent_was_read
     wire.pass_time(LEASE_SECONDS + CLOSED_SECONDS)
     assert wire.mailbox.flush(4) == {}
     assert (len(wire.mailbox._leases), wire.mailbox._outboxes, wire.mailbox._closed) == (0, {}, {})
+
+
+def test_a_frontend_that_leaves_a_full_queue_is_gone_once_all_that_it_sent_was_read(wire: Wire) -> None:
+    leaving, client = wire.frontend(keeps=1)
+    wire.fill(client)
+    leaving.send(encode(Goodbye()))
+    leaving.close(linger=-1)
+    assert wire.disconnects.monitor.poll(WAIT_MS), "libzmq told of no disconnect"
+    commands, gone = list(wire.mailbox.drain()), wire.mailbox.flush(1)
+    until = time.monotonic() + WAIT_MS / 1000
+    while not gone:
+        assert time.monotonic() < until, "its output is kept"
+        commands += wire.mailbox.drain()
+        gone = wire.mailbox.flush(1)
+    assert (commands, gone) == ([(client, Goodbye())], {client: "it has disconnected"})
+    assert not wire.mailbox.has_backlog
 
 
 def test_connections_that_close_unread_keep_no_message_from_the_engine(wire: Wire) -> None:
