@@ -47,7 +47,7 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, StepResult
+from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, PlacedMasks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
@@ -90,6 +90,7 @@ class StagingRuntime:
         self.masks = [self._allocate(max_rows, VOCAB // 32) for _ in range(2)]
         self.results = [self._allocate(1, max_rows)[0] for _ in range(2)]
         self.places: list[dict[int, int]] = [{}, {}]
+        self.begun: list[tuple[Masks, PlacedMasks]] = [((), ()), ((), ())]
         self.samples_masks = samples_masks
         self.random = random.Random(0)
 
@@ -106,14 +107,15 @@ class StagingRuntime:
         return ArrivingTokens(self.results[slot].data, [index[row] for row, _ in masks])
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
-        places = self.places[slot]
-        self.filler.begin([(constraint, places[row]) for row, constraint in masks], self.masks[slot])
+        self.begun[slot] = masks, self._place(slot, masks)
+        self.filler.begin(self.begun[slot][1], self.masks[slot])
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         places, masked = self.places[slot], set[int]()
         self.results[slot][:] = PENDING_TOKEN
         if masks is not None:
-            self.filler.fill([(constraint, places[row]) for row, constraint in masks], self.masks[slot])
+            begun, placed = self.begun[slot]
+            self.filler.fill(placed if masks is begun else self._place(slot, masks), self.masks[slot])
             masked = {row for row, _ in masks} if self.samples_masks else masked
         for index, row in enumerate([row.row for row in self.rows[slot] if row.samples]):
             self.results[slot][index] = self._allowed(self.masks[slot][places[row]]) if row in masked else 7
@@ -121,6 +123,10 @@ class StagingRuntime:
     def collect(self, slot: int) -> StepResult:
         counts = [int(row.samples) for row in self.rows[slot]]
         return StepResult(counts, self.results[slot][: sum(counts)].tolist())
+
+    def _place(self, slot: int, masks: Masks) -> PlacedMasks:
+        places = self.places[slot]
+        return [(constraint, places[row]) for row, constraint in masks]
 
     def _allocate(self, rows: int, columns: int) -> Ints:
         memory = self.filler.allocate(rows, columns)

@@ -117,6 +117,8 @@ class Constraint(Protocol):
 
 Masks = Sequence[tuple[int, Constraint]]
 """Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
+PlacedMasks = Sequence[tuple[Constraint, int]]
+"""The constraints, each with the index of its mask among those on the host."""
 
 
 class ArrivingTokens(Struct, frozen=True):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
@@ -12,12 +13,25 @@ from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
 from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory, bits_of
 from tandem.engine_core.constraints.workers.pool import WorkerPool
-from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.contracts import PlacedMasks
 from tandem.protocol.stats import EngineStats
 
 Ints = NDArray[np.int32]
 Pairs = Sequence[tuple[GrammarConstraint, int]]
-"""Constraints, each with the index of its mask."""
+"""`PlacedMasks` of this package."""
+
+
+class Begun(Struct, frozen=True):
+    """Masks that workers were told to begin with."""
+
+    masks: PlacedMasks
+    out: Ints
+    ids: Ints
+    """`GrammarConstraint.remote_id` of each."""
+    indices: Ints
+    is_whole: bool
+    """True if workers have all of the matchers."""
+
 
 HEAD_WORDS = 64
 """Words of a mask that are looked at first for anything that is allowed."""
@@ -49,27 +63,24 @@ class MaskBuilder:
         self._budget = MaskBudget(clock)
         self.workers = workers
         self.memory = memory or MaskMemory()
-        self._begun: Ints = np.zeros(0, dtype=np.int32)
-        """Matcher that writes each mask of an array, as of `GrammarConstraint.remote_id`."""
-        self._begun_at = -1
-        """Place of that array; -1 for none."""
+        self._begun: Begun | None = None
+        """What `begin` was called for since the last `fill`."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
         return None if self.workers is None else self.memory.allocate(rows, words)
 
-    def begin(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+    def begin(self, masks: PlacedMasks, out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.begin`.
 
         The workers get what was added to their batches before, too.
         """
         if self.workers is not None and masks:
             ids, indices = _matchers(cast("Pairs", masks))
-            self._begun, self._begun_at = np.full(len(out), -1, dtype=np.int32), self.memory.place(out)
-            self._begun[indices] = ids
-            self.workers.begin(MASK, ids, indices + self._begun_at)
+            self._begun = Begun(masks, out, ids, indices, bool(ids.min() >= 0))
+            self.workers.begin(MASK, ids, indices + self.memory.place(out))
             self.workers.post_awaited()
 
-    def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+    def fill(self, masks: PlacedMasks, out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
 
         A matcher that has failed allows the end ids only, and one whose masks took too long everything; `accept`
@@ -135,28 +146,40 @@ class MaskBuilder:
         Those that a worker refuses or cannot give are computed here afterwards. Return those that may allow end ids:
         the workers have looked at theirs.
         """
-        ids, indices = _matchers(pairs)
-        first = self.memory.place(out)
-        begun = self._begun[indices] if self._begun_at == first else np.full(len(ids), -1, dtype=np.int32)
-        self._begun_at = -1
+        begun, self._begun = self._begun, None
         here: list[tuple[GrammarConstraint, int]] = []
         late: list[tuple[GrammarConstraint, int]] = []
-        if (is_other := begun != ids).any() or ids.min(initial=0) < 0:
-            is_here, is_late = ids < 0, is_other & (ids >= 0)
-            if is_late.any():
-                workers.begin(MASK, ids[is_late], first + indices[is_late])
-                workers.post_awaited()
-            here = [pairs[index] for index in np.flatnonzero(is_here & (begun < 0)).tolist()]
-            late = [pairs[index] for index in np.flatnonzero(is_here & (begun >= 0)).tolist()]
+        if begun is None or begun.masks is not pairs or not begun.is_whole:
+            here, late = self._begin_others(workers, begun, pairs, out)
             self._compute_measured(here, out)
         workers.wait()
         if workers.take_refused():
-            remote = [(pair, pair[0].remote) for pair in pairs]
-            late += [pair for pair, matcher in remote if matcher is not None and not matcher.end_mask()]
+            computed = {index for _, index in (*here, *late)}
+            late += [pair for pair in pairs if pair[1] not in computed and not _is_written(pair[0])]
         if late:
             # Until now a worker could still write the mask of one that was taken back.
             self._compute_measured(late, out)
         return pairs if workers.take_ending() else here + late
+
+    def _begin_others(
+        self, workers: WorkerPool, begun: Begun | None, pairs: Pairs, out: Ints
+    ) -> tuple[list[tuple[GrammarConstraint, int]], list[tuple[GrammarConstraint, int]]]:
+        """Have the workers begin with those of their masks that they have not begun with.
+
+        Return those of this process, and of these apart the ones that a worker may still write.
+        """
+        ids, indices = _matchers(pairs)
+        writers = np.full(len(out), -1, dtype=np.int32)
+        if begun is not None and begun.out is out:
+            writers[begun.indices] = begun.ids
+        written_by = writers[indices]
+        is_here, is_missing = ids < 0, (written_by != ids) & (ids >= 0)
+        if is_missing.any():
+            workers.begin(MASK, ids[is_missing], self.memory.place(out) + indices[is_missing])
+            workers.post_awaited()
+        here = [pairs[index] for index in np.flatnonzero(is_here & (written_by < 0)).tolist()]
+        late = [pairs[index] for index in np.flatnonzero(is_here & (written_by >= 0)).tolist()]
+        return here, late
 
     def _drop_ends(self, indices: list[int], out: Ints) -> None:
         """Clear the end ids in these masks, unless nothing would remain.
@@ -176,6 +199,11 @@ class MaskBuilder:
         for index, words in zip(rows[only_late].tolist(), found[only_late], strict=True):
             if not out[index].any():
                 out[index, self._end_words] = words
+
+
+def _is_written(constraint: GrammarConstraint) -> bool:
+    """Return whether a worker has written a mask."""
+    return constraint.remote is not None and constraint.remote.end_mask()
 
 
 def _matchers(pairs: Pairs) -> tuple[Ints, Ints]:

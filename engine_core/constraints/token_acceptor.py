@@ -10,6 +10,7 @@ from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.workers.channel import ACCEPT, ACCEPTED, EXPECT, FAILED, FORCES, STOPPED
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool
+from tandem.engine_core.constraints.workers.remote_matcher import RemoteMatcher
 from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks
 
 
@@ -25,8 +26,10 @@ class TokenAcceptor:
         """Keep the workers, and the arrays that they can map."""
         self.workers = workers
         self.memory = memory or MaskMemory()
-        self._rows: list[int] = []
+        self._masks: Masks = ()
         self._constraints: list[GrammarConstraint] = []
+        self._matchers: list[RemoteMatcher | None] = []
+        """Those of the constraints that workers were told to go on with."""
         self._tokens: Sequence[int] = ()
         self._least = 1
         """Fewest forced tokens that matter."""
@@ -52,21 +55,24 @@ class TokenAcceptor:
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
         """Implement `Acceptor.begin`."""
         assert self._expected is None or masks is self._expected, "other tokens were expected"
-        self._rows, self._tokens, self._least = [row for row, _ in masks], tokens, least
+        assert len(masks) == len(tokens), f"{len(tokens)} tokens for {len(masks)} masks"
+        self._tokens, self._least = tokens, least
         if self._expected is None:
             self._send(ACCEPT, masks, np.array(tokens, dtype=np.int32))
         self._expected = None
-        for constraint, token in zip(self._constraints, tokens, strict=True):
-            if constraint.remote is not None and token != NO_TOKEN:
-                constraint.remote.tokens.append(token)
+        if self._remote:
+            for matcher, token in zip(self._matchers, tokens, strict=True):
+                if matcher is not None and token != NO_TOKEN:
+                    matcher.tokens.append(token)
 
     def _send(self, operation: int, masks: Masks, values: NDArray[np.int32]) -> None:
         """Give the workers an operation on the constraints that they follow.
 
         values: second number of each operation.
         """
-        self._constraints = constraints = [cast("GrammarConstraint", constraint) for _, constraint in masks]
-        ids = np.array([constraint.remote_id for constraint in constraints], dtype=np.int32)
+        self._masks, self._constraints = masks, cast("list[GrammarConstraint]", [each for _, each in masks])
+        self._matchers = [each.remote for each in self._constraints]
+        ids = np.array([each.remote_id for each in self._constraints], dtype=np.int32)
         self._here = np.flatnonzero(ids < 0).tolist()
         self._remote = [] if self.workers is None else self.workers.begin(operation, ids, values)
 
@@ -74,14 +80,15 @@ class TokenAcceptor:
         """Implement `Acceptor.finish`."""
         if self._remote and self.workers is not None:
             self.workers.post_awaited()
-        settled = set(self._rows)
+        settled = {row for row, _ in self._masks}
         if NO_TOKEN in self._tokens:
-            settled = {row for row, token in zip(self._rows, self._tokens, strict=True) if token != NO_TOKEN}
-        settled.difference_update(self._accept_here())
+            settled -= {mask[0] for mask, token in zip(self._masks, self._tokens, strict=True) if token == NO_TOKEN}
+        if self._here:
+            settled.difference_update(self._accept_here())
         if self._remote and self.workers is not None:
             self.workers.wait_accepted()
             settled.difference_update(self._read_workers())
-        self._rows, self._constraints, self._here, self._remote = [], [], [], []
+        self._masks, self._constraints, self._matchers, self._here, self._remote = (), [], [], [], []
         return settled
 
     def _accept_here(self) -> list[int]:
@@ -96,12 +103,13 @@ class TokenAcceptor:
             if token == NO_TOKEN:
                 continue
             if constraint.overdrawn or matcher is None:
-                others.append(self._rows[index])  # One without tokens may have been moved to a worker since `begin`.
+                # One without tokens may have been moved to a worker since `begin`.
+                others.append(self._masks[index][0])
                 continue
             forced = matcher.follow(token)
             if forced is None or len(forced) >= self._least:
                 constraint.advance(token, matcher.accepted, forced)
-                others.append(self._rows[index])
+                others.append(self._masks[index][0])
         return others
 
     def _read_workers(self) -> list[int]:
@@ -127,5 +135,5 @@ class TokenAcceptor:
                 constraint = self._constraints[index]
                 assert constraint.remote is not None, "a matcher was taken back before its token was accepted"
                 constraint.advance(self._tokens[index], *constraint.remote.end_accept())
-                others.append(self._rows[index])
+                others.append(self._masks[index][0])
         return others

@@ -1,9 +1,8 @@
 """Masks of constrained rows, as the runtime asks for them."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.contracts import PlacedMasks
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.staging import Ints
 
@@ -17,18 +16,19 @@ class MaskFiller(Protocol):
         None if any will do.
         """
 
-    def begin(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+    def begin(self, masks: PlacedMasks, out: Ints) -> None:
         """Begin with masks that `fill` is probably called for next.
 
         That is of use where others than the calling thread compute them. Those that `fill` is not called for are
         overwritten by the caller.
         """
 
-    def fill(self, masks: Sequence[tuple[Constraint, int]], out: Ints) -> None:
+    def fill(self, masks: PlacedMasks, out: Ints) -> None:
         """Write the tokens that each constraint allows into its row of `out`.
 
-        masks: each constraint with its row of `out`; out: [rows, ceil(V / 32)] int32, contiguous, of `allocate` if that
-        gave any; bit i % 32 of word i // 32 stands for token i. Bits beyond the vocabulary do not matter.
+        masks: the very object that `begin` got, if they are the same, so that nothing has to be compared; out: [rows,
+        ceil(V / 32)] int32, contiguous, of `allocate` if that gave any; bit i % 32 of word i // 32 stands for token i.
+        Bits beyond the vocabulary do not matter.
         """
 
 

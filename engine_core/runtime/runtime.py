@@ -12,6 +12,7 @@ from tandem.engine_core.contracts import (
     ArrivingTokens,
     DeviceTimes,
     Masks,
+    PlacedMasks,
     StepLogprobs,
     StepResult,
 )
@@ -139,8 +140,8 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is not None, f"slot {slot} was not launched"
         # The copy of the masks before these has run: the slot's last step has committed (I6).
-        places = s.mask_places
-        self.filler.begin([(constraint, places[row]) for row, constraint in masks], s.masks_view)
+        s.begun = masks, _place(masks, s)
+        self.filler.begin(s.begun[1], s.masks_view)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -293,7 +294,8 @@ class TorchRuntime:
         """
         assert s.plan is not None and s.packed is not None
         places, allowed = s.mask_places, s.allowed[: len(s.packed.sample_rows)]
-        self.filler.fill([(constraint, places[row]) for row, constraint in masks], s.masks_view)
+        self.filler.fill(s.begun[1] if masks is s.begun[0] else _place(masks, s), s.masks_view)
+        s.begun = (), ()
         if len(masks) < len(places):
             # Rows whose token is not needed any more must not depend on what an earlier step left here, or on a mask
             # that was begun.
@@ -312,6 +314,12 @@ class TorchRuntime:
             torch.add(index, 0, out=s.masked[: len(index)])
             s.num_in_order = len(index) if in_place else 0
         return allowed if in_place else torch.index_select(s.device_masks, 0, index, out=allowed)
+
+
+def _place(masks: Masks, s: StepSlot) -> PlacedMasks:
+    """Return each constraint with the place of its mask."""
+    places = s.mask_places
+    return [(constraint, places[row]) for row, constraint in masks]
 
 
 def _num_record_words(plan: StepPlan) -> int:

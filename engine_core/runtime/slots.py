@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.attention.base import AttentionPlanner
+from tandem.engine_core.contracts import Masks, PlacedMasks
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
@@ -77,6 +78,8 @@ class StepSlot:
     """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
     mask_places: dict[int, int] = field(default_factory=dict)
     """Place of each row's mask, as of `masks.mask_places`."""
+    begun: tuple[Masks, PlacedMasks] = ((), ())
+    """Masks that the filler was told to begin with, and the same as it got them."""
     num_in_order: int = 0
     """Number of elements that `masked` is known to begin with 1, 2, 3 and so on."""
     sampling: dict[Mode, Graph] | None = None

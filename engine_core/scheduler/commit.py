@@ -109,11 +109,16 @@ class StepMasks:
         self._plan: StepPlan | None = None
         self._needed: dict[int, tuple[int, Constraint]] = {}
         """Row and constraint by the sequence's id, in the plan's order."""
+        self._masks: Masks | None = None
+        """The same as `of` returned it, until some are dropped."""
 
     def of(self, plan: StepPlan) -> Masks:
-        """Return the constraints of a step that is not sampled yet."""
+        """Return the constraints of a step that is not sampled yet.
+
+        As long as they are the same, so is the object.
+        """
         if plan is not self._plan:
-            held, self._plan = self._held, plan
+            held, self._plan, self._masks = self._held, plan, None
             self._needed = {
                 row.seq_id: (row.row, seq.constraint)
                 for row in plan.rows
@@ -121,11 +126,14 @@ class StepMasks:
                 and (seq := held[row.seq_id]).outcome is None and seq.constraint is not None
                 and row.start + row.length >= len(seq.tokens)
             }  # fmt: skip
-        return list(self._needed.values())
+        if self._masks is None:
+            self._masks = list(self._needed.values())
+        return self._masks
 
     def drop(self, seq_id: int) -> None:
         """Note that a sequence needs no mask in the newest step any more."""
-        self._needed.pop(seq_id, None)
+        if self._needed.pop(seq_id, None) is not None:
+            self._masks = None
 
 
 def masked_tokens(plan: StepPlan, result: StepResult, masks: Masks) -> list[int]:

@@ -83,6 +83,8 @@ class WorkerLink:
         """True once the worker is gone; what it knew is lost."""
         self._num_refused = self._num_ending = 0
         """The channel's numbers when they were asked for last."""
+        self.has_given_back = False
+        """True if a matcher was taken back since `take_refused`."""
         self._connection = connection
         self._process = process
         self._clock = clock
@@ -202,9 +204,10 @@ class WorkerLink:
             return
         self.wait()
         while self.pending and not self.is_lost:
-            batch, self.pending = self.pending[: 3 * MAX_OPERATIONS], self.pending[3 * MAX_OPERATIONS :]
+            batch = self.pending if len(self.pending) <= 3 * MAX_OPERATIONS else self.pending[: 3 * MAX_OPERATIONS]
             self.channel.post(batch)
             self.num_posts += 1
+            self.pending = self.pending[len(batch) :]
             if self.pending:
                 self.wait()
         if self.is_lost:
@@ -212,16 +215,22 @@ class WorkerLink:
 
     def wait_accepted(self) -> None:
         """Wait until the worker has done what was sent before masks, or is lost."""
-        self._wait(lambda channel: channel.has_accepted)
+        if not self.channel.has_accepted:
+            self._wait(lambda channel: channel.has_accepted)
 
     def wait(self) -> None:
         """Wait until the worker has done what was sent, or is lost."""
-        self._wait(lambda channel: channel.is_done)
+        if not self.channel.is_done:
+            self._wait(lambda channel: channel.is_done)
 
     def take_refused(self) -> bool:
-        """Return whether the worker has left out a mask since the last call, or is lost."""
+        """Return whether masks may be missing since the last call.
+
+        The worker has left one out, or is lost, or a matcher was taken back.
+        """
         before, self._num_refused = self._num_refused, self.channel.num_refused
-        return self.is_lost or self._num_refused != before
+        given_back, self.has_given_back = self.has_given_back, False
+        return self.is_lost or given_back or self._num_refused != before
 
     def take_ending(self) -> bool:
         """Return whether a mask since the last call allows an end id."""

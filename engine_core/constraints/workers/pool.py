@@ -117,7 +117,7 @@ class WorkerPool:
             link.wait()
 
     def take_refused(self) -> bool:
-        """Return whether a worker has left out a mask since the last call, or is lost."""
+        """Return whether masks of a worker may be missing since the last call."""
         refused = [link.take_refused() for link in self._links]
         return any(refused)
 

@@ -311,8 +311,10 @@ class TestJumps:
         """Step 2 computed 3, so step 3 begins with the first forced token, and what step 2 samples is dropped."""
         scheduler, _ = began(seq := sequence(1, "runs"))
         plans = launched(scheduler, 1, 2)
-        assert len(scheduler.masks(plans[1])) == 1
+        masks = scheduler.masks(plans[1])
+        assert len(masks) == 1 and scheduler.masks(plans[1]) is masks
         assert sent(commit(scheduler, plans[0], [3])) == [3, 5, 8, 11, 14]
+        assert len(masks) == 1, "what was given out stays as it is"
         assert scheduler.masks(plans[1]) == [], "its token is known"
         plans += launched(scheduler, 3)
         (row,) = plans[2].rows
