@@ -10,6 +10,10 @@ wordings that training never used, with the answers it expects. All numbers are 
 float32 on a CPU: the perplexity, the share of tokens whose most probable one is that of the 16-bit weights, and the
 mean and largest difference of a logit over the standard deviation of the logits.
 
+Where a checkpoint expects the inputs of its products to be rounded too, the lines "inputs too" have them rounded as the
+kernels of a GPU do from two rows on; static scales are fitted to the inputs of every fifth of the texts. On a CPU the
+engine leaves inputs as they are.
+
 Keys and values are stored with a scale of 1, that is without one, and with the scales that the engine calibrates when
 it starts; of the default model itself, and of the same model with keys that are 4,096 times as large and queries that
 are as much smaller, which are beyond the range of 8-bit floats.
@@ -30,11 +34,12 @@ from torch.nn import functional
 
 from benchmarks.default_model.corpus import load as load_corpus
 from benchmarks.default_model.judge import draw_named, draw_tasks
+from benchmarks.default_model.rounded_inputs import calibrate, rounded_inputs
 from benchmarks.measuring.results import save
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.quantization.scheme import ONLINE_FP8
+from tandem.engine_core.quantization.scheme import ONLINE_FP8, ByteScheme, Scheme
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.startup.kv_calibration import settle_kv_scales
 from tests.support.paged_model import PagedRun, load
@@ -63,7 +68,7 @@ class Accuracy(Struct, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"perplexity {self.perplexity:.4f}, {self.agreement:.1%} of tokens agree, "
+            f"perplexity {self.perplexity:.5f}, {self.agreement:.1%} of tokens agree, "
             f"logits differ by {self.mean_difference:.4f} (largest {self.largest_difference:.3f}) deviations"
         )
 
@@ -110,14 +115,20 @@ def plain_folder(directory: Path) -> Path:
     return directory
 
 
-def measure(name: str, scratch: Path, found: list[Text], exact: Tensor, targets: Tensor) -> Accuracy:
+def measure(name: str, scratch: Path, found: list[Text], exact: Tensor, targets: Tensor) -> dict[str, Accuracy]:
     """Write the default model in a format, load and measure it."""
     directory = plain_folder(scratch / name.replace(" ", "_"))
-    scheme = ONLINE_FP8
+    scheme: Scheme | None = ONLINE_FP8
     if name != ONLINE:
         quantize_checkpoint(directory, LAYOUTS[name], fitted=True)
         scheme = None
-    return accuracy(answer_logits(load(directory, scheme=scheme), found), exact, targets)
+    model = load(directory, scheme=scheme)
+    figures = {name: accuracy(answer_logits(model, found), exact, targets)}
+    if isinstance(scheme or model.config.quantization, ByteScheme):
+        calibrate(lambda: answer_logits(model, found[::5]))
+        with rounded_inputs():
+            figures[f"{name}, inputs too"] = accuracy(answer_logits(model, found), exact, targets)
+    return figures
 
 
 def enlarge_keys(directory: Path) -> Path:
@@ -166,13 +177,15 @@ def main() -> None:
     targets = torch.cat([torch.tensor(text.ids[text.asked :]) for text in found])
     exact = answer_logits(load(DEFAULT_MODEL), found)
     figures = {"16 bits": accuracy(exact, exact, targets)}
-    print(f"{'16 bits':24} {figures['16 bits']}")
+    print(f"{'16 bits':40} {figures['16 bits']}")
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.only != "weights":
             figures |= measure_kv(Path(scratch), found, exact, targets)
         for name in () if arguments.only == "kv" else (ONLINE, *LAYOUTS):
-            figures[name] = measure(name, Path(scratch), found, exact, targets)
-            print(f"{name:24} {figures[name]}", flush=True)
+            measured = measure(name, Path(scratch), found, exact, targets)
+            figures |= measured
+            for line, figure in measured.items():
+                print(f"{line:40} {figure}", flush=True)
     if arguments.save:
         print(save(arguments.save, {"texts": len(found), "tokens": len(targets)}, to_builtins(figures)))
 

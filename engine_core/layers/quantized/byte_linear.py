@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.byte_rows import FP8_MAX
+from tandem.engine_core.kernels.byte_rows import FP8_MAX, ByteFormat
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.layers.build_context import BuildContext
@@ -21,7 +21,7 @@ from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
-from tandem.engine_core.quantization.scheme import ByteScheme
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme
 
 _DTYPES = {"fp8": ("F8_E4M3", torch.float8_e4m3fn), "int8": ("I8", torch.int8)}
 _ROWS = 4096
@@ -49,6 +49,20 @@ class ByteLinear(QuantizedLinear):
         self.scheme = scheme
         self.input_scale = torch.ones(1, device=values.device) if scheme.has_input_scale else None
         """Scale of the inputs that the checkpoint holds, [1] float32; of a fused projection, its parts' largest."""
+
+    def rounded_format(self) -> ByteFormat | None:
+        """Return the format of rounded inputs, None if they always keep their dtype.
+
+        A GPU rounds them where it multiplies bytes.
+        """
+        outputs, inputs = self.values.shape
+        divided = inputs % SCALE_COLUMNS == 0
+        for_library = self.scheme.kind == "fp8" and outputs % 16 == inputs % 16 == 0
+        if self.scheme.activations is Activations.UNQUANTIZED or not (divided or for_library):
+            return None
+        if self.scheme.block is not None:
+            return ByteFormat(self.values.dtype, SCALE_COLUMNS) if divided else None
+        return ByteFormat(self.values.dtype, scale=self.input_scale)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Implement `QuantizedLinear.dequantized`."""

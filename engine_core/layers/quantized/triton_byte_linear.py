@@ -22,7 +22,6 @@ from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gem
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     MAX_ROWS,
-    SCALE_COLUMNS,
     SCALE_ROWS,
     byte_gemm_workspace,
     choose_byte_gemm,
@@ -41,7 +40,7 @@ from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.layers.triton_linear import SplitKWorkspace
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme
+from tandem.engine_core.quantization.scheme import ByteScheme
 
 _choose = cache(choose_bytes)
 _choose_gated = cache(choose_bytes_gated)
@@ -68,23 +67,12 @@ class TritonByteLinear(ByteLinear):
         old = gpu.capability < FP8_CAPABILITY and scheme.kind == "fp8"
         self._stored = values.view(torch.uint8) if old else values
         """The values as the kernels read them: as bits where the GPU does not know float8."""
-        self._format = self._rounded_format()
+        self._format = self.rounded_format()
         self.wide_scales: Tensor | None = None
         """Scales as a library reads them: of blocks of 128 x 128, or [1] of a whole tensor with static inputs.
 
         None: the checkpoint lacks such scales, or parts of a fused projection end within a block or have their own.
         """
-
-    def _rounded_format(self) -> ByteFormat | None:
-        """Return the format of rounded inputs, None if they always keep their dtype."""
-        outputs, inputs = self.values.shape
-        divided = inputs % SCALE_COLUMNS == 0
-        for_library = self.scheme.kind == "fp8" and outputs % 16 == inputs % 16 == 0
-        if self.scheme.activations is Activations.UNQUANTIZED or not (divided or for_library):
-            return None
-        if self.scheme.block is not None:
-            return ByteFormat(self.values.dtype, SCALE_COLUMNS) if divided else None
-        return ByteFormat(self.values.dtype, scale=self.input_scale)
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """Implement `UnfusedLinear.weight_slots`."""

@@ -1,0 +1,58 @@
+"""Products on a CPU whose inputs are rounded as a GPU rounds them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.default_model.rounded_inputs import calibrate, rounded_inputs
+from tandem.engine_core.kernels.byte_rows import FP8_MAX
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
+from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.layers.quantized.byte_linear import ByteLinear, ByteMethod
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme
+
+CHANNEL = ByteScheme("fp8", Activations.TOKEN)
+STATIC = ByteScheme("fp8", Activations.STATIC, per_tensor=True)
+INT8 = ByteScheme("int8", Activations.TOKEN)
+BLOCKS = ByteScheme("fp8", Activations.TOKEN, block=(128, 128))
+
+
+def linear(scheme: ByteScheme) -> ByteLinear:
+    built = ByteMethod(scheme).build(48, 256, False, torch_build_context(torch.device("cpu"), torch.float32))
+    assert isinstance(built, ByteLinear)
+    built.values.copy_((torch.randn(48, 256) * 20).clamp(-127, 127).to(built.values.dtype))
+    built.scales.uniform_(0.01, 0.02)
+    return built
+
+
+def numbers() -> Tensor:
+    return torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("scheme", [CHANNEL, STATIC, INT8, BLOCKS], ids=str)
+def test_the_product_is_that_of_the_rounded_inputs(scheme: ByteScheme) -> None:
+    built, x = linear(scheme), numbers()
+    exact, to = built.apply(x), built.rounded_format()
+    assert to is not None
+    with rounded_inputs():
+        rounded = built.apply(x)
+    block_rows = None if scheme.block is None else SCALE_ROWS
+    expected = byte_product(quantize(x, to), built.values, built.scales, None, block_rows)
+    torch.testing.assert_close(rounded, expected, rtol=1e-5, atol=1e-4)
+    assert not torch.equal(rounded, exact)
+    assert torch.equal(built.apply(x), exact), "they are rounded beyond the block"
+
+
+def test_inputs_that_a_checkpoint_leaves_as_they_are_stay_so() -> None:
+    built, x = linear(ByteScheme("fp8", Activations.UNQUANTIZED)), numbers()
+    exact = built.apply(x)
+    with rounded_inputs():
+        assert torch.equal(built.apply(x), exact)
+
+
+def test_static_scales_are_fitted_to_the_largest_input() -> None:
+    built, other, x = linear(STATIC), linear(CHANNEL), numbers()
+    calibrate(lambda: (built.apply(x), built.apply(-2 * x), other.apply(x)))
+    assert built.input_scale is not None and other.input_scale is None
+    assert built.input_scale.item() == pytest.approx(2 * x.abs().max().item() / FP8_MAX)
