@@ -195,7 +195,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
     memory = full_cache(pages) if options.cached_pages else KVManager(PageAllocator(pages + 1), PAGE_SIZE)
     stats = new_stats()
     grammars, masks = Grammars(options.tokenizer, VOCAB, (2,)), MaskMemory()
-    workers = grammar_workers(options.grammar_workers, grammars, masks) if options.grammar_workers else None
+    workers = grammar_workers(options.grammar_workers, grammars, masks, stats) if options.grammar_workers else None
     mask_builder = MaskBuilder([2], stats, time.monotonic, workers=workers, memory=masks)
     scheduler = Scheduler(RowGate(rows), memory, SchedulerLimits(STEP_TOKENS, STEP_TOKENS, 4096))
     mailbox = ZmqMailbox(router, wakeup)

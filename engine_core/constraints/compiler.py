@@ -74,7 +74,9 @@ class Relief(Struct, frozen=True):
     grammar: str
     compiled: CompiledGrammar
     remote: RemoteGrammar | None
-    """The grammar on a worker; None if there is none that can follow it."""
+    """The grammar on a worker; None if no worker follows it."""
+    was_refused: bool
+    """True if a worker could not compile it."""
 
 
 def compile_lanes() -> tuple[CompileLane, ...]:
@@ -228,9 +230,12 @@ class GrammarCompiler:
 
     def _on_relief(self, relief: Relief) -> None:
         self._relieving.remove(relief.grammar)
-        relief.compiled.add_remote(relief.remote)
-        if self._grammars.get(relief.grammar) is relief.compiled:
-            self._relieve(relief.grammar, relief.compiled)
+        if relief.remote is not None:
+            relief.compiled.add_remote(relief.remote)
+            if self._grammars.get(relief.grammar) is relief.compiled:
+                self._relieve(relief.grammar, relief.compiled)
+        elif relief.was_refused:
+            relief.compiled.keep_here()
 
     def _keep(self, grammar: str, compiled_grammar: CompiledGrammar) -> CompiledGrammar:
         """Put a grammar into the cache, unless it is there, and return what is there."""
@@ -247,10 +252,10 @@ class GrammarCompiler:
         workers = self.workers
         if workers is None or grammar in self._relieving or len(compiled_grammar.links) >= workers.count:
             return
+        taken = compiled_grammar.links
         num_followed = sum(each.num_followed for each in self._grammars.values())
-        if compiled_grammar.wants_worker(num_followed):
+        if compiled_grammar.wants_worker(num_followed) and workers.has_free(taken):
             self._relieving.add(grammar)
-            taken = compiled_grammar.links
             self._worker_lane.submit(partial(self._compile_on_worker, workers, grammar, compiled_grammar, taken))
 
     def _fail_overdue(self) -> None:
@@ -294,11 +299,12 @@ class GrammarCompiler:
         self, workers: WorkerPool, grammar: str, compiled: CompiledGrammar, taken: list[WorkerLink]
     ) -> None:
         """Have a worker compile what was compiled here; `taken` have it already."""
-        remote = None
+        remote, was_refused = None, False
         try:
             remote = workers.compile(grammar, taken)
         except Exception as error:
+            was_refused = True
             message = "a worker could not compile a grammar of %d characters"
             logger.error(message, len(grammar), extra=without_message(error))
-        self._compiled.put(Relief(grammar, compiled, remote))
+        self._compiled.put(Relief(grammar, compiled, remote, was_refused))
         self.wake()

@@ -185,14 +185,15 @@ class CompiledGrammar:
         self._constraints.add(constraint)
         return constraint
 
-    def add_remote(self, grammar: RemoteGrammar | None) -> None:
-        """Let a worker follow the grammar too; None if there is none that can.
+    def keep_here(self) -> None:
+        """Give the grammar to no other worker: one has refused it."""
+        self._was_refused = True
+
+    def add_remote(self, grammar: RemoteGrammar) -> None:
+        """Let a worker follow the grammar too.
 
         It gets its share of the constraints, of those in this process that have no token yet.
         """
-        self._was_refused = grammar is None
-        if grammar is None:
-            return
         self._remote.append(grammar)
         share = len(self._constraints) // len(self._remote)
         for constraint in [each for each in self._constraints if each.is_new][:share]:

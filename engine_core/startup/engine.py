@@ -215,7 +215,7 @@ def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, 
     lanes = compile_lanes()
     lanes[0].submit(grammars.prepare)
     memory = MaskMemory()
-    workers = grammar_workers(num_workers, grammars, memory) if num_workers else None
+    workers = grammar_workers(num_workers, grammars, memory, stats) if num_workers else None
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, workers=workers),
         MaskBuilder(model.eos_ids, stats, time.monotonic, workers=workers, memory=memory),
@@ -223,11 +223,11 @@ def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, 
     )
 
 
-def grammar_workers(count: int, grammars: Grammars, memory: MaskMemory) -> WorkerPool:
+def grammar_workers(count: int, grammars: Grammars, memory: MaskMemory, stats: EngineStats) -> WorkerPool:
     """Build a pool of workers, which start once they are needed."""
     file, mask_bytes = str(grammars.tokenizer_file), 4 * ceil_div(grammars.vocab_size, 32)
     facts = WorkerFacts(file, grammars.vocab_size, grammars.end_ids, memory, mask_bytes)
-    return WorkerPool(count, partial(WorkerLink.start, facts))
+    return WorkerPool(count, partial(WorkerLink.start, facts), stats)
 
 
 def scheduler_limits(config: StepConfig) -> SchedulerLimits:

@@ -83,6 +83,8 @@ class WorkerLink:
         """True once the worker is gone; what it knew is lost."""
         self._num_refused = self._num_ending = 0
         """The channel's numbers when they were asked for last."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called once the worker is given up."""
         self.has_given_back = False
         """True if a matcher was taken back since `take_refused`."""
         self._connection = connection
@@ -259,6 +261,7 @@ class WorkerLink:
         """Give the worker up."""
         logger.error("a worker for grammars %s; the engine follows the grammars that it had", why)
         self.close()
+        self.on_lost()
 
     def close(self) -> None:
         """End the worker's process."""

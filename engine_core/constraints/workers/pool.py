@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -11,8 +12,12 @@ from numpy.typing import NDArray
 from tandem.engine_core.constraints.workers.channel import MAX_SLOTS, SLOT_BITS
 from tandem.engine_core.constraints.workers.link import Ints, WorkerLink
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
+from tandem.protocol.stats import EngineStats
 
 logger = logging.getLogger(__name__)
+
+RESTART_SECONDS = 30.0
+"""Time between two starts of workers for lost ones, so that one that cannot run does not keep a core busy."""
 
 
 class Batch(Struct, frozen=True):
@@ -38,12 +43,30 @@ class Shares(Struct, frozen=True):
 
 
 class WorkerPool:
-    """Up to `count` workers, started when the first grammar is given to them."""
+    """Up to `count` workers, started when the first grammar is given to them.
 
-    def __init__(self, count: int, start_link: Callable[[], WorkerLink]) -> None:
+    Others are started for those that are lost, when a grammar is to be given to them.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        start_link: Callable[[], WorkerLink],
+        stats: EngineStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the parts of a pool.
+
+        start_link: may raise OSError; stats: get the numbers of workers; clock: seconds.
+        """
         self.count = count
         self._start_link = start_link
+        self._stats = stats or EngineStats()
+        self._clock = clock
         self._links: list[WorkerLink] = []
+        """Running workers, and lost ones that still have matchers. Replaced as a whole: the loop goes through it."""
+        self._num_started = 0
+        self._started_at = 0.0
         self._starting = threading.Lock()
         self._is_closed = False
         self._shares: Shares | None = None
@@ -59,8 +82,11 @@ class WorkerPool:
         Raises RequestError if the worker cannot compile it.
         """
         with self._starting:
-            if self.count and not self._links and not self._is_closed:
-                self._start()
+            if self.count and not self._is_closed:
+                if self._num_started:
+                    self._replace_lost()
+                else:
+                    self._start()
         free = [link for link in self._links if link.has_room and link not in taken]
         # Several grammars may be compiled before the first matcher of any is opened.
         for link in sorted(free, key=lambda link: (link.num_open, link.num_grammars)):
@@ -68,6 +94,12 @@ class WorkerPool:
             if number is not None:
                 return RemoteGrammar(link, number)
         return None
+
+    def has_free(self, taken: Collection[WorkerLink]) -> bool:
+        """Return whether `compile` may find a worker, or start one."""
+        if self._num_started < self.count or self._may_replace:
+            return True
+        return any(link.has_room and link not in taken for link in self._links)
 
     def post_awaited(self) -> None:
         """Send the batches that have results which are waited for.
@@ -98,10 +130,12 @@ class WorkerPool:
         order = np.argsort(ids, kind="stable")
         ordered = ids[order]
         slots = ordered & MAX_SLOTS - 1
-        ends = np.searchsorted(ordered, [number << SLOT_BITS for number in range(len(self._links) + 1)]).tolist()
+        links = self._links
+        bounds = [number << SLOT_BITS for link in links for number in (link.number, link.number + 1)]
+        places = np.searchsorted(ordered, bounds).tolist()
         batches = [
             (Batch(link, order[start:end], slots[start:end]), start, end)
-            for link, start, end in zip(self._links, ends, ends[1:], strict=False)
+            for link, start, end in zip(links, places[0::2], places[1::2], strict=True)
             if start < end
         ]
         return Shares(ids.tobytes(), order, slots, batches)
@@ -137,8 +171,7 @@ class WorkerPool:
         links: list[WorkerLink] = []
         try:
             while len(links) < self.count:
-                links.append(self._start_link())
-                links[-1].number = len(links) - 1
+                links.append(self._new_link())
         except OSError as error:
             text = "%d of %d workers for grammars could be started: %s; the engine follows other grammars itself"
             logger.error(text, len(links), self.count, error)
@@ -146,3 +179,45 @@ class WorkerPool:
         else:
             logger.info("%d workers follow the grammars that many requests share", self.count)
         self._links = links
+        self._count_running()
+
+    def _replace_lost(self) -> None:
+        """Start a worker if one was lost.
+
+        Lost ones whose matchers are gone are forgotten.
+        """
+        links = [link for link in self._links if not link.is_lost or link.num_open]
+        if self._may_replace:
+            try:
+                links.append(self._new_link())
+                logger.info("another worker for grammars was started for one that was lost")
+            except OSError as error:
+                self._started_at = self._clock()
+                logger.error("no worker for grammars could be started for one that was lost: %s", error)
+        self._links = links
+        self._count_running()
+
+    @property
+    def _num_running(self) -> int:
+        return sum([not link.is_lost for link in self._links])
+
+    @property
+    def _may_replace(self) -> bool:
+        return self._num_running < self.count and self._clock() - self._started_at >= RESTART_SECONDS
+
+    def _new_link(self) -> WorkerLink:
+        """Start a worker.
+
+        Raises OSError if the system refuses.
+        """
+        link = self._start_link()
+        link.number, link.on_lost = self._num_started, self._on_lost
+        self._num_started, self._started_at = self._num_started + 1, self._clock()
+        return link
+
+    def _on_lost(self) -> None:
+        self._stats.grammar_workers_lost += 1
+        self._count_running()
+
+    def _count_running(self) -> None:
+        self._stats.grammar_workers = self._num_running

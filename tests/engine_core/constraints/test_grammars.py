@@ -200,9 +200,9 @@ class TestWorkers:
         del held[0]
         assert compiled.num_followed == len(held)
 
-    def test_none_is_wanted_once_none_could_take_it(self, grammars: Grammars) -> None:
+    def test_none_is_wanted_once_one_has_refused_it(self, grammars: Grammars) -> None:
         compiled = grammars.compile(REGEX("[a-z]+"))
-        compiled.add_remote(None)
+        compiled.keep_here()
         assert not compiled.wants_worker(1000)
 
     def test_a_worker_takes_its_share_of_sequences_without_tokens(self, grammars: Grammars) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tandem.engine_core.constraints import grammars as grammars_module
 from tandem.engine_core.constraints.compiler import GrammarCompiler
 from tandem.engine_core.constraints.workers import link as link_module
+from tandem.engine_core.constraints.workers import pool as pool_module
 from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.protocol.commands import Abort
@@ -109,6 +110,19 @@ def test_a_worker_that_is_killed_costs_no_request(expected: list[list[int]]) -> 
 
     assert outputs(driven, kill) == expected
     assert [link.is_lost for link in pool_of(driven)._links].count(True) == 1 and lost[0].is_lost
+    check_and_close(driven)
+
+
+def test_a_worker_is_started_for_one_that_was_killed(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "RESTART_SECONDS", 0.0)
+    driven = build(2)
+    stats = driven.engine.stats
+    assert outputs(driven, lambda: os.kill(busiest(pool_of(driven))._process.pid, signal.SIGKILL)) == expected  # type: ignore[attr-defined]
+    assert outputs(driven) == expected
+    assert (stats.grammar_workers, stats.grammar_workers_lost) == (2, 1)
+    assert all(not link.is_lost and link.num_posts for link in pool_of(driven)._links)
     check_and_close(driven)
 
 

@@ -1,16 +1,21 @@
 """The workers of an engine: which gets a grammar, and what happens without them."""
 
+from collections.abc import Iterator
 from threading import Event, Thread
 
+import numpy as np
 import pytest
 
 from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.constraints.workers.pool import WorkerPool
+from tandem.engine_core.constraints.workers.pool import RESTART_SECONDS, WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar, RemoteMatcher
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
+from tandem.protocol.stats import EngineStats
+from tests.fakes.clock import FakeClock
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED
 from tests.support.remote_steps import begin_mask
@@ -188,3 +193,80 @@ def test_grammars_are_shared_out_before_any_has_a_matcher(grammars: Grammars, me
     kept = [pool.compile(text, []) for text in (TEXT, OTHER)]
     assert [link.compiled for link in links] == [[TEXT], [OTHER]]
     assert all(kept)
+
+
+class TestReplacements:
+    """Workers that are started for lost ones."""
+
+    @pytest.fixture(autouse=True)
+    def site(self, grammars: Grammars, memory: MaskMemory) -> Iterator[None]:
+        self.grammars, self.stats, self.clock = grammars, EngineStats(), FakeClock()
+        self.made = [InlineLink(grammars, memory) for _ in range(5)]
+        self.links = Links(*self.made)
+        self.pool = WorkerPool(2, self.links.start, self.stats, self.clock)
+        yield
+        self.pool.close()
+
+    def counted(self) -> tuple[int, int]:
+        return self.stats.grammar_workers, self.stats.grammar_workers_lost
+
+    def test_one_follows_a_lost_one_with_the_next_grammar(self) -> None:
+        assert self.counted() == (0, 0) and self.pool.has_free([])
+        held = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 2)
+        assert self.counted() == (2, 0)
+        self.made[1].lose("is gone")
+        assert self.counted() == (1, 1)
+        self.clock.advance(RESTART_SECONDS)
+        assert self.pool.has_free([self.made[0]])
+        remote = self.pool.compile(TEXT, [self.made[0]])
+        assert remote is not None and remote.link is self.made[2]
+        assert self.counted() == (2, 1) and not self.pool.has_free([self.made[0], self.made[2]])
+        held += opened(remote, self.grammars, TEXT, 2)
+        ids = np.array([matcher.id for matcher in held], dtype=np.int32)
+        batches = self.pool.begin(MASK, ids, np.arange(4, dtype=np.int32))
+        parts = [(batch.link, sorted(batch.indices.tolist())) for batch in batches]
+        assert parts == [(self.made[0], [0, 1]), (self.made[2], [2, 3])]
+
+    def test_lost_ones_stay_until_their_matchers_are_gone(self) -> None:
+        remote = self.pool.compile(TEXT, [])
+        (each,) = opened(remote, self.grammars, TEXT, 1)
+        self.made[0].end()
+        self.made[0].lose("ended")
+        self.clock.advance(RESTART_SECONDS)
+        self.pool.compile(TEXT, [self.made[1]])
+        (batch,) = self.pool.begin(MASK, np.array([each.id], dtype=np.int32), np.zeros(1, dtype=np.int32))
+        assert batch.link is self.made[0] and not each.end_mask()
+        self.pool.compile(OTHER, [])
+        assert self.pool.take_refused() is False, "the lost one is forgotten"
+
+    def test_one_that_cannot_run_is_not_started_again_and_again(self) -> None:
+        self.pool.compile(TEXT, [])
+        for number in range(2, 5):
+            self.made[number - 1].lose("is gone")
+            for _ in range(3):
+                assert not self.pool.has_free([self.made[0]])
+                assert self.pool.compile(TEXT, [self.made[0]]) is None
+            assert self.links.num_started == number
+            self.clock.advance(RESTART_SECONDS)
+            assert self.pool.has_free([self.made[0]])
+            assert self.pool.compile(TEXT, [self.made[0]]) is not None
+        assert self.counted() == (2, 3)
+
+    def test_a_system_that_refuses_is_asked_again_later(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.links.links[2] = OSError("no more processes")
+        self.pool.compile(TEXT, [])
+        self.made[1].lose("is gone")
+        self.clock.advance(RESTART_SECONDS)
+        for _ in range(3):
+            assert self.pool.compile(TEXT, [self.made[0]]) is None
+        assert self.links.num_started == 3 and caplog.text.count("no more processes") == 1
+        self.clock.advance(RESTART_SECONDS)
+        assert self.pool.compile(TEXT, [self.made[0]]) is not None
+        assert self.counted() == (2, 1)
+
+    def test_a_closed_pool_starts_none(self) -> None:
+        self.pool.compile(TEXT, [])
+        self.made[1].lose("is gone")
+        self.pool.close()
+        self.clock.advance(RESTART_SECONDS)
+        assert self.pool.compile(OTHER, []) is None and self.links.num_started == 2
