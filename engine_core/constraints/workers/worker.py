@@ -169,7 +169,10 @@ class Worker:
         """
         if self._slow and self._grammar_of[slot] in self._slow:
             return False
-        if self.channel.flags[slot] & (FORCES | FAILED) == FORCES:
+        flags = self.channel.flags[slot]
+        if flags & FAILED:
+            return False
+        if flags & FORCES:
             # Nothing else is allowed then, and computing that takes long.
             self.masks.write_one(place, self.channel.next_forced(slot))
             return True

@@ -126,8 +126,9 @@ def test_each_operation_does_what_it_does_to_a_matcher(firsts: list[LLMatcher], 
                 batch.append((OPEN, slot, number))
             elif random.random() < 0.3:
                 batch.append((MASK, slot, place))
-                masks[place] = mask_of(own[slot], WORDS)
                 is_good[slot] = not own[slot].is_error()
+                if is_good[slot]:
+                    masks[place] = mask_of(own[slot], WORDS)
                 num_refused += own[slot].is_error()
             else:
                 token = next_token(random, own[slot], VOCAB)

@@ -19,6 +19,7 @@ from tandem.engine_core.constraints.workers.channel import (
     FAILED,
     FORCES,
     FORCES_MORE,
+    MASK,
     MAX_FORCED,
     OPEN,
     STOPPED,
@@ -189,10 +190,12 @@ class LimitedMatcher(CountingMatcher):
 
 
 def test_a_matcher_that_cannot_be_rolled_back_has_failed(sides: Sides) -> None:
-    """It is somewhere else then, and one of the engine's takes over."""
+    """It is somewhere else then, writes no mask, and one of the engine's takes over."""
     sides.worker.grammars[1] = cast("LLMatcher", StuckMatcher([7, 8]))
     sides.do((OPEN, SLOT, 1))
     assert sides.engine.flags[SLOT] & FAILED
+    sides.do((MASK, SLOT, 0))
+    assert not sides.engine.has_mask[SLOT] and sides.engine.num_refused == 1
 
 
 def test_a_rejected_token_that_was_forced_is_not_dropped(sides: Sides) -> None:
