@@ -47,13 +47,13 @@ from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, PlacedMasks, StepResult
+from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.masks import MaskFiller, mask_places
+from tandem.engine_core.runtime.masks import MaskFiller, mask_places, place_masks
 from tandem.engine_core.runtime.staging import Ints, capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
@@ -89,8 +89,8 @@ class StagingRuntime:
         self.filler = filler
         self.masks = [self._allocate(max_rows, VOCAB // 32) for _ in range(2)]
         self.results = [self._allocate(1, max_rows)[0] for _ in range(2)]
+        self.views = [results.data for results in self.results]
         self.places: list[dict[int, int]] = [{}, {}]
-        self.begun: list[tuple[Masks, PlacedMasks]] = [((), ()), ((), ())]
         self.samples_masks = samples_masks
         self.random = random.Random(0)
 
@@ -103,19 +103,19 @@ class StagingRuntime:
 
     def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
         sampled = [row.row for row in self.rows[slot] if row.samples]
+        if len(masks) == len(sampled):
+            return ArrivingTokens(self.views[slot], range(len(masks)))
         index = dict(zip(sampled, range(len(sampled)), strict=True))
-        return ArrivingTokens(self.results[slot].data, [index[row] for row, _ in masks])
+        return ArrivingTokens(self.views[slot], [index[row] for row, _ in masks])
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
-        self.begun[slot] = masks, self._place(slot, masks)
-        self.filler.begin(self.begun[slot][1], self.masks[slot])
+        self.filler.begin(place_masks(masks, self.places[slot]), self.masks[slot])
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         places, masked = self.places[slot], set[int]()
         self.results[slot][:] = PENDING_TOKEN
         if masks is not None:
-            begun, placed = self.begun[slot]
-            self.filler.fill(placed if masks is begun else self._place(slot, masks), self.masks[slot])
+            self.filler.fill(place_masks(masks, places), self.masks[slot])
             masked = {row for row, _ in masks} if self.samples_masks else masked
         for index, row in enumerate([row.row for row in self.rows[slot] if row.samples]):
             self.results[slot][index] = self._allowed(self.masks[slot][places[row]]) if row in masked else 7
@@ -123,10 +123,6 @@ class StagingRuntime:
     def collect(self, slot: int) -> StepResult:
         counts = [int(row.samples) for row in self.rows[slot]]
         return StepResult(counts, self.results[slot][: sum(counts)].tolist())
-
-    def _place(self, slot: int, masks: Masks) -> PlacedMasks:
-        places = self.places[slot]
-        return [(constraint, places[row]) for row, constraint in masks]
 
     def _allocate(self, rows: int, columns: int) -> Ints:
         memory = self.filler.allocate(rows, columns)

@@ -4,8 +4,8 @@
 """
 
 import itertools
-from collections.abc import Iterator, Sequence, Set
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -113,6 +113,31 @@ class Constraint(Protocol):
 
         Return False if the grammar cannot be followed any further, as `accept` does.
         """
+
+
+T = TypeVar("T")
+
+
+class SteadyList(list[T]):
+    """List that is the same object for all steps for which it is equal.
+
+    So what follows from it need not be found again for each step, nor outlive it.
+    """
+
+    __slots__ = ("kept",)
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        super().__init__(items)
+        self.kept: dict[tuple[str, int], Any] = {}
+        """What its readers keep with it, each under names of its own."""
+
+
+def kept_with(items: Sequence[T]) -> dict[tuple[str, int], Any]:
+    """Return what is kept with a list.
+
+    Nothing is kept with a list that is not steady.
+    """
+    return items.kept if isinstance(items, SteadyList) else {}
 
 
 Masks = Sequence[tuple[int, Constraint]]

@@ -129,10 +129,6 @@ class EngineStats(Struct, array_like=True):
     ] = field(default_factory=_empty_histogram)
     mask_rows: Annotated[int, _counter("tandem_mask_rows", "Rows of steps whose sampling was masked by a grammar.")] = 0
     mask_seconds: Annotated[float, _counter("tandem_mask_seconds", "Wall time of filling those masks.")] = 0.0
-    grammar_workers: Annotated[int, _gauge("tandem_grammar_workers", "Running processes that follow grammars.")] = 0
-    grammar_workers_lost: Annotated[
-        int, _counter("tandem_grammar_workers_lost", "Processes that followed grammars and ended or did not answer.")
-    ] = 0
     pages_cached: Annotated[
         int, _gauge("tandem_kv_cache_cached_pages", "KV pages in the prefix cache, in use or not.")
     ] = 0
@@ -185,3 +181,7 @@ class EngineStats(Struct, array_like=True):
     """Times that `paused` has changed, odd while it is 1.
 
     It orders heartbeats and answers, which come by two sockets."""
+    grammar_workers: Annotated[int, _gauge("tandem_grammar_workers", "Running processes that follow grammars.")] = 0
+    grammar_workers_lost: Annotated[
+        int, _counter("tandem_grammar_workers_lost", "Processes that followed grammars and ended or did not answer.")
+    ] = 0

@@ -230,6 +230,8 @@ class GrammarCompiler:
 
     def _on_relief(self, relief: Relief) -> None:
         self._relieving.remove(relief.grammar)
+        if self.workers is not None:
+            self.workers.update_stats()
         if relief.remote is not None:
             relief.compiled.add_remote(relief.remote)
             if self._grammars.get(relief.grammar) is relief.compiled:

@@ -12,8 +12,8 @@ from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
 from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory, bits_of
-from tandem.engine_core.constraints.workers.pool import WorkerPool
-from tandem.engine_core.contracts import PlacedMasks
+from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool, are_current
+from tandem.engine_core.contracts import PlacedMasks, kept_with
 from tandem.protocol.stats import EngineStats
 
 Ints = NDArray[np.int32]
@@ -21,16 +21,29 @@ Pairs = Sequence[tuple[GrammarConstraint, int]]
 """`PlacedMasks` of this package."""
 
 
+class Writers(Struct, frozen=True):
+    """Matchers that write masks."""
+
+    ids: Ints
+    """`GrammarConstraint.remote_id` of each."""
+    indices: Ints
+    """Indices of their masks."""
+    is_whole: bool
+    """True if workers have all of them."""
+    batches: list[Batch]
+    """What the workers do."""
+
+
 class Begun(Struct, frozen=True):
     """Masks that workers were told to begin with."""
 
     masks: PlacedMasks
     out: Ints
-    ids: Ints
-    """`GrammarConstraint.remote_id` of each."""
-    indices: Ints
-    is_whole: bool
-    """True if workers have all of the matchers."""
+    writers: Writers
+
+    def holds(self, masks: PlacedMasks) -> bool:
+        """Return whether these masks were begun, and all their matchers are on workers."""
+        return masks is self.masks and self.writers.is_whole and are_current(self.writers.batches)
 
 
 HEAD_WORDS = 64
@@ -75,9 +88,18 @@ class MaskBuilder:
         The workers get what was added to their batches before, too.
         """
         if self.workers is not None and masks:
-            ids, indices = _matchers(cast("Pairs", masks))
-            self._begun = Begun(masks, out, ids, indices, bool(ids.min() >= 0))
-            self.workers.begin(MASK, ids, indices + self.memory.place(out))
+            first = self.memory.place(out)
+            kept = kept_with(masks)
+            writers: Writers | None = kept.get(("writers", first))
+            if writers is not None and are_current(writers.batches):
+                self.workers.repeat(writers.batches)
+            else:
+                ids, indices = _matchers(cast("Pairs", masks))
+                batches = self.workers.begin(MASK, ids, indices + first)
+                writers = Writers(ids, indices, bool(ids.min() >= 0), batches)
+                if writers.is_whole:
+                    kept["writers", first] = writers
+            self._begun = Begun(masks, out, writers)
             self.workers.post_awaited()
 
     def fill(self, masks: PlacedMasks, out: Ints) -> None:
@@ -149,7 +171,7 @@ class MaskBuilder:
         begun, self._begun = self._begun, None
         here: list[tuple[GrammarConstraint, int]] = []
         late: list[tuple[GrammarConstraint, int]] = []
-        if begun is None or begun.masks is not pairs or not begun.is_whole:
+        if begun is None or not begun.holds(pairs):
             here, late = self._begin_others(workers, begun, pairs, out)
             self._compute_measured(here, out)
         workers.wait()
@@ -171,7 +193,7 @@ class MaskBuilder:
         ids, indices = _matchers(pairs)
         writers = np.full(len(out), -1, dtype=np.int32)
         if begun is not None and begun.out is out:
-            writers[begun.indices] = begun.ids
+            writers[begun.writers.indices] = begun.writers.ids
         written_by = writers[indices]
         is_here, is_missing = ids < 0, (written_by != ids) & (ids >= 0)
         if is_missing.any():

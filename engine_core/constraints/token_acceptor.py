@@ -1,17 +1,37 @@
 """Tokens of a step, which matchers accept together."""
 
+from array import array
 from collections.abc import Sequence, Set
 from typing import cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.workers.channel import ACCEPT, ACCEPTED, EXPECT, FAILED, FORCES, STOPPED
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool
-from tandem.engine_core.constraints.workers.remote_matcher import RemoteMatcher
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks
+from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool, are_current
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks, kept_with
+
+
+class Followed(Struct, frozen=True):
+    """Constraints that accept the tokens of a step."""
+
+    rows: list[int]
+    all_rows: frozenset[int]
+    constraints: list[GrammarConstraint]
+    given: "list[array[int] | None]"
+    """Tokens that their matchers on workers were given; None for others."""
+    here: list[int]
+    """Indices of the constraints whose matcher is in this process."""
+    batches: list[Batch]
+    """What the workers do for the others."""
+    indices: Sequence[int]
+    """Where the tokens were expected, as of `ArrivingTokens`."""
+
+
+_NOTHING = Followed([], frozenset(), [], [], [], [], ())
 
 
 class TokenAcceptor:
@@ -26,17 +46,10 @@ class TokenAcceptor:
         """Keep the workers, and the arrays that they can map."""
         self.workers = workers
         self.memory = memory or MaskMemory()
-        self._masks: Masks = ()
-        self._constraints: list[GrammarConstraint] = []
-        self._matchers: list[RemoteMatcher | None] = []
-        """Those of the constraints that workers were told to go on with."""
+        self._followed = _NOTHING
         self._tokens: Sequence[int] = ()
         self._least = 1
         """Fewest forced tokens that matter."""
-        self._here: list[int] = []
-        """Indices of the constraints whose matcher is in this process."""
-        self._remote: list[Batch] = []
-        """Those of others."""
         self._expected: Masks | None = None
         """Masks whose tokens the workers take as they arrive."""
 
@@ -45,12 +58,21 @@ class TokenAcceptor:
 
         What the workers are to do is sent with the masks that they are to begin with, or by `finish`.
         """
-        first = None if self.workers is None else self.memory.find(np.asarray(arriving.memory))
-        if first is None:
+        first = None if self.workers is None else self.memory.find(arriving.memory)
+        if self.workers is None or first is None:
             return False
-        self._send(EXPECT, masks, np.array(arriving.indices, dtype=np.int32) + first)
-        self._expected = masks if self._remote else None
-        return bool(self._remote)
+        kept = kept_with(masks)
+        known: Followed | None = kept.get(("expected", first))
+        if known is not None and known.indices == arriving.indices and are_current(known.batches):
+            self._followed = known
+            self.workers.repeat(known.batches)
+        else:
+            values = np.array(arriving.indices, dtype=np.int32) + first
+            self._followed = found = self._follow(EXPECT, masks, values, arriving.indices)
+            if not found.here:
+                kept["expected", first] = found
+        self._expected = masks if self._followed.batches else None
+        return bool(self._followed.batches)
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
         """Implement `Acceptor.begin`."""
@@ -58,58 +80,65 @@ class TokenAcceptor:
         assert len(masks) == len(tokens), f"{len(tokens)} tokens for {len(masks)} masks"
         self._tokens, self._least = tokens, least
         if self._expected is None:
-            self._send(ACCEPT, masks, np.array(tokens, dtype=np.int32))
+            self._followed = self._follow(ACCEPT, masks, np.array(tokens, dtype=np.int32))
         self._expected = None
-        if self._remote:
-            for matcher, token in zip(self._matchers, tokens, strict=True):
-                if matcher is not None and token != NO_TOKEN:
-                    matcher.tokens.append(token)
+        if self._followed.batches:
+            for given, token in zip(self._followed.given, tokens, strict=True):
+                if given is not None and token != NO_TOKEN:
+                    given.append(token)
 
-    def _send(self, operation: int, masks: Masks, values: NDArray[np.int32]) -> None:
+    def _follow(self, operation: int, masks: Masks, values: NDArray[np.int32], indices: Sequence[int] = ()) -> Followed:
         """Give the workers an operation on the constraints that they follow.
 
         values: second number of each operation.
         """
-        self._masks, self._constraints = masks, cast("list[GrammarConstraint]", [each for _, each in masks])
-        self._matchers = [each.remote for each in self._constraints]
-        ids = np.array([each.remote_id for each in self._constraints], dtype=np.int32)
-        self._here = np.flatnonzero(ids < 0).tolist()
-        self._remote = [] if self.workers is None else self.workers.begin(operation, ids, values)
+        constraints = cast("list[GrammarConstraint]", [each for _, each in masks])
+        ids = np.array([each.remote_id for each in constraints], dtype=np.int32)
+        return Followed(
+            [row for row, _ in masks],
+            frozenset([row for row, _ in masks]),
+            constraints,
+            [None if each.remote is None else each.remote.tokens for each in constraints],
+            np.flatnonzero(ids < 0).tolist(),
+            [] if self.workers is None else self.workers.begin(operation, ids, values),
+            indices,
+        )
 
     def finish(self) -> Set[int]:
         """Implement `Acceptor.finish`."""
-        if self._remote and self.workers is not None:
+        followed = self._followed
+        if followed.batches and self.workers is not None:
             self.workers.post_awaited()
-        settled = {row for row, _ in self._masks}
+        others: list[int] = []
         if NO_TOKEN in self._tokens:
-            settled -= {mask[0] for mask, token in zip(self._masks, self._tokens, strict=True) if token == NO_TOKEN}
-        if self._here:
-            settled.difference_update(self._accept_here())
-        if self._remote and self.workers is not None:
+            others += [row for row, token in zip(followed.rows, self._tokens, strict=True) if token == NO_TOKEN]
+        if followed.here:
+            others += self._accept_here()
+        if followed.batches and self.workers is not None:
             self.workers.wait_accepted()
-            settled.difference_update(self._read_workers())
-        self._masks, self._constraints, self._matchers, self._here, self._remote = (), [], [], [], []
-        return settled
+            others += self._read_workers()
+        self._followed = _NOTHING
+        return followed.all_rows.difference(others) if others else followed.all_rows
 
     def _accept_here(self) -> list[int]:
         """Have the matchers of this process accept their tokens.
 
         Return the rows that are not settled.
         """
-        others = []
-        for index in self._here:
-            constraint, token = self._constraints[index], self._tokens[index]
+        others, followed = [], self._followed
+        for index in followed.here:
+            constraint, token = followed.constraints[index], self._tokens[index]
             matcher = constraint.local
             if token == NO_TOKEN:
                 continue
             if constraint.overdrawn or matcher is None:
                 # One without tokens may have been moved to a worker since `begin`.
-                others.append(self._masks[index][0])
+                others.append(followed.rows[index])
                 continue
             forced = matcher.follow(token)
             if forced is None or len(forced) >= self._least:
                 constraint.advance(token, matcher.accepted, forced)
-                others.append(self._masks[index][0])
+                others.append(followed.rows[index])
         return others
 
     def _read_workers(self) -> list[int]:
@@ -117,23 +146,23 @@ class TokenAcceptor:
 
         Return the rows that are not settled.
         """
-        others = []
-        for batch in self._remote:
-            channel = batch.link.channel
+        others, followed = [], self._followed
+        for batch in followed.batches:
+            channel, has_more = batch.link.channel, batch.link.take_unsettled()
+            if not (has_more or batch.link.is_lost):
+                continue
             flags = channel.all_flags[batch.slots]
             is_settled = flags == ACCEPTED
             if batch.link.is_lost:
                 is_settled[:] = False
-            elif is_settled.all():
-                continue
             else:
                 forces_little = channel.num_forced[batch.slots] < self._least
                 is_settled |= (flags & (ACCEPTED | STOPPED | FAILED | FORCES) == ACCEPTED | FORCES) & forces_little
             for index in batch.indices[~is_settled].tolist():
                 if self._tokens[index] == NO_TOKEN:
                     continue
-                constraint = self._constraints[index]
+                constraint = followed.constraints[index]
                 assert constraint.remote is not None, "a matcher was taken back before its token was accepted"
                 constraint.advance(self._tokens[index], *constraint.remote.end_accept())
-                others.append(self._masks[index][0])
+                others.append(followed.rows[index])
         return others

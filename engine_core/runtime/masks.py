@@ -1,10 +1,14 @@
 """Masks of constrained rows, as the runtime asks for them."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from tandem.engine_core.contracts import PlacedMasks
+from tandem.engine_core.contracts import Masks, PlacedMasks, SteadyList, kept_with
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.staging import Ints
+
+_IN_ORDER = ("placed", 0)
+"""Name of masks that are placed in their own order."""
 
 
 class MaskFiller(Protocol):
@@ -39,3 +43,17 @@ def mask_places(plan: StepPlan) -> dict[int, int]:
     plan's order. On the device the mask that allows everything comes first, so that indices there are larger by one.
     """
     return {row: place for place, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}
+
+
+def place_masks(masks: Masks, places: Mapping[int, int]) -> PlacedMasks:
+    """Return each constraint with the place of its mask.
+
+    places: as of `mask_places`. Where all of them are wanted, equal masks are the same object for all steps.
+    """
+    if len(masks) < len(places):
+        return [(constraint, places[row]) for row, constraint in masks]
+    kept = kept_with(masks)
+    placed: PlacedMasks | None = kept.get(_IN_ORDER)
+    if placed is None:
+        placed = kept[_IN_ORDER] = SteadyList((constraint, place) for place, (_, constraint) in enumerate(masks))
+    return placed

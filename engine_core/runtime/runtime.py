@@ -12,7 +12,6 @@ from tandem.engine_core.contracts import (
     ArrivingTokens,
     DeviceTimes,
     Masks,
-    PlacedMasks,
     StepLogprobs,
     StepResult,
 )
@@ -24,7 +23,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
-from tandem.engine_core.runtime.masks import MaskFiller, mask_places
+from tandem.engine_core.runtime.masks import MaskFiller, mask_places, place_masks
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
@@ -131,17 +130,18 @@ class TorchRuntime:
     def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
         s = self.slots[slot]
         assert s.packed is not None, f"slot {slot} was not launched"
+        if len(masks) == len(s.packed.sample_rows):
+            return ArrivingTokens(s.results_memory, range(len(masks)))
         indices = np.flatnonzero(s.packed.read("mask_index"))
         if len(masks) < len(indices):
             indices = indices[[s.mask_places[row] for row, _ in masks]]
-        return ArrivingTokens(s.results_view.data, indices.tolist())
+        return ArrivingTokens(s.results_memory, indices.tolist())
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
         s = self.slots[slot]
         assert s.plan is not None, f"slot {slot} was not launched"
         # The copy of the masks before these has run: the slot's last step has committed (I6).
-        s.begun = masks, _place(masks, s)
-        self.filler.begin(s.begun[1], s.masks_view)
+        self.filler.begin(place_masks(masks, s.mask_places), s.masks_view)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -294,8 +294,7 @@ class TorchRuntime:
         """
         assert s.plan is not None and s.packed is not None
         places, allowed = s.mask_places, s.allowed[: len(s.packed.sample_rows)]
-        self.filler.fill(s.begun[1] if masks is s.begun[0] else _place(masks, s), s.masks_view)
-        s.begun = (), ()
+        self.filler.fill(place_masks(masks, places), s.masks_view)
         if len(masks) < len(places):
             # Rows whose token is not needed any more must not depend on what an earlier step left here, or on a mask
             # that was begun.
@@ -314,12 +313,6 @@ class TorchRuntime:
             torch.add(index, 0, out=s.masked[: len(index)])
             s.num_in_order = len(index) if in_place else 0
         return allowed if in_place else torch.index_select(s.device_masks, 0, index, out=allowed)
-
-
-def _place(masks: Masks, s: StepSlot) -> PlacedMasks:
-    """Return each constraint with the place of its mask."""
-    places = s.mask_places
-    return [(constraint, places[row]) for row, constraint in masks]
 
 
 def _num_record_words(plan: StepPlan) -> int:

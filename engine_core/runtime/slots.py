@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.attention.base import AttentionPlanner
-from tandem.engine_core.contracts import Masks, PlacedMasks
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
@@ -59,6 +58,8 @@ class StepSlot:
     """[max_rows] int32, pinned: sampled ids."""
     results_view: NDArray[np.int32]
     """View of `results`, which others may map."""
+    results_memory: memoryview
+    """The same."""
     records: Tensor
     """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
     host_records: Tensor
@@ -78,8 +79,6 @@ class StepSlot:
     """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
     mask_places: dict[int, int] = field(default_factory=dict)
     """Place of each row's mask, as of `masks.mask_places`."""
-    begun: tuple[Masks, PlacedMasks] = ((), ())
-    """Masks that the filler was told to begin with, and the same as it got them."""
     num_in_order: int = 0
     """Number of elements that `masked` is known to begin with 1, 2, 3 and so on."""
     sampling: dict[Mode, Graph] | None = None
@@ -130,6 +129,7 @@ class StepSlot:
             sampled=on_device(max_rows),
             results=results,
             results_view=results.numpy(),
+            results_memory=results.numpy().data,
             records=on_device(record_words),
             host_records=device.host_buffer(record_words),
             masks_done=device.event(),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
-from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, SteadyList, StepResult, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -111,14 +111,20 @@ class StepMasks:
         """Row and constraint by the sequence's id, in the plan's order."""
         self._masks: Masks | None = None
         """The same as `of` returned it, until some are dropped."""
+        self._before: Masks = ()
+        """What it returned last, unless a sequence has ended or jumped since: an ended one is kept by nothing."""
 
     def of(self, plan: StepPlan) -> Masks:
         """Return the constraints of a step that is not sampled yet.
 
-        As long as they are the same, so is the object.
+        They are the same object as long as they are equal, over many steps too.
         """
         if plan is not self._plan:
-            held, self._plan, self._masks = self._held, plan, None
+            self._plan = plan
+            # Where each row is the next token of a sequence that needed its mask in the step before, nothing is new.
+            if plan.is_decode_only and [row.seq_id for row in plan.rows] == list(self._needed):
+                return self._newest()
+            held, self._masks = self._held, None
             self._needed = {
                 row.seq_id: (row.row, seq.constraint)
                 for row in plan.rows
@@ -126,12 +132,17 @@ class StepMasks:
                 and (seq := held[row.seq_id]).outcome is None and seq.constraint is not None
                 and row.start + row.length >= len(seq.tokens)
             }  # fmt: skip
+        return self._newest()
+
+    def _newest(self) -> Masks:
         if self._masks is None:
-            self._masks = list(self._needed.values())
+            found = SteadyList(self._needed.values())
+            self._masks = self._before = self._before if found == self._before else found
         return self._masks
 
     def drop(self, seq_id: int) -> None:
         """Note that a sequence needs no mask in the newest step any more."""
+        self._before = ()
         if self._needed.pop(seq_id, None) is not None:
             self._masks = None
 

@@ -23,10 +23,10 @@ from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
 from tandem.engine_core.scheduler.step_costs import StepCosts
 from tandem.engine_core.scheduler.step_rows import (
-    build_paged_row,
     build_row,
     build_steady_rows,
     build_steady_rows_some_constrained,
+    insert_paged_rows,
     new_sequence,
 )
 from tandem.engine_core.scheduler.time_budget import fitting_tokens
@@ -135,23 +135,25 @@ class Planner:
         """Return a step of sequences in steady decode, perhaps of no rows.
 
         None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at
-        `num_scheduled_tokens`, and the budget serves all.
+        `num_scheduled_tokens`, and the budget serves all. Rows come in the order of the sequences, as in the next step:
+        what follows from the masks of a step is kept for those that have the same.
         """
         constrained = bool(running.constrained)
         rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
         updated_rows: tuple[ScheduledSequence, ...] = ()
         if len(rows) < len(sequences):
-            at_boundary = [
-                seq for seq in sequences if seq.next_page_boundary <= seq.num_scheduled_tokens < seq.total_len - 1
+            others = [
+                (place, seq)
+                for place, seq in enumerate(sequences)
+                if seq.next_page_boundary <= seq.num_scheduled_tokens
             ]
-            if not self.memory.grow_each(at_boundary):
+            if not self.memory.grow_each([seq for _, seq in others if seq.num_scheduled_tokens < seq.total_len - 1]):
                 return None
-            updated_rows = tuple([build_paged_row(seq) for seq in at_boundary])
+            updated_rows = insert_paged_rows(rows, others)
         self._reserver.out_of_pages = False
-        all_rows = (*rows, *updated_rows)
-        needs_mask = constrained and any(row.constrained for row in all_rows)
+        needs_mask = constrained and any(row.constrained for row in rows)
         return StepPlan.decode_only(
-            step_id, all_rows, needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
+            step_id, tuple(rows), needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
         )
 
     def _plan_beside_steady(

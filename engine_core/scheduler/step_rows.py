@@ -31,11 +31,25 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
     )
 
 
-def build_paged_row(seq: Sequence) -> ScheduledSequence:
-    """Return the next row of a steady sequence that was given a new page."""
-    start, first = seq.num_scheduled_tokens, seq.device.num_mapped_pages
-    constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
-    return ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
+def insert_paged_rows(
+    rows: list[ScheduledSequence], others: Items[tuple[int, Sequence]]
+) -> tuple[ScheduledSequence, ...]:
+    """Insert the rows of steady sequences that were given a page.
+
+    Return the inserted ones. rows: those of sequences that needed none, in the order of all; others: the place of each
+    other one among all. Those whose positions are all computed get no row.
+    """
+    paged, num_complete = [], 0
+    for place, seq in others:
+        start, first = seq.num_scheduled_tokens, seq.device.num_mapped_pages
+        if start >= seq.total_len - 1:
+            num_complete += 1
+            continue
+        constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
+        row = ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
+        rows.insert(place - num_complete, row)
+        paged.append(row)
+    return tuple(paged)
 
 
 def build_steady_rows(running: Items[Sequence]) -> list[ScheduledSequence]:

@@ -88,13 +88,15 @@ class World:
         choices = random.Random(f"acceptor of {seed}")
         self.acceptor = FakeAcceptor(lambda: choices.random() < 0.8, is_remote=choices.random() < 0.5)
         self._build(random.Random(seed))
+        self.scheduler.masks = self._check_masks  # type: ignore[method-assign]
         self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
         self.arrivals = list(self.requests)
         self.aborted: set[tuple[bytes, int]] = set()
         self.forgotten: set[bytes] = set()
         """Frontends whose connection ended at some time, other than by vanishing."""
         self.pauses = 0
-        self.ticks = self.launches = self.overlaps = self.forced = 0
+        self.ticks = self.launches = self.overlaps = self.forced = self.same_masks = 0
+        self._last_masks: Masks | None = None
         self.mailbox.on_drain = self._before_tick
         self.mailbox.on_flush = self.check
         self.mailbox.on_wait = self._check_sleep
@@ -186,6 +188,20 @@ class World:
         if idle and not self.arrivals and not self.mailbox.inbox:
             self.check_at_rest()
             self.engine.stopping = True
+
+    def _check_masks(self, plan: StepPlan) -> Masks:
+        """Check that a step has masks for the rows that sample under a grammar a token which is not known."""
+        held = {seq.id: seq for seq in self.scheduler.held}
+        rows = [(row, held[row.seq_id]) for row in plan.rows if row.constrained and row.samples]
+        masks = type(self.scheduler).masks(self.scheduler, plan)
+        assert masks == [
+            (row.row, seq.constraint)
+            for row, seq in rows
+            if seq.outcome is None and row.start + row.length >= len(seq.tokens)
+        ]
+        self.same_masks += masks is self._last_masks
+        self._last_masks = masks
+        return masks
 
     def _check_announced(self, plan: StepPlan) -> None:
         """Check that frontends were told of every sequence in a step before its launch."""

@@ -27,7 +27,7 @@ AWAKE_SECONDS = 0.005
 ASLEEP_SECONDS = 0.05
 """Time after which a sleeping worker looks by itself."""
 
-_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _ENDING, _HEADER_WORDS = range(8)
+_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _ENDING, _UNSETTLED, _HEADER_WORDS = range(9)
 _FORCED_WORDS = 1 + MAX_FORCED
 _OPERATIONS = 8 * _HEADER_WORDS
 _FLAGS = _OPERATIONS + 12 * MAX_OPERATIONS
@@ -110,6 +110,13 @@ class Channel:
         self._seen = header[_POSTED]
         return self._operations[: 3 * header[_COUNT]]
 
+    def add_unsettled(self, count: int) -> None:
+        """Count unsettled tokens of the batch, as the worker.
+
+        Those are tokens after which the flags do not say just that they were accepted.
+        """
+        self._header[_UNSETTLED] += count
+
     def finish_accepting(self) -> None:
         """Say as the worker that all results of the batch but masks are written."""
         self._header[_ACCEPTED] = self._seen
@@ -127,6 +134,11 @@ class Channel:
     def num_refused(self) -> int:
         """Number of masks of all batches that were not written."""
         return self._header[_REFUSED]
+
+    @property
+    def num_unsettled(self) -> int:
+        """Number of unsettled tokens of all batches, as of `add_unsettled`."""
+        return self._header[_UNSETTLED]
 
     @property
     def num_ending(self) -> int:

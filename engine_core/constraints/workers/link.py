@@ -81,12 +81,12 @@ class WorkerLink:
         """Number of the worker in its pool."""
         self.is_lost = False
         """True once the worker is gone; what it knew is lost."""
-        self._num_refused = self._num_ending = 0
+        self._num_refused = self._num_ending = self._num_unsettled = 0
         """The channel's numbers when they were asked for last."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called once the worker is given up."""
-        self.has_given_back = False
-        """True if a matcher was taken back since `take_refused`."""
+        self.num_given_back = 0
+        """Matchers that were taken back so far."""
         self._connection = connection
         self._process = process
         self._clock = clock
@@ -176,15 +176,15 @@ class WorkerLink:
         self.pending.extend((OPEN, slot, grammar))
         return slot
 
-    def begin(self, operations: Ints) -> None:
-        """Add operations to the next batch, [N, 3], whose results are waited for.
+    def begin(self, operations: bytes) -> None:
+        """Add operations to the next batch, whose results are waited for.
 
-        They go in one batch with those that are begun until it is sent: of several, the second would be sent only once
-        the tokens that the first expects have arrived.
+        operations: three int32 numbers each. They go in one batch with those that are begun until it is sent: of
+        several, the second would be sent only once the tokens that the first expects have arrived.
         """
         if not self.is_awaited and len(self.pending) > 3 * (MAX_OPERATIONS - 2 * MAX_SLOTS):
             self.post()
-        self.pending.frombytes(operations.tobytes())
+        self.pending.frombytes(operations)
         self.is_awaited = True
 
     def close_slot(self, slot: int) -> None:
@@ -226,18 +226,19 @@ class WorkerLink:
             self._wait(lambda channel: channel.is_done)
 
     def take_refused(self) -> bool:
-        """Return whether masks may be missing since the last call.
-
-        The worker has left one out, or is lost, or a matcher was taken back.
-        """
+        """Return whether the worker has left out a mask since the last call, or is lost."""
         before, self._num_refused = self._num_refused, self.channel.num_refused
-        given_back, self.has_given_back = self.has_given_back, False
-        return self.is_lost or given_back or self._num_refused != before
+        return self.is_lost or self._num_refused != before
 
     def take_ending(self) -> bool:
         """Return whether a mask since the last call allows an end id."""
         before, self._num_ending = self._num_ending, self.channel.num_ending
         return self._num_ending != before
+
+    def take_unsettled(self) -> bool:
+        """Return whether there were unsettled tokens since the last call."""
+        before, self._num_unsettled = self._num_unsettled, self.channel.num_unsettled
+        return self._num_unsettled != before
 
     def _wait(self, is_over: Callable[[Channel], bool]) -> None:
         channel, polls, since = self.channel, 0, 0.0
@@ -256,6 +257,14 @@ class WorkerLink:
         """Send what is pending and wait for it."""
         self.post()
         self.wait()
+
+    @property
+    def is_idle_and_silent(self) -> bool:
+        """True if the worker does not answer, and follows nothing.
+
+        Nobody waits for it then, and would find that it is lost.
+        """
+        return self._is_silent and not self.is_lost and not self.num_open
 
     def lose(self, why: str) -> None:
         """Give the worker up."""

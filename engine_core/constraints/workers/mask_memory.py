@@ -12,6 +12,8 @@ Ints = NDArray[np.int32]
 _PLACE_BITS = 20
 """Bits of a place that hold the index of its mask; those above hold the number of the array."""
 _INDEX = (1 << _PLACE_BITS) - 1
+MAX_FOUND = 32
+"""Views whose places are remembered. An engine has two for each slot."""
 _BITS = np.left_shift(1, np.arange(32, dtype=np.uint32), dtype=np.uint32).view(np.int32)
 """Word with each bit of a mask's word."""
 
@@ -22,6 +24,8 @@ class MaskMemory:
     def __init__(self) -> None:
         self.arrays: list[Ints] = []
         self._addresses: list[int] = []
+        self._found: dict[int, tuple[object, int | None]] = {}
+        """The views that `find` was asked for, by their `id`: to look up an address takes four microseconds."""
         self.fds: list[int] = []
         """File descriptors of the arrays, in their order."""
 
@@ -39,10 +43,17 @@ class MaskMemory:
         self.fds.append(fd)
         return array
 
-    def find(self, array: Ints) -> int | None:
+    def find(self, view: Ints | memoryview) -> int | None:
         """Return what `place` does, None for an array that is not of this memory."""
-        address = array.ctypes.data
-        return self._addresses.index(address) << _PLACE_BITS if address in self._addresses else None
+        known = self._found.get(id(view))
+        if known is not None and known[0] is view:
+            return known[1]
+        address = np.asarray(view).ctypes.data
+        found = self._addresses.index(address) << _PLACE_BITS if address in self._addresses else None
+        if len(self._found) >= MAX_FOUND:
+            self._found.clear()
+        self._found[id(view)] = view, found
+        return found
 
     def place(self, array: Ints) -> int:
         """Return what a worker knows an array's first mask or token by.

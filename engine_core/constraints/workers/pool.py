@@ -17,7 +17,20 @@ from tandem.protocol.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 30.0
-"""Time between two starts of workers for lost ones, so that one that cannot run does not keep a core busy."""
+"""Time from one start to that of a worker for a missing one, so that one that cannot run keeps no core busy."""
+
+
+class Part(Struct, frozen=True):
+    """One worker's part of many matchers."""
+
+    link: WorkerLink
+    indices: NDArray[np.intp]
+    """Their indices among all."""
+    slots: Ints
+    """Their slots."""
+    start: int
+    end: int
+    """Where it begins and ends, in the workers' order."""
 
 
 class Batch(Struct, frozen=True):
@@ -28,6 +41,10 @@ class Batch(Struct, frozen=True):
     """Indices of its matchers among all."""
     slots: Ints
     """Their slots."""
+    operations: bytes
+    """What the worker is sent."""
+    num_given_back: int
+    """`WorkerLink.num_given_back` when the batch was made."""
 
 
 class Shares(Struct, frozen=True):
@@ -38,8 +55,12 @@ class Shares(Struct, frozen=True):
     order: NDArray[np.intp]
     """Their indices in the caller's order."""
     slots: Ints
-    batches: list[tuple[Batch, int, int]]
-    """Each worker's part, and where it begins and ends."""
+    parts: list[Part]
+
+
+def are_current(batches: list[Batch]) -> bool:
+    """Return whether the workers still have all the matchers of some batches."""
+    return all(batch.link.num_given_back == batch.num_given_back for batch in batches)
 
 
 class WorkerPool:
@@ -66,7 +87,8 @@ class WorkerPool:
         self._links: list[WorkerLink] = []
         """Running workers, and lost ones that still have matchers. Replaced as a whole: the loop goes through it."""
         self._num_started = 0
-        self._started_at = 0.0
+        self._tried_at: float | None = None
+        """Time of the last start, in seconds."""
         self._starting = threading.Lock()
         self._is_closed = False
         self._shares: Shares | None = None
@@ -82,11 +104,8 @@ class WorkerPool:
         Raises RequestError if the worker cannot compile it.
         """
         with self._starting:
-            if self.count and not self._is_closed:
-                if self._num_started:
-                    self._replace_lost()
-                else:
-                    self._start()
+            if self._may_start:
+                self._start_missing()
         free = [link for link in self._links if link.has_room and link not in taken]
         # Several grammars may be compiled before the first matcher of any is opened.
         for link in sorted(free, key=lambda link: (link.num_open, link.num_grammars)):
@@ -96,10 +115,14 @@ class WorkerPool:
         return None
 
     def has_free(self, taken: Collection[WorkerLink]) -> bool:
-        """Return whether `compile` may find a worker, or start one."""
-        if self._num_started < self.count or self._may_replace:
-            return True
-        return any(link.has_room and link not in taken for link in self._links)
+        """Return whether `compile` may find a worker, or start one.
+
+        Workers that do not answer and follow nothing are given up.
+        """
+        for link in self._links:
+            if link.is_idle_and_silent:
+                link.lose("does not answer")
+        return self._may_start or any(link.has_room and link not in taken for link in self._links)
 
     def post_awaited(self) -> None:
         """Send the batches that have results which are waited for.
@@ -121,9 +144,23 @@ class WorkerPool:
             shares = self._shares = self._share(ids)
         rows = np.empty((len(ids), 3), dtype=np.int32)
         rows[:, 0], rows[:, 1], rows[:, 2] = operation, shares.slots, values[shares.order]
-        for batch, start, end in shares.batches:
-            batch.link.begin(rows[start:end])
-        return [batch for batch, _, _ in shares.batches]
+        batches = [
+            Batch(
+                part.link,
+                part.indices,
+                part.slots,
+                rows[part.start : part.end].tobytes(),
+                part.link.num_given_back,
+            )
+            for part in shares.parts
+        ]
+        self.repeat(batches)
+        return batches
+
+    def repeat(self, batches: list[Batch]) -> None:
+        """Add the same operations again; the batches must be current."""
+        for batch in batches:
+            batch.link.begin(batch.operations)
 
     def _share(self, ids: Ints) -> Shares:
         """Divide matchers among the workers that have them."""
@@ -133,12 +170,12 @@ class WorkerPool:
         links = self._links
         bounds = [number << SLOT_BITS for link in links for number in (link.number, link.number + 1)]
         places = np.searchsorted(ordered, bounds).tolist()
-        batches = [
-            (Batch(link, order[start:end], slots[start:end]), start, end)
+        parts = [
+            Part(link, order[start:end], slots[start:end], start, end)
             for link, start, end in zip(links, places[0::2], places[1::2], strict=True)
             if start < end
         ]
-        return Shares(ids.tobytes(), order, slots, batches)
+        return Shares(ids.tobytes(), order, slots, parts)
 
     def wait_accepted(self) -> None:
         """Wait until all workers have done what was sent before masks."""
@@ -151,7 +188,7 @@ class WorkerPool:
             link.wait()
 
     def take_refused(self) -> bool:
-        """Return whether masks of a worker may be missing since the last call."""
+        """Return whether a worker has left out a mask since the last call, or is lost."""
         refused = [link.take_refused() for link in self._links]
         return any(refused)
 
@@ -167,43 +204,35 @@ class WorkerPool:
             for link in self._links:
                 link.close()
 
-    def _start(self) -> None:
-        links: list[WorkerLink] = []
+    def _start_missing(self) -> None:
+        """Start all workers, later one of those that are missing.
+
+        Lost ones whose matchers are gone are forgotten.
+        """
+        count = self.count if self._tried_at is None else 1
+        links, self._tried_at = [link for link in self._links if not link.is_lost or link.num_open], self._clock()
         try:
-            while len(links) < self.count:
+            for _ in range(count):
                 links.append(self._new_link())
         except OSError as error:
             text = "%d of %d workers for grammars could be started: %s; the engine follows other grammars itself"
             logger.error(text, len(links), self.count, error)
-            self.count = len(links)
         else:
-            logger.info("%d workers follow the grammars that many requests share", self.count)
+            logger.info("%d workers follow the grammars that many requests share", len(links))
         self._links = links
-        self._count_running()
 
-    def _replace_lost(self) -> None:
-        """Start a worker if one was lost.
-
-        Lost ones whose matchers are gone are forgotten.
-        """
-        links = [link for link in self._links if not link.is_lost or link.num_open]
-        if self._may_replace:
-            try:
-                links.append(self._new_link())
-                logger.info("another worker for grammars was started for one that was lost")
-            except OSError as error:
-                self._started_at = self._clock()
-                logger.error("no worker for grammars could be started for one that was lost: %s", error)
-        self._links = links
-        self._count_running()
+    def update_stats(self) -> None:
+        """Count the running workers; called on the loop's thread."""
+        self._stats.grammar_workers = self._num_running
 
     @property
     def _num_running(self) -> int:
         return sum([not link.is_lost for link in self._links])
 
     @property
-    def _may_replace(self) -> bool:
-        return self._num_running < self.count and self._clock() - self._started_at >= RESTART_SECONDS
+    def _may_start(self) -> bool:
+        is_due = self._tried_at is None or self._clock() - self._tried_at >= RESTART_SECONDS
+        return is_due and not self._is_closed and self._num_running < self.count
 
     def _new_link(self) -> WorkerLink:
         """Start a worker.
@@ -212,12 +241,9 @@ class WorkerPool:
         """
         link = self._start_link()
         link.number, link.on_lost = self._num_started, self._on_lost
-        self._num_started, self._started_at = self._num_started + 1, self._clock()
+        self._num_started += 1
         return link
 
     def _on_lost(self) -> None:
         self._stats.grammar_workers_lost += 1
-        self._count_running()
-
-    def _count_running(self) -> None:
-        self._stats.grammar_workers = self._num_running
+        self.update_stats()

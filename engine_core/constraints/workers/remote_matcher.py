@@ -173,7 +173,7 @@ class RemoteMatcher:
         if not self.local.get_error():
             self._grammar.spend()
         self.link.close_slot(self._slot)
-        self.link.has_given_back = True
+        self.link.num_given_back += 1
         owner = None if self.owner is None else self.owner()
         if owner is not None:
             owner.take_back(self.local)

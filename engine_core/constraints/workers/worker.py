@@ -95,13 +95,14 @@ class Worker:
         """
         matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
-        since, num_masks = clock(), 0
+        since, num_masks, num_unsettled = clock(), 0, 0
         give_up = since + BATCH_SECONDS
         for kind, slot, value in zip(operations[0::3], operations[1::3], operations[2::3], strict=True):
             if kind == MASK:
                 if not num_masks:
+                    channel.add_unsettled(num_unsettled)
                     channel.finish_accepting()
-                    since = clock()
+                    since, num_unsettled = clock(), 0
                 num_masks += 1
                 if since < give_up and self._write_mask(slot, value, since):
                     written.append(value)
@@ -120,6 +121,7 @@ class Worker:
                 # What follows a forced token is known, and takes long to compute.
                 if not accepted or not channel.drop_forced(slot, value):
                     self._write_state(slot, matcher, ACCEPTED if accepted else 0)
+                num_unsettled += channel.flags[slot] != ACCEPTED
             elif kind == TAKE:
                 matchers[slot].consume_token(value)
                 channel.flags[slot] = ACCEPTED
@@ -133,6 +135,7 @@ class Worker:
             else:
                 del self.grammars[slot]
                 self._slow.discard(slot)
+        channel.add_unsettled(num_unsettled)
         return num_masks - len(written)
 
     def _await_token(self, place: int) -> tuple[int, bool]:

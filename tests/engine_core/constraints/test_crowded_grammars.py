@@ -10,6 +10,8 @@ from tandem.engine_core.constraints.compile_lane import CompileLane
 from tandem.engine_core.constraints.grammars import CROWDED, WORKERS_SHARE, CompiledGrammar, GrammarConstraint, Grammars
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
+from tandem.engine_core.errors import RequestError
+from tandem.protocol.errors import ErrorCode
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_workshop import WAIT, Workshop
 from tests.support.serving import until
@@ -83,6 +85,48 @@ class TestManySequences:
         held += self.start_many(shop, 500, CROWDED)
         assert not any(each.remote for each in held[CROWDED:])
         assert len(held) == 2 * CROWDED
+
+    def test_a_grammar_that_a_worker_refuses_is_given_to_no_other(self, shop: Workshop) -> None:
+        def refuse(text: str) -> int | None:
+            refused.append(text)
+            raise RequestError(ErrorCode.INVALID_GRAMMAR, "the grammar does not compile: too large")
+
+        refused: list[str] = []
+        for link in self.links:
+            link.compile = refuse  # type: ignore[method-assign]
+        held = self.start_many(shop, 0, CROWDED)
+        held += self.start_many(shop, 500, CROWDED)
+        assert refused == [TEXT] and not any(each.remote for each in held)
+
+    def test_a_grammar_that_no_worker_could_take_is_given_to_one_later(self, shop: Workshop) -> None:
+        """As when one that does not answer in time has been replaced."""
+        answers: list[str] = []
+
+        def answer_not(text: str) -> int | None:
+            answers.append(text)
+
+        compile_there = [link.compile for link in self.links]
+        for link in self.links:
+            link.compile = answer_not  # type: ignore[method-assign]
+        held = self.start_many(shop, 0, CROWDED)
+        assert answers == [TEXT] * 2 and not any(each.remote for each in held)
+        for link, compile_grammar in zip(self.links, compile_there, strict=True):
+            link.compile = compile_grammar  # type: ignore[method-assign]
+        held += self.start_many(shop, 500, 1)
+        assert self.links[0].compiled == [TEXT] and held[0].remote
+
+    def test_no_worker_is_asked_while_none_could_take_a_grammar(self, shop: Workshop) -> None:
+        self.start_many(shop, 0, 1)
+        workers = shop.compiler.workers
+        assert workers is not None
+        held = self.start_many(shop, 100, CROWDED)
+        for link in self.links:
+            link._give_up("does not answer")
+        asked = len(self.links[0].compiled) + len(self.links[1].compiled)
+        for seq_id in range(500, 500 + 2 * CROWDED):
+            shop.start(seq_id, TEXT)
+            assert not shop.compiler.is_busy
+        assert len(self.links[0].compiled) + len(self.links[1].compiled) == asked and held
 
     def compile_late(self) -> tuple[threading.Event, threading.Event]:
         """Let the first worker compile only once the second event is set; the first tells that it was asked to."""

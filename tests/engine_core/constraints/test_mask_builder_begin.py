@@ -15,7 +15,7 @@ from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
-from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.contracts import Constraint, SteadyList
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
@@ -53,8 +53,8 @@ class Site:
         self.compiled = grammars.compile(REGEX)
         self.here = grammars.compile(REGEX)
         """The same grammar, which no worker has."""
-        self.begun: list[tuple[Constraint, int]] = []
-        """What the builder was told to begin with since the last check."""
+        self.last = SteadyList[tuple[Constraint, int]]()
+        """The last masks that were placed; those that equal them are the same object."""
         self.posted: list[list[int]] = []
         """Places of the masks in each batch that was posted."""
         for link in self.links:
@@ -67,16 +67,19 @@ class Site:
     def followed(self, compiled: CompiledGrammar) -> Followed:
         return Followed(compiled.constraint(ignore_ends=False), self.compiled.first.deep_copy())
 
+    def placed(self, held: dict[int, Followed]) -> SteadyList[tuple[Constraint, int]]:
+        masks = SteadyList[tuple[Constraint, int]]((each.constraint, place) for place, each in held.items())
+        if masks != self.last:
+            self.last = masks
+        return self.last
+
     def begin(self, held: dict[int, Followed], out: NDArray[np.int32]) -> None:
         out[:] = UNTOUCHED
-        self.begun = [(each.constraint, place) for place, each in held.items()]
-        self.builder.begin(self.begun, out)
+        self.builder.begin(self.placed(held), out)
 
     def check(self, held: dict[int, Followed], out: NDArray[np.int32]) -> None:
         """Fill the masks at these places and compare them with those of the matchers alone."""
-        begun, self.begun = self.begun, []
-        masks: list[tuple[Constraint, int]] = [(each.constraint, place) for place, each in held.items()]
-        self.builder.fill(begun if masks == begun else masks, out)
+        self.builder.fill(self.placed(held), out)
         for place, each in held.items():
             assert out[place].tolist() == mask_of(each.alone, WORDS), place
 
@@ -178,6 +181,37 @@ def test_masks_begun_in_another_array_do_not_count(site: Site) -> None:
     site.outs[1][:] = UNTOUCHED
     site.check(held, site.outs[1])
     assert site.masks_posted() == remote_places(site, held, site.outs[1])
+
+
+def step(site: Site, held: dict[int, Followed], out: NDArray[np.int32], random: Random) -> None:
+    """Begin with the masks of a step, check them, and accept a token in each row."""
+    site.begin(held, out)
+    assert site.masks_posted() == remote_places(site, held, out)
+    site.check(held, out)
+    assert site.masks_posted() == []
+    for each in held.values():
+        token = random.choice([token for token in allowed_tokens(each.alone) if token not in ENDS])
+        assert each.constraint.accept(token) and each.alone.consume_token(token)
+    site.masks_posted()
+
+
+def test_masks_of_one_object_step_after_step(site: Site) -> None:
+    """They are sent as before, to the array of the step, and anew once a worker has lost a matcher."""
+    site.spread()
+    site.spread()
+    random = Random(1)
+    held = {ROWS - 1 - 2 * number: site.followed(site.compiled) for number in range(5)}
+    masks = site.placed(held)
+    for number in range(6):
+        step(site, held, site.outs[number % 2], random)
+    remote = held[ROWS - 1].constraint.remote
+    assert remote is not None
+    remote._take_over()
+    for link in site.links:
+        link.settle()
+    for number in range(4):
+        step(site, held, site.outs[number % 2], random)
+    assert site.placed(held) is masks and held[ROWS - 1].constraint.remote is None
 
 
 def test_a_constraint_that_comes_to_a_worker_meanwhile(site: Site) -> None:

@@ -13,7 +13,7 @@ from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks, SteadyList
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED, next_token
@@ -21,7 +21,9 @@ from tests.support.grammar_walks import WALKED, next_token
 REGEX = LLMatcher.grammar_from_regex("[a-d]{1,9}(xyz[a-d]{1,9}|end)")
 
 
-@pytest.fixture(params=[None, 0, 1], ids=["without a pool", "here", "half of them on a worker"])
+@pytest.fixture(
+    params=[None, 0, 1, 2], ids=["without a pool", "here", "half of them on a worker", "all on two workers"]
+)
 def acceptor(request: pytest.FixtureRequest, grammars: Grammars) -> TokenAcceptor:
     masks = MaskMemory()
     masks.allocate(1, 50)
@@ -31,13 +33,16 @@ def acceptor(request: pytest.FixtureRequest, grammars: Grammars) -> TokenAccepto
 
 
 def constraints(grammars: Grammars, rows: int, acceptor: TokenAcceptor | None = None) -> list[GrammarConstraint]:
+    """Return constraints, the first half of them in this process if there are not two workers."""
     here, elsewhere = grammars.compile(REGEX), grammars.compile(REGEX)
-    held = [here.constraint(ignore_ends=False) for _ in range(rows // 2)]
-    if acceptor is not None and acceptor.workers is not None and acceptor.workers.count:
-        remote = acceptor.workers.compile(REGEX, [])
+    workers = None if acceptor is None else acceptor.workers
+    for _ in range(workers.count if workers else 0):
+        remote = workers.compile(REGEX, elsewhere.links) if workers else None
         assert isinstance(remote, RemoteGrammar)
         elsewhere.add_remote(remote)
-    return held + [elsewhere.constraint(ignore_ends=False) for _ in range(rows - rows // 2)]
+    num_here = 0 if workers and workers.count == 2 else rows // 2
+    held = [here.constraint(ignore_ends=False) for _ in range(num_here)]
+    return held + [elsewhere.constraint(ignore_ends=False) for _ in range(rows - num_here)]
 
 
 def numbered(held: Sequence[GrammarConstraint]) -> list[tuple[int, GrammarConstraint]]:
@@ -53,7 +58,9 @@ def expect(acceptor: TokenAcceptor, masks: Masks, tokens: Sequence[int], random:
     """Let the tokens arrive at random places of the acceptor's memory, among others."""
     memory = acceptor.memory.arrays[0][0] if acceptor.memory.arrays else np.zeros(50, dtype=np.int32)
     memory[:] = [random.randrange(VOCAB) for _ in memory]
-    indices = random.sample(range(len(memory)), len(tokens))
+    indices: Sequence[int] = range(len(tokens))
+    if random.random() < 0.3:
+        indices = random.sample(range(len(memory)), len(tokens))
     memory[indices] = tokens
     has_remote = any(cast("GrammarConstraint", each).remote is not None for _, each in masks)
     assert acceptor.expect(masks, ArrivingTokens(memory.data, indices)) == has_remote
@@ -68,9 +75,10 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(
     letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyzen"]
     for _ in range(5):
         ahead, alone = constraints(grammars, 40, acceptor), constraints(grammars, 40)
+        masks = SteadyList(numbered(ahead))
         for step in range(12):
             choices = [*letters * 8, 300, *ENDS, VOCAB, VOCAB + 7, NO_TOKEN] if step else letters[:4]
-            tokens, masks = [random.choice(choices) for _ in ahead], numbered(ahead)
+            tokens = [random.choice(choices) for _ in ahead]
             if is_expected:
                 expect(acceptor, masks, tokens, random)
             acceptor.begin(masks, tokens, 1)
@@ -136,7 +144,7 @@ def test_token_given_ahead_is_not_given_again(grammars: Grammars, acceptor: Toke
 
 
 def test_overdrawn_constraints_accept_nothing(grammars: Grammars, acceptor: TokenAcceptor) -> None:
-    held = constraints(grammars, 4, acceptor)[:2]
+    held = constraints(grammars, 4)[:2]
     (a,) = grammars.prepare().tokenize_str("a")
     for each in held:
         each.overdrawn = "too slow"

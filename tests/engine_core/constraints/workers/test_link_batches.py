@@ -30,9 +30,9 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
 
 
-def operations(kind: int, *pairs: tuple[int, int]) -> np.ndarray:
+def operations(kind: int, *pairs: tuple[int, int]) -> bytes:
     """Return an operation on slots, each with its second number."""
-    return np.array([(kind, *pair) for pair in pairs], dtype=np.int32)
+    return np.array([(kind, *pair) for pair in pairs], dtype=np.int32).tobytes()
 
 
 def record(link: InlineLink) -> list[list[tuple[int, ...]]]:

@@ -121,16 +121,25 @@ def test_a_grammar_that_a_worker_cannot_compile_is_its_own_fault(grammars: Gramm
 def test_an_engine_goes_on_with_the_workers_that_start(
     grammars: Grammars, memory: MaskMemory, caplog: pytest.LogCaptureFixture, num_good: int
 ) -> None:
-    links = Links(*[InlineLink(grammars, memory)] * num_good, OSError("no more processes"))
-    pool = WorkerPool(3, links.start)
+    """It tries again later, with one at a time."""
+    clock, good = FakeClock(), [InlineLink(grammars, memory) for _ in range(3)]
+    links = Links(*good[:num_good], OSError("no more processes"), *good[num_good:])
+    pool = WorkerPool(3, links.start, clock=clock)
     for text in (TEXT, OTHER):
-        assert (pool.compile(text, []) is not None) == bool(num_good)
-    assert pool.count == num_good and links.num_started == num_good + 1, "it is tried once"
+        assert (pool.compile(text, []) is not None) == pool.has_free([]) == bool(num_good)
+    assert links.num_started == num_good + 1, "it is tried once"
     assert [message for message in caplog.messages if "no more processes" in message] == [
         f"{num_good} of 3 workers for grammars could be started: no more processes; the engine follows other grammars "
         "itself"
     ]
     assert not pool.take_refused()
+    for number in range(num_good, 3):
+        clock.advance(RESTART_SECONDS)
+        assert pool.has_free(good[:number])
+        remote = pool.compile(TEXT, good[:number])
+        assert remote is not None and remote.link is good[number]
+    clock.advance(RESTART_SECONDS)
+    assert not pool.has_free(good) and pool.compile(TEXT, good) is None
     pool.close()
 
 
@@ -208,6 +217,7 @@ class TestReplacements:
         self.pool.close()
 
     def counted(self) -> tuple[int, int]:
+        self.pool.update_stats()
         return self.stats.grammar_workers, self.stats.grammar_workers_lost
 
     def test_one_follows_a_lost_one_with_the_next_grammar(self) -> None:
@@ -215,7 +225,7 @@ class TestReplacements:
         held = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 2)
         assert self.counted() == (2, 0)
         self.made[1].lose("is gone")
-        assert self.counted() == (1, 1)
+        assert (self.stats.grammar_workers, self.stats.grammar_workers_lost) == (1, 1)
         self.clock.advance(RESTART_SECONDS)
         assert self.pool.has_free([self.made[0]])
         remote = self.pool.compile(TEXT, [self.made[0]])
@@ -228,16 +238,47 @@ class TestReplacements:
         assert parts == [(self.made[0], [0, 1]), (self.made[2], [2, 3])]
 
     def test_lost_ones_stay_until_their_matchers_are_gone(self) -> None:
-        remote = self.pool.compile(TEXT, [])
-        (each,) = opened(remote, self.grammars, TEXT, 1)
+        (each,) = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 1)
         self.made[0].end()
         self.made[0].lose("ended")
         self.clock.advance(RESTART_SECONDS)
-        self.pool.compile(TEXT, [self.made[1]])
+        assert self.pool.compile(TEXT, [self.made[1]]) is not None
         (batch,) = self.pool.begin(MASK, np.array([each.id], dtype=np.int32), np.zeros(1, dtype=np.int32))
-        assert batch.link is self.made[0] and not each.end_mask()
-        self.pool.compile(OTHER, [])
-        assert self.pool.take_refused() is False, "the lost one is forgotten"
+        assert batch.link is self.made[0] and self.pool.take_refused() and not each.end_mask()
+        self.made[1].lose("ended")
+        self.clock.advance(RESTART_SECONDS)
+        assert self.pool.compile(OTHER, []) is not None
+        assert self.pool._links == self.made[2:4] and not self.pool.take_refused()
+
+    def test_one_takes_the_place_of_none_that_was_before_it(self) -> None:
+        """Matchers that a lost worker had are not taken for those of the one after it."""
+        old = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 1)
+        self.made[0].lose("is gone")
+        self.clock.advance(RESTART_SECONDS)
+        new = opened(self.pool.compile(TEXT, [self.made[1]]), self.grammars, TEXT, 1)
+        assert new[0].link is self.made[2] and new[0].id != old[0].id
+
+    def test_all_that_were_lost_are_not_started_at_once(self) -> None:
+        self.pool.compile(TEXT, [])
+        for link in self.made[:2]:
+            link.lose("is gone")
+        assert self.pool.compile(TEXT, []) is None and not self.pool.has_free([])
+        for number in range(3, 5):
+            self.clock.advance(RESTART_SECONDS)
+            assert self.pool.compile(TEXT, []) is not None and self.links.num_started == number
+
+    def test_one_that_does_not_answer_is_given_up_once_it_follows_nothing(self) -> None:
+        held = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 1)
+        for link in self.made[:2]:
+            link._give_up("is gone")
+        assert not self.pool.has_free([]) and self.counted() == (1, 1)
+        held.clear()
+        self.made[0].settle()
+        self.clock.advance(RESTART_SECONDS)
+        assert self.pool.has_free([]) and self.counted() == (0, 2)
+        assert all(link.process.code is not None for link in self.made[:2]), "no process is left"
+        remote = self.pool.compile(TEXT, [])
+        assert remote is not None and remote.link is self.made[2] and self.counted() == (1, 2)
 
     def test_one_that_cannot_run_is_not_started_again_and_again(self) -> None:
         self.pool.compile(TEXT, [])

@@ -110,7 +110,7 @@ def test_each_operation_does_what_it_does_to_a_matcher(firsts: list[LLMatcher], 
         sides.worker.grammars[number] = first
     slots = random.sample(range(MAX_SLOTS), 5)
     own: dict[int, LLMatcher] = {}
-    num_refused = 0
+    num_refused = num_unsettled = 0
     for _ in range(30):
         batch: list[tuple[int, int, int]] = []
         touched: dict[int, bool] = {}
@@ -133,6 +133,7 @@ def test_each_operation_does_what_it_does_to_a_matcher(firsts: list[LLMatcher], 
             else:
                 token = next_token(random, own[slot], VOCAB)
                 touched[slot] = own[slot].consume_token(token)
+                num_unsettled += not touched[slot] or own[slot].is_stopped() or bool(own[slot].compute_ff_tokens())
                 batch.append((ACCEPT, slot, token))
         sides.do(*batch)
         for slot, accepted in touched.items():
@@ -141,7 +142,7 @@ def test_each_operation_does_what_it_does_to_a_matcher(firsts: list[LLMatcher], 
             assert sides.masks[place].tolist() == mask
         for slot, expected in is_good.items():
             assert sides.engine.has_mask[slot] == expected, "a matcher of the engine's looks at a failure again"
-    assert sides.engine.num_refused == num_refused
+    assert (sides.engine.num_refused, sides.engine.num_unsettled) == (num_refused, num_unsettled)
     sides.engine.close()
 
 
