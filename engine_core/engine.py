@@ -48,7 +48,7 @@ class Collected(Struct, frozen=True):
     step: Step
     result: StepResult
     at: float
-    """Time at which they were, in seconds of the stages' clock."""
+    """Time of their arrival, in seconds of the stages' clock."""
 
 
 class Engine:
@@ -131,7 +131,7 @@ class Engine:
         self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
 
     def tick(self) -> bool:
-        """Run one turn: commit, plan, sample the step that waited for its mask, launch.
+        """Run one turn: take commands, commit, plan, sample a step with masks, launch.
 
         Return False if idle. A step with a constrained row is sampled one tick after its launch, when the step before
         has been committed: the mask of such a row depends on that step's token. All other steps are sampled right
@@ -193,9 +193,9 @@ class Engine:
     def _plan(self) -> StepPlan | None:
         """Admit the sequences that fit, select the next step, announce what it begins.
 
-        Announcements go out before the step, which may kill the process; those of requests that have lost an engine
-        before get time to leave it. A send that fails ends sequences, whose rows the next turn of the loop can give to
-        others.
+        Announcements go out before the step, which may kill the process; that of a request whose engine has died before
+        is flushed to its frontend first. A send that fails ends sequences, whose rows the next turn of the loop can
+        give to others.
         """
         now = self.stages.clock()
         scheduler = self.scheduler
@@ -245,8 +245,8 @@ class Engine:
 
     def _begin_masks(self, step: Step) -> None:
         """Have workers write the masks of a step, once they see the tokens before it."""
-        before, masks = self.pipeline.steps[0], self._masks[0] if self._masks else ()
-        if masks and self.acceptor.expect(masks, self.runtime.arriving(before.slot, masks)):
+        masks = self._masks[0] if self._masks else ()
+        if masks and self.acceptor.expect(masks, self.runtime.arriving(self.pipeline.steps[0].slot, masks)):
             self.runtime.begin_masks(step.slot, self.scheduler.masks(step.plan))
         self.stages.mark("sample")
 

@@ -269,7 +269,7 @@ class EngineOptions(Struct, frozen=True):
         EngineFlag(
             "processes that follow grammars for the engine when 24 or more constrained requests are open; each keeps a "
             "core busy meanwhile; 0: the engine follows all by itself (default: on cuda a quarter of the cores, at "
-            "most 4)",
+            "most 4; on a CPU 0)",
             bounds=(0, 64),
         ),
     ] = None

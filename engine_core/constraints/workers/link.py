@@ -260,10 +260,7 @@ class WorkerLink:
 
     @property
     def is_idle_and_silent(self) -> bool:
-        """True if the worker does not answer, and follows nothing.
-
-        Nobody waits for it then, and would find that it is lost.
-        """
+        """True if the worker does not answer, and follows nothing that is waited for."""
         return self._is_silent and not self.is_lost and not self.num_open
 
     def lose(self, why: str) -> None:

@@ -17,6 +17,7 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.quantized.finite_scales import finite
 from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
@@ -145,7 +146,7 @@ class ByteLinear(QuantizedLinear):
 
         # Files differ in the dimensions of a single number, and compressed-tensors stores a column.
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((length, 1), (length,))
-        spread = partial(_spread, length=length)
+        spread = finite(name, partial(_spread, length=length))
         return WeightSlot(name, self.scales, 0, start, length, transform=spread, shapes=shapes)
 
     def _block_slot(self, name: str, start: int, length: int, high: int) -> WeightSlot:
@@ -161,7 +162,7 @@ class ByteLinear(QuantizedLinear):
         rows = ceil_div(length, SCALE_ROWS)
         return WeightSlot(
             name, self.scales, 0, start // SCALE_ROWS, rows, shapes=((ceil_div(length, high), self.scales.shape[1]),),
-            transform=lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows],
+            transform=finite(name, lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows]),
         )  # fmt: skip
 
 

@@ -102,7 +102,10 @@ class NibbleLinear(QuantizedLinear):
         projection, for errors. Raises ConfigError if the parts differ in their groups, and if a group is not one or has
         another size than the others.
         """
-        first = groups[0]
+        first, count = groups[0], self.scales.shape[1]
+        if groups.min() < 0 or groups.max() >= count:
+            low, high = int(groups.min()), int(groups.max())
+            raise ConfigError(f"{name}: g_idx must have values from 0 to {count - 1}, not from {low} to {high}")
         if (groups != first).any():
             raise ConfigError(f"{name}: its parts have inputs in different groups (g_idx); they cannot be fused")
         order = first.argsort(stable=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from tandem.engine_core.layers.quantized.finite_scales import finite
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.nibbles import PER_WORD, pack, unpack, unpack_awq
 from tandem.engine_core.quantization.scheme import NibbleScheme
@@ -34,18 +35,18 @@ def nibble_slots(
     if scheme.packing == "gptq":
         return [
             integers("qweight", words, (inputs // PER_WORD, length), Tensor.t),
-            numbers("scales", scales, (groups, length), Tensor.t),
+            numbers("scales", scales, (groups, length), finite(f"{place}.scales", Tensor.t)),
             integers("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme.zero_offset)),
         ]
     if scheme.packing == "awq":
         return [
             integers("qweight", words, (inputs, narrow), _awq_words),
-            numbers("scales", scales, (groups, length), Tensor.t),
+            numbers("scales", scales, (groups, length), finite(f"{place}.scales", Tensor.t)),
             integers("qzeros", zeros, (groups, narrow), _awq_zeros),
         ]
     found = [
         integers("weight_packed", words, (length, inputs // PER_WORD), None),
-        numbers("weight_scale", scales, (length, groups), None),
+        numbers("weight_scale", scales, (length, groups), finite(f"{place}.weight_scale", lambda stored: stored)),
     ]
     return found if scheme.symmetric else [*found, integers("weight_zero_point", zeros, (narrow, groups), _zeros)]
 

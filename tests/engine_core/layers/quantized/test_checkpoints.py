@@ -110,8 +110,8 @@ def test_weights_of_zeros_and_of_the_largest_number_stay_what_they_are(tmp_path:
             lambda old: old * 0,
             "g_idx must put 32 inputs into each of 2 groups, but its values are from 0 to 0",
         ),
-        ("g_idx", lambda old: old - 1, "its values are from -1 to 0"),
-        ("g_idx", lambda old: old + 1, "its values are from 1 to 2"),
+        ("g_idx", lambda old: old - 1, "g_idx must have values from 0 to 1, not from -1 to 0"),
+        ("g_idx", lambda old: old + 1, "g_idx must have values from 0 to 1, not from 1 to 2"),
     ],
 )
 def test_tensors_that_lie_about_their_groups_are_refused(tensor: str, change: Any, words: str, tmp_path: Path) -> None:
@@ -126,6 +126,36 @@ def test_tensors_that_lie_about_their_groups_are_refused(tensor: str, change: An
     with pytest.raises(ConfigError) as caught:
         load(tmp_path)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [1000, -5])
+def test_a_part_with_groups_that_do_not_exist_is_refused(tmp_path: Path, change: int) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, gptq(True, True))
+    path, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj.g_idx"
+    tensors = load_file(path)
+    tensors[name][3] += change
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.qkv_proj: g_idx must have values from 0 to 1"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, layout: str, value: float) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS[layout])
+    path, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj."
+    tensors = load_file(path)
+    (name,) = [
+        name
+        for name in tensors
+        if name.startswith(stem) and name.removeprefix(stem) in ("scales", "weight_scale", "weight_scale_inv")
+    ]
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=f"{name}: it has scales that are NaN or infinite"):
+        load(tmp_path)
 
 
 def test_parts_with_different_orders_are_refused(tmp_path: Path) -> None:

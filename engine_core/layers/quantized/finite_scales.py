@@ -1,0 +1,21 @@
+"""Check of the scales of weights while they are read."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+
+
+def finite(name: str, transform: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a transform that refuses scales which are NaN or infinite.
+
+    It raises ConfigError. name: of the tensor; transform: makes of it what a slot holds.
+    """
+
+    def check(stored: Tensor) -> Tensor:
+        if not bool(stored.float().isfinite().all()):
+            raise ConfigError(f"{name}: it has scales that are NaN or infinite; the checkpoint is damaged")
+        return transform(stored)
+
+    return check
