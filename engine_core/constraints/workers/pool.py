@@ -25,22 +25,21 @@ class Part(Struct, frozen=True):
 
     link: WorkerLink
     indices: NDArray[np.intp]
-    """Their indices among all."""
-    slots: Ints
-    """Their slots."""
-    start: int
-    end: int
-    """Where it begins and ends, in the workers' order."""
-
-
-class Batch(Struct, frozen=True):
-    """One worker's part of an operation on many matchers."""
-
-    link: WorkerLink
-    indices: NDArray[np.intp]
     """Indices of its matchers among all."""
     slots: Ints
     """Their slots."""
+
+
+class PlacedPart(Part, frozen=True):
+    """One worker's part, and where it is in the workers' order."""
+
+    start: int
+    end: int
+
+
+class Batch(Part, frozen=True):
+    """One worker's part of an operation on many matchers."""
+
     operations: bytes
     """What the worker is sent."""
     num_given_back: int
@@ -55,7 +54,7 @@ class Shares(Struct, frozen=True):
     order: NDArray[np.intp]
     """Their indices in the caller's order."""
     slots: Ints
-    parts: list[Part]
+    parts: list[PlacedPart]
 
 
 def are_current(batches: list[Batch]) -> bool:
@@ -171,7 +170,7 @@ class WorkerPool:
         bounds = [number << SLOT_BITS for link in links for number in (link.number, link.number + 1)]
         places = np.searchsorted(ordered, bounds).tolist()
         parts = [
-            Part(link, order[start:end], slots[start:end], start, end)
+            PlacedPart(link, order[start:end], slots[start:end], start, end)
             for link, start, end in zip(links, places[0::2], places[1::2], strict=True)
             if start < end
         ]
