@@ -252,7 +252,10 @@ class GrammarCompiler:
         No request waits for the result.
         """
         workers = self.workers
-        if workers is None or grammar in self._relieving or len(compiled_grammar.links) >= workers.count:
+        if workers is None:
+            return
+        workers.give_up_silent()
+        if grammar in self._relieving or len(compiled_grammar.links) >= workers.count:
             return
         taken = compiled_grammar.links
         num_followed = sum(each.num_followed for each in self._grammars.values())

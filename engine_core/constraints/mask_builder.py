@@ -41,9 +41,10 @@ class Begun(Struct, frozen=True):
     out: Ints
     writers: Writers
 
-    def holds(self, masks: PlacedMasks) -> bool:
+    def holds(self, masks: PlacedMasks, out: Ints) -> bool:
         """Return whether these masks were begun, and all their matchers are on workers."""
-        return masks is self.masks and self.writers.is_whole and are_current(self.writers.batches)
+        is_same = masks is self.masks and out is self.out
+        return is_same and self.writers.is_whole and are_current(self.writers.batches)
 
 
 HEAD_WORDS = 64
@@ -97,7 +98,7 @@ class MaskBuilder:
                 ids, indices = _matchers(cast("Pairs", masks))
                 batches = self.workers.begin(MASK, ids, indices + first)
                 writers = Writers(ids, indices, bool(ids.min() >= 0), batches)
-                if writers.is_whole:
+                if writers.is_whole:  # one that is here may come to a worker yet
                     kept["writers", first] = writers
             self._begun = Begun(masks, out, writers)
             self.workers.post_awaited()
@@ -171,7 +172,7 @@ class MaskBuilder:
         begun, self._begun = self._begun, None
         here: list[tuple[GrammarConstraint, int]] = []
         late: list[tuple[GrammarConstraint, int]] = []
-        if begun is None or not begun.holds(pairs):
+        if begun is None or not begun.holds(pairs, out):
             here, late = self._begin_others(workers, begun, pairs, out)
             self._compute_measured(here, out)
         workers.wait()

@@ -58,7 +58,7 @@ class TokenAcceptor:
 
         What the workers are to do is sent with the masks that they are to begin with, or by `finish`.
         """
-        first = None if self.workers is None else self.memory.find(arriving.memory)
+        first = self.memory.find(arriving.memory)
         if self.workers is None or first is None:
             return False
         kept = kept_with(masks)
@@ -69,7 +69,7 @@ class TokenAcceptor:
         else:
             values = np.array(arriving.indices, dtype=np.int32) + first
             self._followed = found = self._follow(EXPECT, masks, values, arriving.indices)
-            if not found.here:
+            if not found.here:  # one that is here may come to a worker yet
                 kept["expected", first] = found
         self._expected = masks if self._followed.batches else None
         return bool(self._followed.batches)

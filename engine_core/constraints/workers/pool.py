@@ -114,14 +114,17 @@ class WorkerPool:
         return None
 
     def has_free(self, taken: Collection[WorkerLink]) -> bool:
-        """Return whether `compile` may find a worker, or start one.
+        """Return whether `compile` may find a worker, or start one."""
+        return self._may_start or any(link.has_room and link not in taken for link in self._links)
 
-        Workers that do not answer and follow nothing are given up.
+    def give_up_silent(self) -> None:
+        """Give up the workers that do not answer, and follow nothing that is waited for.
+
+        Called on the loop's thread.
         """
         for link in self._links:
             if link.is_idle_and_silent:
                 link.lose("does not answer")
-        return self._may_start or any(link.has_room and link not in taken for link in self._links)
 
     def post_awaited(self) -> None:
         """Send the batches that have results which are waited for.
@@ -210,15 +213,18 @@ class WorkerPool:
         """
         count = self.count if self._tried_at is None else 1
         links, self._tried_at = [link for link in self._links if not link.is_lost or link.num_open], self._clock()
+        problem = ""
         try:
             for _ in range(count):
                 links.append(self._new_link())
         except OSError as error:
-            text = "%d of %d workers for grammars could be started: %s; the engine follows other grammars itself"
-            logger.error(text, len(links), self.count, error)
-        else:
-            logger.info("%d workers follow the grammars that many requests share", len(links))
+            problem = str(error)
         self._links = links
+        if problem:
+            text = "%d of %d workers for grammars could be started: %s; the engine follows other grammars itself"
+            logger.error(text, self._num_running, self.count, problem)
+        else:
+            logger.info("%d workers follow the grammars that many requests share", self._num_running)
 
     def update_stats(self) -> None:
         """Count the running workers; called on the loop's thread."""

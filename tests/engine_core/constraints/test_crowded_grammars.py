@@ -115,6 +115,16 @@ class TestManySequences:
         held += self.start_many(shop, 500, 1)
         assert self.links[0].compiled == [TEXT] and held[0].remote
 
+    def test_one_that_does_not_answer_is_given_up_by_requests_for_what_it_has(self, shop: Workshop) -> None:
+        held = self.start_many(shop, 0, CROWDED)
+        assert any(each.remote for each in held)
+        held.clear()
+        for link in self.links:
+            link.settle()
+            link._give_up("is gone")
+        self.start_many(shop, 500, 1)
+        assert [link.is_lost for link in self.links] == [True, True]
+
     def test_no_worker_is_asked_while_none_could_take_a_grammar(self, shop: Workshop) -> None:
         self.start_many(shop, 0, 1)
         workers = shop.compiler.workers

@@ -183,6 +183,15 @@ def test_masks_begun_in_another_array_do_not_count(site: Site) -> None:
     assert site.masks_posted() == remote_places(site, held, site.outs[1])
 
 
+def test_masks_of_one_object_that_were_begun_in_another_array_do_not_count(site: Site) -> None:
+    site.spread()
+    site.spread()
+    held = {place: site.followed(site.compiled) for place in range(6)}
+    site.begin(held, site.outs[0])
+    site.outs[1][:] = UNTOUCHED
+    site.check(held, site.outs[1])
+
+
 def step(site: Site, held: dict[int, Followed], out: NDArray[np.int32], random: Random) -> None:
     """Begin with the masks of a step, check them, and accept a token in each row."""
     site.begin(held, out)

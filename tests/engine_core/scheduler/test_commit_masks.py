@@ -3,8 +3,10 @@
 import gc
 import weakref
 from itertools import pairwise
+from random import Random
 
 from tandem.engine_core.contracts import Masks, SteadyList
+from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.params import SamplingParams
@@ -39,6 +41,35 @@ def test_masks_are_the_same_while_the_rows_are_whatever_pages_they_need() -> Non
         seq.row for seq in scheduler.running.values()
     ]
     assert {id(step(scheduler, step_id)) for step_id in range(2, 14)} == {id(first)}, "pages have four tokens"
+
+
+def count_paged_behind(random: Random) -> int:
+    """Run random sequences with two steps in flight; check the order of rows.
+
+    Return the steps in which a row needs a page behind a sequence whose last position is in flight.
+    """
+    scheduler = new(rows=8, pages=80, step=64, chunk=64)
+    sizes = [(random.randint(1, 9), random.randint(2, 9)) for _ in range(7)]
+    added(scheduler, *[constrained(number, *size) for number, size in enumerate(sizes)])
+    flights: list[StepPlan] = []
+    num_behind = 0
+    for step_id in range(1, 14):
+        plan = scheduler.plan_step(step_id)
+        if plan is not None:
+            scheduler.on_launch(plan)
+            flights.append(plan)
+            planned = [row.seq_id for row in plan.rows]
+            assert planned == sorted(planned)
+            complete = scheduler.running.keys() - set(planned)
+            num_behind += bool(complete) and any(row.new_pages and row.seq_id > min(complete) for row in plan.rows)
+        if len(flights) == 2 or (plan is None and flights):
+            oldest = flights.pop(0)
+            commit(scheduler, oldest, [FREE] * len(oldest.sampled_rows))
+    return num_behind
+
+
+def test_rows_keep_their_order_behind_one_that_is_complete() -> None:
+    assert sum(count_paged_behind(Random(seed)) for seed in range(40)) > 4
 
 
 def test_masks_are_others_once_a_row_has_come_jumped_or_ended() -> None:

@@ -237,12 +237,14 @@ class TestReplacements:
         parts = [(batch.link, sorted(batch.indices.tolist())) for batch in batches]
         assert parts == [(self.made[0], [0, 1]), (self.made[2], [2, 3])]
 
-    def test_lost_ones_stay_until_their_matchers_are_gone(self) -> None:
+    def test_lost_ones_stay_until_their_matchers_are_gone(self, caplog: pytest.LogCaptureFixture) -> None:
         (each,) = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 1)
         self.made[0].end()
         self.made[0].lose("ended")
         self.clock.advance(RESTART_SECONDS)
+        caplog.set_level("INFO")
         assert self.pool.compile(TEXT, [self.made[1]]) is not None
+        assert "2 workers follow the grammars" in caplog.text, "three are known"
         (batch,) = self.pool.begin(MASK, np.array([each.id], dtype=np.int32), np.zeros(1, dtype=np.int32))
         assert batch.link is self.made[0] and self.pool.take_refused() and not each.end_mask()
         self.made[1].lose("ended")
@@ -271,10 +273,12 @@ class TestReplacements:
         held = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 1)
         for link in self.made[:2]:
             link._give_up("is gone")
+        self.pool.give_up_silent()
         assert not self.pool.has_free([]) and self.counted() == (1, 1)
         held.clear()
         self.made[0].settle()
         self.clock.advance(RESTART_SECONDS)
+        self.pool.give_up_silent()
         assert self.pool.has_free([]) and self.counted() == (0, 2)
         assert all(link.process.code is not None for link in self.made[:2]), "no process is left"
         remote = self.pool.compile(TEXT, [])
