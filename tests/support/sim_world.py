@@ -95,8 +95,7 @@ class World:
         self.forgotten: set[bytes] = set()
         """Frontends whose connection ended at some time, other than by vanishing."""
         self.pauses = 0
-        self.ticks = self.launches = self.overlaps = self.forced = self.same_masks = 0
-        self._last_masks: Masks | None = None
+        self.ticks = self.launches = self.overlaps = self.forced = 0
         self.mailbox.on_drain = self._before_tick
         self.mailbox.on_flush = self.check
         self.mailbox.on_wait = self._check_sleep
@@ -199,8 +198,6 @@ class World:
             for row, seq in rows
             if seq.outcome is None and row.start + row.length >= len(seq.tokens)
         ]
-        self.same_masks += masks is self._last_masks
-        self._last_masks = masks
         return masks
 
     def _check_announced(self, plan: StepPlan) -> None:
