@@ -365,10 +365,13 @@ def open_device(kind: str) -> Device:
     """Open the device of a resolved kind, "cpu" or "cuda".
 
     On CUDA this makes the compute stream current on this thread permanently: switching at each call would cost
-    microseconds per step.
+    microseconds per step. Engines of one thread share that stream, as kernels share counters and need their launches in
+    order.
     """
     if kind == "cuda":
-        compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(compute)
+        compute = torch.cuda.current_stream()
+        if compute == torch.cuda.default_stream():
+            compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(compute)
         return CudaDevice(compute, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return CpuDevice()

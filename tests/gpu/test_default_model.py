@@ -111,6 +111,19 @@ def test_pipelined_tokens_equal_blocking_tokens(temperature: float) -> None:
     assert answers("cuda", "float32", "on", temperature) == answers("cuda", "float32", "off", temperature)
 
 
+def test_engines_in_turns_answer_as_one_alone_does() -> None:
+    """Two engines of one thread, which have steps in flight side by side."""
+    options = EngineOptions(device="cuda", dtype="float32", kv_tokens=16384)
+    params = [SamplingParams(MAX_TOKENS, temperature=0.8, seed=seed) for seed in range(len(QUESTIONS))]
+    engines = [DrivenEngine.build(options), DrivenEngine.build(options)]
+    ids = [[driven.submit(*request) for request in zip(prompts(), params, strict=True)] for driven in engines]
+    while any(len(driven.mailbox.outcomes) < len(QUESTIONS) for driven in engines):
+        for driven in engines:
+            driven.engine.tick()
+    alone = answers("cuda", "float32", "on", 0.8)
+    assert [[driven.tokens(number) for number in own] for driven, own in zip(engines, ids, strict=True)] == [alone] * 2
+
+
 def test_steady_step_never_synchronises() -> None:
     """Launch and sampling under torch's sync debug mode, which raises at each call that waits for the device (I7)."""
     engine = DrivenEngine.build(EngineOptions(device="cuda", dtype="bfloat16", kv_tokens=16384))

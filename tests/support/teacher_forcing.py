@@ -32,15 +32,18 @@ def save_random(directory: Path, head_dim: int, heads: int, kv_heads: int, seed:
     save_config(directory, config, seed)
 
 
-def save_config(directory: Path, config: Any, seed: int, norms: tuple[float, float] = (0.5, 1.5)) -> None:
+def save_config(
+    directory: Path, config: Any, seed: int, norms: tuple[float, float] = (0.5, 1.5), device: str = "cpu"
+) -> None:
     """A model of random weights, as transformers writes one, in bfloat16: the same numbers whoever reads them.
 
-    config: one of transformers' configurations; norms: range of the norms' weights.
+    config: one of transformers' configurations; norms: range of the norms' weights; device: where they are drawn, for
+    large ones.
     """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), torch.device(device):
         warnings.simplefilter("ignore")
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
