@@ -113,6 +113,10 @@ class Supervisor:
         """
         now, is_first = self._clock(), not self._stop.is_set()
         if not is_first and now - self._signaled_at <= REPEATED_SIGNAL_SECONDS:
+            logger.info(
+                "a signal within %.10g s of the one before counts as the same, which some programs send twice; "
+                "interrupt again if it was meant", REPEATED_SIGNAL_SECONDS,
+            )  # fmt: skip
             return
         self._signaled_at = now
         if is_first:
