@@ -1,8 +1,8 @@
 """Log lines of every process, as text or as JSON.
 
 Each has a time, a process, a level and a message. Nothing that a client sent reaches a terminal as it is: text escapes
-what is not printable, so a message stays one line, and indents the lines of a traceback, so none of them looks like a
-message.
+what is not printable, so a message stays one line, and indents the lines of a traceback, and those of a refusal but the
+first, so none of them looks like a message.
 """
 
 import json
@@ -31,6 +31,8 @@ _FIELDS = "fields"
 """Attribute of a log record under which `with_fields` puts its fields."""
 _TRACE = "trace"
 """Attribute of a log record under which `without_message` puts a traceback."""
+_LINES = "lines"
+"""Attribute of the log record of a refusal, which may have several lines."""
 _MAX_CAUSES = 8
 _INDENT = "    "
 _WORD = re.compile(r"[A-Za-z0-9._:/,+@*{}\[\]-]+")
@@ -135,9 +137,10 @@ class LineHandler(logging.StreamHandler[TextIO]):
         if self.log_format == "json":
             return self._json(stamp, record, message, fields, trace)
         name = f"{record.name}: " if record.name in _NAMED else ""
-        parts = [f"{stamp} {self.process} {record.levelname} {name}{printable(message)}"]
+        first, *rest = message.split("\n") if hasattr(record, _LINES) else [message]
+        parts = [f"{stamp} {self.process} {record.levelname} {name}{printable(first)}"]
         parts += [f" {field}={field_text(value)}" for field, value in fields.items()]
-        parts += ["\n" + _INDENT + printable(line) for line in trace.splitlines()]
+        parts += ["\n" + _INDENT + printable(line) for line in [*rest, *trace.splitlines()]]
         return "".join(parts)
 
     def _json(self, stamp: str, record: logging.LogRecord, message: str, fields: Mapping[str, Any], trace: str) -> str:
@@ -223,7 +226,7 @@ def refuse(program: str, reason: str, is_child: bool = False) -> None:
     It is a line of the log if that is JSON, or if the program is a child process of a service.
     """
     if is_child or _is_json():
-        logger.error("%s", reason)
+        logger.error("%s", reason, extra={_LINES: True})
     else:
         print(f"{program}: {reason}", file=sys.stderr)
 

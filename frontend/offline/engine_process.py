@@ -7,9 +7,10 @@ from collections import deque
 from typing import get_args
 
 from tandem.frontend.offline.result import EngineError
-from tandem.frontend.process import ManagedProcess
+from tandem.frontend.process import ManagedProcess, describe_exit
 from tandem.frontend.supervisor.launch import engine_command
 from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import LogLevel
 
 _STOP_SECONDS = 10.0
@@ -17,6 +18,8 @@ _STOP_SECONDS = 10.0
 _TAIL_SECONDS = 1.0
 """Seconds to read what an ended process has written; its own children may hold stderr open."""
 _MAX_LINE_BYTES = 2**16
+_MAX_LINES = 64
+"""Lines of which the last tell the reason of an end: more than a refusal has."""
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d[ T]")
 _NAME = re.compile(r"^(\S+Z engine ERROR|tandem engine:|python -m tandem\.engine_core: error:) ")
 
@@ -30,7 +33,7 @@ class EngineProcess:
     def __init__(self, endpoint: str, options: EngineOptions, log_level: LogLevel) -> None:
         command = [*engine_command(endpoint, options), f"--log-level={log_level}"]
         self._process = ManagedProcess("engine core", command, stderr_limit=_MAX_LINE_BYTES)
-        self._last_lines: deque[str] = deque(maxlen=20)
+        self._last_lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._reader: asyncio.Task[None] | None = None
 
     @property
@@ -54,7 +57,10 @@ class EngineProcess:
         # Only an error among the lines of the log tells the reason, and a process that was killed has not written one.
         told = [line for line in self._last_lines if _NAME.match(line) or not _LOG_LINE.match(line)]
         lines = [line for line in told if line.strip()]
-        reason = f": {_NAME.sub('', lines[-1].strip())}" if lines and "SIGKILL" not in status else ""
+        first = len(lines) - 1
+        if status == describe_exit(ExitCode.CONFIG):  # a refusal may have several lines; of a traceback the last tells
+            first = max((place for place, line in enumerate(lines) if _NAME.match(line)), default=first)
+        reason = f": {_NAME.sub('', ''.join(lines[first:]).strip())}" if lines and "SIGKILL" not in status else ""
         raise EngineError(f"the engine core ended with {status}{reason}")
 
     async def _read_rest(self) -> None:

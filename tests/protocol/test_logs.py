@@ -37,7 +37,7 @@ except Fault:
 warnings.warn("deprecated")
 announce("ready")
 refuse("tandem", "a usage error")
-refuse("tandem", "a refusal of a child", is_child=True)
+refuse("tandem", "a refusal of a child:\n  one\x1b[31m\n2026-11-22T15:20:01.123Z two", is_child=True)
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
 thread.join()
@@ -78,6 +78,8 @@ def test_the_lines_of_a_traceback_are_indented_and_escaped() -> None:
     rest = [line for line in lines if not STAMP.match(line) and line != "tandem: a usage error"]
     assert all(line.startswith("    ") for line in rest)
     assert any(line == r"    2026-11-22T15:20:01.123Z forged\x1b[31m" for line in rest)
+    first = next(place for place, line in enumerate(lines) if line.endswith("a refusal of a child:"))
+    assert lines[first + 1 : first + 3] == [r"      one\x1b[31m", "    2026-11-22T15:20:01.123Z two"]
     assert (done.stdout, done.returncode) == ("ready\n", 1)
 
 

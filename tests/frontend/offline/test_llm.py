@@ -228,6 +228,10 @@ def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path, capsys: 
     with pytest.raises(EngineError, match=r"ended with exit code 1: a reason for --log-level=error$"):
         LLM(str(folder), log_level="error")
     assert f"{log}\n" in capsys.readouterr().err
+    lines = [f"{error}:", *(f"      part {number}" for number in range(21))]
+    write_tandem(folder, f"import sys; print(*{lines}, sep='\\n', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(EngineError, match=r"exit code 2: a reason for:\n      part 0\n(.*\n)+      part 20$"):
+        LLM(str(folder))
     write_tandem(folder, "import sys; sys.exit(2)")
     with pytest.raises(EngineError, match=r"ended with exit code 2$"):
         LLM(str(folder))
