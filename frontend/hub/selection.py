@@ -85,9 +85,14 @@ def shards(index: bytes, names: Collection[str]) -> list[str]:
     return named
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return True for a folder with a tokenizer, or with what one is converted from."""
+    return any((folder / name).is_file() for name in (TOKENIZER, *TOKENIZER_SOURCES))
+
+
 def missing(folder: Path, with_weights: bool) -> str:
     """Return the first file that a model in a folder lacks; "" for a complete one."""
-    if not any((folder / name).is_file() for name in (TOKENIZER, *TOKENIZER_SOURCES)):
+    if not has_tokenizer(folder):
         return TOKENIZER
     if not (folder / CONFIG).is_file():
         return CONFIG

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from tandem.frontend.hub.options import HubOptions
+from tandem.frontend.hub.selection import has_tokenizer
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.frontend.supervisor.wrong_folder import explain
 from tandem.protocol.engine_options import EngineOptions
@@ -120,11 +121,11 @@ def _find(
 
 
 def _checked_folder(path: Path, with_weights: bool) -> ModelFolder:
-    """Return a folder that may hold a model.
+    """Return a folder that may hold a model, or for a frontend a tokenizer.
 
     Raises LaunchError for one that evidently holds something else.
     """
-    if with_weights and (problem := explain(path)):
+    if (with_weights or not has_tokenizer(path)) and (problem := explain(path)):
         raise LaunchError(problem)
     return ModelFolder(path)
 

@@ -48,8 +48,10 @@ def folder_of(folder: Path, files: dict[str, str]) -> Path:
 def test_a_folder_without_a_model_is_refused_with_what_it_holds(
     files: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(LaunchError, match=said):
-        find_model(str(folder_of(tmp_path, files)), HubOptions())
+    folder = folder_of(tmp_path, files)
+    for with_weights in (True, "tokenizer.json" in files):  # a frontend without a tokenizer cannot run either
+        with pytest.raises(LaunchError, match=said):
+            find_model(str(folder), HubOptions(), with_weights=with_weights)
 
 
 def test_a_folder_of_the_cache_is_named_as_on_the_hub(tmp_path: Path) -> None:
@@ -87,6 +89,7 @@ def test_a_folder_of_another_user_is_refused_with_who_may_not_read_it(
             find_model(str(tmp_path), HubOptions(), with_weights=with_weights)
 
 
-def test_a_frontend_takes_the_tokenizer_of_any_folder(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {"adapter_config.json": ADAPTER, "tokenizer.json": "{}"})
+@pytest.mark.parametrize("files", [{"adapter_config.json": ADAPTER}, {"model.gguf": ""}, {}])
+def test_a_frontend_takes_the_tokenizer_of_any_folder(files: dict[str, str], tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, files | {"tokenizer.json": "{}"})
     assert find_model(str(folder), HubOptions(), with_weights=False) == ModelFolder(folder)
