@@ -19,9 +19,10 @@ from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lan
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
-from tandem.engine_core.constraints.workers.link import WorkerFacts, WorkerLink
+from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
+from tandem.engine_core.constraints.workers.settings import WorkerFacts
 from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
@@ -226,8 +227,8 @@ def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, 
 def grammar_workers(count: int, grammars: Grammars, memory: MaskMemory, stats: EngineStats) -> WorkerPool:
     """Build a pool of workers, which start once they are needed."""
     file, mask_bytes = str(grammars.tokenizer_file), 4 * ceil_div(grammars.vocab_size, 32)
-    facts = WorkerFacts(file, grammars.vocab_size, grammars.end_ids, memory, mask_bytes)
-    return WorkerPool(count, partial(WorkerLink.start, facts), stats)
+    facts = WorkerFacts(file, grammars.vocab_size, grammars.end_ids, mask_bytes)
+    return WorkerPool(count, partial(WorkerLink.start, facts, memory), stats)
 
 
 def scheduler_limits(config: StepConfig) -> SchedulerLimits:

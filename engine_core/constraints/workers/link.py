@@ -10,7 +10,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -30,7 +29,7 @@ from tandem.engine_core.constraints.workers.channel import (
     map_memory,
 )
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.constraints.workers.settings import WorkerSettings
+from tandem.engine_core.constraints.workers.settings import WorkerFacts, WorkerSettings
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 
@@ -56,17 +55,6 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
     def wait(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class WorkerFacts:
-    """Facts that all workers are started with."""
-
-    tokenizer_file: str
-    vocab_size: int
-    end_ids: tuple[int, ...]
-    masks: MaskMemory
-    mask_bytes: int
 
 
 class WorkerLink:
@@ -107,8 +95,8 @@ class WorkerLink:
         """Grammars that were given to the worker so far."""
 
     @classmethod
-    def start(cls, facts: WorkerFacts) -> "WorkerLink":
-        """Start a worker.
+    def start(cls, facts: WorkerFacts, masks: MaskMemory) -> "WorkerLink":
+        """Start a worker that can write the arrays of masks that there are now.
 
         Raises OSError if the system refuses.
         """
@@ -120,10 +108,7 @@ class WorkerLink:
             ours, theirs = Pipe()
             kept.callback(ours.close)
             temporary.callback(theirs.close)
-            settings = WorkerSettings(
-                facts.tokenizer_file, facts.vocab_size, facts.end_ids, theirs.fileno(), memory_fd, channel.wake_fd,
-                facts.masks.fds, facts.mask_bytes,
-            )  # fmt: skip
+            settings = WorkerSettings(facts, theirs.fileno(), memory_fd, channel.wake_fd, masks.fds)
             command = [sys.executable, "-P", "-m", "tandem.engine_core.constraints.workers.worker"]
             process = subprocess.Popen(
                 [*command, msgspec.json.encode(settings).decode()],

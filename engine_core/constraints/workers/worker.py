@@ -224,8 +224,9 @@ def main(settings: WorkerSettings) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
     channel = Channel(map_memory(settings.memory_fd), settings.wake_fd)
-    worker = Worker(channel, MappedMasks(settings.mask_fds, settings.mask_bytes, settings.end_ids))
-    matchers = Matchers(Path(settings.tokenizer_file), settings.vocab_size, settings.end_ids)
+    facts = settings.facts
+    worker = Worker(channel, MappedMasks(settings.mask_fds, facts.mask_bytes, facts.end_ids))
+    matchers = Matchers(Path(facts.tokenizer_file), facts.vocab_size, facts.end_ids)
     arguments = (Connection(settings.connection_fd), matchers, worker)
     Thread(target=compile_requests, args=arguments, name="compile", daemon=True).start()
     worker.run()

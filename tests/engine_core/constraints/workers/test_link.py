@@ -9,20 +9,21 @@ import textwrap
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
 import psutil
 import pytest
+from msgspec import structs
 
 from tandem.engine_core.constraints.grammars import CompiledGrammar, Grammars
 from tandem.engine_core.constraints.local_matcher import LocalMatcher
 from tandem.engine_core.constraints.workers import link as link_module
 from tandem.engine_core.constraints.workers.channel import ACCEPT, CLOSE, MAX_OPERATIONS, OPEN
-from tandem.engine_core.constraints.workers.link import WorkerFacts, WorkerLink
+from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar, RemoteMatcher
+from tandem.engine_core.constraints.workers.settings import WorkerFacts
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
@@ -35,15 +36,20 @@ TEXT = WALKED["letters"]
 
 
 @pytest.fixture(scope="module")
-def facts(grammars: Grammars) -> WorkerFacts:
+def masks() -> MaskMemory:
     memory = MaskMemory()
     memory.allocate(2, WORDS)
-    return WorkerFacts(str(grammars.tokenizer_file), VOCAB, ENDS, memory, 4 * WORDS)
+    return memory
+
+
+@pytest.fixture(scope="module")
+def facts(grammars: Grammars) -> WorkerFacts:
+    return WorkerFacts(str(grammars.tokenizer_file), VOCAB, ENDS, 4 * WORDS)
 
 
 @pytest.fixture
-def link(facts: WorkerFacts) -> Iterator[WorkerLink]:
-    started = WorkerLink.start(facts)
+def link(facts: WorkerFacts, masks: MaskMemory) -> Iterator[WorkerLink]:
+    started = WorkerLink.start(facts, masks)
     yield started
     started.close()
 
@@ -70,18 +76,18 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def check_mask(link: WorkerLink, remote: RemoteMatcher, alone: LocalMatcher, facts: WorkerFacts) -> None:
+def check_mask(link: WorkerLink, remote: RemoteMatcher, alone: LocalMatcher, masks: MaskMemory) -> None:
     """Compare the mask that the worker writes."""
-    mask = facts.masks.arrays[0]
+    mask = masks.arrays[0]
     mask[1] = 0
-    begin_mask(remote, facts.masks.place(mask) + 1)
+    begin_mask(remote, masks.place(mask) + 1)
     link.settle()
     assert remote.end_mask()
     assert mask[1].tolist() == mask_of(alone._matcher, WORDS)
 
 
 def test_a_worker_outlives_failures_and_signals(
-    link: WorkerLink, facts: WorkerFacts, grammars: Grammars, compiled: CompiledGrammar
+    link: WorkerLink, masks: MaskMemory, grammars: Grammars, compiled: CompiledGrammar
 ) -> None:
     """It refuses what does not compile, and ignores what a terminal or a service sends to all processes."""
     token = grammars.prepare().tokenize_str("b")[0]
@@ -93,7 +99,7 @@ def test_a_worker_outlives_failures_and_signals(
     with pytest.raises(RequestError, match="does not compile"):
         link.compile("start: nowhere")
     assert remote.consume_token(token) and alone.consume_token(token)
-    check_mask(link, remote, alone, facts)
+    check_mask(link, remote, alone, masks)
     assert not link.is_lost and remote.local is None
 
 
@@ -186,39 +192,41 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_descriptors_and_processes_do_not_stay(facts: WorkerFacts) -> None:
+def test_descriptors_and_processes_do_not_stay(facts: WorkerFacts, masks: MaskMemory) -> None:
     before = descriptors()
     children = {child.pid for child in psutil.Process().children()}
     for _ in range(2):
-        started = WorkerLink.start(facts)
+        started = WorkerLink.start(facts, masks)
         started.close()
         del started
     assert descriptors() == before
     assert {child.pid for child in psutil.Process().children()} == children
 
 
-def test_descriptors_do_not_stay_where_a_start_fails(facts: WorkerFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_do_not_stay_where_a_start_fails(
+    facts: WorkerFacts, masks: MaskMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = descriptors()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
-        WorkerLink.start(facts)
+        WorkerLink.start(facts, masks)
     assert descriptors() == before
 
 
-def test_a_worker_without_a_tokenizer_says_so(facts: WorkerFacts) -> None:
-    started = WorkerLink.start(replace(facts, tokenizer_file="/nowhere/tokenizer.json"))
+def test_a_worker_without_a_tokenizer_says_so(facts: WorkerFacts, masks: MaskMemory) -> None:
+    started = WorkerLink.start(structs.replace(facts, tokenizer_file="/nowhere/tokenizer.json"), masks)
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         started.compile(TEXT)
     started.close()
 
 
 def test_modules_of_the_working_directory_are_not_those_of_a_worker(
-    facts: WorkerFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    facts: WorkerFacts, masks: MaskMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("msgspec", "random", "logging"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('from the working directory')")
     monkeypatch.chdir(tmp_path)
-    started = WorkerLink.start(facts)
+    started = WorkerLink.start(facts, masks)
     assert started.compile(TEXT) == 1
     started.close()
 
@@ -226,12 +234,13 @@ def test_modules_of_the_working_directory_are_not_those_of_a_worker(
 ENGINE = """
 import os, signal, sys
 from pathlib import Path
-from tandem.engine_core.constraints.workers.link import WorkerFacts, WorkerLink
+from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.settings import WorkerFacts
 
 memory = MaskMemory()
 memory.allocate(1, {words})
-link = WorkerLink.start(WorkerFacts({file!r}, {vocab}, {ends}, memory, 4 * {words}))
+link = WorkerLink.start(WorkerFacts({file!r}, {vocab}, {ends}, 4 * {words}), memory)
 link.compile({text!r})
 print(link._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -247,7 +256,7 @@ def test_a_worker_ends_with_its_engine(grammars: Grammars) -> None:
     until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_batches_keep_their_order_across_sleeps(link: WorkerLink, grammars: Grammars, facts: WorkerFacts) -> None:
+def test_batches_keep_their_order_across_sleeps(link: WorkerLink, grammars: Grammars, masks: MaskMemory) -> None:
     """The worker lies down between some of them."""
     compiled = grammars.compile(WALKED["words"])
     number = RemoteGrammar(link, compile_on(link, WALKED["words"]))
@@ -260,4 +269,4 @@ def test_batches_keep_their_order_across_sleeps(link: WorkerLink, grammars: Gram
         time.sleep((0.0, 0.007, 0.06)[index % 3])
         link.wait_accepted()
         assert remote.end_accept()[0]
-        check_mask(link, remote, alone, facts)
+        check_mask(link, remote, alone, masks)
