@@ -130,7 +130,9 @@ class FamilyCheckpoint(Checkpoint):
     def __init__(self, directory: Path, shape: Shape) -> None:
         import transformers
 
-        save_config(directory, getattr(transformers, shape.config)(**shape.fields), seed=1, norms=shape.norms, device=DEVICE)
+        save_config(
+            directory, getattr(transformers, shape.config)(**shape.fields), seed=1, norms=shape.norms, device=DEVICE
+        )
         self.directory = directory
         self.sequences = [random_sequences(ROWS, LONGEST, seed) for seed in (1, 2)]
         reference = reference_logits(directory, [*self.sequences[0], *self.sequences[1]], DEVICE)
