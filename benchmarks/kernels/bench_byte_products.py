@@ -173,7 +173,7 @@ def measure_rounding(formats: list[str], model: str, row_counts: list[int]) -> N
         def time(work: Callable[[], object]) -> float:
             return graph_time(lambda: [work() for _ in range(COPIES)]) / COPIES
 
-        norm = time(lambda x=x, stream=stream: kernels.add_rms_norm(x, stream, weight, EPS))
+        norm = time(lambda x=x, stream=stream: kernels.add_rms_norm(x, stream, weight, EPS, None))
         gate = time(lambda gate_up=gate_up: kernels.gated_activation(gate_up, Activation.SILU))
         print(f"M={rows:<5} 16 bits   norm {norm:6.1f}  gate {gate:6.1f}", flush=True)
         for name in formats:

@@ -18,9 +18,10 @@ class KernelSet:
     They have the signatures and the meaning of `kernels.reference.layer` and `byte_rows`.
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    norm_add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
+    norm_add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
+    gather_columns: Callable[[Tensor, Tensor], Tensor]
     rope_and_kv_write: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None], Tensor
     ]
@@ -38,6 +39,7 @@ def torch_kernels() -> KernelSet:
         layer.rms_norm,
         layer.add_rms_norm,
         layer.norm_add_rms_norm,
+        layer.gather_columns,
         layer.qk_norm_rope_and_kv_write,
         layer.gated_activation,
         layer.soft_cap,
@@ -53,6 +55,7 @@ def triton_kernels(pdl: bool) -> KernelSet:
     pdl: chain them by programmatic dependent launch, where a kernel's prologue overlaps its predecessor's end.
     """
     from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate
+    from tandem.engine_core.kernels.gather_columns import gather_columns
     from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, quantized_norm, rms_norm
     from tandem.engine_core.kernels.quantize import quantize
     from tandem.engine_core.kernels.rope import rope_and_kv_write
@@ -62,6 +65,7 @@ def triton_kernels(pdl: bool) -> KernelSet:
         partial(rms_norm, pdl=pdl),
         partial(add_rms_norm, pdl=pdl),
         partial(norm_add_rms_norm, pdl=pdl),
+        partial(gather_columns, pdl=pdl),
         partial(rope_and_kv_write, pdl=pdl),
         partial(gated_activation, pdl=pdl),
         partial(soft_cap, pdl=pdl),

@@ -40,6 +40,7 @@ def _rms_norm_kernel(
     x_weight_ptr,
     weight_ptr,
     scales_ptr,
+    order_ptr,
     x_stride,
     residual_stride,
     scale_stride,
@@ -50,15 +51,18 @@ def _rms_norm_kernel(
     NORM_X: tl.constexpr,
     BYTES: tl.constexpr,
     GROUP: tl.constexpr,
+    ORDERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < hidden
-    # No kernel writes the weights, so they are fetched while the previous kernel still runs.
+    # No kernel writes the weights and the order, so they are fetched while the previous kernel still runs.
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     if NORM_X:
         x_weight = tl.load(x_weight_ptr + offs, mask=mask, other=0.0)
+    if ORDERED:
+        order = tl.load(order_ptr + offs, mask=mask, other=0)
     wait_for_previous(PDL)
     total = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0)
     if NORM_X:
@@ -68,6 +72,8 @@ def _rms_norm_kernel(
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + row * hidden + offs, total, mask=mask)
     normed = normalised(total.to(tl.float32), weight, eps, hidden, total.dtype)
+    if ORDERED:
+        normed = tl.gather(normed, order, 0)
     if BYTES:
         numbers = tl.where(mask, normed.to(tl.float32), 0.0)
         store_bytes(normed_ptr, scales_ptr, row, 0, numbers, hidden, scale_stride, GROUP, BLOCK)
@@ -75,32 +81,41 @@ def _rms_norm_kernel(
         tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None, pdl: bool = False) -> Tensor:
     """Return the root mean square norm of each row, [T, hidden], contiguous.
 
     Oracle: `reference.layer.rms_norm`.
 
-    x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden], in x's dtype or float32.
-    Raises ValueError for a hidden size above 16384 and for rows that are not contiguous.
+    x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden], in x's dtype or float32. order:
+    columns of the norm are returned in it, [hidden] int32, contiguous, here and below. Raises ValueError for a hidden
+    size above 16384 and for rows that are not contiguous.
     """
     normed = _empty_like(x)
-    _launch(normed, None, x, None, None, weight, eps, pdl)
+    _launch(normed, None, x, None, None, weight, eps, pdl, order=order)
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, order: Tensor | None = None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and normalise the sum.
 
     Returns the norm of the rounded sum, and that sum, both new. All are [T, hidden] as in `rms_norm`. Oracle:
     `reference.layer.add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
-    _launch(normed, total, x, residual, None, weight, eps, pdl)
+    _launch(normed, total, x, residual, None, weight, eps, pdl, order=order)
     return normed, total
 
 
 def norm_add_rms_norm(
-    x: Tensor, x_weight: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False
+    x: Tensor,
+    x_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    order: Tensor | None = None,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Normalise x, add it to the residual stream and normalise the sum.
 
@@ -108,7 +123,7 @@ def norm_add_rms_norm(
     `reference.layer.norm_add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
-    _launch(normed, total, x, residual, x_weight, weight, eps, pdl)
+    _launch(normed, total, x, residual, x_weight, weight, eps, pdl, order=order)
     return normed, total
 
 
@@ -148,6 +163,7 @@ def _launch(
     pdl: bool,
     scales: Tensor | None = None,
     group: int = 0,
+    order: Tensor | None = None,
 ) -> None:
     """Check what the kernel assumes and run it.
 
@@ -160,6 +176,7 @@ def _launch(
             f"rms_norm needs contiguous rows of at most {MAX_HIDDEN} elements, found {tuple(x.shape)} with strides "
             f"{x.stride()}"
         )
+    assert order is None or (order.dtype, order.shape, order.stride()) == (torch.int32, (hidden,), (1,))
     if tokens == 0:
         return
     block = triton.next_power_of_2(hidden)
@@ -171,6 +188,7 @@ def _launch(
         weight if x_weight is None else x_weight,
         weight,
         weight if scales is None else scales,
+        weight if order is None else order,
         x.stride(0),
         stream.stride(0),
         normed.shape[0],
@@ -181,6 +199,7 @@ def _launch(
         NORM_X=x_weight is not None,
         BYTES=scales is not None,
         GROUP=group,
+        ORDERED=order is not None,
         PDL=pdl,
         num_warps=WARPS.get(block, 1 if block <= 256 else 2),
         **({"launch_pdl": True} if pdl else {}),

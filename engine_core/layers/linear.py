@@ -25,10 +25,11 @@ class Norm(Protocol):
     """Factors of the norm of an update before it is added, [hidden]; None: it is added as it is."""
     eps: float
 
-    def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, update: Tensor, residual: Tensor | None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add the update to the residual stream (None: start it).
 
-        Return the normalised stream and the stream, both [T, hidden].
+        Return the normalised stream and the stream, both [T, hidden]. order: the columns of the first are returned in
+        it, [hidden] int32.
         """
 
     def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:

@@ -33,14 +33,11 @@ class RMSNorm:
         dtype = torch.float32 if unit_offset else context.dtype
         return cls(torch.empty(hidden, device=context.device, dtype=dtype), eps, context.kernels, unit_offset)
 
-    def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add the update to the residual stream (None: start it).
-
-        Return the normalised stream and the stream. All tensors are [T, hidden].
-        """
+    def __call__(self, update: Tensor, residual: Tensor | None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Implement `Norm.__call__`."""
         if residual is None:
-            return self.kernels.rms_norm(update, self.weight, self.eps), update
-        return self.kernels.add_rms_norm(update, residual, self.weight, self.eps)
+            return self.kernels.rms_norm(update, self.weight, self.eps, order), update
+        return self.kernels.add_rms_norm(update, residual, self.weight, self.eps, order)
 
     def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
         """Implement `Norm.quantized`."""
@@ -70,13 +67,13 @@ class SandwichNorm:
         self.eps = norm.eps
         self.kernels = norm.kernels
 
-    def __call__(self, update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, update: Tensor, residual: Tensor | None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Normalise the update, add it to the residual stream and normalise that.
 
-        Return the normalised stream and the stream. All tensors are [T, hidden].
+        Return the normalised stream and the stream, as `Norm.__call__` does.
         """
         assert residual is not None and self.update_weight is not None, "the first block has a plain norm before it"
-        return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps)
+        return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps, order)
 
     def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
         """Implement `Norm.quantized`."""

@@ -52,8 +52,8 @@ def test_norms_equal_their_oracles(tokens: int, hidden: int, dtype: torch.dtype,
         randn(tokens, hidden, dtype=dtype),
         randn(hidden).to(dtype),
     )
-    assert_rounded(rms_norm(x, weight, 1e-5, pdl), reference_layer.rms_norm(x.float(), weight.float(), 1e-5), 2.1)
-    normed, total = add_rms_norm(x, residual, weight, 1e-5, pdl)
+    assert_rounded(rms_norm(x, weight, 1e-5, pdl=pdl), reference_layer.rms_norm(x.float(), weight.float(), 1e-5), 2.1)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, pdl=pdl)
     assert torch.equal(total, x + residual)
     assert_rounded(normed, reference_layer.rms_norm(total.float(), weight.float(), 1e-5), 2.1)
 
@@ -284,7 +284,7 @@ def test_a_chain_with_early_launches_equals_one_without(batch: int, early: bool)
     def chain(pdl: bool) -> Tensor:
         stream, update = start, start
         for keys, values in pools:
-            normed, stream = add_rms_norm(update, stream, weight, 1e-5, pdl)
+            normed, stream = add_rms_norm(update, stream, weight, 1e-5, pdl=pdl)
             query = rope_and_kv_write(normed.view(batch, 48, 64), cos, sin, index, keys, values, pdl=pdl)
             chained = {"pdl": pdl, "early": early and pdl}
             attended = paged_decode(query, keys, values, rows, positions, table, 0.125, 6, **chained)

@@ -203,7 +203,7 @@ class Chain:
         """early: kernels start before their predecessors end, and a chunk beside the decoding rows."""
         stream, update = self.start_of_all, self.start_of_all
         for keys, values in self.pools:
-            normed, stream = add_rms_norm(update, stream, self.weight, 1e-5, early)
+            normed, stream = add_rms_norm(update, stream, self.weight, 1e-5, pdl=early)
             qkv = normed.view(len(normed), 48, 64)
             query = rope_and_kv_write(qkv, self.cos, self.sin, self.index, keys, values, pdl=early)
             if early:

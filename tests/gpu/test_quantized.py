@@ -1,5 +1,6 @@
 """Quantized weights on CUDA: products against the numbers that the weights stand for, and a model in FP8."""
 
+from copy import copy
 from itertools import product
 from random import Random
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_RO
 from tandem.engine_core.kernels.reference import byte_rows as oracle
 from tandem.engine_core.kernels.reference.byte_rows import byte_product
 from tandem.engine_core.layers.linear_choice import triton_build_context
-from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
 from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
@@ -136,6 +137,37 @@ def test_norm_and_gate_equal_separate_operations(name: str, activation: Activati
             assert torch.equal(total, expected_total)
 
 
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 8192), (28672, 2560), (1024, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_act_order_equals_sorted_weights(
+    dtype: torch.dtype, shape: tuple[int, int], activation: Activation | None
+) -> None:
+    inputs = shape[1]
+    found = linear_of(SCHEMES["gptq_32"], *shape, dtype)
+    usual = copy(found)
+    assert isinstance(found, TritonNibbleLinear) and isinstance(usual, TritonNibbleLinear)
+    order = found.order = torch.randperm(inputs, device="cuda").int()
+    factors = torch.rand(2, inputs, device="cuda", dtype=dtype) + 0.5
+    plain_norm, update_norm = (RMSNorm(weight, 1e-5, found.kernels) for weight in factors)
+    for rows in (1, 2, 16, 64, 200):
+        x, residual = torch.randn(2, rows, inputs, device="cuda", dtype=dtype).unbind(0)
+        assert torch.equal(found.kernels.gather_columns(x, order), x[:, order])
+        assert error(found.apply(x), usual.apply(x[:, order])) < 0.002, rows
+        for norm, stream in (
+            (plain_norm, None),
+            (plain_norm, residual),
+            (SandwichNorm(update_norm, plain_norm), residual),
+        ):
+            normed, expected_total = norm(x, stream)
+            assert error(norm(x, stream, order)[0], normed[:, order]) < 0.002, rows
+            y, total = found.apply_normed(x, stream, norm, activation)
+            ordered = normed[:, order]
+            expected = usual.apply(ordered) if activation is None else usual.apply_gated(ordered, activation)
+            assert error(y, expected) < 0.012, rows
+            assert error(total, expected_total) < 0.002, rows
+
+
 def rounded_cases() -> list[tuple[str, tuple[int, int]]]:
     return [(name, shape) for name in ("fp8", "fp8_block", "fp8_static", "int8") for shape in MANY_SHAPES]
 
@@ -181,9 +213,9 @@ def test_rounding_in_a_norm_a_gate_and_alone_equals_separate_rounding(name: str)
             *(
                 (kernels.quantized_norm(x, stream, x_weight, weight, 1e-5, to)[0], oracle.quantize(normed, to))
                 for stream, x_weight, normed in (
-                    (None, None, kernels.rms_norm(x, weight, 1e-5)),
-                    (residual, None, kernels.add_rms_norm(x, residual, weight, 1e-5)[0]),
-                    (residual, weight, kernels.norm_add_rms_norm(x, weight, residual, weight, 1e-5)[0]),
+                    (None, None, kernels.rms_norm(x, weight, 1e-5, None)),
+                    (residual, None, kernels.add_rms_norm(x, residual, weight, 1e-5, None)[0]),
+                    (residual, weight, kernels.norm_add_rms_norm(x, weight, residual, weight, 1e-5, None)[0]),
                 )
             ),
         ):

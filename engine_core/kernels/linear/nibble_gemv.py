@@ -4,6 +4,9 @@ As in `kernels.linear.gemv`, each program owns a run of W's rows, sums in float3
 product and the gated activation behind it. Tensor cores multiply, with x in eight equal columns: they idle otherwise,
 and what a weight would cost in multiplying and adding is spared. A group of columns has a scale s and a zero point z,
 and contributes s * (sum of q x - z * sum of x).
+
+Columns sorted by group (act-order) come with their order, in which each program takes x. Nothing writes the order, so
+it is loaded before the wait for the kernel that produces x.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -112,6 +115,15 @@ def step_sums(loaded, vector, PIECE: tl.constexpr):
 
 
 @triton.jit
+def load_places(order_ptr, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr):
+    """Return the inputs that columns of the weight are for.
+
+    Columns past the end have the last place of a step: in one step that is past the end too, and holds 0.
+    """
+    return tl.load(order_ptr + columns, mask=columns < K, other=BLOCK_K - 1) if ORDERED else columns
+
+
+@triton.jit
 def store_tile(sums, less, bias_ptr, y_ptr, first, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
     """Finish and store the outputs of a program.
 
@@ -141,6 +153,7 @@ def nibble_gemv_kernel(
     x_weight_ptr,
     norm_weight_ptr,
     residual_ptr,
+    order_ptr,
     y_ptr,
     total_ptr,
     eps,
@@ -153,13 +166,15 @@ def nibble_gemv_kernel(
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ORDERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply one row by a transposed weight, with optional fused steps.
 
     x: [K]; word: [N, K / 8] int32 ([2 N, K / 8] with an ACTIVATION, gate first); scale, zero: [K / GROUP, N], float32
-    and uint8; RUN: `run_of` K and GROUP; PIECE divides GROUP and 32 * RUN; y: [N]; the rest as in `gemv_kernel`. A
-    program has 16 rows of the weight, which a tensor core takes at once, half of them the gate's if there is one.
+    and uint8; order, if ORDERED: input of each column of the weight, [K] int32; RUN: `run_of` K and GROUP; PIECE
+    divides GROUP and 32 * RUN; y: [N]; the rest as in `gemv_kernel`. A program has 16 rows of the weight, which a
+    tensor core takes at once, half of them the gate's if there is one.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -174,22 +189,30 @@ def nibble_gemv_kernel(
         x_weight = norm_weight
     if MODE == 3:
         x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
+    places = load_places(order_ptr, offs_k, K, BLOCK_K, ORDERED)
     wait_for_previous(PDL)
     if MODE > 0:
         vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
         vector = vector.to(dtype)
-    else:
+    elif STEPS == 1:
         vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0)
+    else:
+        vector = tl.load(x_ptr + places, mask=mask_k, other=0.0)
+        places = load_places(order_ptr, offs_k + BLOCK_K, K, BLOCK_K, ORDERED)
     if STEPS == 1:
+        if ORDERED:
+            # Through shared memory, once: the row itself is loaded and stored in runs of 16 bytes a thread.
+            vector = tl.gather(vector, places, 0)
         sums, less = step_sums(loaded, vector, PIECE)
     else:
         sums = tl.zeros([16, 8], tl.float32)
         less = tl.zeros([BLOCK_K // PIECE, 16], tl.float32)
         for step in tl.range(0, STEPS, num_stages=1):
             now, vector_now = loaded, vector
-            columns = offs_k + (step + 1) * BLOCK_K
+            ahead = offs_k + (step + 1) * BLOCK_K
             loaded = load_step(word_ptr, scale_ptr, zero_ptr, first, step + 1, N, K, GROUP, PIECE, RUN, BLOCKS, GATED)
-            vector = tl.load(x_ptr + columns, mask=columns < K, other=0.0)
+            vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0)
+            places = load_places(order_ptr, ahead + BLOCK_K, K, BLOCK_K, ORDERED)
             more, away = step_sums(now, vector_now, PIECE)
             sums += more
             less += away
@@ -207,6 +230,15 @@ def _piece_of(plan: GemvPlan, group: int, run: int, *, gated: bool) -> int:
     return next(size for size in _PIECES if group % size == NIBBLE_STRIDE * run % size == 0)
 
 
+def _checked_inputs(x: Tensor, words: Tensor, order: Tensor | None) -> int:
+    """Return the number of inputs of a row, which fits the weight and the order."""
+    rows, inputs = x.shape
+    assert rows == 1 and x.is_contiguous() and words.shape[1] * PER_WORD == inputs
+    if order is not None:
+        assert order.dtype == torch.int32 and order.shape == (inputs,) and order.is_contiguous()
+    return inputs
+
+
 def nibble_gemv(
     x: Tensor,
     words: Tensor,
@@ -220,22 +252,21 @@ def nibble_gemv(
     eps: float = 0.0,
     residual: Tensor | None = None,
     x_weight: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the product of one row and a weight of four bits.
 
     The residual stream follows it. x: [1, K]; words: [N, K / 8] int32, in the order of `kernels.linear.nibble_order`;
     scales: [N, groups] float32; zeros: [N, groups] uint8, both with the numbers of a group side by side; bias: [N]. K
-    and the inputs of a group are multiples of 32.
-
-    activation: the weight holds the gate's rows before the up projection's, and activation(gate) * up is returned, [1,
-    N / 2]. norm_weight: [K]; x is added to the residual stream, [1, K] (None: it starts it), and normalised, where
-    plan.block_k is at least K. Without a norm the stream is x. x_weight: as in `add_norm_gemv`. With `pdl` the kernel
-    right before may write all but the weights.
+    and the inputs of a group are multiples of 32. activation: the weight holds the gate's rows before the up
+    projection's, and activation(gate) * up is returned, [1, N / 2]. norm_weight: [K]; x is added to the residual
+    stream, [1, K] (None: it starts it), and normalised, where plan.block_k is at least K. Without a norm the stream is
+    x. x_weight: as in `add_norm_gemv`. order: the input of each column of the weight, [K] int32; the stream keeps the
+    order of x. With `pdl` the kernel right before may write all but the weights and the order.
     """
     outputs = words.shape[0] if activation is None else words.shape[0] // 2
-    rows, inputs = x.shape
+    inputs = _checked_inputs(x, words, order)
     group, run = group_and_run(words, scales, zeros)
-    assert rows == 1 and x.is_contiguous() and words.shape[1] * PER_WORD == inputs
     assert norm_weight is None or plan.block_k >= inputs, "only whole rows are normalised"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
@@ -248,6 +279,7 @@ def nibble_gemv(
         x if x_weight is None else x_weight,
         x if norm_weight is None else norm_weight,
         x if residual is None else residual,
+        x if order is None else order,
         y,
         total,
         eps,
@@ -260,6 +292,7 @@ def nibble_gemv(
         HAS_BIAS=bias is not None,
         MODE=input_mode(norm_weight, residual, x_weight),
         ACTIVATION=0 if activation is None else activation.value,
+        ORDERED=order is not None,
         PDL=pdl,
         num_warps=plan.warps,
         maxnreg=plan.registers,

@@ -22,35 +22,47 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gather_columns(x: Tensor, order: Tensor) -> Tensor:
+    """Return columns of x in an order, [T, width].
+
+    x: [T, inputs]; order: numbers of columns, [width] int32.
+    """
+    return x.index_select(1, order)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None) -> Tensor:
     """Return the root mean square norm of each row.
 
     It is x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
 
     x: [T, hidden], normalised over the last dimension; weight: [hidden], in x's dtype or float32. The quotient is
     computed in float32 and rounded to the weight's dtype before the product: with a weight in x's dtype that is
-    transformers' Llama, with one in float32 its Gemma, which rounds the product alone.
+    transformers' Llama, with one in float32 its Gemma, which rounds the product alone. order: columns of the norm are
+    returned in it, as `gather_columns` does, here and below.
     """
-    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
+    normed = (functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
+    return normed if order is None else gather_columns(normed, order)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and normalise the sum.
 
-    Returns the normalised sum and the sum. All are [T, hidden].
+    Returns the normalised sum, and the sum, which is never reordered. All are [T, hidden].
     """
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, order), total
 
 
 def norm_add_rms_norm(
-    x: Tensor, x_weight: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, x_weight: Tensor, residual: Tensor, weight: Tensor, eps: float, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run `add_rms_norm` on rms_norm(x), whose factors are x_weight, [hidden].
 
     Gemma 2 and 3 normalise what a block adds to the residual stream as well.
     """
-    return add_rms_norm(rms_norm(x, x_weight, eps), residual, weight, eps)
+    return add_rms_norm(rms_norm(x, x_weight, eps), residual, weight, eps, order)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:

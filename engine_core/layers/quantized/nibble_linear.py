@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.quantized.nibble_slots import nibble_slots
 from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
 from tandem.engine_core.layers.torch_linear import empty_bias
@@ -33,7 +34,8 @@ class NibbleLinear(QuantizedLinear):
 
     Each output and group of inputs has a scale and a zero point.
     With act-order the weights are sorted by group once they are loaded. The inputs are brought into the same order in
-    each call, or, behind a gate, by sorting the outputs of the map that makes them.
+    each call, by the norm before the product where there is one, or, behind a gate, by sorting the outputs of the map
+    that makes them.
     """
 
     def __init__(
@@ -56,22 +58,45 @@ class NibbleLinear(QuantizedLinear):
         self.zeros = zeros
         self.scheme = scheme
         self.order: Tensor | None = None
-        """Inputs sorted by group, [inputs] int64; None: they are as they come."""
+        """Inputs sorted by group, [inputs] int32; None: they are as they come."""
         self.source: NibbleLinear | None = None
         """The map whose gated product the inputs are; None: there is none whose outputs can be sorted."""
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        product = self.product(self.ordered(x))
+        product = self.product(x, self.order)
         return product if out is None else out.copy_(product)
 
-    def ordered(self, x: Tensor) -> Tensor:
-        """Return inputs in the order of the weights, [T, inputs]."""
-        return x if self.order is None else x[:, self.order]
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `UnfusedLinear.apply_gated`."""
+        return self.gated_product(x, activation, self.order)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Multiply inputs that are in the order of the weights."""
-        return super().apply(x)
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `LinearWeights.apply_normed`.
+
+        The norm brings the inputs into the order of the weights.
+        """
+        normed, stream = norm(x, residual, self.order)
+        if activation is None:
+            return self.product(normed, None), stream
+        return self.gated_product(normed, activation, None), stream
+
+    def product(self, x: Tensor, order: Tensor | None) -> Tensor:
+        """Multiply inputs, which are first brought into an order.
+
+        order: `self.order`; None: they are in the order of the weights.
+        """
+        return super().apply(self.ordered(x, order))
+
+    def gated_product(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
+        """Multiply a gate's inputs, as `product` does, and apply the activation."""
+        return self.kernels.gated_activation(self.product(x, order), activation)
+
+    def ordered(self, x: Tensor, order: Tensor | None) -> Tensor:
+        """Return inputs in an order, [T, inputs]; None: as they are."""
+        return x if order is None else self.kernels.gather_columns(x, order)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Implement `QuantizedLinear.dequantized`; the inputs are in `order`."""
@@ -118,7 +143,7 @@ class NibbleLinear(QuantizedLinear):
         if torch.equal(order, torch.arange(len(order), device=order.device)):
             return
         if self.source is None:
-            self.order = order
+            self.order = order.int()
         else:
             self.source.sort_gated(order)
         for start in range(0, self.words.shape[0], ROWS):

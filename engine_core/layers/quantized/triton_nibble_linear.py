@@ -70,36 +70,38 @@ class TritonNibbleLinear(NibbleLinear):
             rows = self.words[start : start + ROWS]
             rows.copy_(pack(arranged(unpack(rows), self.group_size)))
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, order: Tensor | None) -> Tensor:
         """Implement `NibbleLinear.product`."""
-        product = self._planned(x, None)
-        return super().product(x) if product is None else product
+        product = self._planned(x, None, order)
+        return super().product(x, order) if product is None else product
+
+    def gated_product(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
+        """Implement `NibbleLinear.gated_product`, in one launch where that is planned."""
+        product = self._planned(x, activation, order)
+        return super().gated_product(x, activation, order) if product is None else product
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`.
 
-        One row of inputs in their usual order takes one launch.
+        One row of inputs takes one launch.
         """
         gated = activation is not None
         outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]
-        alone = x.shape[0] == 1 and self.order is None and x.is_contiguous()
+        alone = x.shape[0] == 1 and x.is_contiguous()
         plan = _choose_normed(outputs, x.shape[1], self.group_size, gated, self.gpu) if alone else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             x_weight = None if residual is None else norm.update_weight
             given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)
-            return nibble_gemv(x, *given, norm.weight, norm.eps, residual, x_weight)
+            return nibble_gemv(x, *given, norm.weight, norm.eps, residual, x_weight, self.order)
         return super().apply_normed(x, residual, norm, activation)
 
-    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""
-        ordered = self.ordered(x)
-        product = self._planned(ordered, activation)
-        return self.kernels.gated_activation(self.product(ordered), activation) if product is None else product
+    def _planned(self, x: Tensor, activation: Activation | None, order: Tensor | None) -> Tensor | None:
+        """Return the product of a planned kernel, or None without a plan.
 
-    def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
-        """Return the product of a planned kernel, or None without a plan."""
+        One row is brought into an order by the kernel itself; see `product`.
+        """
         gated = activation is not None
         rows, inputs = x.shape
         columns = self.words.shape[0] // 2 if gated else self.words.shape[0]
@@ -108,9 +110,9 @@ class TritonNibbleLinear(NibbleLinear):
         plan = (_choose_gated if gated else _choose)(rows, columns, inputs, self.group_size, self.gpu)
         given = (self.words, self.scales, self.zeros, self.bias)
         if isinstance(plan, GemvPlan):
-            return nibble_gemv(x, *given, plan, activation, self.gpu.pdl)[0]
+            return nibble_gemv(x, *given, plan, activation, self.gpu.pdl, order=order)[0]
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(rows, columns, plan, gated)):
-            return nibble_splitk(x, *given, plan, *space, activation, self.gpu.pdl)
+            return nibble_splitk(self.ordered(x, order), *given, plan, *space, activation, self.gpu.pdl)
         return None
 
 

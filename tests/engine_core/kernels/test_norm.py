@@ -62,3 +62,20 @@ def test_rms_norm_takes_a_float32_weight_beside_half_precision_rows(device: str)
     torch.testing.assert_close(normed, expected, atol=1e-6, rtol=2**-10)
     # Rounding twice would change more than a tenth of them.
     assert (normed == expected).float().mean() > 0.98
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 300)])
+def test_an_order_moves_the_columns_of_the_norm_alone(tokens: int, hidden: int, device: str) -> None:
+    x, residual = torch.randn(2, tokens, hidden, device=device).unbind(0)
+    x_weight, weight = torch.rand(2, hidden, device=device).unbind(0)
+    order = torch.randperm(hidden, device=device).int()
+    expected = reference.rms_norm(x, weight, 1e-6)[:, order]
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6, order), expected, atol=1e-5, rtol=1e-5)
+    for norm, oracle, given in (
+        (add_rms_norm, reference.add_rms_norm, (x, residual)),
+        (norm_add_rms_norm, reference.norm_add_rms_norm, (x, x_weight, residual)),
+    ):
+        found, total = norm(*given, weight, 1e-6, order)
+        expected, stream = oracle(*given, weight, 1e-6)
+        torch.testing.assert_close(found, expected[:, order], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(total, stream, atol=1e-5, rtol=1e-5)

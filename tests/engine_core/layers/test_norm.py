@@ -55,6 +55,15 @@ def test_norms_that_round_equal_norms_whose_rows_are_rounded() -> None:
         assert torch.equal(total, expected_total)
 
 
+def test_norms_return_their_columns_in_an_order() -> None:
+    update, residual = streams(3, 32)
+    order = torch.arange(31, -1, -1, dtype=torch.int32)
+    for norm, stream in ((filled(32), None), (filled(32), residual), (SandwichNorm(filled(32), filled(32)), residual)):
+        (found, total), (expected, expected_total) = norm(update, stream, order), norm(update, stream)
+        assert torch.equal(found, expected.flip(1))
+        assert torch.equal(total, expected_total)
+
+
 def test_a_sandwich_refuses_norms_of_two_eps() -> None:
     with pytest.raises(AssertionError, match="eps"):
         SandwichNorm(filled(8), filled(8, 1e-5))

@@ -43,6 +43,10 @@ def vectors(rows: int, inputs: int, device: str, seed: int = 0) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def shuffled(inputs: int, device: str) -> Tensor:
+    return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)).int().to(device)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
 
@@ -65,6 +69,49 @@ def test_gemv_equals_the_library(outputs: int, inputs: int, group: int, plan: Ge
     assert stream is x
 
 
+ORDERED_SHAPES = [
+    (13, 128, 32, GemvPlan(16, 128)),
+    (8, 96, 96, GemvPlan(16, 128)),
+    (9, 160, 32, GemvPlan(16, 64)),
+    (24, 384, 64, GemvPlan(16, 512)),
+    (17, 4224, 128, GemvPlan(16, 2048)),
+    (16, 8192, 128, GemvPlan(16, 2048)),
+]
+"""Of one step that is full or not, and of several, with inputs above 4096 too."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs", "group", "plan"), ORDERED_SHAPES)
+def test_gemv_takes_its_inputs_in_an_order(
+    outputs: int, inputs: int, group: int, plan: GemvPlan, has_bias: bool, dtype: torch.dtype, device: str
+) -> None:
+    stored, numbers = weights(outputs, inputs, group, device)
+    x, order = vectors(1, inputs, device).to(dtype), shuffled(inputs, device)
+    bias = torch.arange(float(outputs), device=device).to(dtype) if has_bias else None
+    y, stream = nibble_gemv(x, *stored, bias, plan, order=order)
+    assert stream is x
+    expected = functional.linear(x[:, order].float(), numbers, None if bias is None else bias.float())
+    torch.testing.assert_close(y.float(), expected, atol=4e-3, rtol=1e-4 if dtype == torch.float32 else 2**-9)
+
+
+def test_columns_past_the_end_do_not_take_the_first_input(device: str) -> None:
+    stored, numbers = weights(16, 96, 32, device)
+    x, order = torch.ones(1, 96, device=device), shuffled(96, device)
+    # A sum of 32 of them would be infinite, and infinity times a scale of 0 no number.
+    x[0, 0] = 1.2e37
+    y, _ = nibble_gemv(x, *stored, None, GemvPlan(16, 128), order=order)
+    torch.testing.assert_close(y, functional.linear(x[:, order], numbers))
+
+
+def test_an_order_of_other_numbers_or_of_another_length_is_refused(device: str) -> None:
+    stored, _ = weights(16, 128, 32, device)
+    x, order = vectors(1, 128, device), shuffled(128, device)
+    for wrong in (order.long(), order[:64], order.repeat_interleave(2)[::2]):
+        with pytest.raises(AssertionError):
+            nibble_gemv(x, *stored, None, GemvPlan(16, 128), order=wrong)
+
+
 @pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**40])
 def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str) -> None:
     levels = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 64).contiguous()
@@ -80,7 +127,10 @@ def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str)
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize("mode", ["norm", "add_norm", "norm_add_norm"])
-def test_fused_steps_equal_separate_operations(mode: str, activation: Activation | None, device: str) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_fused_steps_equal_separate_operations(
+    ordered: bool, mode: str, activation: Activation | None, device: str
+) -> None:
     stored, numbers = weights(24, 96, 32, device)
     x, norm_weight = vectors(1, 96, device), vectors(1, 96, device, 1)[0]
     residual = None if mode == "norm" else vectors(1, 96, device, 2)
@@ -93,7 +143,11 @@ def test_fused_steps_equal_separate_operations(mode: str, activation: Activation
         normed, total = norm_add_rms_norm(x, x_weight, residual, norm_weight, EPS)
     bias = torch.ones(24, device=device)
     plan = GemvPlan(16 if activation is None else 8, 128)
-    y, stream = nibble_gemv(x, *stored, bias, plan, activation, False, norm_weight, EPS, residual, x_weight)
+    order = shuffled(96, device) if ordered else None
+    if order is not None:
+        normed = normed[:, order]
+    given = (x, *stored, bias, plan, activation, False, norm_weight, EPS, residual, x_weight)
+    y, stream = nibble_gemv(*given, order)
     expected = functional.linear(normed, numbers, bias)
     close(y, expected if activation is None else gated_activation(expected, activation))
     assert torch.equal(stream, total)

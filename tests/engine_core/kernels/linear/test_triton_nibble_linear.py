@@ -1,8 +1,11 @@
 """Weights of four bits on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
 
+from copy import copy
+
 import pytest
 import torch
 
+from tandem.engine_core.kernels import gather_columns
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.nibble_order import restored
@@ -13,6 +16,7 @@ from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbl
 from tandem.engine_core.quantization.nibbles import pack, unpack
 from tandem.engine_core.quantization.scheme import NibbleScheme
 from tests.fakes.gpus import A100
+from tests.fakes.launched_kernel import LaunchedKernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -28,7 +32,7 @@ def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonNibbleLinea
     found.words.copy_(torch.randint(-(2**31), 2**31, found.words.shape, generator=generator, dtype=torch.int32))
     found.scales.copy_(torch.rand(found.scales.shape, generator=generator) / 100)
     found.zeros.copy_(torch.randint(0, 16, found.zeros.shape, generator=generator, dtype=torch.uint8))
-    found.order = torch.randperm(INPUTS, generator=generator).to(device) if ordered else None
+    found.order = torch.randperm(INPUTS, generator=generator).int().to(device) if ordered else None
     assert found.bias is not None
     found.bias.fill_(0.5)
     words = pack(restored(unpack(found.words), 64))
@@ -60,6 +64,44 @@ def test_norm_and_gate_equal_those_of_any_device(
         expected, expected_total = plain.apply_normed(x, stream, norm, activation)
         torch.testing.assert_close(y, expected, atol=2e-2, rtol=1e-2)
         torch.testing.assert_close(total, expected_total)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 65])
+def test_products_with_an_order_equal_those_of_inputs_sorted_beforehand(rows: int, device: str) -> None:
+    found, _ = linears(72, True, device)
+    usual = copy(found)
+    usual.order = None
+    order = found.order
+    assert order is not None
+    weight = torch.full((INPUTS,), 1.5, device=device, dtype=torch.float16)
+    norm = RMSNorm(weight, 1e-5, found.kernels)
+    generator = torch.Generator().manual_seed(6)
+    x, residual = (torch.randn(rows, INPUTS, generator=generator).to(device, torch.float16) for _ in range(2))
+    torch.testing.assert_close(found.apply(x), usual.apply(x[:, order]), atol=2e-3, rtol=2e-3)
+    for activation in (None, Activation.SILU):
+        y, total = found.apply_normed(x, residual, norm, activation)
+        normed, expected_total = norm(x, residual)
+        ordered = normed[:, order]
+        expected = usual.apply(ordered) if activation is None else usual.apply_gated(ordered, activation)
+        torch.testing.assert_close(y, expected, atol=4e-3, rtol=2e-3)
+        assert torch.equal(total, expected_total)
+
+
+def test_only_several_rows_without_a_norm_are_gathered_by_a_launch_of_their_own(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = linears(72, True, device)
+    norm = RMSNorm(torch.ones(INPUTS, device=device, dtype=torch.float16), 1e-5, found.kernels)
+    kernel = LaunchedKernel()
+    monkeypatch.setattr(gather_columns, "_gather_columns_kernel", kernel)
+    for rows in (1, 5, 65):
+        x = torch.zeros(rows, INPUTS, device=device, dtype=torch.float16)
+        for activation in (None, Activation.SILU):
+            found.apply_normed(x, x, norm, activation)
+    found.apply(x[:1])
+    assert not kernel.options
+    found.ordered(x, found.order)
+    assert kernel.options["PDL"] == found.gpu.pdl
 
 
 @pytest.mark.parametrize("ordered", [False, True])

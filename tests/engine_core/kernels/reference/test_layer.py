@@ -7,6 +7,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.reference.layer import (
     add_rms_norm,
     gated_activation,
+    gather_columns,
     norm_add_rms_norm,
     rms_norm,
     rope,
@@ -108,6 +109,18 @@ def test_rms_norm_with_a_float32_weight_rounds_once_as_the_gemma_of_transformers
     found = rms_norm(x, stored.float() + 1, 1e-6)
     assert found.dtype == dtype
     torch.testing.assert_close(found, reference(x), atol=1e-6, rtol=0 if dtype.itemsize == 2 else 1e-6)
+
+
+def test_an_order_moves_the_columns_of_the_norm_and_leaves_the_stream() -> None:
+    x, residual = torch.randn(2, 3, 16).unbind(0)
+    x_weight, weight = torch.rand(2, 16).unbind(0)
+    order = torch.arange(15, -1, -1, dtype=torch.int32)
+    assert torch.equal(gather_columns(x, order), x.flip(1))
+    assert torch.equal(rms_norm(x, weight, 1e-5, order), rms_norm(x, weight, 1e-5).flip(1))
+    for norm, given in ((add_rms_norm, (x, residual)), (norm_add_rms_norm, (x, x_weight, residual))):
+        (found, total), (expected, stream) = norm(*given, weight, 1e-5, order), norm(*given, weight, 1e-5)
+        assert torch.equal(found, expected.flip(1))
+        assert torch.equal(total, stream)
 
 
 def test_norm_add_rms_norm_normalises_the_update_before_it_is_added() -> None:
