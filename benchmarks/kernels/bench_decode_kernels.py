@@ -5,21 +5,20 @@ The results are microseconds per launch, and GB/s.
 A graph launches the kernel on many buffer sets in turn, together larger than the second-level cache, and is replayed;
 the median replay counts. Bytes are the least that have to be moved; the ceiling is the measured read bandwidth.
 
-    python -m benchmarks.kernels.bench_decode_kernels [--only paged] [--json out.json] [--sweep]
+    python -m benchmarks.kernels.bench_decode_kernels [--only paged] [--save NAME] [--sweep]
 """
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.measuring.graph_timing import graph_seconds
+from benchmarks.measuring.results import save
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
@@ -214,11 +213,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="part of a group's name: paged, norm, silu, rope, inputs")
     parser.add_argument("--sweep", action="store_true", help="tiles and splits of paged_decode beside the defaults")
-    parser.add_argument("--json", type=Path, help="write the records here too")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     options = parser.parse_args()
     records = list(measure(options.only, options.sweep))
-    if options.json:
-        options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "records": records}, indent=1))
+    if options.save:
+        gpu = torch.cuda.get_device_name()
+        print(save(options.save, {"gpu": gpu, "only": options.only, "ceiling_gb_per_s": CEILING}, records))
 
 
 if __name__ == "__main__":
