@@ -1,13 +1,15 @@
 """The loads of a comparison with vLLM, against any OpenAI-compatible server.
 
     python -m benchmarks.side_by_side --url http://host:port[,http://host:port2] --model NAME --shape llama-3.2-1b
-        [--loads 1b-256 ...] [--trials 3] [--save NAME]
+        [--loads 1b-256 ...] [--trials 3] [--metrics http://host:ops-port/metrics] [--save NAME]
 
 The loads and vLLM's figures are in `benchmarks/reference/side_by_side.json`, with their origin; loads without figures
 are of our own choosing, so that nothing is tuned to those of the comparison alone. A load is a number of streams, each
 of which sends its next request as soon as the last one is answered, after one request to warm up. Every trial has
 prompts of its own, so that no prefix cache helps. Reported are the medians of the trials, with the least and the most:
-output tokens/s, TTFT p50 and ITL p99 in milliseconds. ITL is that of `bench_serving` without token ids.
+output tokens/s, TTFT p50 and ITL p99 in milliseconds. ITL is that of `bench_serving` without token ids. With --metrics
+the engine's counters of all trials say where its time went, and how long the GPU waited; nothing else may load the
+server then.
 """
 
 import argparse
@@ -15,11 +17,15 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from benchmarks.measuring import engine_counters
+from benchmarks.measuring.engine_counters import Counters, EngineReader, added, fetch
 from benchmarks.measuring.results import save
 from tandem.frontend.cli.bench.client import Job
 from tandem.frontend.cli.bench.clients import ClientDiedError, Clients
@@ -69,6 +75,8 @@ class Measured(Struct):
     """Median, least and most of the trials."""
     failed: int
     """Requests without a complete answer, in all trials."""
+    engine: dict[str, Any] | None = None
+    """What the engine counted, see `engine_counters.figures`; None without --metrics."""
 
 
 class Trials:
@@ -79,29 +87,39 @@ class Trials:
         self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
         self._model, self._timeout, self._seed = arguments.model, arguments.timeout, arguments.seed
         self._trials = arguments.trials
+        self._engine = EngineReader(partial(fetch, arguments.metrics)) if arguments.metrics else None
 
     def run(self, load: ComparedLoad) -> Measured:
         """Warm up and measure a load. Raises ConnectionError if no request succeeds."""
         levels = []
+        counted: Counters = {}
         for trial in range(self._trials):
-            self._send(load, f"warmup {load.name} {trial}", 1)
-            levels.append(self._send(load, f"{load.name} {trial}", load.requests))
+            self._send(load, f"warmup {load.name} {trial}", 1, {})
+            levels.append(self._send(load, f"{load.name} {trial}", load.requests, counted))
         figures = {}
         for name, figure in FIGURES.items():
             values = [figure(level) for level in levels]
             figures[name] = (statistics.median(values), min(values), max(values))
-        return Measured(load, figures, sum(sum(level.errors.values()) for level in levels))
+        engine = engine_counters.figures(counted) if counted else None
+        return Measured(load, figures, sum(sum(level.errors.values()) for level in levels), engine)
 
-    def _send(self, load: ComparedLoad, label: str, requests: int) -> Level:
+    def _send(self, load: ComparedLoad, label: str, requests: int, counted: Counters) -> Level:
+        """Send requests to the server.
+
+        counted: what the engine counts meanwhile is added to it.
+        """
         planned = Load(label, load.streams, requests=requests)
         workload = Workload(self._seed, Span.parse(load.input_len), Span.parse(load.output_len), PROMPT_IDS)
         dialect = Dialect(self._model, load.temperature, top_p=load.top_p)
         progress = Progress(label, planned.total(), None)
+        before = self._engine.read() if self._engine else None
         shares = self._clients.run(Job(self._endpoints, dialect, workload, planned, self._timeout), progress)
         progress.clear()
         level = summarise(planned, shares, SLO)
         if not level.completed:
             raise ConnectionError(f"no request of {label} succeeded; {level.error_example}")
+        if self._engine and before is not None:
+            counted.update(added(counted, self._engine.since(before, level.completed)))
         return level
 
 
@@ -128,6 +146,8 @@ def table(measured: list[Measured]) -> str:
             theirs = f"{one.load.vllm[index]:,.6g}" if one.load.vllm else "-"
             cells += f"{f'{middle:,.1f} ({least:,.1f} to {most:,.1f})':>30}{theirs:>10}"
         lines.append(f"{one.load.name:>14}{cells}" + (f"  {one.failed} requests failed" if one.failed else ""))
+        if one.engine:
+            lines.append(f"{'':>14}  {engine_counters.line(one.engine)}")
     return "\n".join(lines)
 
 
@@ -143,6 +163,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="change it between runs against one server (default 0)")
     parser.add_argument("--clients", type=int, default=min(4, os.cpu_count() or 1), help="processes of the client")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take (default 600)")
+    parser.add_argument("--metrics", metavar="URL", help="http://host:port/metrics of the ops port (default: not read)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser
 

@@ -10,6 +10,8 @@ from benchmarks import side_by_side
 from benchmarks.measuring import results
 from benchmarks.side_by_side import FIGURES, Comparison, main, read_loads
 from tests.fakes.completions_server import CompletionsServer
+from tests.fakes.http_server import Answer, scripted_server
+from tests.support.engine_metrics import metrics_after
 
 TINY = {
     "origin": "a machine",
@@ -58,6 +60,19 @@ def test_chosen_loads_are_run_in_the_order_given(served: CompletionsServer, caps
     main(flags(served, "--trials", "1", "--loads", "two"))
     assert len(served.bodies) == 2
     assert "two" in capsys.readouterr().out
+
+
+def test_engine_counters_are_those_of_the_trials_without_their_warm_up(
+    served: CompletionsServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps and ends before and after a warm-up of 3 requests and a trial of 6, twice."""
+    readings = [(0, 0), (5, 3), (5, 3), (25, 9), (25, 9), (35, 12), (35, 12), (65, 18)]
+    with scripted_server(*(Answer(200, metrics_after(*one).encode()) for one in readings)) as metrics:
+        main(flags(served, "--trials", "2", "--loads", "one", "--metrics", f"{metrics.url}/metrics", "--save", "out"))
+        assert len(metrics.requests) == len(readings)
+    engine = json.loads((tmp_path / "out.json").read_text())["figures"]["loads"][0]["engine"]
+    assert (engine["steps"], engine["rows_a_step"]) == (20 + 30, 64)
+    assert "GPU idle 25.0 %" in capsys.readouterr().out
 
 
 def test_failed_requests_are_counted(served: CompletionsServer, capsys: pytest.CaptureFixture[str]) -> None:
