@@ -149,7 +149,7 @@ def bench_norms(pdl: bool) -> Iterator[tuple[str, float, float]]:
         unit = tokens * hidden * 2
         weight = randn(hidden)
         pairs = [(randn(tokens, hidden), randn(tokens, hidden)) for _ in range(sets(4 * unit))]
-        launches: list[Launch] = [partial(rms_norm, x, weight, 1e-5, pdl) for x, _ in pairs]
+        launches: list[Launch] = [partial(rms_norm, x, weight, 1e-5, pdl=pdl) for x, _ in pairs]
         yield f"rms_norm {tokens}x{hidden}", microseconds(launches), 2 * unit
         launches = [partial(add_rms_norm, x, r, weight, 1e-5, pdl=pdl) for x, r in pairs]
         yield f"add_rms_norm {tokens}x{hidden}", microseconds(launches), 4 * unit

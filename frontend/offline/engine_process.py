@@ -59,8 +59,12 @@ class EngineProcess:
         lines = [line for line in told if line.strip()]
         first = len(lines) - 1
         if status == describe_exit(ExitCode.CONFIG):  # a refusal may have several lines; of a traceback the last tells
-            first = max((place for place, line in enumerate(lines) if _NAME.match(line)), default=first)
-        reason = f": {_NAME.sub('', ''.join(lines[first:]).strip())}" if lines and "SIGKILL" not in status else ""
+            first = min((place for place, line in enumerate(lines) if _NAME.match(line)), default=first)
+        reason = (
+            f": {''.join(_NAME.sub('', line) for line in lines[first:]).strip()}"
+            if lines and "SIGKILL" not in status
+            else ""
+        )
         raise EngineError(f"the engine core ended with {status}{reason}")
 
     async def _read_rest(self) -> None:

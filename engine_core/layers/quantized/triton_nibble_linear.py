@@ -85,7 +85,7 @@ class TritonNibbleLinear(NibbleLinear):
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`.
 
-        One row of inputs takes one launch.
+        One row takes one launch where a plan fuses the norm with the product.
         """
         gated = activation is not None
         outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]

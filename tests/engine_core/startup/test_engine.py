@@ -11,11 +11,15 @@ from llguidance import LLMatcher
 
 from tandem.engine_core.config import ModelShape, resolve
 from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.grammars import Grammars
+from tandem.engine_core.constraints.workers.link import WorkerLink
+from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
+from tandem.engine_core.constraints.workers.settings import WorkerFacts
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.startup.engine import DEFAULT_MODEL, build_engine, scheduler_limits
+from tandem.engine_core.startup.engine import DEFAULT_MODEL, build_engine, grammar_workers, scheduler_limits
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.codec import pack_ids
@@ -206,3 +210,13 @@ def test_a_folder_without_a_tokenizer_serves_unconstrained_requests(folder: Path
 def test_a_step_takes_no_more_prompts_than_a_graph_holds(device: str, flags: dict[str, Any], prompts: int) -> None:
     config = resolve(EngineOptions(**flags), ModelShape("tiny", max_positions=2048), device, "float32", 0)
     assert scheduler_limits(config).prompts_a_step == prompts
+
+
+def test_workers_are_started_with_the_tokenizer_and_whole_words_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[WorkerFacts, MaskMemory]] = []
+    monkeypatch.setattr(WorkerLink, "start", lambda facts, masks: started.append((facts, masks)))
+    file, memory = DEFAULT_MODEL / "tokenizer.json", MaskMemory()
+    pool = grammar_workers(3, Grammars(file, 4200, (2, 5)), memory, new_stats())
+    assert pool.count == 3
+    pool._start_link()
+    assert started == [(WorkerFacts(str(file), 4200, (2, 5), 4 * 132), memory)]

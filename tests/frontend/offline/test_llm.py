@@ -232,6 +232,12 @@ def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path, capsys: 
     write_tandem(folder, f"import sys; print(*{lines}, sep='\\n', file=sys.stderr); sys.exit(2)")
     with pytest.raises(EngineError, match=r"exit code 2: a reason for:\n      part 0\n(.*\n)+      part 20$"):
         LLM(str(folder))
+    write_tandem(folder, f"import sys; print('{error} one', '{error} two', sep='\\n', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(EngineError, match=r"exit code 2: a reason for one\na reason for two$"):
+        LLM(str(folder))
+    write_tandem(folder, f"import sys; print('{error} one', '{error} two', sep='\\n', file=sys.stderr); sys.exit(1)")
+    with pytest.raises(EngineError, match=r"exit code 1: a reason for two$"):
+        LLM(str(folder))
     write_tandem(folder, "import sys; sys.exit(2)")
     with pytest.raises(EngineError, match=r"ended with exit code 2$"):
         LLM(str(folder))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.frontend.hub.options import HubOptions
+from tandem.frontend.hub.selection import TOKENIZER_SOURCES, has_tokenizer
 from tandem.frontend.supervisor.model import LaunchError, ModelFolder, find_model
 
 ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
@@ -87,6 +88,12 @@ def test_a_folder_of_another_user_is_refused_with_who_may_not_read_it(
     for with_weights in (True, False):
         with pytest.raises(LaunchError, match=said):
             find_model(str(tmp_path), HubOptions(), with_weights=with_weights)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", *TOKENIZER_SOURCES])
+def test_a_tokenizer_may_be_one_to_convert(name: str, tmp_path: Path) -> None:
+    assert not has_tokenizer(tmp_path)
+    assert has_tokenizer(folder_of(tmp_path, {name: ""}))
 
 
 @pytest.mark.parametrize("files", [{"adapter_config.json": ADAPTER}, {"model.gguf": ""}, {}])

@@ -103,6 +103,18 @@ def test_a_worker_outlives_failures_and_signals(
     assert not link.is_lost and remote.local is None
 
 
+def test_a_worker_tells_of_masks_that_allow_an_end(
+    link: WorkerLink, masks: MaskMemory, grammars: Grammars, compiled: CompiledGrammar
+) -> None:
+    remote, alone = RemoteMatcher(RemoteGrammar(link, compile_on(link)), compiled), LocalMatcher(compiled)
+    check_mask(link, remote, alone, masks)
+    assert not link.take_ending()
+    token = grammars.prepare().tokenize_str("b")[0]
+    assert remote.consume_token(token) and alone.consume_token(token)
+    check_mask(link, remote, alone, masks)
+    assert link.take_ending()
+
+
 def test_more_operations_than_a_batch_holds_are_done(link: WorkerLink) -> None:
     number = compile_on(link)
     for slot in (1, 2):

@@ -8,6 +8,7 @@ import torch
 from tandem.engine_core.kernels import gather_columns
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
+from tandem.engine_core.kernels.linear import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_order import restored
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
@@ -78,6 +79,8 @@ def test_products_with_an_order_equal_those_of_inputs_sorted_beforehand(rows: in
     generator = torch.Generator().manual_seed(6)
     x, residual = (torch.randn(rows, INPUTS, generator=generator).to(device, torch.float16) for _ in range(2))
     torch.testing.assert_close(found.apply(x), usual.apply(x[:, order]), atol=2e-3, rtol=2e-3)
+    gated, expected_gated = (one.apply_gated(y, Activation.SILU) for one, y in ((found, x), (usual, x[:, order])))
+    torch.testing.assert_close(gated, expected_gated, atol=4e-3, rtol=2e-3)
     for activation in (None, Activation.SILU):
         y, total = found.apply_normed(x, residual, norm, activation)
         normed, expected_total = norm(x, residual)
@@ -102,6 +105,15 @@ def test_only_several_rows_without_a_norm_are_gathered_by_a_launch_of_their_own(
     assert not kernel.options
     found.ordered(x, found.order)
     assert kernel.options["PDL"] == found.gpu.pdl
+
+
+def test_one_row_with_an_order_and_its_norm_take_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = linears(72, True, device)
+    kernel = LaunchedKernel()
+    monkeypatch.setattr(nibble_gemv, "nibble_gemv_kernel", kernel)
+    x = torch.zeros(1, INPUTS, device=device, dtype=torch.float16)
+    found.apply_normed(x, x, RMSNorm(x[0], 1e-5, found.kernels))
+    assert (kernel.options["ORDERED"], kernel.options["MODE"]) == (True, 2)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
