@@ -17,13 +17,16 @@ from msgspec import Struct
 from tandem.engine_core.config import EngineConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.loader.fit import check_fit
 from tandem.engine_core.models.config_fields import ConfigSource
-from tandem.engine_core.models.registry import resolve_source
+from tandem.engine_core.models.registry import build_model, open_checkpoint, resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup.device import check_gpu, check_installed
 from tandem.engine_core.startup.device_memory import weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
+from tandem.engine_core.startup.runtime import ModelSource
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
 from tandem.protocol.forecast import Forecast, Section
 
@@ -68,6 +71,8 @@ def forecast(
         if resolved.config.device == "cuda":
             check_installed()
             check_gpu(gpus[0].traits)
+        if options.load_format != "dummy" and stored_bytes is None:
+            _check_weights(resolved.source)
         weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved, stored_bytes)
         model["weights"] = f"{weights / GIB:.2f} GiB in {resolved.config.dtype}"
         is_cpu = resolved.config.device == "cpu"
@@ -90,6 +95,16 @@ def _gpu_line(gpu: Gpu) -> str:
     capability = f"{traits.capability[0]}.{traits.capability[1]}"
     memory = f"{gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
     return f"{traits.name}, compute capability {capability}, {traits.multiprocessors} multiprocessors, {memory}"
+
+
+def _check_weights(source: ModelSource) -> None:
+    """Raise ConfigError for a checkpoint whose tensors do not fit the model.
+
+    Only headers are read, but for weights that may be tied, which are compared.
+    """
+    checkpoint = open_checkpoint(source.directory, source.model)
+    context = torch_build_context(torch.device("meta"), source.dtype, source.model.quantization)
+    check_fit(checkpoint, build_model(source.model, context, checkpoint=checkpoint).weight_slots())
 
 
 def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:

@@ -67,8 +67,8 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     _check_given_size(options, memory, (pages + 1) * page_size * token_bytes, token_bytes)
     if pages * page_size < 2:
         raise MemoryTooSmallError(
-            f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs need "
-            f"{(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
+            f"the KV pool has {max(0, tokens)} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs "
+            f"need {(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
             f"{max(page_size, 2)}; {_remedy(config)}"
         )
     if options.max_len is not None and pages * page_size < config.max_len:

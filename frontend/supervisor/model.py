@@ -106,6 +106,8 @@ def _find(
     model: str | None, hub: HubOptions, with_weights: bool, stop: threading.Event, may_download: bool
 ) -> ModelFolder:
     if model is None:
+        if hub.revision is not None:
+            raise LaunchError("--revision is for models of the hub; give one as --model, or leave it out")
         return ModelFolder(_default_model())
     path = Path(model)
     if (is_folder := os.path.isdir(model)) or os.path.isfile(model):

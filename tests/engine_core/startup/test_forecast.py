@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.startup.forecast import Gpu, forecast
@@ -131,3 +132,14 @@ def test_a_multimodal_model_is_forecast_as_its_text_half(folder: Path) -> None:
     assert found.model["architecture"] == "Mistral3ForConditionalGeneration" and found.model["supported"] == "yes"
     assert (found.model["positions"], found.model["dtype"]) == (plain.model["positions"], "bfloat16")
     assert found.model["weights"] == plain.model["weights"]
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 96}, {"num_hidden_layers": 9}, {"vocab_size": 77}])
+def test_tensors_that_do_not_fit_are_told_as_the_start_would(folder: Path, changes: dict[str, int]) -> None:
+    write_config(folder, **changes)
+    threads = torch.get_num_threads()
+    with pytest.raises(ConfigError, match=r"does not fit the model of its config\.json") as refused:
+        build_engine(EngineOptions(model=str(folder), device="cpu", threads=1), FakeMailbox(), Status(1, new_stats()))
+    torch.set_num_threads(threads)
+    assert forecast_of(folder, device="cpu").problems == [str(refused.value)]
+    assert not forecast_of(folder, device="cpu", load_format="dummy").problems

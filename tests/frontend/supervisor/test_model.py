@@ -110,6 +110,11 @@ def test_other_file_is_refused_with_its_reason(given: str, others: list[str], re
         find_model(str(folder / given), HubOptions())
 
 
+def test_revision_without_a_model_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--revision is for models of the hub; give one as --model, or leave it out"):
+        find_model(None, HubOptions(revision="main"))
+
+
 def test_revision_of_a_file_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "tiny", "config.json", "model.safetensors")
     with pytest.raises(LaunchError, match="is a file here, and --revision is for names on the hub"):
