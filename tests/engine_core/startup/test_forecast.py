@@ -16,9 +16,11 @@ from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast
+from tests.engine_core.models.test_llama import save_random
 from tests.fakes.gpus import L4, T4
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.model_folder import write_config, write_model
+from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
 
 @pytest.fixture
@@ -143,3 +145,11 @@ def test_tensors_that_do_not_fit_are_told_as_the_start_would(folder: Path, chang
     torch.set_num_threads(threads)
     assert forecast_of(folder, device="cpu").problems == [str(refused.value)]
     assert not forecast_of(folder, device="cpu", load_format="dummy").problems
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_format_of_weights_fits(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    assert forecast_of(tmp_path, quantize="fp8").problems == []
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    assert forecast_of(tmp_path).problems == []
