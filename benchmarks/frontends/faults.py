@@ -4,6 +4,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -202,11 +203,14 @@ def hostile_clients(drill: Drill) -> Outcome:
     setup, address = drill.setup, drill.serving.address
     streams = drill.load()
     before = _memory(drill)
-    with HostileClients(address, setup.endless, setup.real is None) as hostile:
+    drill.client.run(BEFORE_SECONDS)
+    hostile = HostileClients(address, setup.endless, setup.real is None)
+    with ExitStack() as stack:
+        drill.strike(lambda: stack.enter_context(hostile))
         drill.client.until(hostile.is_settled, "the hostile clients", 2 * WAIT_SECONDS)
         drill.counts["refused of 2,000"] = hostile.refused()
         drill.client.run(BEFORE_SECONDS)
-        drill.strike(hostile.leave)
+        hostile.leave()
         drill.client.run(AFTER_SECONDS)
         drill.seconds["/health/live, slowest"] = round(max(hostile.live()), 3)
         drill.counts["MiB grown"] = round(_memory(drill) - before, 1)
