@@ -130,6 +130,7 @@ class Supervisor:
         """End what is open with an error, and kill what is left; the second time at once."""
         is_first, self._is_forced = not self._is_forced, True
         if is_first and self._frontends is not None and self._frontends.is_running:
+            logger.warning("interrupted again: open requests end with an error; once more kills all processes")
             self._frontends.end()
             asyncio.get_running_loop().call_later(END_SECONDS, self._kill)
         else:

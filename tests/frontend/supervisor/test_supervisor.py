@@ -283,6 +283,7 @@ def test_a_second_signal_ends_what_is_open_with_an_error(tandem: Start) -> None:
         process.find("stopping: waiting up to 60 s for 1 sequences in progress; interrupt again to stop at once")
         time.sleep(2 * REPEATED_SIGNAL_SECONDS)
         send_twice(process)
+        process.find("interrupted again: open requests end with an error; once more kills all processes")
         assert b'"code":"shutting_down"' in b"".join(chunks)
         assert process.wait() == 130
 
