@@ -29,6 +29,9 @@ def write_tandem(folder: Path, program: str, frontend: str | None = None, tree: 
     (package / "__init__.py").write_text((tree / "src" / "tandem" / "__init__.py").read_text())
     (engine / "__init__.py").touch()
     (engine / "__main__.py").write_text(program)
+    # Python takes the code of a program of this size and second for this one's.
+    for cached in (engine / "__pycache__").glob("__main__.*"):
+        cached.unlink(missing_ok=True)
     return f"{folder}:{ROOT}"
 
 
