@@ -92,11 +92,12 @@ class TokenAcceptor:
 
         values: second number of each operation.
         """
+        rows = [row for row, _ in masks]
         constraints = cast("list[GrammarConstraint]", [each for _, each in masks])
         ids = np.array([each.remote_id for each in constraints], dtype=np.int32)
         return Followed(
-            [row for row, _ in masks],
-            frozenset([row for row, _ in masks]),
+            rows,
+            frozenset(rows),
             constraints,
             [None if each.remote is None else each.remote.tokens for each in constraints],
             np.flatnonzero(ids < 0).tolist(),

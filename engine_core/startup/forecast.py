@@ -71,8 +71,6 @@ def forecast(
         if resolved.config.device == "cuda":
             check_installed()
             check_gpu(gpus[0].traits)
-        if options.load_format != "dummy" and stored_bytes is None:
-            _check_weights(resolved.source)
         weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved, stored_bytes)
         model["weights"] = f"{weights / GIB:.2f} GiB in {resolved.config.dtype}"
         is_cpu = resolved.config.device == "cpu"
@@ -108,12 +106,16 @@ def _check_weights(source: ModelSource) -> None:
 
 
 def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
-    """Return the bytes of all tensors of the checkpoint in the dtype of the engine."""
+    """Return the bytes of all tensors of the checkpoint in the dtype of the engine.
+
+    Raises ConfigError if those that are here do not fit the model.
+    """
     if stored_bytes is not None and resolved.source.model.quantization is not None:
         return stored_bytes  # With --quantize it is less.
     if stored_bytes is not None:
         stored_dtype: torch.dtype = getattr(torch, resolved.source.model.dtype or "float32")
         return stored_bytes * resolved.source.dtype.itemsize // stored_dtype.itemsize
+    _check_weights(resolved.source)
     return weight_bytes(resolved.source)
 
 

@@ -62,12 +62,12 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     tokens = options.kv_tokens
     if tokens is None:
         # The reserved page is part of the memory.
-        tokens = _pool_bytes(config, memory, token_bytes) // token_bytes - page_size
-    pages = max(0, tokens) // page_size
+        tokens = max(0, _pool_bytes(config, memory, token_bytes) // token_bytes - page_size)
+    pages = tokens // page_size
     _check_given_size(options, memory, (pages + 1) * page_size * token_bytes, token_bytes)
     if pages * page_size < 2:
         raise MemoryTooSmallError(
-            f"the KV pool has {max(0, tokens)} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs "
+            f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs "
             f"need {(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
             f"{max(page_size, 2)}; {_remedy(config)}"
         )

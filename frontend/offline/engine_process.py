@@ -60,12 +60,9 @@ class EngineProcess:
         first = len(lines) - 1
         if status == describe_exit(ExitCode.CONFIG):  # a refusal may have several lines; of a traceback the last tells
             first = min((place for place, line in enumerate(lines) if _NAME.match(line)), default=first)
-        reason = (
-            f": {''.join(_NAME.sub('', line) for line in lines[first:]).strip()}"
-            if lines and "SIGKILL" not in status
-            else ""
-        )
-        raise EngineError(f"the engine core ended with {status}{reason}")
+        reason = "".join(_NAME.sub("", line) for line in lines[first:]).strip()
+        said = f": {reason}" if lines and "SIGKILL" not in status else ""
+        raise EngineError(f"the engine core ended with {status}{said}")
 
     async def _read_rest(self) -> None:
         if self._reader is not None:

@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.workers.channel import (
     CLOSE,
@@ -34,8 +32,6 @@ from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
-
-Ints = NDArray[np.int32]
 
 ANSWER_SECONDS = 2.0
 """Longest wait for a batch. A worker that takes longer is killed, and the engine follows its grammars itself."""

@@ -10,7 +10,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from tandem.engine_core.constraints.workers.channel import MAX_SLOTS, SLOT_BITS
-from tandem.engine_core.constraints.workers.link import Ints, WorkerLink
+from tandem.engine_core.constraints.workers.link import WorkerLink
+from tandem.engine_core.constraints.workers.mask_memory import Ints
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
 from tandem.protocol.stats import EngineStats
 
