@@ -22,7 +22,8 @@ from benchmarks.measuring.results import save
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits, fit_plan, paged_decode
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits, fit_plan
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable

@@ -1,6 +1,7 @@
 """Attention over 8-bit keys and values beside that over 16-bit ones.
 
-    python -m benchmarks.kernels.bench_fp8_kv [--heads 32 --kv-heads 8 --head-dim 128] [--save NAME]
+    python -m benchmarks.kernels.bench_fp8_kv [--heads 32 --kv-heads 8 --head-dim 128] [--only prompts|decode]
+        [--save NAME]
 
 Prompts of 512, 2,048 and 8,192 tokens: FlashInfer's fa2 and fa3 over 16 bits, fa2 with 16-bit queries and fa3 with
 8-bit queries over 8 bits, and Triton over both. Decode: 64 rows behind 448 and 1,024 positions. Microseconds a layer,
@@ -21,7 +22,7 @@ from benchmarks.measuring.results import save
 from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.attention.triton import DecodeStep, RaggedPlanner
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.paged_decode import choose_splits
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
 from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 from tandem.engine_core.kernels.kv_dtype import LARGEST, write_pool
 from tandem.engine_core.kv_cache.groups import KVGroup
@@ -129,7 +130,8 @@ def decode_layer(setup: Setup) -> Layer:
     """Return Triton's decode attention of one query a row."""
     rows = torch.arange(setup.rows, dtype=torch.int32, device="cuda")
     positions = torch.full_like(rows, setup.length - 1)
-    splits = choose_splits(setup.rows, setup.kv_heads, setup.gpu.multiprocessors, setup.length)
+    fewest = choose_plan(setup.head_dim, setup.rows * setup.kv_heads, BF16, setup.dtype, setup.gpu).splits
+    splits = choose_splits(setup.rows, setup.kv_heads, setup.gpu.multiprocessors, setup.length, fewest)
     step = DecodeStep(rows, positions, setup.table, splits, setup.gpu)
     query = setup.rotated(setup.rows)
     keys, values = setup.storage.keys, setup.storage.values
@@ -152,8 +154,11 @@ def microseconds(layer: Layer) -> float:
     return graph_seconds(layers, replays=10) * 1e6 / LAYERS
 
 
-def measure(shape: tuple[int, int, int]) -> dict[str, object]:
-    """Time every kernel at every length, and compare it with float32 at one."""
+def measure_prompts(shape: tuple[int, int, int]) -> dict[str, object]:
+    """Time every kernel of prompts at every length.
+
+    At one length it is compared with float32.
+    """
     found: dict[str, object] = {}
     for tokens in PROMPTS:
         for dtype in (BF16, FP8):
@@ -177,13 +182,19 @@ def measure(shape: tuple[int, int, int]) -> dict[str, object]:
                 except (RuntimeError, ValueError, OSError) as error:
                     found[text] = str(error).splitlines()[0][:200]
                 print(f"{text}: {found[text]}", flush=True)
+    return found
+
+
+def measure_decode(shape: tuple[int, int, int]) -> dict[str, object]:
+    """Time decode attention over 16 and 8 bits."""
+    found: dict[str, object] = {}
     for rows, context in DECODES:
         for dtype in (BF16, FP8):
             setup = Setup(*shape, dtype, rows, context)
             text = f"decode of {rows} rows at {context} over {8 * dtype.itemsize} bits"
-            found[text] = microseconds(decode_layer(setup))
+            found[text] = us = microseconds(decode_layer(setup))
             read = 2 * rows * context * setup.kv_heads * setup.head_dim * dtype.itemsize
-            print(f"{text}: {found[text]:.1f}, {read / found[text] / 1e3:.0f} GB/s", flush=True)
+            print(f"{text}: {us:.1f}, {read / us / 1e3:.0f} GB/s", flush=True)
     return found
 
 
@@ -193,10 +204,13 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--only", choices=("prompts", "decode"), help="one of the two parts")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     shape = arguments.heads, arguments.kv_heads, arguments.head_dim
-    figures = measure(shape)
+    figures = measure_prompts(shape) if arguments.only != "decode" else {}
+    if arguments.only != "prompts":
+        figures |= measure_decode(shape)
     if arguments.save:
         config = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
         print(save(arguments.save, config | {"gpu": torch.cuda.get_device_name()}, figures))

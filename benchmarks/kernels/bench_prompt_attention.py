@@ -23,7 +23,7 @@ from benchmarks.measuring.results import save
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention import paged_decode, paged_prefill
+from tandem.engine_core.kernels.attention import decode_plans, paged_decode, paged_prefill
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
@@ -135,7 +135,7 @@ def compare(setup: Setup, shapes: list[TileShape]) -> list[dict[str, object]]:
         for shape in shapes:
             tiles = ceil_div(tokens, setup.queries(shape))
             best = paged_prefill.choose_splits(tiles, setup.kv_heads, setup.gpu.multiprocessors)
-            for splits in sorted({1, best, min(2 * best, paged_decode.MAX_SPLITS)} if len(shapes) > 1 else {1, best}):
+            for splits in sorted({1, best, min(2 * best, decode_plans.MAX_SPLITS)} if len(shapes) > 1 else {1, best}):
                 found[f"{'x'.join(map(str, shape))}/{splits}"] = graph_us(
                     triton_layer(setup, tokens, context, shape, splits)
                 )
@@ -157,7 +157,7 @@ def beside_decode(setup: Setup, shape: TileShape) -> list[dict[str, object]]:
     query = setup.query(DECODE_ROWS)
     out = torch.zeros_like(query)
     for decode_rows in (DECODE_ROWS, 2 * DECODE_ROWS):
-        splits = paged_decode.choose_splits(decode_rows, setup.kv_heads, setup.gpu.multiprocessors, 16384)
+        splits = decode_plans.choose_splits(decode_rows, setup.kv_heads, setup.gpu.multiprocessors, 16384)
 
         def decode(index: int, splits: int = splits) -> None:
             keys, values = setup.storage.keys[index], setup.storage.values[index]

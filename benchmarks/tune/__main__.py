@@ -40,7 +40,7 @@ from benchmarks.tune.shapes import (
     runs_on,
 )
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,

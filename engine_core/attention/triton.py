@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan, fit_plan, paged_decode, split_scratch
+from tandem.engine_core.kernels.attention.decode_plans import HELD_WIDTH, choose_plan, fit_plan
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode, split_scratch
 from tandem.engine_core.kernels.attention.paged_prefill import (
     TILE_WORDS,
     TileShape,
@@ -55,7 +56,8 @@ class DecodeStep:
     ) -> Tensor:
         """Implement `AttentionStep.run`.
 
-        out: memory for the result, shaped like query; scratch: as in `paged_decode`.
+        out: memory for the result, shaped like query, given where `paged_prefill` is to run beside it; scratch: as in
+        `paged_decode`.
         """
         pairs = len(query) * keys.shape[1]
         plan = choose_plan(query.shape[2], pairs, query.dtype, keys.dtype, self.gpu)
@@ -68,6 +70,7 @@ class DecodeStep:
             tile=plan.tile,
             least=plan.least,
             early=plan.early,
+            hold=out is None and query.shape[1] * query.shape[2] >= HELD_WIDTH,
             out=out,
             scratch=scratch,
             scales=scales,

@@ -1,8 +1,8 @@
 """Programmatic dependent launch of kernels.
 
 A kernel may start while the one before it still runs. It reads what that one wrote only after it has waited for it, and
-lets its own successor start only after that wait. So when a kernel starts, every kernel before its immediate
-predecessor has finished, and what those wrote may be read before the wait, which is what the early loads of
+lets its own successor start only after that wait, or when it ends. So when a kernel starts, every kernel before its
+immediate predecessor has finished, and what those wrote may be read before the wait, which is what the early loads of
 `paged_decode` do.
 
 One exception: `paged_prefill` beside `paged_decode` waits only at its end. Its successor may start while both still
@@ -17,11 +17,12 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
+def wait_for_previous(PDL: tl.constexpr, HOLD: tl.constexpr = False):
     """Wait for the kernel before this one, then let the next one start.
 
-    Does nothing for a kernel that was launched without PDL.
+    With HOLD the next one starts when this one ends. Does nothing for a kernel that was launched without PDL.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not HOLD:
+            tl.extra.cuda.gdc_launch_dependents()

@@ -6,7 +6,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable

@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.attention.triton import RaggedPlanner
-from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.attention.decode_plans import choose_splits
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable

@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
-from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.attention.decode_plans import choose_splits
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.kv_dtype import to_pool

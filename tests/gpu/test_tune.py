@@ -11,7 +11,7 @@ from benchmarks.tune.candidates import decode_candidates
 from benchmarks.tune.compiling import Job, compile_one
 from benchmarks.tune.layers import LayerTimer
 from benchmarks.tune.shapes import FORMATS, LayerKey
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.tiles.table import DecodeKey
 from tandem.engine_core.runtime.device import read_gpu_traits
 

@@ -25,7 +25,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import DecodeStep, RaggedStep
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.paged_decode import TILES, choose_plan
+from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
@@ -105,6 +105,8 @@ class Compiler:
             "code_bytes": len(compiled.asm["cubin"]),
             "ordered": options.get("ORDERED"),
             "early": options.get("EARLY"),
+            "held": options.get("HOLD"),
+            "starts_next": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
             "stages": options.get("STAGES"),
             "copies_before_wait": copies_before_wait(compiled.asm["ttgir"]),
             "seconds": round(time.perf_counter() - began, 2),
@@ -338,6 +340,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     for early in BOTH:
         yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early)
+    yield decode(gpu, 128, 32, 8, torch.bfloat16)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -367,7 +370,8 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)
             yield lambda call=call: triton_kernels(gpu.pdl).rope_and_kv_write(*call, None, None, 1e-6, torch.ones(2))
             for early in BOTH:
-                yield decode(gpu, head_dim, 4, 256, FP8, early=early)
+                for pairs in (32, 256, 512, 1024):
+                    yield decode(gpu, head_dim, 4, pairs, FP8, early=early)
             yield prompts(gpu, head_dim, 4, FP8)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 

@@ -23,19 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, least_positions, tile_rows
 from tandem.engine_core.kernels.attention.online_softmax import (
     attend,
     kernel_cap,
     kernel_scale,
-    max_stages,
     query_over,
 )
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.attention.split_blocks import combine_splits, split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import (
     check_band,
@@ -46,95 +44,14 @@ from tandem.engine_core.kernels.paged_pool import (
     in_head,
     slots_of,
 )
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
-from tandem.engine_core.kernels.tiles.table import DecodeKey
+from tandem.engine_core.kernels.tiles.plan_types import Tile
 
-MAX_SPLITS = 64
-"""Largest number of programs that share a row's KV head."""
-SHORT_SPLIT, LONG_SPLIT = 64, 1024
-"""Fewest positions of a program below `MANY` pairs, and from there on, where splitting only adds combining."""
-PROGRAMS_PER_SM = 2
-"""Programs that fill a multiprocessor."""
 CHUNK, SHORT_CHUNK = 1024, 512
 """Elements for each warp that the last program of a row combines at a time. The second, where most programs combine
 nothing, leaves them as many registers as programs that never do: more run side by side."""
-FEWEST_ROWS = 16
-"""Fewest rows of a tile that `tl.dot` takes."""
-MANY = 256
-"""Number of pairs of row and KV head from which rows alone fill the device."""
-TILES = {
-    32: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4)},
-    64: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4), 512: Tile(32, 1, 3), 1024: Tile(64, 2, 2)},
-    128: {0: Tile(64, 4, 3), 32: Tile(32, 2, 3), MANY: Tile(64, 4, 4), 512: Tile(64, 4, 2)},
-    256: {0: Tile(32, 4, 2), 32: Tile(16, 2, 3), MANY: Tile(32, 4, 2)},
-}
-"""Tiles by `head_width` and by the number of pairs of row and KV head from which they are used.
-
-With few pairs only latency counts; with many, the number of programs that fit side by side does, since the last ones
-run alone. Measured in bfloat16 on an H200, in a graph; the rule where the GPU's tile table has nothing.
-"""
-EARLY_PAIRS = {128: 512}
-"""Number of pairs from which keys and values of 16 bits are loaded early, by the `head_width` for which that was
-faster, measured likewise after `rope_and_kv_write`."""
 EARLY_REGISTERS = 128
 """Most registers of a thread with early loads. Without this bound the compiler takes more for heads of 128 elements,
 and fewer programs run side by side."""
-
-
-def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int, at_least: int = 1) -> int:
-    """Return how many programs may share a row's KV head.
-
-    They are enough to fill the device when rows are few; for long rows among many see `spare_programs`. longest: the
-    longest context possible, in positions; at_least: from `choose_plan`. Programs without work return at once, but
-    cost time all the same: with one beside each that has some, 32 rows of 448 positions and 8 KV heads of 64
-    elements took 15.1 us instead of 11.5 on an H200. So there are none from `MANY` pairs on.
-    """
-    pairs = batch * kv_heads
-    fill = 1 if pairs >= MANY else ceil_div(multiprocessors * PROGRAMS_PER_SM, pairs)
-    return max(1, min(max(fill, at_least), ceil_div(longest, 32), MAX_SPLITS))
-
-
-def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for a number of pairs of row and KV head.
-
-    float32 is for tests, so its tile only has to fit.
-    """
-    if dtype.itemsize > 2:
-        return Tile(16, 4, 1)
-    return next(tile for least, tile in reversed(TILES[head_width(head_dim)].items()) if pairs >= least)
-
-
-def least_positions(pairs: int) -> int:
-    """Return the fewest positions that are worth a program of their own.
-
-    pairs: number of pairs of row and KV head.
-    """
-    return LONG_SPLIT if pairs >= MANY else SHORT_SPLIT
-
-
-def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan:
-    """Return the plan for a number of pairs of row and KV head.
-
-    dtype: of the queries; kv_dtype: of keys and values.
-    """
-    width = head_width(head_dim)
-    early = kv_dtype.itemsize == 2 and pairs >= EARLY_PAIRS.get(width, pairs + 1)
-    plan = DecodePlan(choose_tile(head_dim, pairs, dtype), least_positions(pairs), early=early)
-    if dtype.itemsize <= 2:
-        key = DecodeKey(width, 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
-        plan = gpu.tiles.attention(key, plan)
-    return plan._replace(early=plan.early and gpu.pdl)
-
-
-def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> DecodePlan:
-    """Return a plan with no more pipeline stages than fit the shared memory.
-
-    Early loads are off where a KV head has more than `FEWEST_ROWS` query heads: `EARLY_REGISTERS` do not hold these.
-    query, keys: as in `paged_decode`.
-    """
-    rows = _tile_rows(query.shape[1] // keys.shape[1])
-    stages = min(plan.tile.stages, max_stages(rows, plan.tile.positions, query, keys, gpu))
-    return plan._replace(tile=plan.tile._replace(stages=stages), early=plan.early and rows == FEWEST_ROWS)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "least_blocks"])
@@ -176,6 +93,7 @@ def _paged_decode_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    HOLD: tl.constexpr,
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -228,14 +146,14 @@ def _paged_decode_kernel(
         # The first copies of the loop's pipeline, of fewer than `STAGES` blocks, come before the loop and so before the
         # wait in it.
         if tl.minimum(first + STAGES, last) * BLOCK > position:
-            wait_for_previous(PDL)
+            wait_for_previous(PDL, HOLD)
         q = query_over(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
     else:
-        wait_for_previous(PDL)
+        wait_for_previous(PDL, HOLD)
         q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
     for block in tl.range(first, last, num_stages=STAGES):
         if EARLY and block == first:
-            wait_for_previous(PDL)
+            wait_for_previous(PDL, HOLD)
             q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]
@@ -301,6 +219,7 @@ def paged_decode(
     scales: Tensor | None = None,
     spares: SparePrograms | None = None,
     early: bool = False,
+    hold: bool = False,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
@@ -309,21 +228,21 @@ def paged_decode(
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,
     the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
-    it; scales: as in `kv_dtype`; spares: of these positions and splits. Returns [B, heads, D], contiguous.
+    it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the kernel after this one starts only
+    when this one has ended. Returns [B, heads, D], contiguous.
 
     With `pdl` the kernel right before may write the query, keys and values (with `early`, only those of the newest
     positions), but not rows, positions, scales, spares or the page table, which are read before it has finished.
     Launches on one device must be ordered, as they share counters. Raises RuntimeError if the first is under graph
     capture, and ValueError for another D, layout or page size, a window below 1 or a soft cap that is not positive.
     """
-    batch, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
+    (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     _check(query, keys, values, page_table, splits)
     check_band(window, softcap)
     out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device) if out is None else out
     if batch == 0:
         return out
-    tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype)
+    tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
     spare_count = spares.count if spares is not None else 0
     _paged_decode_kernel[(kv_heads, splits, batch + spare_count // splits)](
         *(out, *(scratch or split_scratch(query, splits, spare_count)), split_counters("paged_decode", query.device)),
@@ -332,13 +251,12 @@ def paged_decode(
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
         triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
         KV_HEADS=kv_heads,
-        SHARED=splits > 1 or spare_count > 0,
-        SPARES=spare_count // splits,
         SCALED=scales is not None,
         WINDOW=window,
         CAP=kernel_cap(softcap),
         **page_table.constants,
-        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, spare_count > 0),
+        HOLD=hold,
+        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, spare_count),
     )
     return out
 
@@ -357,23 +275,17 @@ def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, 
     return partial, torch.empty(count, dtype=torch.float32, device=query.device)
 
 
-def _tile_rows(group: int) -> int:
-    """Return the rows of a tile.
-
-    group: query heads of a KV head.
-    """
-    return max(FEWEST_ROWS, int(triton.next_power_of_2(group)))
-
-
 def _options(
-    tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, early: bool, spares: bool
+    tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, early: bool, splits: int, spares: int
 ) -> dict[str, object]:
     combine_rows, chunk = triton.next_power_of_2(group), SHORT_CHUNK if spares else CHUNK
     return {
+        "SHARED": splits > 1 or spares > 0,
+        "SPARES": spares // splits,
         "D": head_dim,
         "WIDE": head_width(head_dim),
         "GROUP": group,
-        "ROWS": _tile_rows(group),
+        "ROWS": tile_rows(group),
         "BLOCK": tile.positions,
         "STAGES": tile.stages,
         "COMBINE_ROWS": combine_rows,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS
 from tandem.engine_core.kernels.attention.online_softmax import (
     attend,
     kernel_cap,
@@ -25,7 +26,7 @@ from tandem.engine_core.kernels.attention.online_softmax import (
     max_stages,
     query_over,
 )
-from tandem.engine_core.kernels.attention.paged_decode import MAX_SPLITS, split_scratch
+from tandem.engine_core.kernels.attention.paged_decode import split_scratch
 from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
 from tandem.engine_core.kernels.gpu_traits import GpuTraits

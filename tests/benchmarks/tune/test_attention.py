@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.tune.attention import layers, run
 from benchmarks.tune.candidates import decode_candidates
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey
 from tests.fakes.gpus import H200
 

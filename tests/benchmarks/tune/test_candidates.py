@@ -6,7 +6,7 @@ import torch
 from benchmarks.tune.byte_candidates import byte_candidates, byte_chosen, byte_ruled
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled, splits
 from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, decode_keys, layer_key, product_keys, read_models
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import BUCKETS, BYTE_BUCKETS, ByteProductKey, DecodeKey, ProductKey

@@ -64,6 +64,7 @@ def check(lines: Lines, architecture: int) -> None:
     assert all(line["code_bytes"] > 1000 for line in own)
     if architecture >= 90:
         check_early_copies([line for line in own if line["early"] is not None])
+        check_next_start([line for line in own if line["chained"]])
 
 
 def check_early_copies(lines: Lines) -> None:
@@ -75,6 +76,12 @@ def check_early_copies(lines: Lines) -> None:
     for line in lines:
         ahead = 2 * (line["stages"] - 1) if line["early"] else 0
         assert line["copies_before_wait"] == ahead, line
+
+
+def check_next_start(lines: Lines) -> None:
+    """A kernel lets the next one start before it ends, unless it is launched to hold it."""
+    assert {line["held"] for line in lines} == {None, False, True}
+    assert all(line["starts_next"] is not bool(line["held"]) for line in lines)
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class LateWriter:
             part[self.newest] = torch.nan
         return split_blocks(*blocks)
 
-    def wait(self, _pdl: Any) -> None:
+    def wait(self, _pdl: Any, _hold: Any) -> None:
         """Stand in for `wait_for_previous`."""
         self.waits += 1
         self.shown.query.copy_(self.given.query)

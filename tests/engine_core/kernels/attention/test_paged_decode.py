@@ -7,14 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention.paged_decode import (
-    TILES,
-    choose_plan,
-    choose_splits,
-    choose_tile,
-    fit_plan,
-    paged_decode,
-)
+from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan, choose_splits, choose_tile, fit_plan
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
@@ -216,9 +210,15 @@ def test_splits_fill_the_device() -> None:
 
 
 def test_tiles_depend_on_the_number_of_pairs() -> None:
-    tiles = [choose_tile(64, pairs, torch.bfloat16) for pairs in (8, 64, 256, 2048)]
+    half, byte = torch.bfloat16, torch.float8_e4m3fn
+    tiles = [choose_tile(64, pairs, half, half) for pairs in (8, 64, 256, 2048)]
     assert len(set(tiles)) == 4
-    assert choose_tile(256, 8, torch.float32).stages == 1
+    assert choose_tile(256, 8, torch.float32, torch.float32).stages == 1
+    differ = [
+        [n for n in (8, 32, 256, 512, 1024) if choose_tile(d, n, half, byte) != choose_tile(d, n, half, half)]
+        for d in (32, 64, 128, 256)
+    ]
+    assert differ == [[], [256, 512], [32, 256, 512, 1024], []]
 
 
 def test_splits_follow_the_number_of_multiprocessors() -> None:
@@ -229,7 +229,7 @@ def test_splits_follow_the_number_of_multiprocessors() -> None:
 def fitted(gpu: GpuTraits, head_dim: int, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[int]:
     """Return the stages of the tiles for few to many pairs on a GPU, with one KV head."""
     query, keys = torch.empty(1, heads, head_dim, dtype=torch.bfloat16), torch.empty(1, 1, head_dim, dtype=dtype)
-    plans = [DecodePlan(choose_tile(head_dim, pairs, torch.bfloat16), 64) for pairs in TILES[head_dim]]
+    plans = [DecodePlan(choose_tile(head_dim, pairs, torch.bfloat16, dtype), 64) for pairs in TILES[head_dim]]
     return [fit_plan(plan, query, keys, gpu).tile.stages for plan in plans]
 
 
@@ -260,10 +260,10 @@ def test_many_query_heads_leave_no_registers_for_early_loads(heads: int, early: 
 @pytest.mark.parametrize("gpu", [A100, H20, H200, B200], ids=lambda gpu: gpu.name)
 def test_tiles_of_gpus_with_enough_shared_memory_are_the_measured_ones(gpu: GpuTraits) -> None:
     for head_dim, tiles in TILES.items():
-        measured = [tile.stages for tile in tiles.values()]
-        for heads in (1, 8, 32):
-            assert fitted(gpu, head_dim, heads) == measured
-            assert fitted(gpu, head_dim, heads, torch.float8_e4m3fn) == measured
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            measured = [choose_tile(head_dim, pairs, torch.bfloat16, dtype).stages for pairs in tiles]
+            for heads in (1, 8, 32):
+                assert fitted(gpu, head_dim, heads, dtype) == measured
 
 
 @pytest.mark.parametrize("gpu", [RTX_3090, L4, RTX_4090, RTX_5090], ids=lambda gpu: gpu.name)
@@ -272,7 +272,7 @@ def test_tiles_have_as_many_stages_as_fit(gpu: GpuTraits) -> None:
     assert [tile.stages for tile in TILES[128].values()] == [3, 3, 4, 2]
     assert fitted(gpu, 128) == [3, 3, 3, 2]
     assert fitted(gpu, 64) == [tile.stages for tile in TILES[64].values()]
-    assert fitted(gpu, 128, dtype=torch.float8_e4m3fn) == [3, 3, 4, 2]
+    assert fitted(gpu, 128, dtype=torch.float8_e4m3fn) == [3, 3, 2, 3]
 
 
 @pytest.mark.parametrize(

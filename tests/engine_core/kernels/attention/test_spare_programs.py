@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.attention import spare_programs
-from tandem.engine_core.kernels.attention.paged_decode import choose_splits, paged_decode
+from tandem.engine_core.kernels.attention.decode_plans import choose_splits
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
 from tandem.engine_core.kernels.reference import attention as reference
 from tests.engine_core.kernels.attention.test_paged_decode import SMALL, inputs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine_core.kernels.attention.paged_decode import choose_plan, choose_splits, choose_tile
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits, choose_tile
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -135,7 +135,7 @@ def test_decode_takes_a_plan_of_the_table_for_its_range_of_pairs() -> None:
 @pytest.mark.parametrize(("pairs", "least"), [(8, 64), (255, 64), (256, 1024), (2048, 1024)])
 def test_decode_follows_the_rule_without_an_entry(pairs: int, least: int) -> None:
     half, bare = torch.bfloat16, replace(H200, tiles=NO_TABLE)
-    assert choose_plan(64, pairs, half, half, bare) == DecodePlan(choose_tile(64, pairs, half), least, 1)
+    assert choose_plan(64, pairs, half, half, bare) == DecodePlan(choose_tile(64, pairs, half, half), least, 1)
 
 
 def test_a_measured_number_of_splits_is_a_lower_bound() -> None:

@@ -1,0 +1,28 @@
+"""Decode attention as a step launches it: whether the kernel after it may start before it ends."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tandem.engine_core.attention import triton
+from tandem.engine_core.attention.base import LayerAttention
+from tandem.engine_core.attention.triton import DecodeStep
+from tandem.engine_core.kernels.page_table import PageTable
+from tests.fakes.gpus import H200
+
+PAGES = PageTable(torch.zeros(2, 4, dtype=torch.int32), page_size=16, page_stride=64)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "held"), [(32, 64, False), (24, 128, True), (32, 128, True)])
+def test_a_wide_product_waits_for_the_end_of_attention_but_prompts_run_beside_it(
+    heads: int, head_dim: int, held: bool
+) -> None:
+    """Llama 3.2 1B and 3B, and Llama 3.1 8B."""
+    rows = torch.zeros(2, dtype=torch.int32)
+    query, pool = torch.zeros(2, heads, head_dim).bfloat16(), torch.zeros(64, 8, head_dim).bfloat16()
+    step = DecodeStep(rows, rows, PAGES, 1, H200)
+    with patch.object(triton, "paged_decode") as launched:
+        step.run(query, pool, pool, LayerAttention(1.0))
+        step.run(query, pool, pool, LayerAttention(1.0), out=torch.empty_like(query), scratch=step.scratch(query))
+    assert [call.kwargs["hold"] for call in launched.call_args_list] == [held, False]
