@@ -108,7 +108,13 @@ class GraphPromptPlanner(Protocol):
     def plan(self, spans: Sequence[Span]) -> None:
         """Write the plan of a step to the memory that the graph reads.
 
-        Does not synchronise with the device.
+        It reads nothing that a step before writes, so it may run beside one. Does not synchronise with the device.
+        """
+
+    def take_pages(self) -> None:
+        """Read the pages of the planned rows from the page table.
+
+        The step's updates are in it by then.
         """
 
 

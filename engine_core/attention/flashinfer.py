@@ -93,11 +93,13 @@ class FlashInferPlanner:
         host: Tensor,
         device_index: Tensor,
         batch: int | None = None,
+        page_ids: Tensor | None = None,
     ) -> None:
         """Keep the wrappers and the memory that plans are written to.
 
         workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
-        tables may be; batch: rows that every plan is padded to, for wrappers that a graph holds.
+        tables may be. For wrappers that a graph holds: batch: rows that every plan is padded to; page_ids: int32 on the
+        device, where their kernels read the pages of the planned rows.
         """
         self.wrappers = wrappers
         self.workspace = workspace
@@ -106,6 +108,8 @@ class FlashInferPlanner:
         self.view = host.numpy()
         self.device_index = device_index
         self.batch = batch
+        self.page_ids = page_ids
+        self._planned = device_index[:0]
 
     @classmethod
     def allocate(
@@ -146,18 +150,20 @@ class FlashInferPlanner:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         wrappers: Wrappers = {}
+        page_ids = zeros(max_pages)
         for kind in self.wrappers:
-            buffers = zeros(batch + 1), zeros(batch + 1), zeros(max_pages), zeros(batch)
+            buffers = zeros(batch + 1), zeros(batch + 1), page_ids, zeros(batch)
             wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", True, *buffers)
             plan = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device)
             wrapper.reset_workspace_buffer(self.workspace, plan)
             wrappers[kind] = wrapper
-        return FlashInferPlanner(wrappers, self.workspace, self.heads, self.host, self.device_index, batch)
+        return FlashInferPlanner(wrappers, self.workspace, self.heads, self.host, self.device_index, batch, page_ids)
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> FlashInferStep:
         """Implement `AttentionPlanner.plan`.
 
-        The plan is in the wrappers, so the next one replaces it.
+        The plan is in the wrappers, so the next one replaces it. Those that a graph holds lack the pages until
+        `take_pages` is called.
         """
         page_size = page_table.page_size
         count = self.batch or len(spans)
@@ -171,7 +177,11 @@ class FlashInferPlanner:
         np.cumsum(used, out=tables[1:])
         last[:count] = (ends - 1) % page_size + 1
         totals[:count] = ends
-        page_ids = self._page_ids(spans, used, page_table.pages)
+        self._planned = self._upload_entries(spans, used, page_table.pages.shape[1])
+        if self.page_ids is None:
+            page_ids = page_table.pages.reshape(-1).index_select(0, self._planned)
+        else:
+            page_ids = self.page_ids[:0]
         for layer, wrapper in self.wrappers.items():
             wrapper.plan(
                 self._host(0, count + 1),
@@ -193,14 +203,22 @@ class FlashInferPlanner:
             )
         return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
 
-    def _page_ids(self, spans: Sequence[Span], used: np.ndarray, pages: Tensor) -> Tensor:
-        """Gather the used pages of the spans' rows from the page table on the device.
+    def take_pages(self, pages: Tensor) -> None:
+        """Gather the pages of the planned rows for wrappers that a graph holds.
 
-        used: number of pages of each span, then padding; pages: [rows, pages_per_row] int32. Return the pages of one
-        row after the other, int32.
+        pages: the page table, [rows, pages_per_row] int32.
+        """
+        assert self.page_ids is not None, "only plans for graphs are made before the pages are known"
+        torch.index_select(pages.view(-1), 0, self._planned, out=self.page_ids[: len(self._planned)])
+
+    def _upload_entries(self, spans: Sequence[Span], used: np.ndarray, width: int) -> Tensor:
+        """Copy the places of the spans' pages in the page table to the device.
+
+        used: number of pages of each span, then padding; width: of a row of the table. Return those of one row after
+        the other, int32.
         """
         used = used[: len(spans)]
-        total, width = int(used.sum()), pages.shape[1]
+        total = int(used.sum())
         offset = 4 * self._stride
         entries = self.view[offset : offset + total]
         first = np.cumsum(used) - used
@@ -208,7 +226,7 @@ class FlashInferPlanner:
         entries[:] = np.arange(total, dtype=np.int32) + np.repeat(begin - first, used)
         index = self.device_index[:total]
         index.copy_(self.host[offset : offset + total], non_blocking=True)
-        return pages.reshape(-1).index_select(0, index)
+        return index
 
     @property
     def _stride(self) -> int:
@@ -264,3 +282,7 @@ class FlashInferGraphPlanner:
     def plan(self, spans: Sequence[Span]) -> None:
         """Implement `GraphPromptPlanner.plan`."""
         self.planner.plan(spans, self.page_table)
+
+    def take_pages(self) -> None:
+        """Implement `GraphPromptPlanner.take_pages`."""
+        self.planner.take_pages(self.page_table.pages)

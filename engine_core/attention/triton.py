@@ -266,3 +266,10 @@ class RaggedGraphPlanner:
     def plan(self, spans: Sequence[Span]) -> None:
         """Implement `GraphPromptPlanner.plan`."""
         self.ragged.upload(spans, len(self.step.tiles))
+
+    def take_pages(self) -> None:
+        """Implement `GraphPromptPlanner.take_pages`.
+
+        There is nothing to do: the kernel reads the page table itself.
+        """
+        return None

@@ -45,8 +45,8 @@ class StepClock:
     """Timer of one step in EVERY, and of the gap after it.
 
     It times step n on the device from the beginning of its forward pass to the end of its sampling, and the gap from
-    there to the forward pass of step n + 1. Copies and updates of tables before a forward pass, some microseconds,
-    count to the gap, and so does the time between forward pass and sampling in which a step waits for its masks: the
+    there to the forward pass of step n + 1. Updates of tables before a forward pass, some microseconds, count to the
+    gap, and so does the time between forward pass and sampling in which a step waits for its masks: the
     host computes them, and copies them right before the sampling. `read` is called once the step's results are on the
     host: by then its events, and all before them, have been reached.
     """
@@ -126,14 +126,17 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """One device and its two streams (I1).
+    """One device and its three streams (I1).
 
-    The compute stream is current outside of `copy`.
+    The compute stream is current outside of `upload` and `copy`.
     """
 
     kind: Literal["cpu", "cuda"]
     """What `--device` calls it."""
     torch_device: torch.device
+
+    def upload(self) -> AbstractContextManager[Any]:
+        """Return a context in which the upload stream is current."""
 
     def copy(self) -> AbstractContextManager[Any]:
         """Return a context in which the copy stream is current."""
@@ -206,6 +209,9 @@ class CpuDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
+    def upload(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def copy(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -253,18 +259,18 @@ class CudaEvent:
         self._event.synchronize()
 
 
-class CopyStream:
-    """Context in which the copy stream is current.
+class SideStream:
+    """Context in which a stream beside the compute stream is current.
 
     The compute stream is, before and afterwards. Entering and leaving it looks up less than `torch.cuda.stream` does.
     """
 
-    def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
+    def __init__(self, compute: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
         self._compute = compute
-        self._copy = copy
+        self._side = side
 
     def __enter__(self) -> None:
-        torch.cuda.set_stream(self._copy)
+        torch.cuda.set_stream(self._side)
 
     def __exit__(self, *error: object) -> None:
         torch.cuda.set_stream(self._compute)
@@ -278,9 +284,13 @@ class CudaDevice:
 
     kind: Literal["cpu", "cuda"] = "cuda"
 
-    def __init__(self, compute: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
+    def __init__(self, compute: torch.cuda.Stream, upload: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
         self.torch_device = torch.device("cuda", compute.device_index)
-        self._copy = CopyStream(compute, copy)
+        self._upload = SideStream(compute, upload)
+        self._copy = SideStream(compute, copy)
+
+    def upload(self) -> AbstractContextManager[Any]:
+        return self._upload
 
     def copy(self) -> AbstractContextManager[Any]:
         return self._copy
@@ -373,5 +383,5 @@ def open_device(kind: str) -> Device:
         if compute == torch.cuda.default_stream():
             compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             torch.cuda.set_stream(compute)
-        return CudaDevice(compute, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        return CudaDevice(compute, torch.cuda.Stream(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return CpuDevice()

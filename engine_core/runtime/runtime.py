@@ -114,7 +114,14 @@ class TorchRuntime:
         s = self.slots[slot]
         inputs = s.device_inputs[: packed.total]
         try:
-            inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
+            with self.device.upload():
+                # Beside the step before, which reads none of this: it is in another slot.
+                inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
+                if bucket is not None and bucket.num_prefill_tokens:
+                    assert self.graphs is not None and s.plan is not None
+                    self.graphs.mixed[slot][bucket].prompts.plan(long_spans(s.plan))
+                s.uploaded.record()
+            s.uploaded.wait()
             self.tables.apply(inputs, packed)
             if bucket is None:
                 batch = self._batch(s, inputs)
@@ -209,7 +216,7 @@ class TorchRuntime:
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]
-        mixed.prompts.plan(long_spans(s.plan))
+        mixed.prompts.take_pages()
         self._begin(s)
         mixed.forward.replay()
         s.logits = mixed.logits
@@ -221,9 +228,9 @@ class TorchRuntime:
     def _begin(self, s: StepSlot) -> None:
         """Start the clock of a step, right before its forward pass.
 
-        Where the host plans prompts for longer than the device computes the step before, that is a gap: a step counted
-        from its first copy would look long instead, and the limit of prompts would fall just when fewer, larger steps
-        are what the host can keep up with.
+        Where the host takes longer to enqueue a step than the device to compute the one before, that is a gap: a step
+        counted from its first update would look long instead, and the limit of prompts would fall just when fewer,
+        larger steps are what the host can keep up with.
         """
         if self.clock is not None:
             assert s.plan is not None

@@ -64,6 +64,8 @@ class StepSlot:
     """[most records * RECORD_WORDS] int32 on the device: log-probabilities, as in `StepLogprobs`."""
     host_records: Tensor
     """Copy of `records` on the host, pinned."""
+    uploaded: Event
+    """End of the copies of the step's inputs and plans to the device, which its first kernels wait for."""
     masks_done: Event
     """End of the copy of the masks to the device, which sampling waits for."""
     sampling_done: Event
@@ -132,6 +134,7 @@ class StepSlot:
             results_memory=results.numpy().data,
             records=on_device(record_words),
             host_records=device.host_buffer(record_words),
+            uploaded=device.event(),
             masks_done=device.event(),
             sampling_done=device.event(),
             copy_done=device.event(),

@@ -107,6 +107,18 @@ def test_a_step_that_samples_nothing_holds_its_slot(runtime: TorchRuntime) -> No
     assert not wrong, f"the prompts of rows {wrong} were overwritten on the host before the device had read them"
 
 
+def test_inputs_reach_the_device_while_the_step_before_runs(runtime: TorchRuntime) -> None:
+    torch.cuda._sleep(SLEEP_CYCLES)
+    before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    before.record()
+    plan = prefill(1, [1], 16, GREEDY)
+    runtime.launch(0, plan)
+    runtime.slots[0].uploaded.synchronize()
+    assert not before.query(), "the copy waited for what the compute stream ran"
+    runtime.sample(0, None)
+    assert len(runtime.collect(0).tokens) == 1
+
+
 def test_clock_counts_a_step_that_samples_nothing_once(runtime: TorchRuntime) -> None:
     """Busy time does not shrink, and no more time is counted than has passed."""
     assert runtime.clock is not None

@@ -29,6 +29,9 @@ class Wrapper:
         self.planned = tuple(one.tolist() for one in given if isinstance(one, Tensor))
         self.options = options
 
+    def reset_workspace_buffer(self, *_memory: Any) -> None:
+        return None
+
     def run(self, query: Tensor, _pool: tuple[Tensor, Tensor], out: Tensor) -> None:
         out.copy_(query)
 
@@ -92,3 +95,17 @@ def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer:
 def test_a_graph_of_more_rows_than_its_planner_is_refused(flashinfer: ModuleType) -> None:
     with pytest.raises(AssertionError, match="a graph of 9 rows does not fit a planner of 8"):
         planner_of(flashinfer, 8).for_graph(9, 64)
+
+
+def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flashinfer: ModuleType) -> None:
+    """The step before may still run then; this step's updates of the page table come after it."""
+    pages = torch.zeros(4, 8, dtype=torch.int32)
+    table = PageTable(pages, PAGE, PAGE)
+    graph = flashinfer.FlashInferGraphPlanner.build(planner_of(flashinfer, 8), 3, 24, 16, table)
+    held = graph.planner.page_ids
+    graph.plan([Span(2, 0, 0, 12), Span(1, 12, 3, 5)])
+    _, tables, page_ids, _ = graph.planner.wrappers[LAYER].planned
+    assert (tables, page_ids, held.tolist()) == ([0, 2, 3, 3], [], [0] * 16)
+    pages[2, :2], pages[1, 0] = torch.tensor([7, 5]), 9
+    graph.take_pages()
+    assert held.tolist() == [7, 5, 9] + [0] * 13

@@ -7,15 +7,16 @@ from tests.fakes.cuda_streams import FakeStreams
 
 
 def test_devices_of_one_thread_share_its_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their engines' kernels share counters; copies of each have a stream of their own."""
+    """Their engines' kernels share counters; uploads and copies of each have streams of their own."""
     streams = FakeStreams(monkeypatch)
-    copies = []
+    others = []
     for _ in range(2):
         device = open_device("cuda")
         assert isinstance(device, CudaDevice)
         compute = streams.current
         assert compute.number == 1
-        with device.copy():
-            copies.append(streams.current)
-        assert streams.current == compute, "the compute stream is current again"
-    assert len({compute, streams.default, *copies}) == 4
+        for side in (device.upload, device.copy):
+            with side():
+                others.append(streams.current)
+            assert streams.current == compute, "the compute stream is current again"
+    assert len({compute, streams.default, *others}) == 6

@@ -1,6 +1,7 @@
 """Graphs of steps, built and replayed as on CUDA, over a GPU that records calls: tokens are a dense model's."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -10,12 +11,15 @@ import torch
 from msgspec import structs
 
 from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.attention.triton import RaggedGraphPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.runtime.device import InertEvent
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.scheduler.step_costs import StepWork
 from tandem.engine_core.startup import engine as startup_engine
@@ -256,6 +260,36 @@ def test_steps_beyond_the_largest_graph_agree_with_those_from_graphs(
 ) -> None:
     answer(driven, [GREEDY, DRAWN, FULL, GREEDY, DRAWN, FULL])
     assert replays(decode_graphs(runtime)) < 8
+
+
+def test_plans_are_uploaded_before_tables_are_updated_and_pages_read_after(
+    driven: DrivenEngine, runtime: TorchRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is enqueued in `upload` runs beside the step before, which may still read the tables."""
+    seen: list[tuple[str, bool]] = []
+    uploading = [False]
+
+    @contextmanager
+    def upload() -> Iterator[None]:
+        uploading[0] = True
+        yield
+        uploading[0] = False
+
+    def noted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (seen.append((name, uploading[0])), real(*given))[1])
+
+    monkeypatch.setattr(runtime.device, "upload", upload)
+    for owner, name in ((RaggedGraphPlanner, "plan"), (RaggedGraphPlanner, "take_pages"), (DeviceTables, "apply")):
+        noted(owner, name)
+    for slot in runtime.slots:
+        monkeypatch.setattr(slot, "uploaded", InertEvent())
+        noted(slot.uploaded, "record")
+        noted(slot.uploaded, "wait")
+    answer(driven, [GREEDY, DRAWN])
+    whole = [("plan", True), ("record", True), ("wait", False), ("apply", False), ("take_pages", False)]
+    assert set(seen) == set(whole)
+    assert seen[:5] == whole
 
 
 def test_the_clock_of_steps_runs(driven: DrivenEngine, runtime: TorchRuntime) -> None:
