@@ -29,7 +29,7 @@ ANY_NAME = "*"
 """Name of a model that stands for every name."""
 
 MAX_INT32 = 2**31 - 1
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _page_size(text: str) -> PageSize:
