@@ -334,7 +334,7 @@ class Mailbox(Protocol):
         that has disconnected is returned only once all that it sent was drained, which may be a `Goodbye`.
         """
 
-    def settle(self) -> None:
+    def await_sent(self) -> None:
         """Wait until what was flushed has most probably left the process.
 
         It then survives the death of the process.

@@ -156,8 +156,8 @@ class Engine:
             self._commit_oldest()
         if self.scheduler.updates.ended or self.mailbox.has_backlog:
             self._send(self.scheduler.take_updates())
-        if self.control.pause.is_unsettled or self.stats.paused:
-            self._settle_pause()
+        if self.control.pause.needs_report or self.stats.paused:
+            self._report_pause()
         self._update_gauges()
         return plan is not None or not idle
 
@@ -214,7 +214,7 @@ class Engine:
             if not scheduler.updates.ended:
                 break
         if plan is not None and any(scheduler.running[new.seq_id].submit.lost_engines for new in plan.admitted):
-            self.mailbox.settle()
+            self.mailbox.await_sent()
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
@@ -344,7 +344,7 @@ class Engine:
                 self.scheduler.abort_client(client)
         self.stages.mark("send")
 
-    def _settle_pause(self) -> None:
+    def _report_pause(self) -> None:
         """Say to all whether the engine is paused, and answer those who asked for it."""
         pause = self.control.pause
         complete = pause.is_complete(self.pipeline.in_flight, len(self.scheduler.running))

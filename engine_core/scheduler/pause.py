@@ -27,7 +27,7 @@ class PauseSwitch:
         return self.mode is not None and self.mode != "wait"
 
     @property
-    def is_unsettled(self) -> bool:
+    def needs_report(self) -> bool:
         """True if the engine pauses or has paused, or if calls wait for an answer."""
         return self.mode is not None or bool(self._calls or self._resumes)
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
-SETTLE_SECONDS = 1.0
+SENT_SECONDS = 1.0
 """Longest wait for libzmq's thread to send what it was given."""
 CLOSED_SECONDS = 10.0
 """Time for which output for a frontend that is gone is dropped: by then the last of its requests has ended."""
@@ -231,8 +231,8 @@ class ZmqMailbox:
         gone, self._gone = self._gone, {}
         return gone
 
-    def settle(self) -> None:
-        await_idle_threads(SETTLE_SECONDS)
+    def await_sent(self) -> None:
+        await_idle_threads(SENT_SECONDS)
 
     def _end(self, client: bytes, reason: str) -> None:
         """Count a frontend as gone, and tell it so if it reads."""

@@ -54,9 +54,9 @@ def test_start_of_a_request_that_lost_an_engine_has_left_the_process_before_the_
     assert bench.mailbox.num_settled == 0
     bench.say(Submit(2, pack_ids([10, 11]), SamplingParams(3, ignore_eos=True), lost_engines=1))
     bench.runtime.calls.clear()
-    bench.mailbox.on_settle = lambda: bench.runtime.calls.append("settle")
+    bench.mailbox.on_await_sent = lambda: bench.runtime.calls.append("await sent")
     bench.finish()
-    assert bench.runtime.calls[0] == "settle"
+    assert bench.runtime.calls[0] == "await sent"
     assert bench.mailbox.num_settled == 1
 
 

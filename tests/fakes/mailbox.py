@@ -30,7 +30,7 @@ class FakeMailbox:
         self.on_drain: Callable[[], None] = lambda: None
         self.on_flush: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
-        self.on_settle: Callable[[], None] = lambda: None
+        self.on_await_sent: Callable[[], None] = lambda: None
         self.num_settled = self.num_announced = 0
         self._pending: set[bytes] = set()
 
@@ -79,10 +79,10 @@ class FakeMailbox:
         self.outcomes[client, outcome.request_id].append(outcome)
         self._pending.add(client)
 
-    def settle(self) -> None:
+    def await_sent(self) -> None:
         assert not self._pending, "flush before"
         self.num_settled += 1
-        self.on_settle()
+        self.on_await_sent()
 
     def flush(self, step_id: int) -> dict[bytes, str]:
         assert step_id >= 0

@@ -234,7 +234,7 @@ class WorkerLink:
                 elif now - since > ANSWER_SECONDS:
                     self.lose(f"did not answer within {ANSWER_SECONDS:g} s")
 
-    def settle(self) -> None:
+    def post_and_wait(self) -> None:
         """Send what is pending and wait for it."""
         self.post()
         self.wait()

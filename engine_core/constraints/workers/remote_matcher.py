@@ -116,7 +116,7 @@ class RemoteMatcher:
         self.tokens.append(token)
         self.link.pending.extend((ACCEPT, self._slot, token))
         self._known_at = -1
-        self.link.settle()
+        self.link.post_and_wait()
         return self.end_accept()[0]
 
     def consume_tokens(self, tokens: Sequence[int]) -> bool:

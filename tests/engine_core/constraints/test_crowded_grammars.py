@@ -120,7 +120,7 @@ class TestManySequences:
         assert any(each.remote for each in held)
         held.clear()
         for link in self.links:
-            link.settle()
+            link.post_and_wait()
             link._give_up("is gone")
         self.start_many(shop, 500, 1)
         assert [link.is_lost for link in self.links] == [True, True]

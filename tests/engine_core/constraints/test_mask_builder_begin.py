@@ -217,7 +217,7 @@ def test_masks_of_one_object_step_after_step(site: Site) -> None:
     assert remote is not None
     remote._take_over()
     for link in site.links:
-        link.settle()
+        link.post_and_wait()
     for number in range(4):
         step(site, held, site.outs[number % 2], random)
     assert site.placed(held) is masks and held[ROWS - 1].constraint.remote is None

@@ -11,7 +11,7 @@ RESUMED = "the engine was resumed before it had paused"
 
 def test_engine_that_was_never_paused_holds_nothing() -> None:
     pause = PauseSwitch()
-    assert (pause.holds_rows, pause.refuses_new, pause.is_unsettled) == (False, False, False)
+    assert (pause.holds_rows, pause.refuses_new, pause.needs_report) == (False, False, False)
     assert not pause.is_complete(0, 0)
     assert pause.take_answers(False) == []
 
@@ -43,16 +43,16 @@ def test_every_call_is_answered_once() -> None:
     assert pause.take_answers(False) == []
     assert pause.take_answers(True) == [(b"a", Answer(1, True)), (b"b", Answer(1, True))]
     assert pause.take_answers(True) == []
-    assert pause.is_unsettled
+    assert pause.needs_report
 
 
 def test_calls_that_a_resume_overtakes_are_told() -> None:
     pause = PauseSwitch()
     pause.begin(b"a", Pause(1, "wait", True))
     pause.end(b"b", 2)
-    assert (pause.mode, pause.refuses_new, pause.is_unsettled) == (None, False, True)
+    assert (pause.mode, pause.refuses_new, pause.needs_report) == (None, False, True)
     assert pause.take_answers(False) == [(b"b", Answer(2, True)), (b"a", Answer(1, False, RESUMED))]
-    assert not pause.is_unsettled
+    assert not pause.needs_report
 
 
 def test_resume_is_answered_although_another_pause_has_begun() -> None:

@@ -81,7 +81,7 @@ def check_mask(link: WorkerLink, remote: RemoteMatcher, alone: LocalMatcher, mas
     mask = masks.arrays[0]
     mask[1] = 0
     begin_mask(remote, masks.place(mask) + 1)
-    link.settle()
+    link.post_and_wait()
     assert remote.end_mask()
     assert mask[1].tolist() == mask_of(alone._matcher, WORDS)
 
@@ -121,7 +121,7 @@ def test_more_operations_than_a_batch_holds_are_done(link: WorkerLink) -> None:
         link.pending.extend((OPEN, slot, number))
     for _ in range(MAX_OPERATIONS):
         link.pending.extend((CLOSE, 2, 0, OPEN, 2, number, ACCEPT, 1, ENDS[0]))
-    link.settle()
+    link.post_and_wait()
     assert link.channel.is_done and not link.pending and not link.is_lost
 
 
@@ -137,7 +137,7 @@ def test_a_worker_that_is_gone_is_replaced_by_this_process(
     token = grammars.prepare().tokenize_str("b")[0]
     grammar = RemoteGrammar(link, compile_on(link))
     remote, alone = RemoteMatcher(grammar, compiled), LocalMatcher(compiled)
-    link.settle()
+    link.post_and_wait()
     monkeypatch.setattr(link_module, "ANSWER_SECONDS", 0.05)
     if is_stopped:
         stop_process(pid(link))
@@ -151,7 +151,7 @@ def test_a_worker_that_is_gone_is_replaced_by_this_process(
     assert not psutil.pid_exists(pid(link))
     reason = "did not answer within 0.05 s" if is_stopped else "ended with code -9"
     assert [reason in message for message in caplog.messages] == [True]
-    link.settle()
+    link.post_and_wait()
     assert not link.pending
 
 
@@ -165,7 +165,7 @@ def test_a_worker_that_does_not_compile_in_time_is_asked_no_more(
     assert link.compile(TEXT) is None and not link.has_room
     os.kill(pid(link), signal.SIGCONT)
     assert link.compile(TEXT) is None
-    link.settle()
+    link.post_and_wait()
     assert not link.is_lost and not remote.is_stopped() and remote.local is None
     assert ["did not compile a grammar within 0.02 s" in message for message in caplog.messages] == [True]
 
@@ -180,7 +180,7 @@ def test_an_idle_worker_that_has_ended_is_found_by_the_next_grammar(link: Worker
 
 def test_a_worker_that_fails_is_lost(link: WorkerLink, caplog: pytest.LogCaptureFixture) -> None:
     link.pending.extend((ACCEPT, 7, 1))
-    link.settle()
+    link.post_and_wait()
     assert link.is_lost
     assert ["ended with code 1" in message for message in caplog.messages] == [True]
 

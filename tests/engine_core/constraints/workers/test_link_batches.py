@@ -74,7 +74,7 @@ def test_batches_are_counted(link: InlineLink) -> None:
     link.post()
     counts.append(link.num_posts)
     link.begin(operations(ACCEPT, *[(1, 2)] * (2 * MAX_OPERATIONS + 1)))
-    link.settle()
+    link.post_and_wait()
     counts.append(link.num_posts)
     assert counts == [0, 0, 0, 1, 4], "nothing is sent where nothing is pending, and of much each part"
 
@@ -98,7 +98,7 @@ def started(grammars: Grammars, memory: MaskMemory, count: int) -> tuple[WorkerP
     pool = WorkerPool(count, start)
     pool.compile(TEXT, [])
     for each in links:
-        each.settle()
+        each.post_and_wait()
     return pool, links
 
 

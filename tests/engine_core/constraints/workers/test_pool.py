@@ -276,7 +276,7 @@ class TestReplacements:
         self.pool.give_up_silent()
         assert not self.pool.has_free([]) and self.counted() == (1, 1)
         held.clear()
-        self.made[0].settle()
+        self.made[0].post_and_wait()
         self.clock.advance(RESTART_SECONDS)
         self.pool.give_up_silent()
         assert self.pool.has_free([]) and self.counted() == (0, 2)

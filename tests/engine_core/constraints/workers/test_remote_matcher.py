@@ -83,7 +83,7 @@ class Follower:
             begin_mask(matcher, self.place + 1)
         if lose:
             self.link.end()
-        self.link.settle()
+        self.link.post_and_wait()
         if not matcher.end_mask():
             assert matcher.local is not None
             matcher.local.write_mask(self.masks[1].ctypes.data, 4 * WORDS)
@@ -124,7 +124,7 @@ def follow(random: Random, compiled: CompiledGrammar, follower: Follower, point:
             begin_accept(remote, token)
             if may_lose and point == "begin_accept":
                 link.end()
-            link.settle()
+            link.post_and_wait()
             accepted, forced = remote.end_accept()
             assert accepted == alone.consume_token(token)
             if forced is None:
@@ -241,13 +241,13 @@ def test_slots_come_back(compiled: list[CompiledGrammar], grammars: Grammars) ->
             del held[random.randrange(len(held))]
         assert follower.link.num_open == len(held)
         if random.random() < 0.3:
-            follower.link.settle()
+            follower.link.post_and_wait()
             assert len(opened) == len(held) == len(follower.link.worker._matchers)
     held.clear()
-    follower.link.settle()
+    follower.link.post_and_wait()
     assert not opened and follower.link.num_open == 0
     del remote
-    follower.link.settle()
+    follower.link.post_and_wait()
     assert not follower.link.worker.grammars
 
 
@@ -282,10 +282,10 @@ def test_matchers_may_be_dropped_on_any_thread(compiled: list[CompiledGrammar], 
     thread.start()
     for _ in range(150):
         given.append([RemoteMatcher(grammar, compiled[0]) for _ in range(4)])
-        follower.link.settle()
+        follower.link.post_and_wait()
     is_over = True
     thread.join()
-    follower.link.settle()
+    follower.link.post_and_wait()
     assert not opened and follower.link.num_open == 0
 
 
@@ -295,7 +295,7 @@ def test_a_collected_cycle_gives_its_slot_back(compiled: list[CompiledGrammar], 
     cycle.append(cycle)
     del cycle
     gc.collect()
-    follower.link.settle()
+    follower.link.post_and_wait()
     assert follower.link.num_open == 0 and not follower.link.worker.grammars
 
 
@@ -303,16 +303,16 @@ def test_more_operations_than_a_batch_holds_are_done(compiled: list[CompiledGram
     """A mask that was refused in the first batch is not forgotten over the last."""
     follower, whole = Follower.build(grammars), compiled[0]
     slow, quick = (RemoteMatcher(follower.grammar(whole.first), whole) for _ in range(2))
-    follower.link.settle()
+    follower.link.post_and_wait()
     follower.link.worker._slow.add(1)
     begin_mask(slow, follower.place)
     for number in range(2 * MAX_OPERATIONS):
         begin_mask(quick, follower.place + number % 2)
     begin_mask(quick, follower.place + 1)
-    follower.link.settle()
+    follower.link.post_and_wait()
     assert follower.link.take_refused()
     assert not slow.end_mask() and quick.end_mask()
     assert follower.masks[1].tolist() == mask_of(whole.first, WORDS)
     begin_mask(quick, follower.place)
-    follower.link.settle()
+    follower.link.post_and_wait()
     assert not follower.link.take_refused()

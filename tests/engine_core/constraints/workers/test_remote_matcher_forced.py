@@ -95,7 +95,7 @@ def test_forced_tokens_are_accepted_at_once(
         assert remote.compute_ff_tokens() == run[start + size :] and not link.num_posts
         assert remote.is_stopped() == alone.is_stopped()
     assert pending(link)[1:] == expected and remote.tokens == array("i", run)
-    link.settle()
+    link.post_and_wait()
     check_equal(remote, alone)
     assert remote.local is None
 
@@ -133,7 +133,7 @@ def test_more_tokens_than_a_worker_reports(compiled: dict[str, CompiledGrammar],
         assert told == [MAX_FORCED, len(expected) - MAX_FORCED]
         assert remote.tokens == array("i", [letter, *expected]) and remote.local is None
         assert link.num_posts > posts
-        link.settle()
+        link.post_and_wait()
         check_equal(remote, alone)
 
 
@@ -154,7 +154,7 @@ def test_a_batch_of_others_brings_what_the_worker_knows(
     posts = link.num_posts
     check_equal(remote, alone)
     assert link.num_posts == posts, "nothing is sent for what is known"
-    link.settle()
+    link.post_and_wait()
     check_equal(remote, alone)
 
 
@@ -163,7 +163,7 @@ def test_what_is_awaited_is_sent_before_a_state_is_read(
 ) -> None:
     remote, alone = both(link, compiled["letters"])
     (letter,) = grammars.prepare().tokenize_str("b")
-    link.settle()
+    link.post_and_wait()
     begin_accept(remote, letter)
     assert alone.consume_token(letter) and link.is_awaited
     check_equal(remote, alone)
@@ -195,7 +195,7 @@ def test_walks_with_runs_are_those_of_a_matcher_of_this_process(
                 assert remote.consume_token(token) == alone.consume_token(token)
             if random.random() < 0.7:
                 check_equal(remote, alone)
-        link.settle()
+        link.post_and_wait()
         check_equal(remote, alone)
 
 
@@ -215,7 +215,7 @@ def test_the_owner_is_told_once_when_a_matcher_of_this_process_takes_over(
 ) -> None:
     remote, tenant = RemoteMatcher(on(link, compiled["letters"]), compiled["letters"]), Tenant()
     remote.owner = ref(tenant)
-    link.settle()
+    link.post_and_wait()
     if reason == "rejected":
         assert not remote.consume_token(300)
     elif reason == "lost":
@@ -224,7 +224,7 @@ def test_the_owner_is_told_once_when_a_matcher_of_this_process_takes_over(
     else:
         link.worker._slow.add(1)
         begin_mask(remote, 0)
-        link.settle()
+        link.post_and_wait()
         assert not remote.end_mask()
     assert remote.local is not None and tenant.given == [remote.local]
     assert not remote.end_mask() and remote.end_accept()[1] is None
@@ -234,7 +234,7 @@ def test_the_owner_is_told_once_when_a_matcher_of_this_process_takes_over(
 def test_an_owner_that_is_gone_is_not_told(compiled: dict[str, CompiledGrammar], link: InlineLink) -> None:
     remote, tenant = RemoteMatcher(on(link, compiled["letters"]), compiled["letters"]), Tenant()
     remote.owner = ref(tenant)
-    link.settle()
+    link.post_and_wait()
     del tenant
     link.lose("is gone")
     assert not remote.is_stopped() and remote.local is not None
