@@ -9,15 +9,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tandem.frontend.cli.main import main
-from tandem.frontend.cli.streamed_answer import StreamedAnswer
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, until
 from tests.support.scripted_server import RAW, prompts, say, write_chat_model
@@ -268,21 +266,3 @@ def test_control_characters_are_not_written_to_a_terminal(
     monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
     assert main(["chat", "--url", server.url]) == 0
     assert capsys.readouterr().out == "a\x1b[2Jb\tc\n"
-
-
-def test_reasoning_is_dim_on_a_terminal_and_omitted_elsewhere() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    def events() -> Generator[dict[str, Any], None, None]:
-        for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "which"}, {"content": "this"}):
-            yield {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-
-    file, terminal = io.StringIO(), Terminal()
-    for out in (file, terminal):
-        answer = StreamedAnswer(out, lambda: 0.0)
-        assert answer.follow(events())
-        assert answer.content == "this"
-    assert file.getvalue() == "this\n"
-    assert terminal.getvalue() == "\x1b[2mwhich\x1b[0m\nthis\n"
