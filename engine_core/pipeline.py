@@ -13,8 +13,8 @@ upload H2D t                       H2D t+1                         H2D t+2
 Invariants, cited elsewhere by number:
 
 - I1  One compute stream runs forwards and sampling of both slots, one copy stream the copies to the host and, beside
-      the forward pass of their step, those of masks, one upload stream the copies of a step's inputs and plans, beside
-      the step before. Work is enqueued in tick order.
+      the forward pass of their step, those of masks, one upload stream the copies of a step's inputs, and of plans
+      that graphs read, beside the step before. Work is enqueued in tick order.
 - I2  Steps commit first in, first out.
 - I3  The copy of a step's results waits on that step's own event, never on a whole stream.
 - I4  `0 <= sequence.inflight <= depth`; only the scheduler changes it. A sequence that ended while in flight is a

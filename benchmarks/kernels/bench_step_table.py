@@ -32,6 +32,7 @@ REPLAYS, KERNELS = 10, 24
 """Replays of a profiled step, and kernels that are listed of it."""
 
 
+@torch.inference_mode()
 def profile(runtime: Any, rows: int, tokens: int) -> None:
     """Print what each kernel of a captured step takes.
 

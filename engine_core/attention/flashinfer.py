@@ -181,6 +181,9 @@ class FlashInferPlanner:
         if self.page_ids is None:
             page_ids = page_table.pages.reshape(-1).index_select(0, self._planned)
         else:
+            assert len(self._planned) <= len(self.page_ids), (
+                f"{len(self._planned)} pages of the planned rows in memory of {len(self.page_ids)}"
+            )
             page_ids = self.page_ids[:0]
         for layer, wrapper in self.wrappers.items():
             wrapper.plan(

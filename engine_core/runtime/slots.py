@@ -65,7 +65,8 @@ class StepSlot:
     host_records: Tensor
     """Copy of `records` on the host, pinned."""
     uploaded: Event
-    """End of the copies of the step's inputs and plans to the device, which its first kernels wait for."""
+    """End of the copies of the step's inputs to the device, and of its prompts' plans if a graph holds it. Its first
+    kernels wait for it."""
     masks_done: Event
     """End of the copy of the masks to the device, which sampling waits for."""
     sampling_done: Event

@@ -214,7 +214,8 @@ def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
     from tandem.engine_core.attention.flashinfer import GRAPH_PLAN_BYTES
 
     kinds = len(cast("FlashInferPlanner", eager).wrappers)
-    return (count - 1) * kinds * (GRAPH_PLAN_BYTES + 4 * (_max_page_entries(config) + 3 * (MAX_PROMPTS + 1)))
+    tables = 4 * 3 * (MAX_PROMPTS + 1)
+    return (count - 1) * (kinds * (GRAPH_PLAN_BYTES + tables) + 4 * _max_page_entries(config))
 
 
 def _as_ragged(eager: AttentionPlanner) -> "RaggedPlanner | None":

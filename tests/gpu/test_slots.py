@@ -111,10 +111,14 @@ def test_inputs_reach_the_device_while_the_step_before_runs(runtime: TorchRuntim
     torch.cuda._sleep(SLEEP_CYCLES)
     before = torch.cuda.Event()  # type: ignore[no-untyped-call]
     before.record()
-    plan = prefill(1, [1], 16, GREEDY)
-    runtime.launch(0, plan)
-    runtime.slots[0].uploaded.synchronize()
+    runtime.launch(0, prefill(1, [1], 16, GREEDY))
+    slot = runtime.slots[0]
+    assert slot.packed is not None
+    slot.uploaded.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        arrived = slot.device_inputs[: slot.packed.total].cpu()
     assert not before.query(), "the copy waited for what the compute stream ran"
+    assert arrived.equal(slot.host_inputs[: slot.packed.total])
     runtime.sample(0, None)
     assert len(runtime.collect(0).tokens) == 1
 

@@ -108,7 +108,7 @@ def test_malformed_flags_are_named_in_the_error(argv: list[str], text: str, caps
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("2TiB", 2**41), ("4GiB", 2**32), ("0.5GiB", 2**29), ("3KiB", 3072), ("1000", 1000)],
+    [("2TiB", 2**41), ("4GiB", 2**32), ("0.5GiB", 2**29), ("512MiB", 2**29), ("3KiB", 3072), ("1000", 1000)],
 )
 def test_memory_sizes_are_parsed_with_units(text: str, count: int) -> None:
     assert parse(["--kv-memory", text]).kv_memory == count

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 from unittest.mock import patch
 
@@ -141,16 +141,18 @@ def decode(
     splits: int = 2,
     spares: int = 0,
     early: bool | None = None,
+    kv_heads: int = 1,
 ) -> Launch:
-    """Decode of as many rows as there are pairs, on one KV head. early: None as the rule says."""
+    """Decode of a number of pairs of row and KV head. early: None as the rule says."""
     if early is not None:
         keyed = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (pairs.bit_length() - 1))
         plan = choose_plan(head_dim, pairs, torch.bfloat16, kv_dtype, gpu)._replace(early=early)
         gpu = replace(gpu, tiles=TileTable(gpu.name, {}, {keyed: plan}))
-    table = PageTable(torch.zeros(pairs, 8, dtype=torch.int32), 16, 64)
-    index, pool = torch.zeros(pairs, dtype=torch.int32), half(64, 1, head_dim, dtype=kv_dtype)
-    query, layer = half(pairs, group, head_dim), kind_of(head_dim)
-    shared = SparePrograms(torch.zeros(2 * pairs + spares, dtype=torch.int32), spares) if spares else None
+    rows = pairs // kv_heads
+    table = PageTable(torch.zeros(rows, 8, dtype=torch.int32), 16, 64)
+    index, pool = torch.zeros(rows, dtype=torch.int32), half(64, kv_heads, head_dim, dtype=kv_dtype)
+    query, layer = half(rows, kv_heads * group, head_dim), kind_of(head_dim)
+    shared = SparePrograms(torch.zeros(2 * rows + spares, dtype=torch.int32), spares) if spares else None
     step = DecodeStep(index, index, table, splits, gpu, shared)
     return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
 
@@ -338,9 +340,8 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     for rows in (1, 16):
         yield from nibble_products(gpu, rows, 3072, 2048, (True,))
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
-    for early in BOTH:
-        yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early)
-    yield decode(gpu, 128, 32, 8, torch.bfloat16)
+    for early, kv_heads in product(BOTH, (1, 8)):  # the product after 8 of them waits for the end
+        yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early, kv_heads=kv_heads)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 

@@ -77,7 +77,7 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
     tiles = TILES[head_width(head_dim)]
     if kv_dtype.itemsize == 1:
         tiles = tiles | BYTE_TILES.get(head_width(head_dim), {})
-    return next(tile for least, tile in reversed(tiles.items()) if pairs >= least)
+    return tiles[max(least for least in tiles if pairs >= least)]
 
 
 def least_positions(pairs: int) -> int:
@@ -103,14 +103,16 @@ def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
 
 
 def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> DecodePlan:
-    """Return a plan with no more pipeline stages than fit the shared memory.
+    """Return a plan that fits the shared memory and the registers.
 
-    Early loads are off where a KV head has more than `FEWEST_ROWS` query heads: `EARLY_REGISTERS` do not hold these.
-    query, keys: as in `paged_decode`.
+    It has no more pipeline stages than the one holds, and a warp for each `FEWEST_ROWS` query heads of a KV head: 64 of
+    them in one or two warps spilled up to 8,896 bytes. Early loads are off where there are more than `FEWEST_ROWS`:
+    `EARLY_REGISTERS` do not hold these. query, keys: as in `paged_decode`.
     """
     rows = tile_rows(query.shape[1] // keys.shape[1])
     stages = min(plan.tile.stages, max_stages(rows, plan.tile.positions, query, keys, gpu))
-    return plan._replace(tile=plan.tile._replace(stages=stages), early=plan.early and rows == FEWEST_ROWS)
+    warps = max(plan.tile.warps, rows // FEWEST_ROWS)
+    return plan._replace(tile=plan.tile._replace(stages=stages, warps=warps), early=plan.early and rows == FEWEST_ROWS)
 
 
 def tile_rows(group: int) -> int:

@@ -21,7 +21,8 @@ PAGE = 8
 class Wrapper:
     """Stands in for `BatchPrefillWithPagedKVCacheWrapper`."""
 
-    def __init__(self, *_memory: Any, **_options: Any) -> None:
+    def __init__(self, *memory: Any, **_options: Any) -> None:
+        self.memory = memory
         self.planned: tuple[list[int], ...] = ()
         self.options: dict[str, Any] = {}
 
@@ -50,12 +51,12 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def planner_of(module: ModuleType, rows: int) -> Any:
+def planner_of(module: ModuleType, rows: int, layers: tuple[LayerAttention, ...] = (LAYER,)) -> Any:
     def pinned(count: int) -> Tensor:
         return torch.full((count,), -9, dtype=torch.int32)
 
     heads = module.HeadShape(4, 2, 64, torch.bfloat16)
-    return module.FlashInferPlanner.allocate([LAYER], pinned, torch.device("cpu"), heads, rows, 64)
+    return module.FlashInferPlanner.allocate(layers, pinned, torch.device("cpu"), heads, rows, 64)
 
 
 @pytest.mark.parametrize("batch", [None, 5], ids=["eager", "padded for a graph"])
@@ -101,11 +102,17 @@ def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flas
     """The step before may still run then; this step's updates of the page table come after it."""
     pages = torch.zeros(4, 8, dtype=torch.int32)
     table = PageTable(pages, PAGE, PAGE)
-    graph = flashinfer.FlashInferGraphPlanner.build(planner_of(flashinfer, 8), 3, 24, 16, table)
+    layers = LAYER, LayerAttention(0.125)
+    graph = flashinfer.FlashInferGraphPlanner.build(planner_of(flashinfer, 8, layers), 3, 24, 16, table)
     held = graph.planner.page_ids
     graph.plan([Span(2, 0, 0, 12), Span(1, 12, 3, 5)])
-    _, tables, page_ids, _ = graph.planner.wrappers[LAYER].planned
-    assert (tables, page_ids, held.tolist()) == ([0, 2, 3, 3], [], [0] * 16)
+    for layer in layers:
+        wrapper = graph.planner.wrappers[layer]
+        assert wrapper.memory[5] is held, "each kind of layer reads the same pages"
+        _, tables, page_ids, _ = wrapper.planned
+        assert (tables, page_ids, held.tolist()) == ([0, 2, 3, 3], [], [0] * 16)
     pages[2, :2], pages[1, 0] = torch.tensor([7, 5]), 9
     graph.take_pages()
     assert held.tolist() == [7, 5, 9] + [0] * 13
+    with pytest.raises(AssertionError, match="17 pages of the planned rows in memory of 16"):
+        graph.plan([Span(1, 0, 0, 17 * PAGE)])

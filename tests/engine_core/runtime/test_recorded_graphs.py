@@ -19,6 +19,7 @@ from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.runtime.device import InertEvent
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.runtime import TorchRuntime
+from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.scheduler.step_costs import StepWork
@@ -262,7 +263,7 @@ def test_steps_beyond_the_largest_graph_agree_with_those_from_graphs(
     assert replays(decode_graphs(runtime)) < 8
 
 
-def test_plans_are_uploaded_before_tables_are_updated_and_pages_read_after(
+def test_inputs_and_plans_are_uploaded_before_tables_are_updated_and_pages_read_after(
     driven: DrivenEngine, runtime: TorchRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is enqueued in `upload` runs beside the step before, which may still read the tables."""
@@ -279,17 +280,28 @@ def test_plans_are_uploaded_before_tables_are_updated_and_pages_read_after(
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (seen.append((name, uploading[0])), real(*given))[1])
 
+    class Uploaded(InertEvent):
+        def __init__(self, slot: StepSlot) -> None:
+            self.slot = slot
+            slot.device_inputs.fill_(-7)
+
+        def record(self) -> None:
+            assert self.slot.packed is not None
+            words = self.slot.packed.total
+            assert self.slot.device_inputs[:words].equal(self.slot.host_inputs[:words]), "inputs were not copied yet"
+
     monkeypatch.setattr(runtime.device, "upload", upload)
     for owner, name in ((RaggedGraphPlanner, "plan"), (RaggedGraphPlanner, "take_pages"), (DeviceTables, "apply")):
         noted(owner, name)
+    noted(RecordedGraph, "replay")
     for slot in runtime.slots:
-        monkeypatch.setattr(slot, "uploaded", InertEvent())
+        monkeypatch.setattr(slot, "uploaded", Uploaded(slot))
         noted(slot.uploaded, "record")
         noted(slot.uploaded, "wait")
     answer(driven, [GREEDY, DRAWN])
-    whole = [("plan", True), ("record", True), ("wait", False), ("apply", False), ("take_pages", False)]
+    whole = [("plan", True), ("record", True), *[(name, False) for name in ("wait", "apply", "take_pages", "replay")]]
     assert set(seen) == set(whole)
-    assert seen[:5] == whole
+    assert seen[:6] == whole
 
 
 def test_the_clock_of_steps_runs(driven: DrivenEngine, runtime: TorchRuntime) -> None:

@@ -178,6 +178,22 @@ def test_bfloat16_queries_over_8_bit_floats_are_multiplied_in_float16(device: st
     torch.testing.assert_close(found.float(), reference.paged_decode(*meant, 0.2), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize(("head_dim", "pairs"), [(64, 256), (64, 512), (128, 32), (128, 512), (128, 1024)])
+@pytest.mark.parametrize("gpu", [H200, replace(H200, tiles=NO_TABLE)], ids=["measured", "by rule"])
+def test_plans_for_8_bit_floats_equal_the_oracle(gpu: GpuTraits, head_dim: int, pairs: int, device: str) -> None:
+    """As many splits as the plan has, contexts within and beyond the fewest positions of a program, and a window."""
+    byte = torch.float8_e4m3fn
+    given = inputs([1, 127, 300, 1100], 4, 1, head_dim, 16, device)
+    keys, values = (to_pool(part.nan_to_num(), byte) for part in (given.keys, given.values))
+    stored = given._replace(query=given.query.bfloat16(), keys=keys, values=values)
+    plan = fit_plan(choose_plan(head_dim, pairs, torch.bfloat16, byte, gpu), stored.query, keys, gpu)
+    meant = stored._replace(query=stored.query.float(), keys=keys.float(), values=values.float())
+    for window in (None, 200):
+        found = paged_decode(*stored, 0.2, plan.splits, window=window, tile=plan.tile, least=plan.least)
+        expected = reference.paged_decode(*meant, 0.2, window)
+        torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("length", [1, 40, 64])
 def test_a_row_of_one_page_equals_the_oracle(length: int, device: str) -> None:
     assert_equals_the_oracle(inputs([length, 3], 2, 1, 32, 64, device), 2)
@@ -219,6 +235,16 @@ def test_tiles_depend_on_the_number_of_pairs() -> None:
         for d in (32, 64, 128, 256)
     ]
     assert differ == [[], [256, 512], [32, 256, 512, 1024], []]
+    bare = replace(H200, tiles=NO_TABLE)
+    for pairs in (32, 256, 512, 1024):
+        assert choose_plan(128, pairs, half, byte, bare).tile == choose_tile(128, pairs, half, byte)
+
+
+@pytest.mark.parametrize(("heads", "warps"), [(1, 1), (16, 1), (17, 2), (32, 2), (64, 4)])
+def test_many_query_heads_of_a_kv_head_have_a_warp_for_each_16(heads: int, warps: int) -> None:
+    query, keys = torch.empty(1, heads, 128, dtype=torch.bfloat16), torch.empty(1, 1, 128, dtype=torch.float8_e4m3fn)
+    assert fit_plan(DecodePlan(Tile(32, 1, 3), 64), query, keys, H200).tile.warps == warps
+    assert fit_plan(DecodePlan(Tile(32, 4, 3), 64), query, keys, H200).tile.warps == 4
 
 
 def test_splits_follow_the_number_of_multiprocessors() -> None:
