@@ -1,6 +1,7 @@
 """A model's folder: what frontends, supervisor and engine core read alike."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ _UNSTRETCHED = ("default", "llama3")
 
 
 class TemplateFileError(Exception):
-    """A file of chat templates that cannot be read; the text names it and the reason."""
+    """A file of chat templates or of their settings that cannot be read; the text names it and the reason."""
 
 
 class TemplateSource(Struct, frozen=True):
@@ -41,9 +42,9 @@ def find_templates(folder: Path) -> TemplateSource | None:
         for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             texts[other.stem] = read_template(other)
         return TemplateSource(texts, path.name)
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    template = read_settings(folder / "tokenizer_config.json").get("chat_template")
     if template is None:
-        template = read_json(folder / "chat_template.json").get("chat_template")
+        template = read_settings(folder / "chat_template.json").get("chat_template")
     if isinstance(template, str):
         texts["default"] = template
     elif isinstance(template, list):
@@ -85,6 +86,25 @@ def read_template(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise TemplateFileError(f"the chat template {path} cannot be read: {why}") from None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON object that templates need, {} if there is no such file.
+
+    A model that chats without what it says would seem to have no template, or lack its special tokens. Raises
+    TemplateFileError for a file that cannot be read, or holds anything else.
+    """
+    try:
+        value = json.loads(path.read_bytes())  # takes NaN and Infinity too, as transformers writes them
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise TemplateFileError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise TemplateFileError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise TemplateFileError(f"{path} does not hold a JSON object; download it again")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:

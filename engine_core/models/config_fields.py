@@ -253,5 +253,9 @@ class _Generation(Struct):
 def _decode(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from None

@@ -16,7 +16,14 @@ from tandem.frontend.errors import ApiError, malformed, unsupported_field
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.protocol.model_folder import TemplateFileError, TemplateSource, find_templates, read_json, read_template
+from tandem.protocol.model_folder import (
+    TemplateFileError,
+    TemplateSource,
+    find_templates,
+    read_json,
+    read_settings,
+    read_template,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +156,8 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     The template is the one in `file`, else the checkpoint's, else the built-in one of the checkpoint's `model_type`.
     Raises ChatTemplateError for a file that cannot be read, and for a template that cannot be compiled.
     """
-    config = read_json(model_dir / "tokenizer_config.json")
     try:
+        tokens = special_tokens(model_dir, read_settings(model_dir / "tokenizer_config.json"))
         if file is not None:
             source: TemplateSource | None = TemplateSource({"default": read_template(file)}, f"--chat-template {file}")
         else:
@@ -160,15 +167,18 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
     if source is None:
         logger.info("the model has no chat template, so it cannot chat; --chat-template FILE gives it one")
         return None
-    template = ChatTemplate(source, special_tokens(model_dir, config))
+    template = ChatTemplate(source, tokens)
     template.compile()
     return template
 
 
 def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Read the texts of the checkpoint's special tokens, by their template names."""
+    """Read the texts of the checkpoint's special tokens, by their template names.
+
+    config: of tokenizer_config.json. Raises TemplateFileError.
+    """
     found: dict[str, str] = {}
-    for fields in (read_json(model_dir / "special_tokens_map.json"), config):
+    for fields in (read_settings(model_dir / "special_tokens_map.json"), config):
         for name in _SPECIAL_TOKENS:
             if (text := _token_text(fields.get(name))) is not None:
                 found[name] = text

@@ -144,7 +144,10 @@ def load_tokenizer(model_dir: Path, threads: int = 2, no_special_tokens_in_text:
             f"{model_dir} has no tokenizer.json; download it to where the weights are, or write that of the model that "
             f"this one was trained from: AutoTokenizer.from_pretrained(NAME).save_pretrained({str(model_dir)!r})"
         )
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from None
     try:
         raw = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises plain Exception on files it cannot read

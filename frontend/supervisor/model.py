@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.hub.selection import has_tokenizer
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
-from tandem.frontend.supervisor.wrong_folder import explain
+from tandem.frontend.supervisor.wrong_folder import check_readable, explain, inaccessible
 from tandem.protocol.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,14 @@ def find_model(
     """
     try:
         found = _find(model, hub, with_weights, stop or threading.Event(), may_download)
+        check_readable(found.folder, with_weights)
         folder = with_tokenizer(found.folder, cache_folder())
     except ConversionError as error:
         raise LaunchError(str(error)) from None
     except PermissionError as error:
         raise LaunchError(
-            f"the model {model}: {error.filename} cannot be accessed by the user with the id {os.geteuid()}; give it "
-            "the right to read the folder and its files"
+            f"the model {model}: {inaccessible(Path(error.filename))} cannot be read by the user with the id "
+            f"{os.geteuid()}; give it the right to read the folder and its files"
         ) from None
     if folder == found.folder:
         return found

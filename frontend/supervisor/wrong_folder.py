@@ -1,5 +1,7 @@
-"""Folders that hold no model that could be served, told apart for error messages."""
+"""Folders that hold no model that could be served, or none that may be read, told apart for error messages."""
 
+import errno
+import os
 from pathlib import Path
 
 from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, formats_of
@@ -8,6 +10,9 @@ from tandem.protocol.model_folder import read_json
 ADAPTER = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 _MAX_NAMED = 3
+_READ, _WEIGHTS = frozenset({".json", ".jinja"}), ".safetensors"
+"""Suffixes of the files that frontends and engine read."""
+_EFFECTIVE = os.access in os.supports_effective_ids
 
 
 def explain(folder: Path) -> str:
@@ -35,6 +40,25 @@ def explain(folder: Path) -> str:
         f"{folder} has no {CONFIG}{found}; give a folder in Hugging Face's format, with {CONFIG}, safetensors and "
         "tokenizer, or the name of such a model on the hub"
     )
+
+
+def check_readable(folder: Path, with_weights: bool) -> None:
+    """Raise PermissionError for the first file of a model that this user may not read.
+
+    with_weights: False for a frontend, which leaves weights alone.
+    """
+    for path in sorted(folder.iterdir()):
+        is_read = path.suffix in _READ or (with_weights and path.suffix == _WEIGHTS)
+        if is_read and path.is_file() and not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def inaccessible(path: Path) -> Path:
+    """Return the outermost folder on the way to a path that this user may not enter; the path if there is none."""
+    for parent in reversed(path.absolute().parents):
+        if not os.access(parent, os.X_OK, effective_ids=_EFFECTIVE):
+            return parent
+    return path
 
 
 def _of_adapter(folder: Path) -> str:

@@ -12,6 +12,7 @@ from tandem.protocol.model_folder import (
     TemplateSource,
     find_templates,
     max_positions,
+    read_settings,
     template_fingerprint,
 )
 
@@ -59,6 +60,33 @@ def test_a_template_that_cannot_be_read_is_named_and_has_no_fingerprint(tmp_path
     with pytest.raises(TemplateFileError, match=r"chat_template\.jinja cannot be read: 'utf-8' codec"):
         find_templates(tmp_path)
     assert template_fingerprint(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a":', r"is not valid JSON \(Expecting value.*\); download it again"),
+        ("\xff", "is not valid JSON .*utf-8"),
+        ("[]", "does not hold a JSON object; download it again"),
+    ],
+)
+def test_damaged_settings_are_named(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(TemplateFileError, match=rf"tokenizer_config\.json {problem}"):
+        read_settings(path)
+    assert template_fingerprint(tmp_path) == ""
+
+
+def test_settings_of_a_missing_file_are_empty_and_numbers_may_be_infinite(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    assert read_settings(path) == {}
+    path.write_text('{"model_max_length": Infinity}')
+    assert read_settings(path) == {"model_max_length": float("inf")}
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(TemplateFileError, match=r"tokenizer_config\.json cannot be read: Is a directory"):
+        read_settings(path)
 
 
 @pytest.mark.parametrize(

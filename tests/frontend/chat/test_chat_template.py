@@ -334,8 +334,23 @@ def test_built_in_template_is_used_for_a_known_model_type(model_type: str, tmp_p
 
 def test_unknown_model_type_has_no_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert load_chat_template(tmp_path, None, tokenizer) is None
-    write(tmp_path, config={"model_type": "unheard-of"}, tokenizer_config="no json")
+    write(tmp_path, config={"model_type": "unheard-of"}, tokenizer_config={})
     assert load_chat_template(tmp_path, None, tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "chat_template"])
+@pytest.mark.parametrize("given", [False, True])
+def test_damaged_settings_are_not_taken_for_a_model_without_a_template(
+    name: str, given: bool, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Of a template that is given only the special tokens come from the folder."""
+    write(tmp_path, given_jinja="given")
+    write(tmp_path, **{name: "no json"})
+    if given and name == "chat_template":
+        assert load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer) is not None
+        return
+    with pytest.raises(ChatTemplateError, match=rf"{name}\.json is not valid JSON \(.*\); download it again"):
+        load_chat_template(tmp_path, tmp_path / "given.jinja" if given else None, tokenizer)
 
 
 def test_given_template_file_takes_precedence(tmp_path: Path, tokenizer: Tokenizer) -> None:

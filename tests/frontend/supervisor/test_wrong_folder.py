@@ -9,6 +9,7 @@ import pytest
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.hub.selection import TOKENIZER_SOURCES, has_tokenizer
 from tandem.frontend.supervisor.model import LaunchError, ModelFolder, find_model
+from tandem.frontend.supervisor.wrong_folder import inaccessible
 
 ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
 
@@ -84,10 +85,48 @@ def test_a_folder_of_another_user_is_refused_with_who_may_not_read_it(
         return os.stat(path, follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(Path, "stat", stat_of_another)
-    said = rf"the model {tmp_path}: {tmp_path}/\S+ cannot be accessed by the user with the id {os.geteuid()}; give it"
+    said = rf"the model {tmp_path}: {tmp_path}/\S+ cannot be read by the user with the id {os.geteuid()}; give it"
     for with_weights in (True, False):
         with pytest.raises(LaunchError, match=said):
             find_model(str(tmp_path), HubOptions(), with_weights=with_weights)
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, denied: Path) -> None:
+    """Let this user, who may be root, have no right to a file or folder."""
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: Path(path) != denied and real(path, mode, **how))
+
+
+@pytest.mark.parametrize(
+    ("name", "by_frontends"),
+    [
+        *[(name, True) for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")],
+        ("model-00001-of-00002.safetensors", False),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_named_with_the_user(
+    name: str, by_frontends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "chat_template.jinja")
+    folder = folder_of(tmp_path, dict.fromkeys((*files, "model-00001-of-00002.safetensors"), "{}"))
+    deny(monkeypatch, folder / "README.md")
+    assert find_model(str(folder), HubOptions()) == ModelFolder(folder)
+    deny(monkeypatch, folder / name)
+    for with_weights in (True, False)[: 1 + by_frontends]:
+        with pytest.raises(LaunchError, match=rf"{folder}/{name} cannot be read by the user with the id"):
+            find_model(str(folder), HubOptions(), with_weights=with_weights)
+    if not by_frontends:
+        assert find_model(str(folder), HubOptions(), with_weights=False) == ModelFolder(folder)
+
+
+def test_a_folder_that_may_not_be_entered_is_named_and_no_file_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    deny(monkeypatch, folder)
+    assert inaccessible(folder / "adapter_config.json") == folder
+    assert inaccessible(tmp_path / "other.json") == tmp_path / "other.json"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", *TOKENIZER_SOURCES])
