@@ -20,7 +20,6 @@ from tandem.frontend.access.key_sources import ENVIRONMENT, api_keys
 from tandem.frontend.chat.chat_template import ChatTemplateError, load_chat_template
 from tandem.frontend.cli.doctor import AskEngine, ask_engine
 from tandem.frontend.cli.flags import hub_options
-from tandem.frontend.cli.port_owner import port_owner
 from tandem.frontend.flags.arguments import check_origins, check_tls, check_traces
 from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.listening import url_of
@@ -80,8 +79,7 @@ class Findings:
             if own := self._ports.intersection(ports):
                 self.problems.append(f"{error}: this command has {min(own)} for another of its addresses")
                 return
-            owners = [f"; {port_owner(port)} has {port} now" for port in ports if port]
-            self.warnings.append(f"{error}{owners[0] if owners else ''}")
+            self.warnings.append(str(error))
         except NotDownloadedError as error:
             self.warnings.append(f"{error}; the model itself was not checked")
         except _REFUSALS as error:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from msgspec import Struct
 
 from tandem.frontend.listening import listen_shared
+from tandem.frontend.supervisor.addresses.port_owner import used_by
 from tandem.frontend.supervisor.model import AddressInUseError, LaunchError
 
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -93,7 +94,8 @@ def _failure(address: TcpAddress, port: int, flag: str, error: OSError) -> Launc
     host = f"[{address.host}]" if ":" in address.host else address.host
     other = f"{flag.removesuffix('port')}host" if error.errno in _MISSING else flag
     kind = AddressInUseError if error.errno == errno.EADDRINUSE else LaunchError
-    return kind(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another {other}")
+    reason = f"{error.strerror or error}{used_by(port, error)}"
+    return kind(f"cannot listen on {host}:{port} ({reason}); choose another {other}")
 
 
 def _is_number(host: str) -> bool:

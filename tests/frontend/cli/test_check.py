@@ -151,7 +151,7 @@ def test_an_address_in_use_is_a_warning_that_names_who_has_it(capsys: pytest.Cap
             found = Checked(capsys, "serve", str(model), *flags)
             assert (found.code, found.problems) == (0, [])
             (warning,) = found.warnings
-            assert f"cannot listen on 127.0.0.1:{port}" in warning and f"(process {os.getpid()}) has {port}" in warning
+            assert f"cannot listen on 127.0.0.1:{port}" in warning and f"(process {os.getpid()})); choose" in warning
         endpoint = [word.format(port=port) for word in TCP]
         (warning,) = Checked(capsys, "engine", str(model), "--ops-port", "0", *endpoint).warnings
         assert f"--endpoint tcp://127.0.0.1:{port} needs the ports {port} and {port + 1}" in warning

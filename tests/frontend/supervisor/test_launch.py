@@ -21,7 +21,9 @@ def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.Mon
         monkeypatch.setattr(launch, "DEFAULT_OPS_PORT", port)
         with listen_ops("127.0.0.1", None) as found:
             assert found.getsockname()[1] > port
-        with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port} \(Address already in use\); choose another --ops"):
+        with pytest.raises(
+            LaunchError, match=rf"127\.0\.0\.1:{port} \(Address .* \(process \d+\)\); choose another --ops"
+        ):
             listen_ops("127.0.0.1", port)
 
 

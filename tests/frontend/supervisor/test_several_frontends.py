@@ -156,7 +156,8 @@ def test_a_second_server_on_the_port_is_refused(service: Tandem, tandem: Start) 
     port = url_of(service).rpartition(":")[2]
     second = tandem(SERVING, "serve", "--port", port, "--frontends", "2", *FLAGS)
     assert second.wait() == 2
-    second.find(rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\); choose another --port")
+    owner = r"Address already in use, used by \S+ \(process \d+\)"
+    second.find(rf"cannot listen on 127\.0\.0\.1:{port} \({owner}\); choose another --port")
 
 
 def test_a_service_that_is_stopped_refuses_new_connections_and_ends_with_its_engine_last(service: Tandem) -> None:

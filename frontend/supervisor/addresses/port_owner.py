@@ -1,5 +1,6 @@
 """The process that listens on a TCP port of this machine."""
 
+import errno
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def port_owner(port: int, proc: Path = Path("/proc")) -> str:
             if any(str(link.readlink()) in sockets for link in (process / "fd").iterdir()):
                 return f"{(process / 'comm').read_text().strip()} (process {process.name})"
     return "another process"
+
+
+def used_by(port: int, error: OSError) -> str:
+    """Return who has a port that could not be listened on, to follow the error's text; "" after any other error."""
+    return f", used by {port_owner(port)}" if error.errno == errno.EADDRINUSE else ""
 
 
 def _inodes(port: int, proc: Path) -> set[str]:
