@@ -25,8 +25,6 @@ from tandem.protocol.engine_options import flag_name
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "TANDEM_API_KEY"
-INTERRUPTED = 130
-"""Exit code of a command that was interrupted."""
 
 
 def _right(text: str) -> str:

@@ -11,13 +11,13 @@ from pathlib import Path
 from msgspec import structs
 
 from tandem.frontend.cli.bench.flags import BENCH_FLAGS, FOREIGN_BENCH_FLAGS, add_bench_arguments
+from tandem.frontend.cli.entry import INTERRUPTED
 from tandem.frontend.cli.flags import (
     API_KEY_FLAGS,
     BATCH_FLAGS,
     CLIENT_FLAGS,
     HUB_FLAGS,
     INSPECT_FLAGS,
-    INTERRUPTED,
     add_sampling_arguments,
     add_server_arguments,
     hub_options,

@@ -169,6 +169,7 @@ def serve_jobs(pipe: Any, process: int, processes: int, counts: Any) -> None:
     """
     # Ctrl-C reaches the whole process group; the parent ends its clients itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def finished() -> None:

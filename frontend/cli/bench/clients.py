@@ -1,8 +1,10 @@
 """The client processes, seen from the one that reports."""
 
 import multiprocessing
+import signal
 import time
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from types import TracebackType
 
 import msgspec
@@ -17,6 +19,18 @@ HEAD_START = 0.05
 
 class ClientDiedError(Exception):
     """A client process ended without its share of the records."""
+
+
+def _start(process: SpawnProcess) -> None:
+    """Start a process that takes no interrupt until `serve_jobs` says what to make of it.
+
+    Ctrl-C reaches it too, and would end its imports with a traceback. A new process inherits what is blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Clients:
@@ -38,7 +52,7 @@ class Clients:
 
     def __enter__(self) -> "Clients":
         for process, far_end in zip(self._processes, self._far_ends, strict=True):
-            process.start()
+            _start(process)
             # With a second holder of its end, the death of a process would not show on the pipe.
             far_end.close()
         return self
