@@ -209,13 +209,14 @@ class OneOf(Checked, frozen=True):
 class Strings(Checked, frozen=True):
     """A string or an array of strings; a tuple once parsed.
 
-    It holds at most `max_items` strings, each of 1 to `max_chars` characters. With `drop_empty`, empty strings are left
-    out instead of refused.
+    It holds `min_items` to `max_items` strings, each of 1 to `max_chars` characters. With `drop_empty`, empty strings
+    are left out instead of refused.
     """
 
     max_items: int
     max_chars: int
     drop_empty: bool = False
+    min_items: int = 0
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -228,6 +229,9 @@ class Strings(Checked, frozen=True):
         _check_items(name, "a string or an array of strings", values, str)
         if len(values) > self.max_items:
             raise unsupported(f"{{param}} takes at most {self.max_items} strings, not {len(values)}", name)
+        if len(values) < self.min_items:
+            least = f"{self.min_items} string{'s' * (self.min_items > 1)}"
+            raise unsupported(f"{{param}} takes at least {least}, not {len(values)}", name)
         values = [item for item in values if item or not self.drop_empty]
         for item in values:
             if not 1 <= len(item) <= self.max_chars:
@@ -238,7 +242,7 @@ class Strings(Checked, frozen=True):
 
     def schema(self) -> Schema:
         item = {"type": "string", "minLength": 0 if self.drop_empty else 1, "maxLength": self.max_chars}
-        return nullable(item, array(item, self.max_items))
+        return nullable(item, array(item, self.max_items, self.min_items))
 
 
 class TokenIds(Checked, frozen=True):

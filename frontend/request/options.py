@@ -29,8 +29,7 @@ from tandem.frontend.request.kinds import (
 )
 from tandem.frontend.request.schema import BOOLEAN, Schema, nullable, opened
 from tandem.frontend.request.structured_outputs import (
-    MAX_CHOICE_CHARS,
-    MAX_CHOICES,
+    CHOICES,
     MAX_PATTERN_CHARS,
     STRUCTURED_FIELDS,
     constraints,
@@ -157,7 +156,7 @@ OPTION_FIELDS = (
         "Constrain the output to JSON, or to a JSON Schema.",
     ),
     Field("regex", String(MAX_PATTERN_CHARS), "Constrain the output to a regular expression."),
-    Field("choice", Strings(MAX_CHOICES, MAX_CHOICE_CHARS), "Constrain the output to one of these texts."),
+    Field("choice", CHOICES, "Constrain the output to one of these texts."),
     Field("grammar", String(MAX_PATTERN_CHARS), "Constrain the output to a Lark grammar in llguidance's dialect."),
     *STRUCTURED_FIELDS,
     Field(

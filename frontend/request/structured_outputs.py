@@ -10,9 +10,8 @@ from tandem.frontend.request.fields import Field
 from tandem.frontend.request.kinds import String, Strings, Typed
 from tandem.frontend.request.values import decode_field, wrong_type
 
-MAX_CHOICES = 1024
-"""Maximum number of alternatives of `choice`."""
-MAX_CHOICE_CHARS = 1024
+CHOICES = Strings(max_items=1024, max_chars=1024, min_items=1)
+"""Alternatives of `choice`. None at all would leave the output free, which no one asks for."""
 MAX_PATTERN_CHARS = 64 * 1024
 
 _SCHEMA = "response_format.json_schema.schema"
@@ -43,7 +42,7 @@ STRUCTURED_FIELDS = (
     Field("structured_outputs", Typed(StructuredOutputs), "A constraint as vLLM writes it."),
     Field("guided_json", Typed(dict[str, Any] | str), "A JSON Schema; vLLM's older name."),
     Field("guided_regex", String(MAX_PATTERN_CHARS), "A regular expression; vLLM's older name."),
-    Field("guided_choice", Strings(MAX_CHOICES, MAX_CHOICE_CHARS), "Alternatives; vLLM's older name."),
+    Field("guided_choice", CHOICES, "Alternatives; vLLM's older name."),
     Field("guided_grammar", String(MAX_PATTERN_CHARS), "A grammar in Lark; vLLM's older name."),
 )
 
@@ -87,7 +86,7 @@ def _translated(kind: str, value: Any, path: str) -> Any:
     if kind == "json_object":
         return {"type": "json_object"}
     if kind == "choice":
-        return Strings(MAX_CHOICES, MAX_CHOICE_CHARS).check(path, list(value))
+        return CHOICES.check(path, list(value))
     if kind != "json":
         return String(MAX_PATTERN_CHARS).check(path, value)
     schema = decode_field(value.encode(), path) if isinstance(value, str) else value

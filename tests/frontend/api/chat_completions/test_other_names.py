@@ -96,6 +96,9 @@ def test_constraints_have_the_names_of_other_servers(fields: dict[str, Any], nam
         ({"guided_json": "{"}, "guided_json"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"choice": []}, "choice"),
     ],
 )
 def test_invalid_constraints_are_rejected_by_the_name_that_was_sent(fields: dict[str, Any], param: str) -> None:
