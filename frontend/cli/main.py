@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from tandem.frontend.cli.bench.flags import BENCH_FLAGS, FOREIGN_BENCH_FLAGS, add_bench_arguments
-from tandem.frontend.cli.entry import INTERRUPTED
+from tandem.frontend.cli.entry import INTERRUPTED, write_out
 from tandem.frontend.cli.flags import (
     API_KEY_FLAGS,
     BATCH_FLAGS,
@@ -86,12 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse("tandem", problem)
         return ExitCode.CONFIG
     try:
-        return int(arguments.run(arguments))
+        return write_out(partial(arguments.run, arguments))
     except KeyboardInterrupt as interrupt:
         return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
-    except BrokenPipeError:  # The reader of stdout is gone: discard the buffered output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -90,9 +90,13 @@ def check_store(directory: Path) -> None:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             stored_version(connection, path)
     except sqlite3.Error as error:
-        raise StoreError(
-            f"the store {path} cannot be used: {error}; move it away, or choose another --state-dir"
-        ) from None
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: sqlite3.Error) -> StoreError:
+    is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    remedy = "free space there" if is_full else "move it away"
+    return StoreError(f"the store {path} cannot be used: {error}; {remedy}, or choose another --state-dir")
 
 
 @contextmanager
@@ -127,9 +131,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) ->
         page_size = connection.execute("PRAGMA page_size").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {limits.max_bytes // page_size}")
     except sqlite3.Error as error:
-        raise StoreError(
-            f"the store {path} cannot be used: {error}; move it away, or choose another --state-dir"
-        ) from None
+        raise _unusable(path, error) from None
 
 
 def _rewrite(connection: sqlite3.Connection, path: Path) -> None:

@@ -152,10 +152,16 @@ class BatchOutput:
         self._file = file
 
     def add(self, outcome: BatchResult) -> None:
-        """Append a result to the file."""
+        """Append a result to the file. Raises BatchError if it cannot be written, for example to a full disk."""
         assert outcome.custom_id not in self.done, f"{outcome.custom_id!r} has a result already"
-        self._file.write(msgspec.json.encode(outcome) + b"\n")
-        self._file.flush()
+        rest = memoryview(msgspec.json.encode(outcome) + b"\n")
+        try:
+            while rest:  # past the file's buffer, of which what was not written would be tried again at its end
+                rest = rest[os.write(self._file.fileno(), rest) :]
+        except OSError as error:
+            raise BatchError(
+                f"{self._file.name} cannot be written: {error.strerror}; mend that and run the same command again"
+            ) from None
         self.done[outcome.custom_id] = outcome.succeeded
 
 

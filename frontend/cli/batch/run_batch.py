@@ -149,7 +149,7 @@ def _run(arguments: argparse.Namespace, requests: list[BatchRequest], output: Ba
         asyncio.run(_send_all(arguments, todo, output, tally, unfinished))
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except ServerError as error:
+    except (ServerError, BatchError) as error:
         print(f"tandem: {error}", file=sys.stderr)
         code = 1
     if unfinished:
@@ -201,7 +201,7 @@ async def _send_all(
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
                     group.create_task(_work(sender, queue, add_result))
-        except* ServerError as errors:
+        except* (ServerError, BatchError) as errors:
             raise errors.exceptions[0] from None
         finally:
             drawing.cancel()

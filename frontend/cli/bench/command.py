@@ -48,12 +48,20 @@ def run_bench(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         print("\n".join(result.lines(arguments.percentile_metrics)))
         if (path := result_path(arguments, result)) is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(result.figures())) + b"\n")
+            _write(path, result)
     except (OSError, ValueError, ClientDiedError) as error:
         print(f"tandem bench: {error}", file=sys.stderr)
         return 1
     return 1 if level.errors else 0
+
+
+def _write(path: Path, result: Result) -> None:
+    """Write the results. Raises ValueError with the path and the reason if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result.figures())) + b"\n")
+    except OSError as error:
+        raise ValueError(f"the results cannot be written to {path}: {error.strerror}") from None
 
 
 def load_of(arguments: argparse.Namespace) -> Load:

@@ -2,12 +2,14 @@
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem.frontend.store import sqlite_file
 from tandem.frontend.store.sqlite_file import FILE_NAME, SCHEMA_VERSION, create_tables, open_store
 from tandem.frontend.store.sqlite_store import SIZE, SqliteStore
 from tandem.frontend.store.store import ConversationTooLargeError, StoreError, StoreLimits
@@ -368,3 +370,15 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = machine(20, 30)
+
+
+def test_a_full_disk_asks_for_space_and_a_damaged_file_to_be_moved(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(":memory:")) as small:
+        small.execute("PRAGMA max_page_count = 2")
+        with pytest.raises(sqlite3.OperationalError) as full:
+            small.executescript("".join(f"CREATE TABLE t{number}(x);" for number in range(3)))
+    said = str(sqlite_file._unusable(tmp_path / "store", full.value))
+    assert said.endswith("database or disk is full; free space there, or choose another --state-dir")
+    (tmp_path / sqlite_file.FILE_NAME).write_bytes(b"no database" * 99)
+    with pytest.raises(StoreError, match="file is not a database; move it away, or choose another --state-dir"):
+        sqlite_file.check_store(tmp_path)

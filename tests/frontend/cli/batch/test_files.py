@@ -1,6 +1,7 @@
 """Valid and invalid batch files, and resuming from an interrupted output."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,21 @@ def test_output_is_locked_against_a_second_run(tmp_path: Path) -> None:
         open_output(tmp_path / "out"),
     ):
         pass
+
+
+def test_output_on_a_full_disk_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    answer = BatchResponse(200, "r", Raw(b"{}"))
+    with open_output(path) as output:
+        output.add(result("a", answer))
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limit[1]))
+        try:
+            with pytest.raises(BatchError, match="out cannot be written: File too large; mend that and run the same"):
+                output.add(result("b", answer))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with open_output(path) as output:
+        assert output.done == {"a": True}, "the part that was written is cut off"
+        output.add(result("b", answer))
+    assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["a", "b"]
