@@ -120,11 +120,11 @@ def _open_wire(
         keys = authenticator.keys if authenticator is not None else None
         heartbeat = HeartbeatPublisher(context, heartbeat_endpoint(endpoint), security, status, keys)
         heartbeat.start()
-    except (ValueError, zmq.ZMQError) as error:
+    except (ValueError, zmq.ZMQError) as error:  # the first names the endpoint itself
         if authenticator is not None:
             authenticator.stop()
         context.destroy(linger=0)
-        raise ConfigError(f"endpoint {endpoint}: {error}") from error
+        raise ConfigError(str(error) if isinstance(error, ValueError) else f"endpoint {endpoint}: {error}") from error
     return router, heartbeat, authenticator
 
 

@@ -13,7 +13,10 @@ _UNSTRETCHED = ("default", "llama3")
 
 
 class TemplateFileError(Exception):
-    """A file of chat templates or of their settings that cannot be read; the text names it and the reason."""
+    """A file of chat templates or of their settings that cannot be read.
+
+    The text names it and the reason.
+    """
 
 
 class TemplateSource(Struct, frozen=True):
@@ -89,7 +92,7 @@ def read_template(path: Path) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON object that templates need, {} if there is no such file.
+    """Read a JSON object that templates need; return {} if the file is missing.
 
     A model that chats without what it says would seem to have no template, or lack its special tokens. Raises
     TemplateFileError for a file that cannot be read, or holds anything else.

@@ -58,6 +58,9 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 10, 5, 3
 """TCP keepalive, which also covers a connection before its handshake."""
 
 
+_EXAMPLE = "ipc:///run/tandem/engine"
+
+
 class Transport(Struct, frozen=True):
     """Security of the sockets of one deployment."""
 
@@ -67,9 +70,13 @@ class Transport(Struct, frozen=True):
     def check(self, endpoint: str) -> None:
         """Raise ValueError for an endpoint that these settings do not allow."""
         if endpoint.startswith("ipc://"):
+            _absolute_path(endpoint)
             return
         if not endpoint.startswith("tcp://"):
-            raise ValueError(f"endpoint {endpoint!r} is neither ipc:// nor tcp://")
+            raise ValueError(
+                f"endpoint {endpoint!r} is neither ipc:// nor tcp://; give one such as {_EXAMPLE}, or "
+                "tcp://10.0.0.1:5555 for other machines"
+            )
         if self.curve is None and not self.insecure_tcp:
             raise ValueError(
                 f"endpoint {endpoint!r} would carry prompts unencrypted: give --curve-keys DIR "
@@ -137,7 +144,9 @@ def check_ipc_place(endpoint: str) -> None:
 def _absolute_path(endpoint: str) -> Path:
     path = Path(endpoint.removeprefix("ipc://"))
     if not path.is_absolute():
-        raise ValueError(f"endpoint {endpoint} is not an absolute path; name a socket in a directory of mode 0700")
+        raise ValueError(
+            f"endpoint {endpoint} is not an absolute path; name one in a directory of mode 0700, such as {_EXAMPLE}"
+        )
     return path
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct, structs
 
 from tandem.engine_core.config import GPU_SHARE, EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, MemoryTooSmallError
+from tandem.engine_core.integers import ceil_div
 from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
@@ -69,12 +70,12 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
         raise MemoryTooSmallError(
             f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs "
             f"need {(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
-            f"{max(page_size, 2)}; {_remedy(config)}"
+            f"{max(page_size, 2)}; {_remedy(config, (ceil_div(2, page_size) + 1) * page_size * token_bytes)}"
         )
     if options.max_len is not None and pages * page_size < config.max_len:
         raise MemoryTooSmallError(
             f"--max-len {config.max_len} does not fit the KV pool of {pages * page_size} tokens; lower it or "
-            f"{_remedy(config)}"
+            f"{_remedy(config, (ceil_div(config.max_len, page_size) + 1) * page_size * token_bytes)}"
         )
     return EngineConfig(**structs.asdict(config), pages=pages + 1)
 
@@ -103,10 +104,14 @@ def _pool_bytes(config: StepConfig, memory: Memory, token_bytes: int) -> int:
     return min(int(memory.total * share) - context, memory.free_at_start) - held - memory.steps - memory.graphs
 
 
-def _remedy(config: StepConfig) -> str:
+def _remedy(config: StepConfig, least: int) -> str:
+    """Return the flag to change.
+
+    least: bytes of the smallest pool that would do, its reserved page included.
+    """
     options = config.options
     if options.kv_memory is not None:
-        return "raise --kv-memory"
+        return f"raise --kv-memory to {least} or more"
     if options.kv_tokens is not None or config.device == "cpu":
         return "raise --kv-tokens"
     return "raise --gpu-memory, or lower --max-rows or --max-step-tokens"

@@ -87,9 +87,9 @@ class Findings:
 
 
 def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask: AskEngine = ask_engine) -> int:
-    """Print problems and warnings on stderr, a line each, and a summary on stdout.
+    """Print problems and warnings on stderr and a summary on stdout.
 
-    Returns the exit code.
+    Each has a line, and indented ones if it has more. Returns the exit code.
 
     problems: those that are known already. ask: returns the engine's choices; by default from a child process.
     """
@@ -111,7 +111,8 @@ def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask
 def _print(command: str, found: Findings) -> int:
     for kind, texts in (("problem", found.problems), ("warning", found.warnings)):
         for text in dict.fromkeys(texts):
-            print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
+            first, *others = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+            print("\n    ".join([f"{kind}: {first}", *others]), file=sys.stderr)
     for name, text in found.facts.items():
         print(f"{name:<18}{text}")
     count = len(dict.fromkeys(found.problems))

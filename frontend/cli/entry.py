@@ -1,4 +1,4 @@
-"""Entry of the console command `tandem`, and its ends that are no command's own.
+"""Entry of the console command `tandem`, and its end where output fails.
 
 The modules of the command take a third of a second to load. An interrupt in that time ends it as one later does,
 without a traceback.
@@ -47,5 +47,8 @@ def write_out(run: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discard what is buffered for stdout, which would be tried again at the end of the process."""
+    """Discard what is buffered for stdout.
+
+    It would be tried again at the end of the process.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

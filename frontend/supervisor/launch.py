@@ -41,7 +41,7 @@ from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
-from tandem.protocol.sockets import Transport, check_port
+from tandem.protocol.sockets import Transport, check_ipc_place, check_port
 from tandem.protocol.transport_options import transport, transport_argv
 from tandem.protocol.usable_cores import usable_cores
 
@@ -94,6 +94,17 @@ def check_ipc_length(endpoint: str) -> None:
             f"the path of {endpoint} has {len(path.encode())} bytes, at most {MAX_IPC_PATH - len('.beat')}; "
             "choose a shorter one"
         )
+
+
+def check_place(endpoint: str) -> None:
+    """Raise LaunchError for an ipc endpoint that others could reach.
+
+    Also for one whose path another kind of file has.
+    """
+    try:
+        check_ipc_place(endpoint)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def checked_transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
@@ -211,6 +222,7 @@ async def supervise(
         api = _addresses(arguments) if with_frontends else None
         check_ports(api, arguments.ops_host, arguments.ops_port, arguments.endpoint)
         if arguments.endpoint is not None:
+            check_place(endpoint)
             once_free(lambda: check_unused(endpoint))
         # Before the ops port, whose default gives way to a port that was given.
         listeners = _open_listeners(arguments, stack) if with_frontends else ServiceSockets(())

@@ -1,4 +1,4 @@
-"""Folders that hold no model that could be served, or none that may be read, told apart for error messages."""
+"""Folders that hold no model that could be served or read, told apart for users."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def explain(folder: Path) -> str:
 
 
 def check_readable(folder: Path, with_weights: bool) -> None:
-    """Raise PermissionError for the first file of a model that this user may not read.
+    """Raise PermissionError for the first file that this user may not read.
 
     with_weights: False for a frontend, which leaves weights alone.
     """
@@ -54,7 +54,10 @@ def check_readable(folder: Path, with_weights: bool) -> None:
 
 
 def inaccessible(path: Path) -> Path:
-    """Return the outermost folder on the way to a path that this user may not enter; the path if there is none."""
+    """Return the outermost folder on the way to a path that this user may not enter.
+
+    The result is the path if there is none.
+    """
     for parent in reversed(path.absolute().parents):
         if not os.access(parent, os.X_OK, effective_ids=_EFFECTIVE):
             return parent

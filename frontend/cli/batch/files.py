@@ -152,7 +152,10 @@ class BatchOutput:
         self._file = file
 
     def add(self, outcome: BatchResult) -> None:
-        """Append a result to the file. Raises BatchError if it cannot be written, for example to a full disk."""
+        """Append a result to the file.
+
+        Raises BatchError if it cannot be written, for example to a full disk.
+        """
         assert outcome.custom_id not in self.done, f"{outcome.custom_id!r} has a result already"
         rest = memoryview(msgspec.json.encode(outcome) + b"\n")
         try:

@@ -22,7 +22,7 @@ class ClientDiedError(Exception):
 
 
 def _start(process: SpawnProcess) -> None:
-    """Start a process that takes no interrupt until `serve_jobs` says what to make of it.
+    """Start a process that takes no interrupt before `serve_jobs` ignores them.
 
     Ctrl-C reaches it too, and would end its imports with a traceback. A new process inherits what is blocked.
     """

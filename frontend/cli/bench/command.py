@@ -56,7 +56,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _write(path: Path, result: Result) -> None:
-    """Write the results. Raises ValueError with the path and the reason if that fails."""
+    """Write the results.
+
+    Raises ValueError with the path and the reason if that fails.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result.figures())) + b"\n")

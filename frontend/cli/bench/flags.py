@@ -57,6 +57,7 @@ FOREIGN_BENCH_FLAGS = {
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that are not in BENCH_FLAGS, and former names without help."""
+    parser.add_argument("serve", nargs="?", choices=["serve"], help=argparse.SUPPRESS)  # as in `vllm bench serve`
     parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
     parser.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,

@@ -33,7 +33,20 @@ class Result(Struct):
     level: Level
 
     def lines(self, metrics: Sequence[str]) -> Iterator[str]:
-        """Yield the lines of the table, with some of the latencies."""
+        """Yield the lines of the table, with some of the latencies, and what has failed.
+
+        The table is left out if nothing has succeeded.
+        """
+        level = self.level
+        if level.completed or not level.errors:
+            yield from self._table_lines(metrics)
+        if level.errors:
+            yield f"failed: {', '.join(f'{count} x {kind}' for kind, count in level.errors.items())}"
+            yield f"the first: {level.error_example}"
+        if level.other_length:
+            yield f"note: {level.other_length} answers have another length than was asked for"
+
+    def _table_lines(self, metrics: Sequence[str]) -> Iterator[str]:
         level = self.level
         yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
         rows: list[tuple[str, str]] = [
@@ -64,11 +77,6 @@ class Result(Struct):
             figures = ("-" if value is None else f"{value:.2f}" for value in self._figures(metric))
             yield from _table(list(zip(named, figures, strict=True)))
         yield "=" * _WIDTH
-        if level.errors:
-            yield f"failed: {', '.join(f'{count} x {kind}' for kind, count in level.errors.items())}"
-            yield f"the first: {level.error_example}"
-        if level.other_length:
-            yield f"note: {level.other_length} answers have another length than was asked for"
 
     def figures(self) -> dict[str, Any]:
         """Return all figures by vLLM's names.

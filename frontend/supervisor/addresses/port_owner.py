@@ -22,7 +22,7 @@ def port_owner(port: int, proc: Path = Path("/proc")) -> str:
 
 
 def used_by(port: int, error: OSError) -> str:
-    """Return who has a port that could not be listened on, to follow the error's text; "" after any other error."""
+    """Return who has a port, to follow the text of an error; "" if it is not in use."""
     return f", used by {port_owner(port)}" if error.errno == errno.EADDRINUSE else ""
 
 

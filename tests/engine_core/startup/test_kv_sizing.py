@@ -101,8 +101,10 @@ WRONG: list[tuple[Memory, dict[str, Any], str]] = [
         "--max-len 97 does not fit the KV pool of 96 tokens; lower it or raise --kv",
     ),
     (CPU, {"kv_tokens": 1, "page_size": 1}, "raise --kv-tokens"),
-    (CPU, {"kv_memory": 31 * TOKEN}, "raise --kv-memory"),
-    (CPU, {"kv_memory": 1}, "raise --kv-memory"),
+    (CPU, {"kv_memory": 31 * TOKEN}, f"raise --kv-memory to {32 * TOKEN} or more"),
+    (CPU, {"kv_memory": 1}, f"raise --kv-memory to {32 * TOKEN} or more"),
+    (CPU, {"kv_memory": 1, "page_size": 1}, f"raise --kv-memory to {3 * TOKEN} or more"),
+    (CPU, {"kv_memory": 112 * TOKEN, "max_len": 97}, f"lower it or raise --kv-memory to {128 * TOKEN} or more"),
     (CPU, {"page_size": "max", "kv_tokens": 2047}, "less than one page of 2048"),
     (Memory(free=100_000), {}, "0.00 GiB free"),
     (Memory(5 * GIB, 64 * GIB, 20 * GIB, 3 * GIB, 2 * GIB), {}, "of which steps and graphs need 5.00"),
@@ -123,6 +125,16 @@ def test_a_pool_of_the_wrong_size_is_refused_with_numbers_and_a_remedy(
     with pytest.raises(ConfigError) as caught:
         decide(memory, **flags)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "flags"),
+    [(32 * TOKEN, {}), (3 * TOKEN, {"page_size": 1}), (128 * TOKEN, {"max_len": 97})],
+)
+def test_the_memory_that_a_refusal_names_is_enough_and_less_is_not(kv_memory: int, flags: dict[str, Any]) -> None:
+    assert decide(CPU, kv_memory=kv_memory, **flags).kv_tokens >= flags.get("max_len", 2)
+    with pytest.raises(ConfigError, match=f"raise --kv-memory to {kv_memory} or more"):
+        decide(CPU, kv_memory=kv_memory - 1, **flags)
 
 
 EXCLUSIVE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [

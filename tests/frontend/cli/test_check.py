@@ -63,6 +63,17 @@ class Checked:
         assert self.code == (2 if self.problems else 0)
 
 
+def test_a_problem_of_several_lines_keeps_them(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """As the tensors of a checkpoint that do not fit, of which a start has a line each."""
+    wrong = Forecast([], {}, {}, problems=["these tensors do not fit:\n  a is [1]\n\n  b  is [2]", "another"])
+    arguments = build_parser().parse_args(["serve", "--model", str(model), *FREE, "--check"])
+    assert run_check(arguments, ask=lambda *_: wrong) == 2
+    text = capsys.readouterr()
+    said = ["problem: these tensors do not fit:", "    a is [1]", "    b is [2]", "problem: another"]
+    assert text.err.splitlines() == said
+    assert text.out.splitlines()[-1] == "tandem serve would not start: 2 problems"
+
+
 def test_good_settings_have_no_line_on_stderr_and_a_summary(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
