@@ -200,7 +200,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | None:
-    kind = model_type(model_dir)
+    kind = str(read_settings(model_dir / "config.json").get("model_type", ""))
     name, token = MODEL_TEMPLATES.get(kind, ("", ""))
     if not name or tokenizer.token_id(token) is None:
         return None

@@ -94,7 +94,7 @@ def _run_session(session: ChatSession, history: LineHistory) -> None:
         try:
             prompt = _read_prompt(history)
         except KeyboardInterrupt:
-            print()
+            print("\n(Ctrl-D or /quit leaves)")
             continue
         except EOFError:
             print()

@@ -338,7 +338,7 @@ def test_unknown_model_type_has_no_template(tmp_path: Path, tokenizer: Tokenizer
     assert load_chat_template(tmp_path, None, tokenizer) is None
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "chat_template"])
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "chat_template", "config"])
 @pytest.mark.parametrize("given", [False, True])
 def test_damaged_settings_are_not_taken_for_a_model_without_a_template(
     name: str, given: bool, tmp_path: Path, tokenizer: Tokenizer
@@ -346,7 +346,7 @@ def test_damaged_settings_are_not_taken_for_a_model_without_a_template(
     """Of a template that is given only the special tokens come from the folder."""
     write(tmp_path, given_jinja="given")
     write(tmp_path, **{name: "no json"})
-    if given and name == "chat_template":
+    if given and name in ("chat_template", "config"):
         assert load_chat_template(tmp_path, tmp_path / "given.jinja", tokenizer) is not None
         return
     with pytest.raises(ChatTemplateError, match=rf"{name}\.json is not valid JSON \(.*\); download it again"):

@@ -185,7 +185,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(session: Session, engine: F
     engine.step_seconds = 0.001
     say(engine, "done")
     session.interrupt_input("half a line")
-    session.read(">>> ")
+    assert session.read(">>> ").endswith("\r\n(Ctrl-D or /quit leaves)\r\n>>> ")
     assert session.ask("and then?") == "done\n"
     assert prompts(engine)[1].startswith("user: count\nassistant: one two three")
     assert prompts(engine)[1].endswith("\nuser: and then?\nassistant:")
