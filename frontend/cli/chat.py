@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.frontend.cli.chat_terminal import LineHistory, history_path, hold_input
 from tandem.frontend.cli.connection import Connection, ServerError, connect
-from tandem.frontend.cli.entry import INTERRUPTED
+from tandem.frontend.cli.ending import INTERRUPTED
 from tandem.frontend.cli.flags import api_key, sampling_fields, trust
 from tandem.frontend.cli.server_address import shown_url
 from tandem.frontend.cli.streamed_answer import StreamedAnswer

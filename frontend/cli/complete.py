@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tandem.frontend.cli.connection import Connection, ServerError, connect
-from tandem.frontend.cli.entry import INTERRUPTED
+from tandem.frontend.cli.ending import INTERRUPTED
 from tandem.frontend.cli.flags import api_key, sampling_fields, trust
 from tandem.frontend.cli.streamed_answer import StreamedAnswer
 from tandem.protocol.errors import ErrorCode

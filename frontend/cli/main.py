@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from tandem.frontend.cli.bench.flags import BENCH_FLAGS, FOREIGN_BENCH_FLAGS, add_bench_arguments
-from tandem.frontend.cli.entry import INTERRUPTED, write_out
+from tandem.frontend.cli.ending import INTERRUPTED, write_out
 from tandem.frontend.cli.flags import (
     API_KEY_FLAGS,
     BATCH_FLAGS,

@@ -28,7 +28,7 @@ from tandem.frontend.cli.batch.files import (
 from tandem.frontend.cli.batch.progress import BatchProgress, Tally
 from tandem.frontend.cli.connection import ServerError, error_of_response, headers, timeouts, unreachable
 from tandem.frontend.cli.connection_failure import is_permanent
-from tandem.frontend.cli.entry import INTERRUPTED
+from tandem.frontend.cli.ending import INTERRUPTED
 from tandem.frontend.cli.flags import api_key, trust
 from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 

@@ -1,7 +1,5 @@
-"""Interrupts of the console command, and disks without room for what it prints."""
+"""Interrupts of the console command."""
 
-import errno
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -9,7 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.frontend.cli import main as commands
-from tandem.frontend.cli.entry import INTERRUPTED, main, write_out
+from tandem.frontend.cli.ending import INTERRUPTED
+from tandem.frontend.cli.entry import main
 
 
 def test_the_code_of_the_command_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,21 +23,3 @@ def test_an_interrupt_while_modules_are_loaded_ends_without_a_traceback(monkeypa
 
     monkeypatch.setitem(sys.modules, commands.__name__, Loading(commands.__name__))
     assert main() == INTERRUPTED
-
-
-def test_output_on_a_full_disk_ends_in_one_line() -> None:
-    """Also where all of it is still buffered when the command ends."""
-    program = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(['doctor']))"
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "tandem: the output cannot be written: No space left on device; free space there\n"
-    assert (ended.returncode, ended.stderr) == (1, said)
-
-
-def test_other_errors_are_not_taken_for_a_full_disk(capfd: pytest.CaptureFixture[str]) -> None:
-    def fail(number: int, place: str | None) -> int:
-        raise OSError(number, "it failed", place)
-
-    with pytest.raises(OSError, match="it failed"):
-        write_out(lambda: fail(errno.EIO, None))
-    assert capfd.readouterr().err == ""
