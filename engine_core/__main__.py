@@ -120,11 +120,12 @@ def _open_wire(
         keys = authenticator.keys if authenticator is not None else None
         heartbeat = HeartbeatPublisher(context, heartbeat_endpoint(endpoint), security, status, keys)
         heartbeat.start()
-    except (ValueError, zmq.ZMQError) as error:  # the first names the endpoint itself
+    except (ValueError, zmq.ZMQError) as error:
         if authenticator is not None:
             authenticator.stop()
         context.destroy(linger=0)
-        raise ConfigError(str(error) if isinstance(error, ValueError) else f"endpoint {endpoint}: {error}") from error
+        text = str(error)
+        raise ConfigError(text if endpoint in text else f"endpoint {endpoint}: {text}") from error
     return router, heartbeat, authenticator
 
 

@@ -99,11 +99,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_bytes())  # takes NaN and Infinity too, as transformers writes them
+        json.dumps(value, ensure_ascii=False).encode()  # and halves of characters, which no text may have
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise TemplateFileError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TemplateFileError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise TemplateFileError(f"{path} does not hold a JSON object; download it again")

@@ -70,7 +70,6 @@ class Transport(Struct, frozen=True):
     def check(self, endpoint: str) -> None:
         """Raise ValueError for an endpoint that these settings do not allow."""
         if endpoint.startswith("ipc://"):
-            _absolute_path(endpoint)
             return
         if not endpoint.startswith("tcp://"):
             raise ValueError(
@@ -128,16 +127,19 @@ def check_ipc_place(endpoint: str) -> None:
     if not endpoint.startswith("ipc://"):
         return
     path = _absolute_path(endpoint)
-    if not path.parent.exists():
+    try:
+        info, mode = path.parent.stat(), path.stat().st_mode if path.exists() else stat.S_IFSOCK
+    except FileNotFoundError:
         return
-    info = path.parent.stat()
+    except OSError as error:
+        raise ValueError(f"endpoint {endpoint} cannot be reached: {error.strerror}; choose another") from None
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ValueError(
             f"directory {path.parent} of endpoint {endpoint} must belong to user {os.getuid()} with mode 0700, not to "
             f"user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):04o}; name a socket in a directory of its own, "
             f"which need not exist, such as ipc://{path.parent / 'tandem' / path.name}"
         )
-    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+    if not stat.S_ISSOCK(mode):
         raise ValueError(f"{path} exists and is not a socket; choose another endpoint")
 
 

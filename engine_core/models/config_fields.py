@@ -258,4 +258,4 @@ def _decode(path: Path, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from None
+        raise ConfigError(f"{path} is not valid JSON ({error}); correct it or download it again") from None

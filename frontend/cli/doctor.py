@@ -5,6 +5,7 @@ weights.
 """
 
 import argparse
+import errno
 import os
 import platform
 import resource
@@ -24,7 +25,7 @@ from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
 from tandem.frontend.process import child_environment
 from tandem.frontend.supervisor.addresses.port_flags import port_clash
-from tandem.frontend.supervisor.addresses.port_owner import used_by
+from tandem.frontend.supervisor.addresses.port_owner import port_owner
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import tcp_addresses
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
@@ -225,7 +226,7 @@ def _port(host: str, port: int, flag: str, problems: list[str]) -> str:
     try:
         listen(host, port).close()
     except OSError as error:
-        owner = used_by(port, error)
+        owner = f", used by {port_owner(port)}" if error.errno == errno.EADDRINUSE else ""
         problems.append(f"cannot listen on {host}:{port} ({error.strerror or error}{owner}); choose another {flag}")
         return f"{host}:{port} cannot be used{owner}"
     return f"{host}:{port} is free"

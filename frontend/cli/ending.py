@@ -17,9 +17,11 @@ def write_out(run: Callable[[], int]) -> int:
     The code is 1 if the reader of stdout is gone, or, with a line on stderr, if a disk is full.
     """
     try:
-        code = run()
-        if sys.stdout is not None:  # as it is where it was closed
-            sys.stdout.flush()
+        try:
+            return run()
+        finally:  # after a parser's exit too
+            if sys.stdout is not None:  # as it is where it was closed
+                sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()
         return 1
@@ -30,7 +32,6 @@ def write_out(run: Callable[[], int]) -> int:
         print(f"tandem: {place} cannot be written: {error.strerror}; free space there", file=sys.stderr)
         _discard_output()
         return 1
-    return code
 
 
 def _discard_output() -> None:
@@ -38,4 +39,5 @@ def _discard_output() -> None:
 
     It would be tried again at the end of the process.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -62,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The code is 2 for usage errors and invalid settings.
     """
+    try:
+        return write_out(partial(_run, argv))
+    except KeyboardInterrupt as interrupt:
+        return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(argv)
     arguments.reread = partial(build_parser().parse_args, argv)
     process = arguments.command
@@ -83,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in dict.fromkeys([*problems, *_wrong_numbers(arguments)]):
             refuse("tandem", problem)
         return ExitCode.CONFIG
-    try:
-        return write_out(partial(arguments.run, arguments))
-    except KeyboardInterrupt as interrupt:
-        return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
+    return int(arguments.run(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:

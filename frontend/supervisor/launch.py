@@ -23,7 +23,7 @@ from tandem.frontend.listening import listen, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.addresses.port_flags import check_ports
-from tandem.frontend.supervisor.addresses.port_owner import port_owner
+from tandem.frontend.supervisor.addresses.port_owner import PortInUseError
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses, ServiceSockets, once_free
 from tandem.frontend.supervisor.addresses.tcp_address import listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.announcement import Announcement
@@ -159,9 +159,10 @@ def check_unused(endpoint: str) -> None:
                         "machine, and a port that this user may use"
                     ) from None
                 if error.errno == errno.EADDRINUSE:  # the engine reports others
-                    raise AddressInUseError(
-                        f"--endpoint {endpoint} needs the ports {port} and {int(port) + 1}, and {number} is in use "
-                        f"by {port_owner(number)}; stop what listens there, or choose another"
+                    raise PortInUseError(
+                        number,
+                        f"--endpoint {endpoint} needs the ports {port} and {int(port) + 1}, and {number} is in use by",
+                        "; stop what listens there, or choose another",
                     ) from None
 
 

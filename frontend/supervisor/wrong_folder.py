@@ -4,14 +4,16 @@ import errno
 import os
 from pathlib import Path
 
-from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, formats_of
+from tandem.frontend.hub.selection import CONFIG, INDEX, SINGLE, TOKENIZER, TOKENIZER_SOURCES, formats_of
 from tandem.protocol.model_folder import read_json
 
 ADAPTER = "adapter_config.json"
-TOKENIZER = "tokenizer.json"
 _MAX_NAMED = 3
-_READ, _WEIGHTS = frozenset({".json", ".jinja"}), ".safetensors"
-"""Suffixes of the files that frontends and engine read."""
+_READ = (
+    *(CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+"""Files that frontends and engine read if they are there, besides weights."""
 _EFFECTIVE = os.access in os.supports_effective_ids
 
 
@@ -47,9 +49,14 @@ def check_readable(folder: Path, with_weights: bool) -> None:
 
     with_weights: False for a frontend, which leaves weights alone.
     """
-    for path in sorted(folder.iterdir()):
-        is_read = path.suffix in _READ or (with_weights and path.suffix == _WEIGHTS)
-        if is_read and path.is_file() and not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
+    names = [*_READ, *(() if (folder / TOKENIZER).is_file() else TOKENIZER_SOURCES)]
+    if with_weights and (folder / SINGLE).is_file():
+        names.append(SINGLE)
+    elif with_weights:
+        files = read_json(folder / INDEX).get("weight_map")
+        names += [INDEX, *sorted({str(name) for name in files.values()} if isinstance(files, dict) else ())]
+    for path in (folder / name for name in names):
+        if path.is_file() and not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 

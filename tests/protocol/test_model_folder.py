@@ -68,6 +68,8 @@ def test_a_template_that_cannot_be_read_is_named_and_has_no_fingerprint(tmp_path
         ('{"a":', r"is not valid JSON \(Expecting value.*\); download it again"),
         ("\xff", "is not valid JSON .*utf-8"),
         ("[]", "does not hold a JSON object; download it again"),
+        ('{"chat_template": "a\\ud800b"}', "is not valid JSON .*surrogates not allowed"),
+        ("[" * 100_000, "is not valid JSON .*recursion"),
     ],
 )
 def test_damaged_settings_are_named(tmp_path: Path, text: str, problem: str) -> None:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -157,11 +157,14 @@ class BatchOutput:
         Raises BatchError if it cannot be written, for example to a full disk.
         """
         assert outcome.custom_id not in self.done, f"{outcome.custom_id!r} has a result already"
+        start = os.fstat(self._file.fileno()).st_size
         rest = memoryview(msgspec.json.encode(outcome) + b"\n")
         try:
             while rest:  # past the file's buffer, of which what was not written would be tried again at its end
                 rest = rest[os.write(self._file.fileno(), rest) :]
         except OSError as error:
+            with suppress(OSError):  # Results after a part of one could not be read again.
+                os.ftruncate(self._file.fileno(), start)
             raise BatchError(
                 f"{self._file.name} cannot be written: {error.strerror}; mend that and run the same command again"
             ) from None
@@ -174,6 +177,8 @@ def open_output(path: Path) -> Iterator[BatchOutput]:
 
     Raises BatchError for a file that cannot be written, is locked by another run, or has other content.
     """
+    if path.exists() and not path.is_file():
+        raise BatchError(f"{path} is not a regular file; results are read again where a run is resumed")
     try:
         # In append mode the operating system puts every write at the end.
         file = path.open("a+b")

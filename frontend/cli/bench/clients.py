@@ -5,6 +5,7 @@ import signal
 import time
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.resource_tracker import ensure_running
 from types import TracebackType
 
 import msgspec
@@ -26,6 +27,7 @@ def _start(process: SpawnProcess) -> None:
 
     Ctrl-C reaches it too, and would end its imports with a traceback. A new process inherits what is blocked.
     """
+    ensure_running()  # Before: the first start would start the tracker too, which unblocks interrupts.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

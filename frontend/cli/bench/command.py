@@ -32,6 +32,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     key, trusted = api_key(arguments) or "", trust(arguments)
     objectives = dict(arguments.goodput or ())
     slo = Slo(*(objectives.get(name, math.inf) for name in ("ttft", "tpot", "e2el")))
+    result: Result | None = None
     try:
         load = load_of(arguments)
         endpoint = Endpoint.parse(arguments.url, key, trusted)
@@ -46,13 +47,16 @@ def run_bench(arguments: argparse.Namespace) -> int:
         result = Result(
             model, arguments.request_rate, arguments.max_concurrency, percentiles, bool(objectives), level
         )  # fmt: skip
-        print("\n".join(result.lines(arguments.percentile_metrics)))
         if (path := result_path(arguments, result)) is not None:
             _write(path, result)
     except (OSError, ValueError, ClientDiedError) as error:
         print(f"tandem bench: {error}", file=sys.stderr)
-        return 1
-    return 1 if level.errors else 0
+        failed = True
+    else:
+        failed = bool(level.errors)
+    if result is not None:
+        print("\n".join(result.lines(arguments.percentile_metrics)))
+    return int(failed)
 
 
 def _write(path: Path, result: Result) -> None:

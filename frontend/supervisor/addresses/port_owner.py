@@ -1,11 +1,28 @@
-"""The process that listens on a TCP port of this machine."""
+"""Processes that listen on TCP ports here, and the refusal that names them."""
 
-import errno
 from contextlib import suppress
 from pathlib import Path
 
+from tandem.frontend.supervisor.model import AddressInUseError
+
 _LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
+
+
+class PortInUseError(AddressInUseError):
+    """A port that another process has.
+
+    Its text names that process, which is looked for when the text is read: a start tries many times, or many ports.
+    """
+
+    def __init__(self, port: int, before: str, after: str) -> None:
+        """Keep what the text has before and after the name of the process."""
+        super().__init__(before, after)
+        self.port = port
+
+    def __str__(self) -> str:
+        before, after = self.args
+        return f"{before} {port_owner(self.port)}{after}"
 
 
 def port_owner(port: int, proc: Path = Path("/proc")) -> str:
@@ -17,13 +34,10 @@ def port_owner(port: int, proc: Path = Path("/proc")) -> str:
     for process in proc.glob("[0-9]*"):
         with suppress(OSError):
             if any(str(link.readlink()) in sockets for link in (process / "fd").iterdir()):
-                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+                name = (process / "comm").read_bytes().strip().decode(errors="replace")
+                shown = "".join(character if character.isprintable() else "?" for character in name)
+                return f"{shown} (process {process.name})"
     return "another process"
-
-
-def used_by(port: int, error: OSError) -> str:
-    """Return who has a port, to follow the text of an error; "" if it is not in use."""
-    return f", used by {port_owner(port)}" if error.errno == errno.EADDRINUSE else ""
 
 
 def _inodes(port: int, proc: Path) -> set[str]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from msgspec import Struct
 
 from tandem.frontend.listening import listen_shared
-from tandem.frontend.supervisor.addresses.port_owner import used_by
+from tandem.frontend.supervisor.addresses.port_owner import PortInUseError
 from tandem.frontend.supervisor.model import AddressInUseError, LaunchError
 
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -93,9 +93,10 @@ def _listen_tcp(addresses: Sequence[TcpAddress], port: int, count: int, flag: st
 def _failure(address: TcpAddress, port: int, flag: str, error: OSError) -> LaunchError:
     host = f"[{address.host}]" if ":" in address.host else address.host
     other = f"{flag.removesuffix('port')}host" if error.errno in _MISSING else flag
-    kind = AddressInUseError if error.errno == errno.EADDRINUSE else LaunchError
-    reason = f"{error.strerror or error}{used_by(port, error)}"
-    return kind(f"cannot listen on {host}:{port} ({reason}); choose another {other}")
+    reason = f"cannot listen on {host}:{port} ({error.strerror or error}"
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(port, f"{reason}, used by", f"); choose another {other}")
+    return LaunchError(f"{reason}); choose another {other}")
 
 
 def _is_number(host: str) -> bool:

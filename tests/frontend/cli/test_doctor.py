@@ -84,6 +84,17 @@ def test_unknown_owner_of_a_port_is_another_process(tmp_path: Path) -> None:
     assert port_owner(1, tmp_path) == "another process"
 
 
+def test_the_name_of_a_process_may_be_cut_or_hold_what_a_terminal_obeys(tmp_path: Path) -> None:
+    listening = "0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 77 1"
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "tcp").write_text(f"header\n{listening}\n")
+    (tmp_path / "12" / "fd").mkdir(parents=True)
+    (tmp_path / "12" / "fd" / "3").symlink_to("socket:[77]")
+    for name, shown in (("ä" * 8).encode()[:15], "ä" * 7 + "\ufffd"), (b"a\x1b[2J\nb", "a?[2J?b"):
+        (tmp_path / "12" / "comm").write_bytes(name + b"\n")
+        assert port_owner(8080, tmp_path) == f"{shown} (process 12)"
+
+
 @pytest.mark.parametrize(
     ("argv", "found", "problem"),
     [

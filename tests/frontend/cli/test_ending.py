@@ -9,13 +9,25 @@ import pytest
 from tandem.frontend.cli.ending import write_out
 
 
-def test_output_on_a_full_disk_ends_in_one_line() -> None:
+@pytest.mark.parametrize("argv", [["doctor"], ["serve", "--help-all"]])
+def test_output_on_a_full_disk_ends_in_one_line(argv: list[str]) -> None:
     """Also where all of it is still buffered when the command ends."""
-    program = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(['doctor']))"
+    program = f"import sys; from tandem.frontend.cli.main import main; sys.exit(main({argv}))"
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
     said = "tandem: the output cannot be written: No space left on device; free space there\n"
     assert (ended.returncode, ended.stderr) == (1, said)
+
+
+def test_a_quota_that_is_spent_names_the_file_also_without_a_stdout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", "/home/x")
+
+    monkeypatch.setattr(sys, "stdout", None)
+    assert write_out(fail) == 1
+    assert capfd.readouterr().err == "tandem: /home/x cannot be written: Disk quota exceeded; free space there\n"
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(capfd: pytest.CaptureFixture[str]) -> None:

@@ -155,3 +155,11 @@ def test_an_endpoint_that_others_could_reach_is_refused_before_anything_starts(t
     (tmp_path / "own").mkdir(mode=0o700)
     check_place(f"ipc://{tmp_path}/own/e")
     check_place(f"ipc://{tmp_path}/missing/e")
+    with pytest.raises(LaunchError, match="cannot be reached: File name too long; choose another"):
+        check_place(f"ipc://{tmp_path}/{'e' * 300}/e")
+
+
+def test_a_start_checks_the_place_of_its_endpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    assert main(["engine", "--endpoint", f"ipc://{tmp_path}/e", "--ops-port", "0"]) == 2
+    assert f"tandem: directory {tmp_path} of endpoint ipc://{tmp_path}/e must belong to user" in capsys.readouterr().err

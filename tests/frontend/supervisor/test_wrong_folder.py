@@ -9,7 +9,7 @@ import pytest
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.hub.selection import TOKENIZER_SOURCES, has_tokenizer
 from tandem.frontend.supervisor.model import LaunchError, ModelFolder, find_model
-from tandem.frontend.supervisor.wrong_folder import inaccessible
+from tandem.frontend.supervisor.wrong_folder import check_readable, inaccessible
 
 ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"})
 
@@ -101,15 +101,19 @@ def deny(monkeypatch: pytest.MonkeyPatch, denied: Path) -> None:
     ("name", "by_frontends"),
     [
         *[(name, True) for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")],
-        ("model-00001-of-00002.safetensors", False),
+        *[(name, False) for name in ("model.safetensors.index.json", "model-00002-of-00002.safetensors")],
     ],
 )
 def test_a_file_that_may_not_be_read_is_named_with_the_user(
     name: str, by_frontends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ("config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "chat_template.jinja")
-    folder = folder_of(tmp_path, dict.fromkeys((*files, "model-00001-of-00002.safetensors"), "{}"))
-    deny(monkeypatch, folder / "README.md")
+    folder = folder_of(tmp_path, dict.fromkeys((*files, "consolidated.safetensors", "trainer_state.json"), "{}"))
+    shards = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {"model.safetensors.index.json": json.dumps(shards)}
+    folder_of(folder, index | dict.fromkeys(shards["weight_map"].values(), ""))
+    for left_alone in ("README.md", "consolidated.safetensors", "trainer_state.json"):
+        deny(monkeypatch, folder / left_alone)
     assert find_model(str(folder), HubOptions()) == ModelFolder(folder)
     deny(monkeypatch, folder / name)
     for with_weights in (True, False)[: 1 + by_frontends]:
@@ -119,13 +123,27 @@ def test_a_file_that_may_not_be_read_is_named_with_the_user(
         assert find_model(str(folder), HubOptions(), with_weights=False) == ModelFolder(folder)
 
 
+@pytest.mark.parametrize(("name", "by_frontends"), [("model.safetensors", False), ("tokenizer.model", True)])
+def test_a_tokenizer_to_convert_and_a_single_file_of_weights_are_read_too(
+    name: str, by_frontends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.model")
+    folder = folder_of(tmp_path, dict.fromkeys(files, "{}"))
+    deny(monkeypatch, folder / "model.safetensors.index.json")
+    check_readable(folder, True)
+    deny(monkeypatch, folder / name)
+    for with_weights in (True, False)[: 1 + by_frontends]:
+        with pytest.raises(PermissionError, match=name):
+            check_readable(folder, with_weights)
+
+
 def test_a_folder_that_may_not_be_entered_is_named_and_no_file_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "closed"
     folder.mkdir()
     deny(monkeypatch, folder)
-    assert inaccessible(folder / "adapter_config.json") == folder
+    assert inaccessible(folder / "deeper" / "adapter_config.json") == folder
     assert inaccessible(tmp_path / "other.json") == tmp_path / "other.json"
 
 

@@ -124,7 +124,10 @@ def test_file_that_is_not_an_output_is_left_unchanged(tmp_path: Path) -> None:
         open_output(write(path, line, line)),
     ):
         pass
-    with pytest.raises(BatchError, match="cannot be written"), open_output(tmp_path):
+    for place in (tmp_path, Path("/dev/full")):
+        with pytest.raises(BatchError, match=f"{place} is not a regular file"), open_output(place):
+            pass
+    with pytest.raises(BatchError, match="cannot be written: No such file"), open_output(tmp_path / "none" / "out"):
         pass
 
 
@@ -149,7 +152,8 @@ def test_output_on_a_full_disk_is_named(tmp_path: Path) -> None:
                 output.add(result("b", answer))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert path.read_bytes().count(b"\n") == 1 and path.read_bytes().endswith(b"\n")
     with open_output(path) as output:
-        assert output.done == {"a": True}, "the part that was written is cut off"
+        assert output.done == {"a": True}
         output.add(result("b", answer))
     assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["a", "b"]

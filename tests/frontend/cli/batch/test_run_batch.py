@@ -1,6 +1,8 @@
 """`tandem run-batch` against a frontend and a fake engine, including a run that is killed."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tandem.frontend.cli.batch import files
 from tandem.frontend.cli.main import main
 from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
@@ -199,3 +202,26 @@ def test_a_refused_key_ends_the_run_and_leaves_its_requests(
 def test_empty_batch_succeeds(paths: tuple[Path, Path]) -> None:
     paths[0].write_text("\n")
     assert main(["run-batch", *map(str, paths)]) == 0
+
+
+def test_a_disk_that_is_full_ends_the_run_in_a_line_and_a_second_run_goes_on(
+    server: RunningServer, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths[0].write_text("".join(line(f"r{number}") for number in range(6)))
+    written: list[int] = []
+
+    def write(file: int, data: memoryview) -> int:
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(real(file, data))
+        return written[-1]
+
+    real = os.write
+    monkeypatch.setattr(files.os, "write", write)
+    assert main(argv(server, paths, "--concurrency", "3")) == 1
+    said = capsys.readouterr().err
+    assert f"tandem: {paths[1]} cannot be written: No space left on device; mend that and run the same" in said
+    assert "6 requests: 2 succeeded, 0 failed, 4 left; run the same command again to continue" in said
+    monkeypatch.setattr(files.os, "write", real)
+    assert main(argv(server, paths)) == 0
+    assert results(paths[1]).keys() == {f"r{number}" for number in range(6)}

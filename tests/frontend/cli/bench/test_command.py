@@ -30,6 +30,15 @@ from tests.frontend.conftest import RunningServer
 from tests.support.certificate import write_certificate
 from tests.support.shared_frontend import SharedFrontend, shared_fixtures
 
+LOADING = """
+import os, signal
+from tandem.frontend.cli.bench.clients import Clients
+if __name__ == "__main__":
+    with Clients(2) as clients:
+        for process in clients._processes:
+            os.kill(process.pid, signal.SIGINT)
+    print([process.exitcode for process in clients._processes])
+"""
 WAITING = """
 import sys
 from tandem.frontend.cli.bench.client import Job
@@ -233,6 +242,12 @@ def test_ctrl_c_is_left_to_the_parent_of_the_clients(server: RunningServer, engi
             assert send(clients, label) == [None]
     assert process.exitcode == 0 and len(engine.submits) == 2
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_the_first_clients_of_a_process_take_no_interrupt_while_they_load() -> None:
+    """The first start of a process starts multiprocessing's tracker of resources too."""
+    ended = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[0, 0]\n", "")
 
 
 def test_clients_end_with_a_parent_that_is_killed() -> None:
