@@ -326,6 +326,12 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: share_spares(index, 1, 17, pdl=gpu.pdl)
 
 
+def decodes_before_products(gpu: GpuTraits) -> Iterator[Launch]:
+    """With and without early loads; the product after 8 KV heads waits for the end."""
+    for early, kv_heads in product(BOTH, (1, 8)):
+        yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early, kv_heads=kv_heads)
+
+
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     """The tiles that need the most shared memory, where a kernel has several, and small ones elsewhere."""
     yield from layer_kernels(gpu)
@@ -340,8 +346,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     for rows in (1, 16):
         yield from nibble_products(gpu, rows, 3072, 2048, (True,))
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
-    for early, kv_heads in product(BOTH, (1, 8)):  # the product after 8 of them waits for the end
-        yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early, kv_heads=kv_heads)
+    yield from decodes_before_products(gpu)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -361,19 +366,18 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         yield from normed_products(gpu, outputs, inputs, (gated,))
     for head_dim in HEAD_DIMS:
         tiles = TILES[head_width(head_dim)]
-        for pairs in (max(1, least) for least in tiles):
-            for group in (1, 32):
-                for early in BOTH:
-                    yield decode(gpu, head_dim, group, pairs, torch.bfloat16, early=early)
-                yield decode(gpu, head_dim, group, pairs, torch.bfloat16, splits=1, spares=17)
+        for pairs, group in product((max(1, least) for least in tiles), (1, 32)):
+            for early in BOTH:
+                yield decode(gpu, head_dim, group, pairs, torch.bfloat16, early=early)
+            yield decode(gpu, head_dim, group, pairs, torch.bfloat16, splits=1, spares=17)
         yield prompts(gpu, head_dim, 4, torch.bfloat16)
         if gpu.capability >= FP8_CAPABILITY:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)
             yield lambda call=call: triton_kernels(gpu.pdl).rope_and_kv_write(*call, None, None, 1e-6, torch.ones(2))
-            for early in BOTH:
-                for pairs in (32, 256, 512, 1024):
-                    yield decode(gpu, head_dim, 4, pairs, FP8, early=early)
+            for early, pairs in product(BOTH, (32, 256, 512, 1024)):
+                yield decode(gpu, head_dim, 4, pairs, FP8, early=early)
             yield prompts(gpu, head_dim, 4, FP8)
+    yield from decodes_before_products(gpu)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 
