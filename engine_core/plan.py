@@ -5,6 +5,8 @@ the arithmetic is the same for both. Plans are frozen msgspec structs, because 2
 dataclasses cost ten times as much.
 """
 
+import itertools
+
 from msgspec import Struct
 
 from tandem.protocol.params import SamplingParams
@@ -74,32 +76,47 @@ class StepPlan(Struct, frozen=True):
     rows: tuple[ScheduledSequence, ...]
     admitted: tuple[NewSequence, ...]
     total_tokens: int
+    num_steady: int
+    """Number of steady rows at the beginning: each is one sampled position, without tokens to upload or to score. New
+    pages and constraints are allowed. In most steps nearly all rows are among them."""
     needs_mask: bool
     """True if a constrained row samples."""
-    is_unconstrained_decode: bool
-    """True if every row is one sampled position without tokens to upload or constraint; new pages are allowed. This is
-    steady decode."""
-    is_decode_only: bool
-    """True if every row is one sampled position without tokens to upload; constraints are allowed."""
+    is_unconstrained: bool
+    """True if no row has a grammar."""
     logprobs: int = -1
     """Most alternatives that any row wants with its log-probabilities; -1 if no row wants log-probabilities."""
     updated_rows: tuple[ScheduledSequence, ...] = ()
     """Rows that bring tokens or pages."""
 
     @property
-    def is_unconstrained(self) -> bool:
-        """True if no row has a grammar."""
-        return self.is_unconstrained_decode or not any(row.constrained for row in self.rows)
+    def is_decode_only(self) -> bool:
+        """True if every row is one sampled position without tokens to upload; constraints are allowed."""
+        return self.num_steady == len(self.rows)
+
+    @property
+    def is_unconstrained_decode(self) -> bool:
+        """True for a step of steady decode: `is_decode_only` without constraints."""
+        return self.is_decode_only and self.is_unconstrained
+
+    @property
+    def steady_rows(self) -> tuple[ScheduledSequence, ...]:
+        """The first `num_steady` rows."""
+        return self.rows[: self.num_steady]
+
+    @property
+    def other_rows(self) -> tuple[ScheduledSequence, ...]:
+        """Rows behind the `steady_rows`, of any kind."""
+        return self.rows[self.num_steady :]
 
     @property
     def sampled_rows(self) -> tuple[ScheduledSequence, ...]:
         """Rows that are sampled from."""
-        return self.rows if self.is_decode_only else tuple([row for row in self.rows if row.samples])
+        return (*self.steady_rows, *[row for row in self.other_rows if row.samples])
 
     @property
     def chunk_rows(self) -> tuple[ScheduledSequence, ...]:
         """Rows that are not sampled from: parts of prompts but the last."""
-        return () if self.is_decode_only else tuple([row for row in self.rows if not row.samples])
+        return tuple([row for row in self.other_rows if not row.samples])
 
     @classmethod
     def of(
@@ -110,15 +127,15 @@ class StepPlan(Struct, frozen=True):
         logprobs: int = -1,
     ) -> "StepPlan":
         """Build the plan of any step; all other fields are derived from the rows."""
-        decode_only = all(row.length == 1 and row.samples and not (row.tokens or row.targets) for row in rows)
+        steady = itertools.takewhile(_is_steady, rows)
         return cls(
             step_id,
             rows,
             admitted,
             total_tokens=sum([row.length for row in rows]),
+            num_steady=sum([1 for _ in steady]),
             needs_mask=any(row.constrained and row.samples for row in rows),
-            is_unconstrained_decode=decode_only and not any(row.constrained for row in rows),
-            is_decode_only=decode_only,
+            is_unconstrained=not any(row.constrained for row in rows),
             logprobs=logprobs,
             updated_rows=tuple([row for row in rows if row.tokens or row.new_pages]),
         )
@@ -143,9 +160,9 @@ class StepPlan(Struct, frozen=True):
             rows,
             admitted=(),
             total_tokens=len(rows),
+            num_steady=len(rows),
             needs_mask=needs_mask,
-            is_unconstrained_decode=not needs_mask,
-            is_decode_only=True,
+            is_unconstrained=not needs_mask,
             logprobs=logprobs,
             updated_rows=updated_rows,
         )
@@ -160,9 +177,14 @@ class StepPlan(Struct, frozen=True):
             (*self.rows, *others.rows),
             (*self.admitted, *others.admitted),
             total_tokens=self.total_tokens + others.total_tokens,
+            num_steady=self.num_steady + (others.num_steady if self.is_decode_only else 0),
             needs_mask=self.needs_mask or others.needs_mask,
-            is_unconstrained_decode=self.is_unconstrained_decode and others.is_unconstrained_decode,
-            is_decode_only=self.is_decode_only and others.is_decode_only,
+            is_unconstrained=self.is_unconstrained and others.is_unconstrained,
             logprobs=self.logprobs,
             updated_rows=(*self.updated_rows, *others.updated_rows),
         )
+
+
+def _is_steady(row: ScheduledSequence) -> bool:
+    """Return True if a row is one sampled position without tokens to upload or to score."""
+    return row.length == 1 and row.samples and not (row.tokens or row.targets)

@@ -22,7 +22,7 @@ class GraphBucket(NamedTuple):
 
 def exact_bucket(plan: StepPlan) -> GraphBucket:
     """Return the bucket that a plan fills to the last slot."""
-    decode_tokens = sum([row.length == 1 for row in plan.rows])
+    decode_tokens = plan.num_steady + sum([row.length == 1 for row in plan.other_rows])
     return GraphBucket(decode_tokens, plan.total_tokens - decode_tokens)
 
 
@@ -33,7 +33,7 @@ def long_spans(plan: StepPlan) -> list[Span]:
     """
     spans = []
     offset = 0
-    for row in plan.rows:
+    for row in plan.other_rows:
         if row.length > 1:
             spans.append(Span(row.row, offset, row.start, row.length))
             offset += row.length

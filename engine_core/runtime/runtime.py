@@ -192,7 +192,7 @@ class TorchRuntime:
         milliseconds = self.clock.read(s.plan.step_id) if self.clock is not None else 0.0
         tokens: list[int] = s.results[: len(s.packed.sample_rows)].tolist()
         plan, s.plan, s.packed = s.plan, None, None
-        counts = [1] * len(tokens) if len(tokens) == len(plan.rows) else [int(row.samples) for row in plan.rows]
+        counts = [1] * plan.num_steady + [int(row.samples) for row in plan.other_rows]
         if plan.logprobs < 0:
             return StepResult(counts, tokens, milliseconds=milliseconds)
         records = s.host_records[: _num_record_words(plan)].numpy().tobytes()

@@ -118,12 +118,10 @@ def pack(
     max_len, pages_per_row: columns of the token and page tables; bucket: of the graph that runs the step, which the
     plan has to fit, or None for a step that no graph holds; places: for samples in a bucket with prompts.
     """
-    row = np.array([r.row for r in plan.rows], dtype=np.int32)
-    start = np.array([r.start for r in plan.rows], dtype=np.int32)
     if plan.is_decode_only and (bucket is None or not bucket.num_prefill_tokens):
-        packed = _pack_decode(row, start, out, bucket)
+        packed = _pack_decode(plan, out, bucket)
     else:
-        packed = _pack_mixed(plan, row, start, out, bucket, places)
+        packed = _pack_mixed(plan, out, bucket, places)
     if plan.needs_mask:
         masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
         packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
@@ -134,11 +132,13 @@ def pack(
     return packed
 
 
-def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) -> Packed:
+def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packed:
     """Pack the tokens of a step in which every row is one sampled token.
 
     Rows, tokens and samples are the same there.
     """
+    row = np.array([r.row for r in plan.rows], dtype=np.int32)
+    start = np.array([r.start for r in plan.rows], dtype=np.int32)
     count = len(row)
     packed = Packed(out, row, start, int(start.max()) + 1)
     size = count if bucket is None else sum(bucket)
@@ -150,64 +150,74 @@ def _pack_decode(row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None) 
     return packed
 
 
-def _pack_mixed(plan: StepPlan, row: Ints, start: Ints, out: Ints, bucket: GraphBucket | None, places: int) -> Packed:
+def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, places: int) -> Packed:
     """Pack the tokens of a step of rows of any length, some of which may not sample.
 
-    Most rows are single tokens, which are written at once; the few others follow one by one.
+    The steady rows have the first slots and the first samples, and are written at once; the few others follow one by
+    one.
     """
-    length = np.array([r.length for r in plan.rows], dtype=np.int32)
-    end = start + length
-    samples = np.array([r.samples for r in plan.rows], dtype=bool)
-    packed = Packed(out, row[samples], end[samples] - 1, int(end.max()))
-    several = np.flatnonzero(length > 1).tolist()
-    first = _first_slots(plan, length, several, bucket)
+    steady, others, sampled = plan.num_steady, plan.other_rows, plan.sampled_rows
+    sample_rows = np.array([r.row for r in sampled], dtype=np.int32)
+    sample_positions = np.array([r.start + r.length - 1 for r in sampled], dtype=np.int32)
+    longest = max([int(sample_positions.max(initial=0)) + 1, *[r.end for r in others]])
+    packed = Packed(out, sample_rows, sample_positions, longest)
+    slots = _first_slots(plan, bucket)
     size = plan.total_tokens if bucket is None else sum(bucket)
     token_rows, positions = packed.reserve("token_rows", size), packed.reserve("positions", size)
-    token_rows[first] = row
-    positions[first] = NEWEST
-    for index in several:
-        r, slot = plan.rows[index], int(first[index])
-        token_rows[slot : slot + r.length] = r.row
-        positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
-    sample_index = packed.reserve("sample_index", max(places, len(packed.sample_rows)))
-    sample_index[: len(packed.sample_rows)] = (first + length - 1)[samples]
-    sample_index[len(packed.sample_rows) :] = -1
-    packed.add("sample_rows", packed.sample_rows)
-    if any(r.targets for r in plan.rows):
-        targets = [np.frombuffer(r.targets, dtype=np.int32) for r in plan.rows]
-        scored = [np.arange(len(ids), dtype=np.int32) + at for ids, at in zip(targets, first, strict=True)]
+    token_rows[:steady] = sample_rows[:steady]
+    positions[:steady] = NEWEST
+    for r, slot in zip(others, slots, strict=True):
+        if r.length == 1:
+            token_rows[slot], positions[slot] = r.row, NEWEST
+        else:
+            token_rows[slot : slot + r.length] = r.row
+            positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
+    count = len(sampled)
+    sample_index = packed.reserve("sample_index", max(places, count))
+    sample_index[:steady] = np.arange(steady, dtype=np.int32)
+    sample_index[steady:count] = [slot + r.length - 1 for r, slot in zip(others, slots, strict=True) if r.samples]
+    sample_index[count:] = -1
+    packed.add("sample_rows", sample_rows)
+    if any(r.targets for r in others):
+        targets = [np.frombuffer(r.targets, dtype=np.int32) for r in others]
+        scored = [np.arange(len(ids), dtype=np.int32) + slot for ids, slot in zip(targets, slots, strict=True)]
         packed.add("score_index", np.concatenate(scored))
         packed.add("targets", np.concatenate(targets))
     return packed
 
 
-def _first_slots(plan: StepPlan, length: Ints, several: list[int], bucket: GraphBucket | None) -> Ints:
-    """Return the first slot of each row.
+def _first_slots(plan: StepPlan, bucket: GraphBucket | None) -> list[int]:
+    """Return the first slot of each row behind the steady ones.
 
-    In a bucket single tokens come first, then the tokens of longer rows, which are those in `several`.
+    They follow in the plan's order. In a bucket single tokens come first, then the tokens of longer rows.
     """
-    if bucket is None:
-        return np.cumsum(length, dtype=np.int32) - length
-    first = np.cumsum(length == 1, dtype=np.int32) - 1
-    slot = bucket.num_decode_tokens
-    for index in several:
-        first[index] = slot
-        slot += plan.rows[index].length
-    return first
+    slots: list[int] = []
+    single = plan.num_steady
+    longer = single if bucket is None else bucket.num_decode_tokens
+    for r in plan.other_rows:
+        if bucket is not None and r.length == 1:
+            slots.append(single)
+            single += 1
+        else:
+            slots.append(longer)
+            longer += r.length
+    return slots
 
 
 def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packed) -> None:
     """Add the tokens and pages that the device does not know yet, if there are any."""
     starts: list[int] = []
     tokens: list[Ints] = []
-    lengths: list[tuple[int, int]] = []
+    rows: list[int] = []
+    lengths: list[int] = []
     index: list[int] = []
     pages: list[int] = []
     for r in plan.updated_rows:
         if r.tokens:
             starts.append(r.row * max_len + r.start - r.skipped)
             tokens.append(np.frombuffer(r.tokens, np.int32))
-            lengths.append((r.row, r.end if r.row != PADDING_ROW else 1))
+            rows.append(r.row)
+            lengths.append(r.end if r.row != PADDING_ROW else 1)
         if r.new_pages:
             first = r.row * pages_per_row + r.first_page
             index += range(first, first + len(r.new_pages))
@@ -216,9 +226,8 @@ def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packe
         ranges = [np.arange(first, first + len(ids), dtype=np.int64) for first, ids in zip(starts, tokens, strict=True)]
         packed.add_wide("upload_index", np.concatenate(ranges))
         packed.add("upload_tokens", np.concatenate(tokens))
-        rows, known = np.array(lengths, np.int64).T
-        packed.add_wide("length_rows", np.ascontiguousarray(rows))
-        packed.add("lengths", known.astype(np.int32))
+        packed.add_wide("length_rows", np.array(rows, np.int64))
+        packed.add("lengths", np.array(lengths, np.int32))
     if pages:
         packed.add_wide("page_index", np.array(index, np.int64))
         packed.add("pages", np.array(pages, np.int32))
@@ -228,25 +237,35 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
     """Add the sampling parameters of admitted rows."""
     ints, floats = array("q"), array("f")
     suppressed = np.full((len(admitted), MAX_SUPPRESSED), -1, dtype=np.int32)
-    bias_index: list[int] = []
-    bias_ids: list[int] = []
-    biases: list[float] = []
-    for a, ends in zip(admitted, suppressed, strict=True):
+    for index, a in enumerate(admitted):
         p = a.params
-        ids = unpack_ids(p.logit_bias_ids)
-        # Requests beyond these limits are refused on arrival; the next row's entries would be overwritten.
-        assert len(ids) <= MAX_LOGIT_BIAS and len(a.end_ids) <= MAX_SUPPRESSED, f"{len(ids)} biases, {a.end_ids}"
         ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed))
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
-        ends[: len(a.end_ids)] = a.end_ids
-        bias_index += range(a.row * MAX_LOGIT_BIAS, a.row * MAX_LOGIT_BIAS + len(ids))
-        bias_ids += ids
-        biases += unpack_floats(p.logit_bias_values)
+        if a.end_ids:
+            # Requests beyond this limit, as beyond that of biases, are refused on arrival.
+            assert len(a.end_ids) <= MAX_SUPPRESSED, f"{len(a.end_ids)} end ids"
+            suppressed[index, : len(a.end_ids)] = a.end_ids
     packed.add_wide("ints", np.frombuffer(ints, dtype=np.int64))
     packed.add("floats", np.frombuffer(floats, dtype=np.int32))
     packed.add("suppressed", suppressed.reshape(-1))
-    if bias_index:
-        packed.add("bias_index", np.array(bias_index, dtype=np.int32))
-        packed.add("bias_ids", np.array(bias_ids, dtype=np.int32))
-        packed.add("biases", np.array(biases, dtype=np.float32).view(np.int32))
+    biased = [a for a in admitted if a.params.logit_bias_ids]
+    if biased:
+        _add_biases(biased, packed)
+
+
+def _add_biases(biased: list[NewSequence], packed: Packed) -> None:
+    """Add the biases of admitted rows that have some."""
+    index: list[int] = []
+    ids: list[int] = []
+    values: list[float] = []
+    for a in biased:
+        own = unpack_ids(a.params.logit_bias_ids)
+        # The next row's entries would be overwritten.
+        assert len(own) <= MAX_LOGIT_BIAS, f"{len(own)} biases"
+        index += range(a.row * MAX_LOGIT_BIAS, a.row * MAX_LOGIT_BIAS + len(own))
+        ids += own
+        values += unpack_floats(a.params.logit_bias_values)
+    packed.add("bias_index", np.array(index, dtype=np.int32))
+    packed.add("bias_ids", np.array(ids, dtype=np.int32))
+    packed.add("biases", np.array(values, dtype=np.float32).view(np.int32))

@@ -156,19 +156,17 @@ class Scheduler:
     def on_launch(self, plan: StepPlan) -> None:
         """Advance the counters of the sequences in a plan that has been launched."""
         held = self._held
-        if plan.is_decode_only:
-            for row in plan.rows:
-                seq = held[row.seq_id]
-                seq.num_scheduled_tokens += 1
-                seq.inflight += 1
+        for row in plan.steady_rows:
+            seq = held[row.seq_id]
+            seq.num_scheduled_tokens += 1
+            seq.inflight += 1
+            seq.num_inflight_samples += 1
+        for row in plan.other_rows:
+            seq = held[row.seq_id]
+            seq.num_scheduled_tokens = row.start + row.length
+            seq.inflight += 1
+            if row.samples:
                 seq.num_inflight_samples += 1
-        else:
-            for row in plan.rows:
-                seq = held[row.seq_id]
-                seq.num_scheduled_tokens = row.start + row.length
-                seq.inflight += 1
-                if row.samples:
-                    seq.num_inflight_samples += 1
         for row in plan.updated_rows:
             self.memory.on_launch(held[row.seq_id], row)
         if self._running.unsteady:

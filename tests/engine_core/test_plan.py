@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 
@@ -66,3 +68,44 @@ def test_updated_rows_bring_tokens_or_pages() -> None:
         ScheduledSequence(3, 3, 5, 1, True, new_pages=(3,)),
     )
     assert plan(quiet, tokens, pages).updated_rows == (tokens, pages)
+
+
+KINDS = (
+    row(),
+    row(constrained=True),
+    ScheduledSequence(2, 2, 5, new_pages=(3,)),
+    row(samples=False),
+    row(length=3),
+    ScheduledSequence(2, 2, 5, tokens=b"\1\0\0\0"),
+    ScheduledSequence(2, 2, 5, targets=b"\1\0\0\0"),
+)
+"""Rows of every kind, the steady ones first."""
+NUM_STEADY_KINDS = 3
+KINDS_OF_ROWS = st.lists(st.integers(0, len(KINDS) - 1), max_size=6)
+
+
+@given(KINDS_OF_ROWS)
+def test_steady_rows_end_before_the_first_row_of_another_kind(kinds: list[int]) -> None:
+    found = plan(*[KINDS[kind] for kind in kinds])
+    others = [place for place, kind in enumerate(kinds) if kind >= NUM_STEADY_KINDS]
+    assert found.num_steady == (others[0] if others else len(kinds))
+    assert (*found.steady_rows, *found.other_rows) == found.rows
+    assert found.is_decode_only is (not others)
+    assert found.sampled_rows == tuple(row for row in found.rows if row.samples)
+    assert found.chunk_rows == tuple(row for row in found.rows if not row.samples)
+    assert found.is_unconstrained is not any(row.constrained for row in found.rows)
+
+
+@given(KINDS_OF_ROWS, KINDS_OF_ROWS)
+def test_plan_followed_by_another_equals_the_plan_of_all_rows(first: list[int], second: list[int]) -> None:
+    plans = [plan(*[KINDS[kind] for kind in kinds]) for kinds in (first, second)]
+    assert plans[0].followed_by(plans[1]) == plan(*plans[0].rows, *plans[1].rows)
+
+
+@given(st.lists(st.integers(0, NUM_STEADY_KINDS - 1), max_size=6))
+def test_plan_of_decoding_rows_equals_that_of_any_rows(kinds: list[int]) -> None:
+    expected = plan(*[KINDS[kind] for kind in kinds])
+    found = StepPlan.decode_only(
+        1, expected.rows, needs_mask=expected.needs_mask, logprobs=-1, updated_rows=expected.updated_rows
+    )
+    assert found == expected

@@ -21,11 +21,11 @@ def by_sequence(rows: tuple[ScheduledSequence, ...]) -> list[ScheduledSequence]:
 def content(plan: StepPlan | None) -> dict[str, Any]:
     """Return what a plan holds, whatever the order of its rows."""
     assert plan is not None
+    assert plan == StepPlan.of(plan.step_id, plan.rows, plan.admitted, plan.logprobs)
     return {
         "rows": by_sequence(plan.rows),
         "updated": by_sequence(plan.updated_rows),
         "admitted": sorted(plan.admitted, key=lambda seq: seq.seq_id),
-        "all": StepPlan.of(plan.step_id, plan.rows, plan.admitted, plan.logprobs).total_tokens,
         "flags": (plan.total_tokens, plan.needs_mask, plan.is_unconstrained_decode, plan.is_decode_only),
     }
 
