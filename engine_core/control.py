@@ -336,9 +336,11 @@ def _parse_prompt(data: bytes, vocab_size: int) -> array[int]:
     if len(data) % ID_BYTES:
         raise ProtocolError(f"a prompt of {len(data)} bytes does not divide into int32 ids")
     _require(len(data) > 0, "the prompt is empty; send at least one token")
-    ids = np.frombuffer(data, dtype="<i4")
-    low, high = int(ids.min()), int(ids.max())
-    _require(low >= 0 and high < vocab_size, _outside("prompt", low if low < 0 else high, vocab_size))
+    # A negative id is above all others as an unsigned number.
+    if int(np.frombuffer(data, dtype="<u4").max()) >= vocab_size:
+        ids = np.frombuffer(data, dtype="<i4")
+        low, high = int(ids.min()), int(ids.max())
+        raise RequestError(ErrorCode.INVALID_VALUE, _outside("prompt", low if low < 0 else high, vocab_size))
     return array("i", data)
 
 
@@ -370,6 +372,7 @@ def check_params(params: SamplingParams) -> None:
     _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")
     for field in SAMPLING_FIELDS:
         value = getattr(params, field.name)
-        _require(field.accepts(value), f"{field.name} is {value}, {field.describe_bounds()}")
+        if not field.accepts(value):  # Otherwise the bounds need not be put into words.
+            raise RequestError(ErrorCode.INVALID_VALUE, f"{field.name} is {value}, {field.describe_bounds()}")
     _require(0 <= params.seed <= MAX_SEED, f"seed is {params.seed}, 0 to {MAX_SEED}")
     _require(0 <= params.choice < 2**31, f"choice is {params.choice}, at least 0")

@@ -98,6 +98,14 @@ class KVManager:
         """Return whether a position of a sequence below `end` has no page."""
         return end > len(seq.pages) * self._page_size
 
+    def num_lacking_pages(self, sequences: Iterable[Sequence]) -> int:
+        """Return how many of these sequences have no page yet for some of their positions.
+
+        It is `lacks_pages` up to `kv_len`, written out since it runs for all running sequences when some arrive.
+        """
+        size = self._page_size
+        return sum([seq.total_len - 1 > len(seq.pages) * size for seq in sequences])
+
     def waits_for_prefix(self, seq: Sequence) -> bool:
         """Look for the cached prefix of a waiting sequence.
 
@@ -316,19 +324,21 @@ class KVManager:
         if tree is None:
             return []
         duplicates: list[int] = []
-        for index in range(len(nodes), min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size):
-            parent, page = _last(nodes), seq.pages[index]
+        first, parent = len(nodes), _last(nodes)
+        for index in range(first, min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size):
+            page = seq.pages[index]
             node = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
             held = tree.attach(node, page)
-            tree.lock((node,))
             nodes.append(node)
+            parent = node
             if held == page:
                 self.pages.transfer(seq.id, CACHE, page)
             else:
                 duplicates.append(page)
                 seq.pages[index] = held
                 seq.remap(index)
-            self.epoch += 1
+        tree.lock(nodes[first:])
+        self.epoch += len(nodes) - first
         return duplicates
 
     def _release_own(self, seq: Sequence, pages: list[int]) -> None:

@@ -102,8 +102,7 @@ class PageGate:
         """
         pages = self.memory.pages
         if self._counted_at != pages.num_allocated:
-            lacks_pages = self.memory.lacks_pages
-            self._num_growing = sum([lacks_pages(seq, seq.kv_len) for seq in self._holders.values()])
+            self._num_growing = self.memory.num_lacking_pages(self._holders.values())
             self._counted_at = pages.num_allocated
         return min(self._num_growing, ceil_div(pages.total, MAX_RESERVE_FRACTION))
 

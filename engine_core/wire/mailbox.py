@@ -94,7 +94,8 @@ class ZmqMailbox:
             self._authenticator.check()
             self._apply_keys(self._authenticator.keys.names)
         for _ in range(MAX_DRAINED_MESSAGES):
-            if not self.router.events & zmq.POLLIN:
+            # `router.events` is the same, at nearly twice the cost.
+            if not self.router.get(zmq.EVENTS) & zmq.POLLIN:
                 self._judge()
                 return
             frames = self._receive()

@@ -154,7 +154,8 @@ class TestDrain:
         calls = []
 
         class Endless:
-            events = zmq.POLLIN
+            def get(self, _option: int) -> int:
+                return zmq.POLLIN
 
             def recv_multipart(self, _flags: int) -> list[bytes]:
                 calls.append(1)
