@@ -94,12 +94,14 @@ class FlashInferPlanner:
         device_index: Tensor,
         batch: int | None = None,
         page_ids: Tensor | None = None,
+        is_fa3: bool = False,
     ) -> None:
         """Keep the wrappers and the memory that plans are written to.
 
         workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
         tables may be. For wrappers that a graph holds: batch: rows that every plan is padded to; page_ids: int32 on the
-        device, where their kernels read the pages of the planned rows.
+        device, where their kernels read the pages of the planned rows. is_fa3: True if the library has its kernels for
+        Hopper for every kind of layer.
         """
         self.wrappers = wrappers
         self.workspace = workspace
@@ -109,6 +111,7 @@ class FlashInferPlanner:
         self.device_index = device_index
         self.batch = batch
         self.page_ids = page_ids
+        self.is_fa3 = is_fa3
         self._planned = device_index[:0]
 
     @classmethod
@@ -120,6 +123,7 @@ class FlashInferPlanner:
         heads: HeadShape,
         max_rows: int,
         max_pages: int,
+        is_fa3: bool = False,
     ) -> "FlashInferPlanner":
         """Allocate workspace and staging memory.
 
@@ -134,6 +138,7 @@ class FlashInferPlanner:
             heads,
             pinned(4 * (max_rows + 1) + max_pages),
             torch.zeros(max_pages, dtype=torch.int32, device=device),
+            is_fa3=is_fa3,
         )
 
     def for_graph(self, batch: int, max_pages: int) -> "FlashInferPlanner":
@@ -197,7 +202,7 @@ class FlashInferPlanner:
                 page_size,
                 causal=True,
                 sm_scale=layer.scale,
-                window_left=-1 if layer.window is None else layer.window - 1,
+                window_left=window_left(layer),
                 logits_soft_cap=layer.softcap,
                 q_data_type=self.heads.dtype,
                 kv_data_type=self.heads.kv_dtype,
@@ -243,6 +248,11 @@ class FlashInferPlanner:
         return self.host[index * self._stride : index * self._stride + length]
 
 
+def window_left(kind: LayerAttention) -> int:
+    """Return how many positions before its own a query sees; -1: all of them."""
+    return -1 if kind.window is None else kind.window - 1
+
+
 def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> str:
     """Load the kernel for a kind of layer.
 
@@ -257,7 +267,10 @@ def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: t
 
 
 class FlashInferGraphPlanner:
-    """A `GraphPromptPlanner` for graphs of one number of tokens."""
+    """A `GraphPromptPlanner` for graphs of one number of tokens, with the library's fa2 kernels.
+
+    They read the pages of each row from one array of the planned rows' pages. For fa3 see `flashinfer_hopper`.
+    """
 
     def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:
         """Keep a planner and the step that its graphs capture.

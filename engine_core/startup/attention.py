@@ -59,8 +59,9 @@ def eager_planners(
     kernel = describe_kernel(sorts, dtype, layout)
     logger.info("prompts of more than %d tokens run on FlashInfer: %s", FEW_TOKENS, kernel)
     heads = _heads(model, dtype, layout)
+    is_fa3 = sorts == {"fa3"}
     return lambda: FlashInferPlanner.allocate(
-        kinds, device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries
+        kinds, device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries, is_fa3
     )
 
 
@@ -190,8 +191,11 @@ class GraphPlanners:
         rows = min(MAX_PROMPTS, self.config.max_rows)
         if _in_flashinfer(self.eager[slot], tokens):
             from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner
+            from tandem.engine_core.attention.flashinfer_hopper import HopperGraphPlanner
 
             eager = cast("FlashInferPlanner", self.eager[slot])
+            if eager.is_fa3:
+                return HopperGraphPlanner.build(eager, rows, tokens, self.page_table)
             entries = _max_page_entries(self.config)
             return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_table)
         ragged = self.ragged[slot]
@@ -213,9 +217,10 @@ def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
         return 0
     from tandem.engine_core.attention.flashinfer import GRAPH_PLAN_BYTES
 
-    kinds = len(cast("FlashInferPlanner", eager).wrappers)
+    planner = cast("FlashInferPlanner", eager)
     tables = 4 * 3 * (MAX_PROMPTS + 1)
-    return (count - 1) * (kinds * (GRAPH_PLAN_BYTES + tables) + 4 * _max_page_entries(config))
+    pages = 0 if planner.is_fa3 else 4 * _max_page_entries(config)
+    return (count - 1) * (len(planner.wrappers) * (GRAPH_PLAN_BYTES + tables) + pages)
 
 
 def _as_ragged(eager: AttentionPlanner) -> "RaggedPlanner | None":

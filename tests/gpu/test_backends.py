@@ -13,14 +13,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tandem.engine_core.attention.base import LayerAttention
-from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner, FlashInferPlanner
+from tandem.engine_core.attention.flashinfer import FlashInferPlanner
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.attention.triton import RaggedGraphPlanner, RaggedPlanner
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.startup import attention as startup_attention
 from tandem.protocol.engine_options import Device, Dtype, EngineOptions, PageSize
 from tests.support.engine_driver import DrivenEngine
-from tests.support.flashinfer_kernels import missing_kernel
+from tests.support.flashinfer_kernels import graph_planner, missing_kernel
 from tests.support.plan_recording import reset, runtime_of
 from tests.support.teacher_forcing import Agreement, Forced, random_sequences, reference_logits, save_random
 
@@ -88,24 +88,20 @@ def check(runtime: TorchRuntime, checkpoint: Checkpoint, label: str, bound: floa
 
 @pytest.mark.parametrize("head_dim", list(SHAPES))
 @pytest.mark.parametrize(
-    ("dtype", "few", "kernels"),
-    [
-        ("float32", 256, RaggedGraphPlanner),
-        ("bfloat16", 256, RaggedGraphPlanner),
-        ("bfloat16", 0, FlashInferGraphPlanner),
-    ],
+    ("dtype", "few"),
+    [("float32", 256), ("bfloat16", 256), ("bfloat16", 0)],
 )
 def test_prompts_from_graphs_agree_with_transformers(
     checkpoints: dict[int, Checkpoint],
     head_dim: int,
     dtype: Dtype,
     few: int,
-    kernels: type,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Triton up to `few` tokens, FlashInfer beyond; decode in Triton always."""
-    if kernels is FlashInferGraphPlanner and (missing := without_flashinfer(head_dim)):
+    if few == 0 and (missing := without_flashinfer(head_dim)):
         pytest.skip(missing)
+    kernels = RaggedGraphPlanner if few else graph_planner()
     monkeypatch.setattr(startup_attention, "FEW_TOKENS", few)
     runtime = build(checkpoints[head_dim], dtype)
     assert runtime.graphs is not None

@@ -14,13 +14,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner
 from tandem.engine_core.attention.triton import RaggedGraphPlanner
 from tandem.engine_core.models.registry import FAMILIES, read_config
 from tandem.engine_core.startup import attention as startup_attention
 from tandem.protocol.engine_options import Dtype
 from tests.gpu.test_backends import DEVICE, LONGEST, ROWS, Checkpoint, build, check
-from tests.support.flashinfer_kernels import missing_kernel
+from tests.support.flashinfer_kernels import graph_planner, missing_kernel
 from tests.support.teacher_forcing import VOCAB, random_sequences, reference_logits, save_config
 
 pytestmark = pytest.mark.gpu
@@ -160,7 +159,7 @@ def test_a_familys_shape_agrees_with_transformers(
     runtime = build(checkpoint, dtype)
     assert runtime.graphs is not None
     kernels = {type(mixed.prompts) for slot in runtime.graphs.mixed for mixed in slot.values()}
-    assert kernels == {RaggedGraphPlanner if few else FlashInferGraphPlanner}
+    assert kernels == {RaggedGraphPlanner if few else graph_planner()}
     label = f"{runtime.model.config.architecture}, {dtype}, {' and '.join(kind.__name__ for kind in kernels)}"
     check(runtime, checkpoint, label, BOUNDS[dtype] * checkpoint.deviation)
 

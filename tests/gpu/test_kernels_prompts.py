@@ -1,5 +1,7 @@
 """The compiled attention of prompts: programs that share a tile, and a chunk beside decoding rows in one graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.attention.base import AttentionPlanner, AttentionStep, LayerAttention, Span
 from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
+from tandem.engine_core.attention.flashinfer_hopper import HopperGraphPlanner
 from tandem.engine_core.attention.triton import (
     DecodeStep,
     MixedStep,
@@ -25,6 +28,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.runtime.device import read_gpu_traits
+from tandem.engine_core.startup.attention import HOPPER
 from tests.support.flashinfer_kernels import missing_kernel, pinned
 
 pytestmark = pytest.mark.gpu
@@ -141,6 +145,40 @@ def test_flashinfer_serves_the_kinds_whose_kernel_it_can_load(
     if missing := missing_kernel(heads.query, heads.kv, heads.head_dim, heads.dtype, kinds[:1]):
         pytest.skip(missing)
     check_kinds(kinds, heads, apart, library=True)
+
+
+@pytest.mark.parametrize("heads", SHAPES[::2], ids=str)
+def test_plans_of_graphs_name_the_pages_in_the_page_table(heads: HeadShape) -> None:
+    """One graph's plans, one after the other: rows in any order, as many as fit, fewer, and none."""
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        pytest.skip("FlashInfer's kernels for Hopper")
+    kinds = [LayerAttention(0.25), LayerAttention(0.25, window=63)]
+    missing = [missing_kernel(heads.query, heads.kv, heads.head_dim, heads.dtype, [kind]) for kind in kinds]
+    kinds = [kind for kind, text in zip(kinds, missing, strict=True) if not text]
+    if not kinds:
+        pytest.skip(missing[0])
+    table, slots = scattered([start + length for start, length in WORK], 8)
+    keys, values = (randn(slots, heads.kv, heads.head_dim, dtype=heads.dtype) for _ in range(2))
+    tokens, tolerance = sum(length for _, length in WORK) + 7, 3 * STEP[heads.dtype]
+    eager = FlashInferPlanner.allocate(kinds, pinned, torch.device("cuda"), heads, len(WORK), slots // PAGE)
+    planner = HopperGraphPlanner.build(eager, len(WORK), tokens, table)
+    query = randn(tokens, heads.query, heads.head_dim, dtype=heads.dtype)
+    for rows in ([0, 1, 2, 3, 4], [4, 2, 0], [3], [], [1, 4]):
+        work = [WORK[row] for row in rows]
+        spans = [replace(span, row=row) for span, row in zip(spans_of(work), rows, strict=True)]
+        planner.plan(spans)
+        planner.take_pages()
+        planned = sum(length for _, length in work)
+        own = PageTable(table.pages[rows], table.page_size, table.page_stride)
+        for kind in kinds:
+            out = torch.full_like(query, 7)
+            planner.step.run_into(out, query, keys, values, kind, beside_decode=False)
+            assert (out[planned:] == 7).all(), "tokens that no row has stay unchanged"
+            if rows:
+                exact = reference_attention.paged_prefill(
+                    query[:planned], keys, values, work, own, kind.scale, kind.window, kind.softcap
+                )
+                torch.testing.assert_close(out[:planned].float(), exact, atol=tolerance, rtol=tolerance)
 
 
 def test_addresses_beyond_32_bits_equal_the_oracle() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention
-from tandem.engine_core.startup.attention import FLASHINFER_HEAD_DIMS
+from tandem.engine_core.startup.attention import FLASHINFER_HEAD_DIMS, HOPPER
 
 BUILD = "TANDEM_TEST_BUILD_KERNELS"
 """Environment variable that lets GPU tests compile FlashInfer's kernels when it is 1."""
@@ -75,3 +75,11 @@ def missing_kernel(
             what += f", window {kind.window} and soft cap {kind.softcap}"
             return f"FlashInfer has no kernel for {what} ({reason}){hint}"
     return ""
+
+
+def graph_planner() -> type:
+    """Return the class whose objects plan 16-bit prompts in graphs with FlashInfer's kernels on this GPU."""
+    from tandem.engine_core.attention.flashinfer import FlashInferGraphPlanner
+    from tandem.engine_core.attention.flashinfer_hopper import HopperGraphPlanner
+
+    return HopperGraphPlanner if torch.cuda.get_device_capability()[0] == HOPPER else FlashInferGraphPlanner

@@ -1,0 +1,167 @@
+"""Prompts in graphs through FlashInfer's kernels for Hopper (fa3, after Shah et al., 2024), planned quickly.
+
+These kernels find all that they read in the plan, and the pages of a row in one array, from a place on that the plan
+names too. Here that array is the page table itself: no pages are copied, and a step may be planned before its pages are
+known. The library's own `plan` would check its arguments, look the kernel up and copy four arrays that nothing reads,
+which takes three times as long as the planning: too long for each step with prompts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.attention.flashinfer import (
+    GRAPH_PLAN_BYTES,
+    FlashInferPlanner,
+    FlashInferStep,
+    HeadShape,
+    Wrappers,
+    window_left,
+)
+from tandem.engine_core.kernels.page_table import PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """What the library plans from, on the host: of B rows, padding among them."""
+
+    queries: Tensor
+    """[B + 1] int32, number of queries before each row."""
+    first_pages: Tensor
+    """[B + 1] int32, place of each row's first page in the page table; the last element is not read."""
+    lengths: Tensor
+    """[B] int32, positions of each row's context."""
+
+    @classmethod
+    def allocate(cls, rows: int) -> "RowArrays":
+        return cls(*(torch.zeros(count, dtype=torch.int32) for count in (rows + 1, rows + 1, rows)))
+
+    def write(self, spans: Sequence[Span], width: int) -> None:
+        """Write a step's rows. width: of a row of the page table."""
+        count = len(spans)
+        assert count <= len(self.lengths), f"{count} rows in a plan of {len(self.lengths)}"
+        rows: NDArray[np.int32] = np.array([(s.row, s.start, s.length) for s in spans], np.int32).reshape(-1, 3)
+        queries, first_pages, lengths = self.queries.numpy(), self.first_pages.numpy(), self.lengths.numpy()
+        np.cumsum(rows[:, 2], out=queries[1 : count + 1])
+        queries[count + 1 :] = queries[count]
+        np.multiply(rows[:, 0], width, out=first_pages[:count])
+        np.add(rows[:, 1], rows[:, 2], out=lengths[:count])
+        lengths[count:] = 0
+
+
+class HopperGraphPlanner:
+    """A `GraphPromptPlanner` for graphs of one number of tokens."""
+
+    def __init__(self, rows: RowArrays, plans: list[Callable[[], object]], step: FlashInferStep) -> None:
+        """Keep the memory that plans are made from, and a step to capture.
+
+        plans: of each kind of layer, writes a plan from `rows` to the memory that the step's kernels read.
+        """
+        self.rows = rows
+        self.plans = plans
+        self.step = step
+
+    @classmethod
+    def build(cls, eager: FlashInferPlanner, batch: int, tokens: int, page_table: PageTable) -> "HopperGraphPlanner":
+        """Plan a full step of one row on the first row's pages, so that it can be captured.
+
+        eager: of the slot, for steps that no graph holds; batch: most rows of a step.
+        """
+        rows = RowArrays.allocate(batch)
+        wrappers: Wrappers = {}
+        rows.write([Span(0, 0, 0, tokens)], page_table.pages.shape[1])
+        plans = []
+        for kind in eager.wrappers:
+            wrappers[kind] = _wrapper(eager.workspace, batch, page_table)
+            _plan_first(wrappers[kind], rows, eager.heads, kind, page_table)
+            plans.append(_planning(wrappers[kind], rows, eager.heads, kind, page_table.page_size, tokens))
+        return cls(rows, plans, FlashInferStep(wrappers, tokens, page_table))
+
+    def plan(self, spans: Sequence[Span]) -> None:
+        """Implement `GraphPromptPlanner.plan`."""
+        self.rows.write(spans, self.step.page_table.pages.shape[1])
+        for plan in self.plans:
+            plan()
+
+    def take_pages(self) -> None:
+        """Implement `GraphPromptPlanner.take_pages`: the kernels read the page table."""
+
+
+def _wrapper(workspace: Tensor, batch: int, page_table: PageTable) -> BatchPrefillWithPagedKVCacheWrapper:
+    """Return a wrapper whose pages are those of the page table, with memory of its own for plans."""
+
+    def unread(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=workspace.device)
+
+    buffers = unread(batch + 1), unread(batch + 1), page_table.pages.view(-1), unread(batch)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True, *buffers)
+    plan = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
+    wrapper.reset_workspace_buffer(workspace, plan)
+    return wrapper
+
+
+def _plan_first(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    rows: RowArrays,
+    heads: HeadShape,
+    kind: LayerAttention,
+    table: PageTable,
+) -> None:
+    """Plan as the library does, which chooses the kernel and keeps its options for every run."""
+    wrapper.plan(
+        rows.queries,
+        rows.first_pages,
+        table.pages.view(-1)[:0],
+        torch.ones_like(rows.lengths),
+        heads.query,
+        heads.kv,
+        heads.head_dim,
+        table.page_size,
+        causal=True,
+        sm_scale=kind.scale,
+        window_left=window_left(kind),
+        logits_soft_cap=kind.softcap,
+        q_data_type=heads.dtype,
+        seq_lens=rows.lengths,
+    )
+
+
+def _planning(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    rows: RowArrays,
+    heads: HeadShape,
+    kind: LayerAttention,
+    page_size: int,
+    tokens: int,
+) -> Callable[[], object]:
+    """Return what writes the plan of `rows` to a wrapper that has been planned once.
+
+    It is the library's function below `plan`, so `pyproject.toml` names the versions that have it in this form. Its
+    result, where in the memory of plans each array lies, is the same each time.
+    """
+    return partial(
+        wrapper._cached_module.plan,
+        wrapper._float_workspace_buffer,
+        wrapper._int_workspace_buffer,
+        wrapper._pin_memory_int_workspace_buffer,
+        rows.queries,
+        rows.first_pages,
+        rows.lengths,
+        tokens,
+        len(rows.lengths),
+        heads.query,
+        heads.kv,
+        page_size,
+        True,  # for a graph
+        heads.head_dim,
+        heads.head_dim,
+        True,  # causal
+        window_left(kind),
+    )
