@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.engine_core.contracts import DeviceTimes
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.table_file import load_table
+from tandem.engine_core.runtime.cuda_streams import CudaEvent, CurrentStream, SideStream
 
 logger = logging.getLogger(__name__)
 
@@ -243,39 +244,6 @@ class CpuDevice:
         return HostInstant()
 
 
-class CudaEvent:
-    """Implement `Event` by a CUDA event, on the current stream."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        self._event.record(torch.cuda.current_stream())
-
-    def wait(self) -> None:
-        self._event.wait(torch.cuda.current_stream())
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
-class SideStream:
-    """Context in which a stream beside the compute stream is current.
-
-    The compute stream is, before and afterwards. Entering and leaving it looks up less than `torch.cuda.stream` does.
-    """
-
-    def __init__(self, compute: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
-        self._compute = compute
-        self._side = side
-
-    def __enter__(self) -> None:
-        torch.cuda.set_stream(self._side)
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_stream(self._compute)
-
-
 class CudaDevice:
     """Implement `Device` by the current CUDA device.
 
@@ -286,8 +254,9 @@ class CudaDevice:
 
     def __init__(self, compute: torch.cuda.Stream, upload: torch.cuda.Stream, copy: torch.cuda.Stream) -> None:
         self.torch_device = torch.device("cuda", compute.device_index)
-        self._upload = SideStream(compute, upload)
-        self._copy = SideStream(compute, copy)
+        self._current = CurrentStream(compute)
+        self._upload = SideStream(self._current, upload)
+        self._copy = SideStream(self._current, copy)
 
     def upload(self) -> AbstractContextManager[Any]:
         return self._upload
@@ -296,7 +265,7 @@ class CudaDevice:
         return self._copy
 
     def event(self) -> Event:
-        return CudaEvent()
+        return CudaEvent(self._current)
 
     def host_buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -332,7 +301,7 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def instant(self) -> Instant:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return CudaEvent(self._current, timed=True)
 
 
 def _available() -> int:
