@@ -90,7 +90,7 @@ class StepPlan(Struct, frozen=True):
 
     @property
     def is_decode_only(self) -> bool:
-        """True if every row is one sampled position without tokens to upload; constraints are allowed."""
+        """True if every row is steady: all are decoding; constraints are allowed."""
         return self.num_steady == len(self.rows)
 
     @property
@@ -186,5 +186,5 @@ class StepPlan(Struct, frozen=True):
 
 
 def _is_steady(row: ScheduledSequence) -> bool:
-    """Return True if a row is one sampled position without tokens to upload or to score."""
+    """Return True for one sampled position without tokens to upload or to score."""
     return row.length == 1 and row.samples and not (row.tokens or row.targets)

@@ -267,9 +267,10 @@ def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: t
 
 
 class FlashInferGraphPlanner:
-    """A `GraphPromptPlanner` for graphs of one number of tokens, with the library's fa2 kernels.
+    """A `GraphPromptPlanner` for graphs of one number of tokens.
 
-    They read the pages of each row from one array of the planned rows' pages. For fa3 see `flashinfer_hopper`.
+    Its kernels are the library's fa2, which read the pages of each row from one array of the planned rows' pages. For
+    fa3 see `flashinfer_hopper`.
     """
 
     def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:

@@ -1,9 +1,9 @@
-"""Prompts in graphs through FlashInfer's kernels for Hopper (fa3, after Shah et al., 2024), planned quickly.
+"""Prompts in graphs through FlashInfer's kernels for Hopper.
 
-These kernels find all that they read in the plan, and the pages of a row in one array, from a place on that the plan
-names too. Here that array is the page table itself: no pages are copied, and a step may be planned before its pages are
-known. The library's own `plan` would check its arguments, look the kernel up and copy four arrays that nothing reads,
-which takes three times as long as the planning: too long for each step with prompts.
+These kernels, fa3 (Shah et al., 2024), find all that they read in the plan, and the pages of a row in one array, from a
+place on that the plan names too. Here that array is the page table itself: no pages are copied, and a step may be
+planned before its pages are known. The library's own `plan` would check its arguments, look the kernel up and copy four
+arrays that nothing reads, which takes longer than the planning: too long for each step with prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
-    """What the library plans from, on the host: of B rows, padding among them."""
+    """Input of the library's planning: B rows on the host, padding among them."""
 
     queries: Tensor
     """[B + 1] int32, number of queries before each row."""
@@ -70,7 +70,7 @@ class HopperGraphPlanner:
 
     @classmethod
     def build(cls, eager: FlashInferPlanner, batch: int, tokens: int, page_table: PageTable) -> "HopperGraphPlanner":
-        """Plan a full step of one row on the first row's pages, so that it can be captured.
+        """Plan a full step of one row on the padding row, so that it can be captured.
 
         eager: of the slot, for steps that no graph holds; batch: most rows of a step.
         """
@@ -95,7 +95,7 @@ class HopperGraphPlanner:
 
 
 def _wrapper(workspace: Tensor, batch: int, page_table: PageTable) -> BatchPrefillWithPagedKVCacheWrapper:
-    """Return a wrapper whose pages are those of the page table, with memory of its own for plans."""
+    """Return a wrapper over the page table, with memory of its own for plans."""
 
     def unread(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=workspace.device)
@@ -114,7 +114,7 @@ def _plan_first(
     kind: LayerAttention,
     table: PageTable,
 ) -> None:
-    """Plan as the library does, which chooses the kernel and keeps its options for every run."""
+    """Plan as the library does: it chooses the kernel and keeps the options of runs."""
     wrapper.plan(
         rows.queries,
         rows.first_pages,

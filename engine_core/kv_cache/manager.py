@@ -99,7 +99,7 @@ class KVManager:
         return end > len(seq.pages) * self._page_size
 
     def num_lacking_pages(self, sequences: Iterable[Sequence]) -> int:
-        """Return how many of these sequences have no page yet for some of their positions.
+        """Return how many of these sequences lack a page for some of their positions.
 
         It is `lacks_pages` up to `kv_len`, written out since it runs for all running sequences when some arrive.
         """

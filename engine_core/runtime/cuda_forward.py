@@ -8,6 +8,7 @@ from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
+from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
@@ -82,6 +83,11 @@ class CudaForward:
         """
         given = hidden, rows, positions, index, places.rows, places.positions
         return self.model.logits(gather_samples(*given, pdl=self.gpu.pdl), places.logits)
+
+    @torch.inference_mode()
+    def update_tables(self, locations: Tensor, inputs: Tensor) -> None:
+        """Write a step's updates of tables, before its forward pass."""
+        update_tables(locations, inputs, self.tables.pages, self.tables.sampling)
 
     def _inputs(
         self, rows: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None = None

@@ -4,7 +4,10 @@ import torch
 
 
 class CurrentStream:
-    """The stream of a CUDA device that is current, which torch would take longer to look up than to record an event."""
+    """The stream of a CUDA device that is current.
+
+    Torch takes longer to look it up than to record an event in it.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -38,7 +41,10 @@ class SideStream:
     """
 
     def __init__(self, current: CurrentStream, side: torch.cuda.Stream) -> None:
-        """Keep the stream to change to. current: of the device, which is the compute stream now."""
+        """Keep the stream to change to.
+
+        current: of the device, which is the compute stream now.
+        """
         self._current = current
         self._compute = current.stream
         self._side = side

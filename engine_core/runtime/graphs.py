@@ -53,17 +53,20 @@ class StepGraphs:
         shapes: Mapping[int, Sequence[int]],
         decode: list[dict[int, DecodeGraphs]],
         mixed: list[dict[GraphBucket, MixedGraph]],
+        updates: list[Graph],
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
         rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured beside each token
-        count of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket.
+        count of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates:
+        per slot, of the tables before a step of any size.
         """
         self.rows = rows
         self.shapes = shapes
         self._tokens = tuple(sorted(shapes))
         self.decode = decode
         self.mixed = mixed
+        self.updates = updates
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
@@ -130,6 +133,23 @@ def _is_sampled(row: ScheduledSequence) -> bool:
 def _at_least(wanted: int, sizes: Sequence[int]) -> int | None:
     index = bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else None
+
+
+def capture_updates(
+    recorder: GraphRecorder, slots: list[StepSlot], update: Callable[[Tensor, Tensor], None]
+) -> list[Graph]:
+    """Capture the updates of tables of every slot.
+
+    update: writes those of a step, from where they are in its inputs and these inputs; none while it is captured.
+    """
+    graphs: list[Graph] = []
+    for slot in slots:
+        slot.device_updates.zero_()
+        run = partial(update, slot.device_updates, slot.device_inputs)
+        run()
+        recorder.synchronize()
+        graphs.append(recorder.record(run)[0])
+    return graphs
 
 
 def capture_decode(

@@ -24,7 +24,7 @@ from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller, mask_places, place_masks
-from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
 from tandem.engine_core.sampling.sampler import Mode, Sampler
@@ -77,6 +77,8 @@ class TorchRuntime:
         self.tables.note(plan.admitted)
         if plan.logprobs >= 0:
             packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
+        if packed.has_updates:
+            s.updates_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
         s.mask_places = mask_places(plan) if plan.needs_mask else {}
 
@@ -116,13 +118,14 @@ class TorchRuntime:
         try:
             with self.device.upload():
                 # Beside the step before, which reads none of this: it is in another slot.
-                inputs.copy_(s.host_inputs[: packed.total], non_blocking=True)
+                words = HEAD_WORDS + packed.total
+                s.device_memory[:words].copy_(s.host_memory[:words], non_blocking=True)
                 if bucket is not None and bucket.num_prefill_tokens:
                     assert self.graphs is not None and s.plan is not None
                     self.graphs.mixed[slot][bucket].prompts.plan(long_spans(s.plan))
                 s.uploaded.record()
             s.uploaded.wait()
-            self.tables.apply(inputs, packed)
+            self.tables.apply(inputs, packed, self.graphs.updates[slot] if self.graphs is not None else None)
             if bucket is None:
                 batch = self._batch(s, inputs)
                 self._begin(s)

@@ -17,10 +17,12 @@ from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
 from tandem.engine_core.runtime.device import Device, Event
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.masks import MaskFiller
-from tandem.engine_core.runtime.staging import Packed
+from tandem.engine_core.runtime.staging import UPDATE_FIELDS, Packed
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
+HEAD_WORDS = 32
+"""Words before a step's inputs: of `StepSlot.updates_view`, filled up so that the inputs are aligned."""
 RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
 """Most words of one record of log-probabilities."""
 
@@ -32,12 +34,18 @@ class StepSlot:
     Its pinned memory is read and written until the step has committed (I6).
     """
 
-    host_inputs: Tensor
-    """[capacity] int32, pinned."""
+    host_memory: Tensor
+    """[HEAD_WORDS + capacity] int32, pinned: `updates_view`, then the inputs. One copy takes both to the device."""
+    updates_view: NDArray[np.int32]
+    """[9, 2], view for writing: where the inputs have their updates of tables. A step without updates leaves it."""
     inputs_view: NDArray[np.int32]
-    """View of `host_inputs`, for writing."""
+    """[capacity], view of the inputs, for writing."""
+    device_memory: Tensor
+    """Copy of `host_memory` on the device."""
+    device_updates: Tensor
+    """[9, 2], view of the copy of `updates_view`."""
     device_inputs: Tensor
-    """[capacity] int32 on the device."""
+    """[capacity], view of the copy of the inputs."""
     host_masks: Tensor
     """[max_rows, words] int32, pinned: bits of allowed ids, by place (`mask_places`)."""
     masks_view: NDArray[np.int32]
@@ -107,7 +115,8 @@ class StepSlot:
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)
 
-        host_inputs = device.host_buffer(capacity)
+        host_memory, device_memory = device.host_buffer(HEAD_WORDS + capacity), on_device(HEAD_WORDS + capacity)
+        locations = 2 * len(UPDATE_FIELDS)
         words = ceil_div(vocab_size, 32)
         masks, device_masks = filler.allocate(max_rows, words), on_device(1 + max_rows, words)
         host_masks = device.host_buffer(max_rows, words) if masks is None else torch.from_numpy(masks)
@@ -119,9 +128,12 @@ class StepSlot:
         device_masks[0] = -1
         record_words = (max_rows + max_step_tokens) * RECORD_WORDS
         return cls(
-            host_inputs=host_inputs,
-            inputs_view=host_inputs.numpy(),
-            device_inputs=on_device(capacity),
+            host_memory=host_memory,
+            updates_view=host_memory.numpy()[:locations].reshape(-1, 2),
+            inputs_view=host_memory.numpy()[HEAD_WORDS:],
+            device_memory=device_memory,
+            device_updates=device_memory[:locations].view(-1, 2),
+            device_inputs=device_memory[HEAD_WORDS:],
             host_masks=host_masks,
             masks_view=host_masks.numpy(),
             device_masks=device_masks,

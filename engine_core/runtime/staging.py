@@ -42,6 +42,11 @@ MAX_END_IDS = 32
 """End ids that one model may have."""
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_END_IDS
 """Ids that one row may suppress: its stop ids and the model's own end ids."""
+UPDATE_FIELDS = (
+    *("upload_index", "upload_tokens", "length_rows", "lengths", "page_index", "pages"),
+    *("ints", "floats", "suppressed"),
+)
+"""Fields with updates of tables, all but those of biases."""
 _INT_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.is_integer)
 
 
@@ -95,6 +100,18 @@ class Packed:
         """Return the words of a field on the host."""
         start, length = self.fields[name]
         return self.out[start : start + length]
+
+    @property
+    def has_updates(self) -> bool:
+        """True if one of the `UPDATE_FIELDS` is there."""
+        return "upload_index" in self.fields or "page_index" in self.fields or "ints" in self.fields
+
+    def locate_updates(self) -> list[tuple[int, int]]:
+        """Return offset and length, in words, of each of the `UPDATE_FIELDS`.
+
+        They are zeros for one that is missing.
+        """
+        return [self.fields.get(name, (0, 0)) for name in UPDATE_FIELDS]
 
     def share(self, name: str, other: str, length: int) -> None:
         """Let a field be the beginning of another field with the same content."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.plan import NewSequence
+from tandem.engine_core.runtime.captured import Graph
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, Packed
 from tandem.engine_core.sampling.sampler import MASKED, SUPPRESSES, needs_of
 from tandem.protocol.params import MAX_LOGIT_BIAS
@@ -67,42 +68,38 @@ class DeviceTables:
             self.free_lens[a.row] = a.prompt_len + a.params.min_tokens
             self.scored[a.row] = a.logprobs
 
-    def apply(self, inputs: Tensor, packed: Packed) -> None:
+    def apply(self, inputs: Tensor, packed: Packed, graph: Graph | None = None) -> None:
         """Write a step's updates into the tables, from its packed inputs on the device.
 
-        Tokens and pages are written without an allocation (I7).
+        Tokens and pages are written without an allocation (I7). graph: writes all of them but biases in one launch, by
+        `update_tables`: the step starts the sooner. None: torch writes them.
         """
+        if graph is None:
+            self._write(inputs, packed)
+        elif packed.has_updates:
+            graph.replay()
+        if "ints" in packed.fields:
+            admitted = packed.read("ints").view(np.int64)[:: len(INT_COLUMNS)]
+            if "bias_index" in packed.fields or self.biased[admitted].any():
+                self._write_biases(inputs, packed, admitted)
+
+    def _write(self, inputs: Tensor, packed: Packed) -> None:
         if "upload_index" in packed.fields:
             _scatter(self.tokens, wide_field(inputs, packed, "upload_index"), field(inputs, packed, "upload_tokens"))
             _scatter(self.sampling.lengths, wide_field(inputs, packed, "length_rows"), field(inputs, packed, "lengths"))
         if "page_index" in packed.fields:
             _scatter(self.pages, wide_field(inputs, packed, "page_index"), field(inputs, packed, "pages"))
         if "ints" in packed.fields:
-            self._admit(inputs, packed)
+            table, ints = self.sampling, wide_field(inputs, packed, "ints").view(-1, len(INT_COLUMNS))
+            rows, floats = ints[:, 0], field(inputs, packed, "floats").view(torch.float32)
+            table.ints.index_copy_(0, rows, ints)
+            table.floats.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
+            table.suppressed.index_copy_(0, rows, field(inputs, packed, "suppressed").view(-1, MAX_SUPPRESSED))
 
-    def _admit(self, inputs: Tensor, packed: Packed) -> None:
-        """Write the parameters of admitted rows.
-
-        The fewer operations, the sooner the step starts.
-        """
-        table, columns = self.sampling, len(INT_COLUMNS)
-        ints = wide_field(inputs, packed, "ints").view(-1, columns)
-        rows = ints[:, 0]
-        table.ints.index_copy_(0, rows, ints)
-        floats = field(inputs, packed, "floats").view(torch.float32)
-        table.floats.index_copy_(0, rows, floats.view(-1, len(FLOAT_COLUMNS)))
-        table.suppressed.index_copy_(0, rows, field(inputs, packed, "suppressed").view(-1, MAX_SUPPRESSED))
-        admitted = packed.read("ints").view(np.int64)[::columns]
-        if "bias_index" in packed.fields or self.biased[admitted].any():
-            self._write_biases(inputs, packed, rows, admitted)
-
-    def _write_biases(self, inputs: Tensor, packed: Packed, rows: Tensor, admitted: NDArray[np.int64]) -> None:
-        """Replace the biases of rows by those that a step brings.
-
-        rows: [A] int64; admitted: the same on the host.
-        """
+    def _write_biases(self, inputs: Tensor, packed: Packed, admitted: NDArray[np.int64]) -> None:
+        """Replace the biases of admitted rows, [A], by those that a step brings."""
         ids, values = self.sampling.bias[0], self.sampling.bias[1]
-        ids.index_fill_(0, rows, -1)
+        ids.index_fill_(0, wide_field(inputs, packed, "ints")[:: len(INT_COLUMNS)], -1)
         self.biased[admitted] = False
         if "bias_index" in packed.fields:
             # Before the writes: one for which there is too little memory may leave a part, which the row's next

@@ -23,7 +23,7 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CudaGraphRecorder, GraphRecorder, MixedBuffers, MixedGraph
 from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
-from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed, sample_places
+from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed, capture_updates, sample_places
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
@@ -258,7 +258,8 @@ class CudaParts:
             decode = capture_decode(
                 recorder, rows, slots, logits, forward.decode, forward.reach, launch, lambda p: progress(50 + p // 2)
             )
-        return StepGraphs(rows, shapes, decode, mixed)
+            updates = capture_updates(recorder, slots, forward.update_tables)
+        return StepGraphs(rows, shapes, decode, mixed, updates)
 
     def _zeros(self, config: StepConfig, *shape: int) -> "Tensor":
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.engine_core.attention import triton as triton_attention
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs_reference
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
+from tandem.engine_core.kernels.attention.table_updates import update_tables_reference
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
 from tandem.engine_core.kernels.sampling.gather import gather_samples_reference
@@ -137,6 +138,7 @@ def oracle_attention() -> Iterator[None]:
     inputs = {
         "decode_inputs": lambda *given, **_launch: decode_inputs_reference(*given),
         "gather_samples": lambda *given, **_launch: gather_samples_reference(*given),
+        "update_tables": update_tables_reference,
     }
     with patch.multiple(triton_attention, **kernels), patch.multiple(cuda_forward, **inputs):
         yield

@@ -1,8 +1,7 @@
 """Compile the Triton kernels for GPUs that this machine need not have, with Triton's own assembler.
 
 `python -m tests.support.compiled_kernels [--all-tiles] [--share=1/4] 80 89 ...` prints one line of JSON for each kernel
-and architecture (80 for sm_80); of the launches a share may be asked for. Triton's interpreter must be off in the
-process, so tests start this one.
+and architecture (80 for sm_80), of all launches or a share. Tests start this process: Triton's interpreter must be off.
 """
 
 import json
@@ -28,6 +27,7 @@ from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
+from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
@@ -322,6 +322,7 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     table = PageTable(torch.zeros(2, 8, dtype=torch.int32), 16, 64)
     tables = tables_of(torch.zeros(2, 64, dtype=torch.int32))
     yield lambda: decode_inputs(tables, table, index, index, (index, index), pdl=gpu.pdl)
+    yield lambda: update_tables(index.new_zeros(9, 2), index, table.pages, tables)
     yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
     yield lambda: share_spares(index, 1, 17, pdl=gpu.pdl)
 

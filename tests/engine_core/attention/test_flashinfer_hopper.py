@@ -1,4 +1,4 @@
-"""What the planner of graphs on Hopper tells FlashInfer's planning function, to a library that only takes it down."""
+"""What the planner of graphs on Hopper tells a double of FlashInfer."""
 
 import importlib.util
 import sys

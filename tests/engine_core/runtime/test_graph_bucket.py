@@ -72,7 +72,7 @@ def plan_of(rows: list[ScheduledSequence]) -> StepPlan:
     return StepPlan.of(1, tuple(rows))
 
 
-GRAPHS = StepGraphs((1, 2, 4), {16: (0, 2, 8), 64: (0, 2, 8), 256: (0,)}, [], [])
+GRAPHS = StepGraphs((1, 2, 4), {16: (0, 2, 8), 64: (0, 2, 8), 256: (0,)}, [], [], [])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_step_takes_the_smallest_bucket_that_fits(rows: list[ScheduledSequence
 
 
 def test_a_step_takes_a_larger_bucket_that_is_faster() -> None:
-    graphs = StepGraphs((1, 2, 4), {16: (0, 2, 8)}, [], [])
+    graphs = StepGraphs((1, 2, 4), {16: (0, 2, 8)}, [], [], [])
     graphs.prefer({GraphBucket(2, 0): GraphBucket(4, 0), GraphBucket(0, 16): GraphBucket(8, 16)})
     assert graphs.bucket(plan_of([prompt(1, 5)])) == GraphBucket(8, 16)
     assert graphs.bucket(plan_of([prompt(1, 17)])) is None
@@ -129,7 +129,7 @@ def test_places_hold_all_samples_of_a_step_and_a_bucket_of_sampling(bucket: Grap
 
 
 def test_a_step_of_more_prompts_than_a_graph_holds_takes_no_bucket() -> None:
-    graphs = StepGraphs((1,), {1024: (0,)}, [], [])
+    graphs = StepGraphs((1,), {1024: (0,)}, [], [], [])
     assert graphs.bucket(plan_of([prompt(number, 2) for number in range(1, MAX_PROMPTS + 1)])) == GraphBucket(0, 1024)
     assert graphs.bucket(plan_of([prompt(number, 2) for number in range(1, MAX_PROMPTS + 2)])) is None
 

@@ -237,7 +237,7 @@ class TestNothingWaits:
         allowed = set()
         for slot in runtime.slots:
             for target, source in (
-                (slot.device_inputs, slot.host_inputs),
+                (slot.device_memory, slot.host_memory),
                 (slot.device_masks[1:], slot.host_masks),
                 (slot.allowed, slot.host_masks),
                 (slot.results, slot.sampled),

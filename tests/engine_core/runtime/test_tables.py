@@ -15,7 +15,7 @@ from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime import tables as tables_module
 from tandem.engine_core.runtime.device import CpuDevice, open_device
-from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES
@@ -204,7 +204,7 @@ class TestCpuDevice:
     def test_a_slot_writes_through_its_view(self) -> None:
         slot = StepSlot.allocate(CpuDevice(), 10, 4, 8, 33, TorchPlanner([]), FakeFiller())
         slot.inputs_view[3] = 7
-        assert slot.host_inputs[3] == 7
+        assert slot.host_memory[HEAD_WORDS + 3] == 7
         slot.masks_view[2] = 9
         assert slot.host_masks[2].tolist() == [9, 9]
         assert slot.device_masks.tolist() == [[-1, -1]] + 4 * [[0, 0]], "one mask allows everything"
