@@ -132,6 +132,7 @@ def test_a_profile_shows_no_wait(driven: DrivenEngine) -> None:
         if inside and event.name.startswith("cu") and "CPU" in str(event.device_type):
             calls[event.name] += 1
     print(f"\nin {PROFILED_STEPS} ticks: {dict(calls.most_common())}")
-    assert calls["cudaGraphLaunch"] == 2 * PROFILED_STEPS, "the profile saw the launches"
+    # Forward pass and sampling; before those of a step that brings pages, the update of the page table.
+    assert 2 * PROFILED_STEPS < calls["cudaGraphLaunch"] < 3 * PROFILED_STEPS, "the profile saw the launches"
     assert not WAITS & calls.keys()
     assert calls["cudaEventSynchronize"] <= PROFILED_STEPS
