@@ -111,6 +111,8 @@ class StepPlan(Struct, frozen=True):
     @property
     def sampled_rows(self) -> tuple[ScheduledSequence, ...]:
         """Rows that are sampled from."""
+        if self.is_decode_only:
+            return self.rows
         return (*self.steady_rows, *[row for row in self.other_rows if row.samples])
 
     @property

@@ -94,14 +94,14 @@ class FlashInferPlanner:
         device_index: Tensor,
         batch: int | None = None,
         page_ids: Tensor | None = None,
-        is_fa3: bool = False,
+        for_hopper: bool = False,
     ) -> None:
         """Keep the wrappers and the memory that plans are written to.
 
         workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
         tables may be. For wrappers that a graph holds: batch: rows that every plan is padded to; page_ids: int32 on the
-        device, where their kernels read the pages of the planned rows. is_fa3: True if the library has its kernels for
-        Hopper for every kind of layer.
+        device, where their kernels read the pages of the planned rows. for_hopper: True if graphs can be planned as in
+        `flashinfer_hopper`.
         """
         self.wrappers = wrappers
         self.workspace = workspace
@@ -111,7 +111,7 @@ class FlashInferPlanner:
         self.device_index = device_index
         self.batch = batch
         self.page_ids = page_ids
-        self.is_fa3 = is_fa3
+        self.for_hopper = for_hopper
         self._planned = device_index[:0]
 
     @classmethod
@@ -123,7 +123,7 @@ class FlashInferPlanner:
         heads: HeadShape,
         max_rows: int,
         max_pages: int,
-        is_fa3: bool = False,
+        for_hopper: bool = False,
     ) -> "FlashInferPlanner":
         """Allocate workspace and staging memory.
 
@@ -138,7 +138,7 @@ class FlashInferPlanner:
             heads,
             pinned(4 * (max_rows + 1) + max_pages),
             torch.zeros(max_pages, dtype=torch.int32, device=device),
-            is_fa3=is_fa3,
+            for_hopper=for_hopper,
         )
 
     def for_graph(self, batch: int, max_pages: int) -> "FlashInferPlanner":
@@ -269,8 +269,7 @@ def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: t
 class FlashInferGraphPlanner:
     """A `GraphPromptPlanner` for graphs of one number of tokens.
 
-    Its kernels are the library's fa2, which read the pages of each row from one array of the planned rows' pages. For
-    fa3 see `flashinfer_hopper`.
+    It plans any of the library's kernels by its own `plan`. What `flashinfer_hopper` can plan takes the host less.
     """
 
     def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:

@@ -25,6 +25,7 @@ from tandem.engine_core.attention.flashinfer import (
     Wrappers,
     window_left,
 )
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
 
@@ -35,7 +36,7 @@ class RowArrays:
     queries: Tensor
     """[B + 1] int32, number of queries before each row."""
     first_pages: Tensor
-    """[B + 1] int32, place of each row's first page in the page table; the last element is not read."""
+    """[B + 1] int32, place of each row's first page in the page table; those of padding are not read, nor the last."""
     lengths: Tensor
     """[B] int32, positions of each row's context."""
 
@@ -70,10 +71,13 @@ class HopperGraphPlanner:
 
     @classmethod
     def build(cls, eager: FlashInferPlanner, batch: int, tokens: int, page_table: PageTable) -> "HopperGraphPlanner":
-        """Plan a full step of one row on the padding row, so that it can be captured.
+        """Plan a full step of one row, so that it can be captured.
 
+        Its pages are the first ones of the page table, whichever rows these belong to: all are still the padding page.
         eager: of the slot, for steps that no graph holds; batch: most rows of a step.
         """
+        entries = page_table.pages.numel()
+        assert ceil_div(tokens, page_table.page_size) <= entries, f"{tokens} tokens, {entries} entries"
         rows = RowArrays.allocate(batch)
         wrappers: Wrappers = {}
         rows.write([Span(0, 0, 0, tokens)], page_table.pages.shape[1])
@@ -143,7 +147,7 @@ def _planning(
 ) -> Callable[[], object]:
     """Return what writes the plan of `rows` to a wrapper that has been planned once.
 
-    It is the library's function below `plan`, so `pyproject.toml` names the versions that have it in this form. Its
+    It is the library's function below `plan`, as the versions have it for which `startup.attention` chooses this. Its
     result, where in the memory of plans each array lies, is the same each time.
     """
     return partial(

@@ -140,12 +140,13 @@ def capture_updates(
 ) -> list[Graph]:
     """Capture the updates of tables of every slot.
 
-    update: writes those of a step, from where they are in its inputs and these inputs; none while it is captured.
+    update: writes those of a step, from where they are in its inputs and these inputs.
     """
     graphs: list[Graph] = []
     for slot in slots:
-        slot.device_updates.zero_()
-        run = partial(update, slot.device_updates, slot.device_inputs)
+        # Those that an earlier step has left would be looked for in inputs that are not its own any more.
+        slot.device_locations.zero_()
+        run = partial(update, slot.device_locations, slot.device_inputs)
         run()
         recorder.synchronize()
         graphs.append(recorder.record(run)[0])

@@ -78,7 +78,7 @@ class TorchRuntime:
         if plan.logprobs >= 0:
             packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
         if packed.has_updates:
-            s.updates_view[:] = packed.locate_updates()
+            s.locations_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
         s.mask_places = mask_places(plan) if plan.needs_mask else {}
 

@@ -22,7 +22,7 @@ from tandem.engine_core.sampling.sampler import Mode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 HEAD_WORDS = 32
-"""Words before a step's inputs: of `StepSlot.updates_view`, filled up so that the inputs are aligned."""
+"""Words before a step's inputs: of `StepSlot.locations_view`, filled up so that the inputs are aligned."""
 RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
 """Most words of one record of log-probabilities."""
 
@@ -35,15 +35,16 @@ class StepSlot:
     """
 
     host_memory: Tensor
-    """[HEAD_WORDS + capacity] int32, pinned: `updates_view`, then the inputs. One copy takes both to the device."""
-    updates_view: NDArray[np.int32]
-    """[9, 2], view for writing: where the inputs have their updates of tables. A step without updates leaves it."""
+    """[HEAD_WORDS + capacity] int32, pinned: `locations_view`, then the inputs. One copy takes both to the device."""
+    locations_view: NDArray[np.int32]
+    """[len(UPDATE_FIELDS), 2], view for writing: where the inputs have their updates of tables. A step without updates
+    leaves it."""
     inputs_view: NDArray[np.int32]
     """[capacity], view of the inputs, for writing."""
     device_memory: Tensor
     """Copy of `host_memory` on the device."""
-    device_updates: Tensor
-    """[9, 2], view of the copy of `updates_view`."""
+    device_locations: Tensor
+    """View of the copy of `locations_view`."""
     device_inputs: Tensor
     """[capacity], view of the copy of the inputs."""
     host_masks: Tensor
@@ -129,10 +130,10 @@ class StepSlot:
         record_words = (max_rows + max_step_tokens) * RECORD_WORDS
         return cls(
             host_memory=host_memory,
-            updates_view=host_memory.numpy()[:locations].reshape(-1, 2),
+            locations_view=host_memory.numpy()[:locations].reshape(-1, 2),
             inputs_view=host_memory.numpy()[HEAD_WORDS:],
             device_memory=device_memory,
-            device_updates=device_memory[:locations].view(-1, 2),
+            device_locations=device_memory[:locations].view(-1, 2),
             device_inputs=device_memory[HEAD_WORDS:],
             host_masks=host_masks,
             masks_view=host_masks.numpy(),

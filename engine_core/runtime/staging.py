@@ -103,7 +103,7 @@ class Packed:
 
     @property
     def has_updates(self) -> bool:
-        """True if one of the `UPDATE_FIELDS` is there."""
+        """True if there are `UPDATE_FIELDS`: the others come with these three."""
         return "upload_index" in self.fields or "page_index" in self.fields or "ints" in self.fields
 
     def locate_updates(self) -> list[tuple[int, int]]:
@@ -167,11 +167,11 @@ def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packe
     return packed
 
 
-def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, places: int) -> Packed:
+def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, num_places: int) -> Packed:
     """Pack the tokens of a step of rows of any length, some of which may not sample.
 
-    The steady rows have the first slots and the first samples, and are written at once; the few others follow one by
-    one.
+    The steady rows have the first slots and the first samples, and are written at once, and so are further single
+    tokens, of which a policy may put many behind a prompt; the few longer rows follow one by one.
     """
     steady, others, sampled = plan.num_steady, plan.other_rows, plan.sampled_rows
     sample_rows = np.array([r.row for r in sampled], dtype=np.int32)
@@ -183,16 +183,19 @@ def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, places: i
     token_rows, positions = packed.reserve("token_rows", size), packed.reserve("positions", size)
     token_rows[:steady] = sample_rows[:steady]
     positions[:steady] = NEWEST
-    for r, slot in zip(others, slots, strict=True):
-        if r.length == 1:
-            token_rows[slot], positions[slot] = r.row, NEWEST
-        else:
+    placed = list(zip(others, slots, strict=True))
+    singles = [(slot, r.row) for r, slot in placed if r.length == 1]
+    if singles:
+        places, rows = np.array(singles, dtype=np.int32).T
+        token_rows[places], positions[places] = rows, NEWEST
+    for r, slot in placed:
+        if r.length > 1:
             token_rows[slot : slot + r.length] = r.row
             positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
     count = len(sampled)
-    sample_index = packed.reserve("sample_index", max(places, count))
+    sample_index = packed.reserve("sample_index", max(num_places, count))
     sample_index[:steady] = np.arange(steady, dtype=np.int32)
-    sample_index[steady:count] = [slot + r.length - 1 for r, slot in zip(others, slots, strict=True) if r.samples]
+    sample_index[steady:count] = [slot + r.length - 1 for r, slot in placed if r.samples]
     sample_index[count:] = -1
     packed.add("sample_rows", sample_rows)
     if any(r.targets for r in others):

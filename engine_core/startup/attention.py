@@ -3,6 +3,7 @@
 It covers steps that no graph holds, and graphs.
 """
 
+import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +31,10 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 """Values of head_dim that FlashInfer's kernels are compiled for."""
 FLASHINFER_PAGE_ELEMENTS = 2**32
 """Smallest number of elements from one page to the next that FlashInfer's 32-bit stride cannot hold."""
+PLANNED_VERSION = "0.6.18"
+"""Beginning of the versions of FlashInfer whose planning function `flashinfer_hopper` can call."""
+MAX_PAGE_TABLE_ENTRIES = 2**31 - 1
+"""Most entries of a page table that FlashInfer's plans, of 32-bit numbers, can name."""
 HOPPER = 9
 """Major compute capability of the GPUs whose 16-bit prompts FlashInfer serves with fa3."""
 FEW_TOKENS = 256
@@ -50,7 +55,9 @@ def eager_planners(
     kinds = model.attention_kinds
     sorts: set[str] = set()
     load = _kernel_loader(device, model, dtype, layout, sorts)
-    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, load, hopper=gpu.capability[0] == HOPPER)
+    entries = (config.max_rows + 1) * config.pages_per_row
+    hopper = gpu.capability[0] == HOPPER
+    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, load, hopper=hopper, entries=entries)
     if obstacle:
         logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)
         return lambda: _ragged(device, gpu, model, config)
@@ -59,10 +66,34 @@ def eager_planners(
     kernel = describe_kernel(sorts, dtype, layout)
     logger.info("prompts of more than %d tokens run on FlashInfer: %s", FEW_TOKENS, kernel)
     heads = _heads(model, dtype, layout)
-    is_fa3 = sorts == {"fa3"}
+    for_hopper = can_plan_directly(sorts, _version())
     return lambda: FlashInferPlanner.allocate(
-        kinds, device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries, is_fa3
+        kinds, device.host_buffer, device.torch_device, heads, config.max_rows, config.max_page_entries, for_hopper
     )
+
+
+def can_plan_directly(sorts: Collection[str], version: str) -> bool:
+    """Return True if `flashinfer_hopper` can plan the prompts of graphs.
+
+    sorts: of all kernels of the model, as in `describe_kernel`; version: of the library.
+    """
+    if set(sorts) != {"fa3"}:
+        return False
+    if not version.startswith(PLANNED_VERSION):
+        logger.info(
+            "FlashInfer's version is %s: its `plan` takes the host longer, for steps with prompts, than the part of it "
+            "that is called in version %s", version or "unknown", PLANNED_VERSION,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _version() -> str:
+    """Return the version of FlashInfer, empty if it is not known."""
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def find_obstacle(
@@ -72,11 +103,13 @@ def find_obstacle(
     kinds: Sequence[LayerAttention],
     load: Callable[[LayerAttention], object] | None,
     hopper: bool = False,
+    entries: int = 1,
 ) -> str:
     """Return why FlashInfer cannot serve the prompts of a model; empty if it can.
 
     kinds: the distinct ones among the model's layers; load: loads FlashInfer's kernel for a kind, which may compile it
-    first, or raises RuntimeError or OSError; None: the library is not installed; hopper: the GPU's generation.
+    first, or raises RuntimeError or OSError; None: the library is not installed; hopper: the GPU's generation; entries:
+    of the page table.
     """
     if load is None:
         return "flashinfer is not installed"
@@ -91,6 +124,8 @@ def find_obstacle(
         )
     if layout.page_elements >= FLASHINFER_PAGE_ELEMENTS:
         return f"pages of {layout.page_elements} elements exceed its 32-bit stride; lower --page-size"
+    if entries > MAX_PAGE_TABLE_ENTRIES:
+        return f"a page table of {entries} entries exceeds its 32-bit numbers; raise --page-size"
     for kind in kinds:
         logger.info(
             "loading FlashInfer's kernel for head_dim %d, window %s, soft cap %s and keys in %s; one that is neither "
@@ -194,7 +229,7 @@ class GraphPlanners:
             from tandem.engine_core.attention.flashinfer_hopper import HopperGraphPlanner
 
             eager = cast("FlashInferPlanner", self.eager[slot])
-            if eager.is_fa3:
+            if eager.for_hopper:
                 return HopperGraphPlanner.build(eager, rows, tokens, self.page_table)
             entries = _max_page_entries(self.config)
             return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_table)
@@ -219,7 +254,7 @@ def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
 
     planner = cast("FlashInferPlanner", eager)
     tables = 4 * 3 * (MAX_PROMPTS + 1)
-    pages = 0 if planner.is_fa3 else 4 * _max_page_entries(config)
+    pages = 0 if planner.for_hopper else 4 * _max_page_entries(config)
     return (count - 1) * (len(planner.wrappers) * (GRAPH_PLAN_BYTES + tables) + pages)
 
 

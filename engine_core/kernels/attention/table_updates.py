@@ -55,7 +55,7 @@ def _write_rows(
     while first < count:
         offs = first + tl.arange(0, BLOCK)
         mask = offs < count
-        row = tl.load(rows_ptr + offs // WIDTH * STEP, mask=mask, other=0).to(tl.int64)
+        row = tl.load(rows_ptr + offs // WIDTH * STEP, mask=mask, other=0)
         tl.store(table_ptr + row * WIDTH + offs % WIDTH, tl.load(values_ptr + offs, mask=mask), mask=mask)
         first += tl.num_programs(0) * BLOCK
 

@@ -1,54 +1,23 @@
 """What the planner tells FlashInfer of a step, to a library that only takes it down."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention import triton as neighbour
 from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.kernels.page_table import PageTable
+from tests.fakes.flashinfer_library import load_over_double
 
 LAYER = LayerAttention(0.125, window=32)
 PAGE = 8
 
 
-class Wrapper:
-    """Stands in for `BatchPrefillWithPagedKVCacheWrapper`."""
-
-    def __init__(self, *memory: Any, **_options: Any) -> None:
-        self.memory = memory
-        self.planned: tuple[list[int], ...] = ()
-        self.options: dict[str, Any] = {}
-
-    def plan(self, *given: Any, **options: Any) -> None:
-        self.planned = tuple(one.tolist() for one in given if isinstance(one, Tensor))
-        self.options = options
-
-    def reset_workspace_buffer(self, *_memory: Any) -> None:
-        return None
-
-    def run(self, query: Tensor, _pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        out.copy_(query)
-
-
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the planner, loaded once more over the library's double."""
-    names = ("BatchPrefillWithPagedKVCacheWrapper", "jit", "prefill", "get_batch_prefill_module")
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**dict.fromkeys(names, Wrapper)))  # type: ignore[arg-type]
-    path = Path(neighbour.__file__).with_name("flashinfer.py")
-    spec = importlib.util.spec_from_file_location("flashinfer_over_a_double", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return load_over_double(monkeypatch)[0]
 
 
 def planner_of(module: ModuleType, rows: int, layers: tuple[LayerAttention, ...] = (LAYER,)) -> Any:
@@ -67,7 +36,7 @@ def test_a_plan_says_how_full_the_last_page_of_each_row_is(flashinfer: ModuleTyp
     pages = torch.arange(32, dtype=torch.int32).view(4, 8)
     spans = [Span(0, 0, 0, 8), Span(1, 8, 14, 1), Span(2, 9, 8, 9)]
     step = planner.plan(spans, PageTable(pages, PAGE, PAGE))
-    queries, tables, page_ids, last = planner.wrappers[LAYER].planned
+    queries, tables, page_ids, last = planner.wrappers[LAYER].given[:4]
     padding = 0 if batch is None else batch - len(spans)
     assert queries == [0, 8, 9, 18] + [18] * padding
     assert tables == [0, 1, 3, 6] + [6] * padding
@@ -75,7 +44,7 @@ def test_a_plan_says_how_full_the_last_page_of_each_row_is(flashinfer: ModuleTyp
     assert last[:3] == [8, 7, 1]
     assert step.tokens == 18
     options = planner.wrappers[LAYER].options
-    assert options["seq_lens"].tolist() == [8, 15, 17] + [0] * padding
+    assert options["seq_lens"] == [8, 15, 17] + [0] * padding
     assert (options["sm_scale"], options["window_left"], options["causal"]) == (0.125, 31, True)
 
 
@@ -108,8 +77,8 @@ def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flas
     graph.plan([Span(2, 0, 0, 12), Span(1, 12, 3, 5)])
     for layer in layers:
         wrapper = graph.planner.wrappers[layer]
-        assert wrapper.memory[5] is held, "each kind of layer reads the same pages"
-        _, tables, page_ids, _ = wrapper.planned
+        assert wrapper.buffers[2] is held, "each kind of layer reads the same pages"
+        _, tables, page_ids, _ = wrapper.given[:4]
         assert (tables, page_ids, held.tolist()) == ([0, 2, 3, 3], [], [0] * 16)
     pages[2, :2], pages[1, 0] = torch.tensor([7, 5]), 9
     graph.take_pages()

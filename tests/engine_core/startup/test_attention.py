@@ -1,14 +1,28 @@
 """The choice of FlashInfer or Triton for the attention of prompts."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tandem.engine_core.attention.base import LayerAttention
+from tandem.engine_core.attention.triton import RaggedGraphPlanner
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
-from tandem.engine_core.startup.attention import describe_kernel, find_obstacle
+from tandem.engine_core.runtime.device import CpuDevice
+from tandem.engine_core.startup.attention import (
+    MAX_PAGE_TABLE_ENTRIES,
+    GraphPlanners,
+    can_plan_directly,
+    describe_kernel,
+    find_obstacle,
+    further_graph_bytes,
+)
+from tests.fakes.flashinfer_library import load_over_double
+from tests.fakes.gpus import H200
 
 PLAIN, LOCAL = LayerAttention(0.125), LayerAttention(0.125, window=1024)
 CAPPED = LayerAttention(0.125, softcap=50.0)
@@ -111,3 +125,55 @@ def test_the_log_names_the_kernel_of_prompts_and_why() -> None:
 def test_too_little_memory_is_not_taken_for_a_missing_kernel() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         find_obstacle(128, BF16, layout(), [PLAIN], Library(error=torch.OutOfMemoryError("256 MiB")).load)
+
+
+def test_a_page_table_beyond_32_bits_is_not_given_to_flashinfer() -> None:
+    library = Library(PLAIN)
+    assert find_obstacle(128, BF16, layout(), [PLAIN], library.load, entries=MAX_PAGE_TABLE_ENTRIES) == ""
+    assert "2147483648 entries" in find_obstacle(128, BF16, layout(), [PLAIN], library.load, entries=2**31)
+
+
+@pytest.mark.parametrize(
+    ("sorts", "version", "directly"),
+    [
+        ({"fa3"}, "0.6.18", True),
+        ({"fa3"}, "0.6.18.post1", True),
+        ({"fa3"}, "0.6.19", False),
+        ({"fa3"}, "", False),
+        ({"fa2"}, "0.6.18", False),
+        ({"fa2", "fa3"}, "0.6.18", False),
+        (set(), "0.6.18", False),
+    ],
+)
+def test_the_planning_function_is_called_in_the_versions_that_are_known(
+    sorts: set[str], version: str, directly: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the kernels that have it, another version is told in the log."""
+    caplog.set_level(logging.INFO, logger="tandem")
+    assert can_plan_directly(sorts, version) == directly
+    assert len(caplog.messages) == (sorts == {"fa3"} and not directly)
+
+
+@pytest.mark.parametrize("for_hopper", [False, True])
+def test_graphs_of_many_tokens_are_planned_by_what_their_slots_planner_allows(
+    for_hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens run in Triton; the pages of planned rows take memory where they are copied."""
+    library, hopper = load_over_double(monkeypatch)
+    device, heads = CpuDevice(), library.HeadShape(4, 2, 64, BF16)
+    eager = library.FlashInferPlanner.allocate(
+        [PLAIN, LOCAL], device.host_buffer, device.torch_device, heads, 3, 192, for_hopper
+    )
+    config: Any = SimpleNamespace(
+        max_rows=3, max_step_tokens=512, dtype="bfloat16", pages_per_row=64, depth=2, graph_tokens=(64, 384, 512),
+        num_pages=lambda positions: positions // 8,
+    )  # fmt: skip
+    model: Any = SimpleNamespace(heads=4, kv_heads=2, head_dim=64)
+    table = PageTable(torch.zeros(4, 64, dtype=torch.int32), 8, 8)
+    planners = GraphPlanners(device, H200, model, config, table, [eager])
+    assert isinstance(planners(0, 256), RaggedGraphPlanner)
+    planner = planners(0, 384)
+    assert type(planner) is (hopper.HopperGraphPlanner if for_hopper else library.FlashInferGraphPlanner)
+    copied = 0 if for_hopper else 4 * 3 * 64
+    each = 2 * (library.GRAPH_PLAN_BYTES + 4 * 3 * 65) + copied
+    assert further_graph_bytes(config, eager) == 3 * each, "two counts of tokens in two slots, all but one"
