@@ -170,58 +170,55 @@ def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packe
 def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, num_places: int) -> Packed:
     """Pack the tokens of a step of rows of any length, some of which may not sample.
 
-    The steady rows have the first slots and the first samples, and are written at once, and so are further single
-    tokens, of which a policy may put many behind a prompt; the few longer rows follow one by one.
+    The steady rows have the first slots and the first samples. Single tokens are written at once; the few longer rows
+    follow one by one.
     """
-    steady, others, sampled = plan.num_steady, plan.other_rows, plan.sampled_rows
-    sample_rows = np.array([r.row for r in sampled], dtype=np.int32)
-    sample_positions = np.array([r.start + r.length - 1 for r in sampled], dtype=np.int32)
-    longest = max([int(sample_positions.max(initial=0)) + 1, *[r.end for r in others]])
-    packed = Packed(out, sample_rows, sample_positions, longest)
-    slots = _first_slots(plan, bucket)
+    steady, others = plan.num_steady, plan.other_rows
+    row = np.array([r.row for r in plan.rows], dtype=np.int32)
+    start = np.array([r.start for r in plan.rows], dtype=np.int32)
+    length = np.array([r.length for r in others], dtype=np.int32)
+    end = start + 1
+    end[steady:] += length - 1
+    samples = np.ones(len(row), dtype=bool)
+    samples[steady:] = [r.samples for r in others]
+    packed = Packed(out, row[samples], end[samples] - 1, int(end.max()))
+    slots = np.concatenate((np.arange(steady, dtype=np.int32), _first_slots(length, steady, bucket)))
     size = plan.total_tokens if bucket is None else sum(bucket)
     token_rows, positions = packed.reserve("token_rows", size), packed.reserve("positions", size)
-    token_rows[:steady] = sample_rows[:steady]
-    positions[:steady] = NEWEST
-    placed = list(zip(others, slots, strict=True))
-    singles = [(slot, r.row) for r, slot in placed if r.length == 1]
-    if singles:
-        places, rows = np.array(singles, dtype=np.int32).T
-        token_rows[places], positions[places] = rows, NEWEST
-    for r, slot in placed:
-        if r.length > 1:
-            token_rows[slot : slot + r.length] = r.row
-            positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
-    count = len(sampled)
+    token_rows[slots] = row
+    positions[slots] = NEWEST
+    for index in np.flatnonzero(length > 1).tolist():
+        r, slot = others[index], int(slots[steady + index])
+        token_rows[slot : slot + r.length] = r.row
+        positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
+    count = len(packed.sample_rows)
     sample_index = packed.reserve("sample_index", max(num_places, count))
-    sample_index[:steady] = np.arange(steady, dtype=np.int32)
-    sample_index[steady:count] = [slot + r.length - 1 for r, slot in placed if r.samples]
+    sample_index[:count] = (slots + (end - start) - 1)[samples]
     sample_index[count:] = -1
-    packed.add("sample_rows", sample_rows)
-    if any(r.targets for r in others):
-        targets = [np.frombuffer(r.targets, dtype=np.int32) for r in others]
-        scored = [np.arange(len(ids), dtype=np.int32) + slot for ids, slot in zip(targets, slots, strict=True)]
-        packed.add("score_index", np.concatenate(scored))
-        packed.add("targets", np.concatenate(targets))
+    packed.add("sample_rows", packed.sample_rows)
+    scored = [(index, r) for index, r in enumerate(others) if r.targets]
+    if scored:
+        ids = [np.frombuffer(r.targets, np.int32) for _, r in scored]
+        first = slots[[steady + index for index, _ in scored]]
+        ranges = [np.arange(len(own), dtype=np.int32) + slot for own, slot in zip(ids, first, strict=True)]
+        packed.add("score_index", np.concatenate(ranges))
+        packed.add("targets", np.concatenate(ids))
     return packed
 
 
-def _first_slots(plan: StepPlan, bucket: GraphBucket | None) -> list[int]:
+def _first_slots(length: Ints, steady: int, bucket: GraphBucket | None) -> Ints:
     """Return the first slot of each row behind the steady ones.
 
-    They follow in the plan's order. In a bucket single tokens come first, then the tokens of longer rows.
+    They follow in the plan's order. In a bucket single tokens come first, then the tokens of longer rows. length: of
+    these rows; steady: number of the rows before them.
     """
-    slots: list[int] = []
-    single = plan.num_steady
-    longer = single if bucket is None else bucket.num_decode_tokens
-    for r in plan.other_rows:
-        if bucket is not None and r.length == 1:
-            slots.append(single)
-            single += 1
-        else:
-            slots.append(longer)
-            longer += r.length
-    return slots
+    if bucket is None:
+        return steady + np.cumsum(length, dtype=np.int32) - length
+    is_single = length == 1
+    single = steady + np.cumsum(is_single, dtype=np.int32) - 1
+    tokens = np.where(is_single, 0, length)
+    longer = bucket.num_decode_tokens + np.cumsum(tokens, dtype=np.int32) - tokens
+    return np.where(is_single, single, longer)
 
 
 def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packed) -> None:
