@@ -26,7 +26,7 @@ bench=(benchmarks.bench_serving --token-ids)
 if [[ -n ${CONSTRAINED:-} ]]; then
     bench=(benchmarks.bench_constrained --model-dir "$work/model")
 elif [[ -n ${SIDE_BY_SIDE:-} ]]; then
-    bench=(benchmarks.side_by_side --shape "$(basename "$shape")")
+    bench=(benchmarks.side_by_side --shape "$(basename "$shape")" --metrics http://127.0.0.1:8499/metrics)
 fi
 python3 -m "${bench[@]}" --url "$url" --model model --save "$name" "$@"
 curl -s http://127.0.0.1:8499/metrics | grep -E '^tandem_(gpu|engine_stage|engine_steps)'

@@ -333,13 +333,14 @@ def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) 
     step_tokens = options.max_step_tokens or max(usual, least, chunk)
     if step_tokens < max_rows:
         raise ConfigError(
-            f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}: some decoding rows would starve; "
+            f"--max-step-tokens {step_tokens} is below --max-rows {max_rows}"
+            f"{' (its default here)' if options.max_rows is None else ''}: some decoding rows would starve; "
             "raise the first or lower the second"
         )
     if step_tokens < least:
         raise ConfigError(
             f"--max-step-tokens {step_tokens} does not hold a whole prompt of --max-len {max_len} beside --max-rows "
-            f"{max_rows}; raise it to {least}, lower the others, or set --prefill-chunk"
+            f"{max_rows}; raise it to {least}, lower the others, or give --prefill-chunk a number"
         )
     if whole:
         return step_tokens, 0

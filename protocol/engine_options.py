@@ -354,7 +354,7 @@ def wrong_numbers(options: EngineOptions) -> dict[str, str]:
         low, high = flag.bounds
         if not low <= value <= high:  # also true for NaN
             allowed = f"at least {low:.10g}" if high == math.inf else f"from {low:.10g} to {high:.10g}"
-            found[name] = f"{flag_name(name)} {value}: must be {allowed}"
+            found[name] = f"{flag_name(name)} {value:.10g}: must be {allowed}"
     size = options.page_size
     if isinstance(size, int) and size > 0 and size & (size - 1):
         found["page_size"] = f"--page-size {size} is not a power of two; use one, or max for one page per sequence"

@@ -25,8 +25,8 @@ from tandem.engine_core.runtime.cuda_streams import CudaEvent, CurrentStream, Si
 
 logger = logging.getLogger(__name__)
 
-EVERY = 8
-"""Steps from one timed step to the next."""
+EVERY = 7
+"""Steps from one timed step to the next; an odd number, since steps with prompts often take turns with others."""
 
 
 class Instant(Protocol):

@@ -86,8 +86,9 @@ class TorchRuntime:
     def launch(self, slot: int, plan: StepPlan) -> None:
         """Enqueue a step up to its logits.
 
-        These are one copy to the device, the updates of the tables, and the forward pass. A step that finds too little
-        memory is tried again with an empty cache of the allocator: everything that it writes is the same once more.
+        These are the copies to the device, the updates of the tables, and the forward pass. A step that finds too
+        little memory is tried again with an empty cache of the allocator: everything that it writes is the same once
+        more.
         """
         s = self.slots[slot]
         if s.plan is not plan:

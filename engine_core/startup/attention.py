@@ -79,7 +79,7 @@ def can_plan_directly(sorts: Collection[str], version: str) -> bool:
     """
     if set(sorts) != {"fa3"}:
         return False
-    if not version.startswith(PLANNED_VERSION):
+    if not f"{version}.".startswith(f"{PLANNED_VERSION}."):
         logger.info(
             "FlashInfer's version is %s: its `plan` takes the host longer, for steps with prompts, than the part of it "
             "that is called in version %s", version or "unknown", PLANNED_VERSION,

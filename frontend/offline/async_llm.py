@@ -54,7 +54,7 @@ class AsyncLLM:
     ) -> None:
         """Keep the settings, which are those of `LLM`, without starting anything.
 
-        Raises TypeError for an unknown option.
+        Raises TypeError for an unknown option, ValueError for a value that its flag would not take.
         """
         self._session = OfflineSession(
             engine_options(model, options), chat or ChatOptions(), check_log_level(log_level)

@@ -1,5 +1,6 @@
 """Keywords of offline calls: fields of an HTTP request, and short forms."""
 
+import argparse
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from tandem.frontend.api.chat_completions.request import BODY as CHAT
 from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
-from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_argv
 from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
@@ -62,7 +63,8 @@ class Fields(Struct, frozen=True):
 def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptions:
     """Build the engine's settings from the keywords of a constructor.
 
-    Raises TypeError for a name that is not an option; it names the nearest one.
+    Raises TypeError for a name that is not an option, and names the nearest one; ValueError for a value that its flag
+    would not take.
     """
     known = EngineOptions.__struct_fields__
     for name in options:
@@ -71,7 +73,15 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
             hint = f"; did you mean {near!r}?" if near else f"; the options are {', '.join(known)}"
             raise TypeError(f"{name!r} is not an option of LLM{hint}")
     unlimited = {"max_concurrent": NO_LIMIT, "max_queued_tokens": NO_LIMIT}
-    return EngineOptions(model=model, **{**unlimited, **options})
+    settings = EngineOptions(model=model, **{**unlimited, **options})
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    add_engine_arguments(parser)
+    try:
+        parser.parse_args(engine_argv(settings))
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).lstrip("-").replace("-", "_")
+        raise ValueError(f"{name}={getattr(settings, name)!r}: {error.message}") from None
+    return settings
 
 
 def hub_options(revision: str | None, hf_token: str | None, download_dir: str | Path | None) -> HubOptions:

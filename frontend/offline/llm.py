@@ -73,7 +73,7 @@ class LLM:
         engine serves the model that ships with it. It logs what is at least as severe as `log_level` (debug, info,
         warning or error) to stderr. Raises LaunchError or TokenizerError for a model that
         cannot be served, EngineError for an engine that ends or is not ready within `startup_timeout` seconds,
-        TypeError for an unknown option.
+        TypeError for an unknown option, ValueError for a value that its flag would not take.
         """
         settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()

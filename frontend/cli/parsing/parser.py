@@ -159,4 +159,5 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with two lines: what was wrong, and where the flags are listed."""
-        self.exit(ExitCode.CONFIG, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
+        every = "--help-all" if self._rare else "--help"
+        self.exit(ExitCode.CONFIG, f"{self.prog}: error: {message}\nSee {self.prog} {every}\n")

@@ -273,3 +273,8 @@ def test_chunks_and_their_number_remain_limits() -> None:
     for _ in range(2):
         run.add(LONG)
     assert sum(row.length > 1 for row in run.step().rows) == 1
+
+
+def test_limits_are_those_that_users_are_told() -> None:
+    """The help of `--max-itl` and engine_core/README.md."""
+    assert (LEAST_MS, SLOWDOWN, IDLE_MS) == (5.0, 2.5, 100.0)

@@ -139,6 +139,7 @@ def test_a_page_table_beyond_32_bits_is_not_given_to_flashinfer() -> None:
         ({"fa3"}, "0.6.18", True),
         ({"fa3"}, "0.6.18.post1", True),
         ({"fa3"}, "0.6.19", False),
+        ({"fa3"}, "0.6.180", False),
         ({"fa3"}, "", False),
         ({"fa2"}, "0.6.18", False),
         ({"fa2", "fa3"}, "0.6.18", False),

@@ -128,6 +128,31 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("kv_dtype", "int8", r"kv_dtype='int8': invalid choice: 'int8' \(choose from .*fp8"),
+        ("quantize", "awq", r"quantize='awq': invalid choice: 'awq' \(choose from .*fp8"),
+        ("prefill_chunk", "on", "prefill_chunk='on': "),
+        ("max_rows", "many", "max_rows='many': invalid int value: 'many'"),
+        ("kv_memory", "4GX", "kv_memory='4GX': '4GX' is not a number of bytes"),
+    ],
+)
+def test_a_value_that_no_flag_takes_is_refused_by_its_name(name: str, value: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        engine_options(None, {name: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_dtype": "fp8_e4m3"}, {"max_itl": 7.5, "max_rows": 4}, {"prefill_chunk": "off"}, {"gpu_memory": 0.5}],
+    ids=str,
+)
+def test_values_are_kept_as_they_are_given(options: dict[str, object]) -> None:
+    settings = engine_options("folder", options)
+    assert {name: getattr(settings, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
     ("given", "text"),
     [
         (
