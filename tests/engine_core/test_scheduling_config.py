@@ -73,7 +73,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         ["--max-step-tokens 500", "--max-len 2048", "raise it to 2080", "--prefill-chunk"],
     ),
     ({"max_prefill_chunks_per_step": 0}, ["--max-prefill-chunks-per-step 0: must be at least 1"]),
-    ({"session_ttl": -1.0}, ["--session-ttl -1.0: must be from 0 to 1e+10"]),
+    ({"session_ttl": -1.0}, ["--session-ttl -1: must be from 0 to 1e+10"]),
     ({"session_ttl": float("nan")}, ["--session-ttl nan: must be from 0 to 1e+10"]),
     ({"session_ttl": float("inf")}, ["--session-ttl inf: must be from 0 to 1e+10"]),
     ({"max_sessions": -1}, ["--max-sessions -1: must be at least 0"]),
