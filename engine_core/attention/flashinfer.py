@@ -149,19 +149,8 @@ class FlashInferPlanner:
         """
         # The arrays of a plan lie one after the other in host memory.
         assert batch < self._stride, f"a graph of {batch} rows does not fit a planner of {self._stride - 1}"
-        device = self.device_index.device
-
-        def zeros(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-
-        wrappers: Wrappers = {}
-        page_ids = zeros(max_pages)
-        for kind in self.wrappers:
-            buffers = zeros(batch + 1), zeros(batch + 1), page_ids, zeros(batch)
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", True, *buffers)
-            plan = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=device)
-            wrapper.reset_workspace_buffer(self.workspace, plan)
-            wrappers[kind] = wrapper
+        page_ids = torch.zeros(max_pages, dtype=torch.int32, device=self.device_index.device)
+        wrappers = {kind: graph_wrapper(self.workspace, batch, page_ids) for kind in self.wrappers}
         return FlashInferPlanner(wrappers, self.workspace, self.heads, self.host, self.device_index, batch, page_ids)
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> FlashInferStep:
@@ -190,25 +179,10 @@ class FlashInferPlanner:
                 f"{len(self._planned)} pages of the planned rows in memory of {len(self.page_ids)}"
             )
             page_ids = self.page_ids[:0]
+        rows = self._host(0, count + 1), self._host(1, count + 1), page_ids, self._host(2, count)
+        contexts, longest = self._host(3, count), int(lengths.max())
         for layer, wrapper in self.wrappers.items():
-            wrapper.plan(
-                self._host(0, count + 1),
-                self._host(1, count + 1),
-                page_ids,
-                self._host(2, count),
-                self.heads.query,
-                self.heads.kv,
-                self.heads.head_dim,
-                page_size,
-                causal=True,
-                sm_scale=layer.scale,
-                window_left=window_left(layer),
-                logits_soft_cap=layer.softcap,
-                q_data_type=self.heads.dtype,
-                kv_data_type=self.heads.kv_dtype,
-                seq_lens=self._host(3, count).as_subclass(RowLengths),
-                max_token_per_sequence=int(lengths.max()),
-            )
+            plan_wrapper(wrapper, rows, contexts, longest, self.heads, layer, page_size)
         return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
 
     def take_pages(self, pages: Tensor) -> None:
@@ -246,6 +220,52 @@ class FlashInferPlanner:
 
     def _host(self, index: int, length: int) -> Tensor:
         return self.host[index * self._stride : index * self._stride + length]
+
+
+def graph_wrapper(workspace: Tensor, batch: int, page_ids: Tensor) -> BatchPrefillWithPagedKVCacheWrapper:
+    """Return a wrapper that a graph can hold, with memory of its own for plans.
+
+    batch: rows of every plan; page_ids: int32 on the device, where its kernels read the pages of rows.
+    """
+
+    def zeros(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=workspace.device)
+
+    buffers = zeros(batch + 1), zeros(batch + 1), page_ids, zeros(batch)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True, *buffers)
+    wrapper.reset_workspace_buffer(workspace, torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
+    return wrapper
+
+
+def plan_wrapper(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    lengths: Tensor,
+    longest: int,
+    heads: HeadShape,
+    kind: LayerAttention,
+    page_size: int,
+) -> None:
+    """Plan a step for one kind of layer.
+
+    rows: the library's `qo_indptr`, `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len`; lengths: [B]
+    int32 on the host, positions of each row's context; longest: most queries of a row.
+    """
+    wrapper.plan(
+        *rows,
+        heads.query,
+        heads.kv,
+        heads.head_dim,
+        page_size,
+        causal=True,
+        sm_scale=kind.scale,
+        window_left=window_left(kind),
+        logits_soft_cap=kind.softcap,
+        q_data_type=heads.dtype,
+        kv_data_type=heads.kv_dtype,
+        seq_lens=lengths.as_subclass(RowLengths),
+        max_token_per_sequence=longest,
+    )
 
 
 def window_left(kind: LayerAttention) -> int:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, Span
 from tandem.engine_core.attention.flashinfer import (
-    GRAPH_PLAN_BYTES,
     FlashInferPlanner,
     FlashInferStep,
     HeadShape,
     Wrappers,
+    graph_wrapper,
+    plan_wrapper,
     window_left,
 )
 from tandem.engine_core.integers import ceil_div
@@ -78,14 +79,16 @@ class HopperGraphPlanner:
         """
         entries = page_table.pages.numel()
         assert ceil_div(tokens, page_table.page_size) <= entries, f"{tokens} tokens, {entries} entries"
-        rows = RowArrays.allocate(batch)
-        wrappers: Wrappers = {}
+        rows, page_ids = RowArrays.allocate(batch), page_table.pages.view(-1)
         rows.write([Span(0, 0, 0, tokens)], page_table.pages.shape[1])
+        wrappers: Wrappers = {}
         plans = []
         for kind in eager.wrappers:
-            wrappers[kind] = _wrapper(eager.workspace, batch, page_table)
-            _plan_first(wrappers[kind], rows, eager.heads, kind, page_table)
-            plans.append(_planning(wrappers[kind], rows, eager.heads, kind, page_table.page_size, tokens))
+            wrapper = wrappers[kind] = graph_wrapper(eager.workspace, batch, page_ids)
+            # The library plans first: it chooses the kernel and keeps the options of runs.
+            given = rows.queries, rows.first_pages, page_ids[:0], torch.ones_like(rows.lengths)
+            plan_wrapper(wrapper, given, rows.lengths, tokens, eager.heads, kind, page_table.page_size)
+            plans.append(_planning(wrapper, rows, eager.heads, kind, page_table.page_size, tokens))
         return cls(rows, plans, FlashInferStep(wrappers, tokens, page_table))
 
     def plan(self, spans: Sequence[Span]) -> None:
@@ -96,45 +99,6 @@ class HopperGraphPlanner:
 
     def take_pages(self) -> None:
         """Implement `GraphPromptPlanner.take_pages`: the kernels read the page table."""
-
-
-def _wrapper(workspace: Tensor, batch: int, page_table: PageTable) -> BatchPrefillWithPagedKVCacheWrapper:
-    """Return a wrapper over the page table, with memory of its own for plans."""
-
-    def unread(count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=workspace.device)
-
-    buffers = unread(batch + 1), unread(batch + 1), page_table.pages.view(-1), unread(batch)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True, *buffers)
-    plan = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=workspace.device)
-    wrapper.reset_workspace_buffer(workspace, plan)
-    return wrapper
-
-
-def _plan_first(
-    wrapper: BatchPrefillWithPagedKVCacheWrapper,
-    rows: RowArrays,
-    heads: HeadShape,
-    kind: LayerAttention,
-    table: PageTable,
-) -> None:
-    """Plan as the library does: it chooses the kernel and keeps the options of runs."""
-    wrapper.plan(
-        rows.queries,
-        rows.first_pages,
-        table.pages.view(-1)[:0],
-        torch.ones_like(rows.lengths),
-        heads.query,
-        heads.kv,
-        heads.head_dim,
-        table.page_size,
-        causal=True,
-        sm_scale=kind.scale,
-        window_left=window_left(kind),
-        logits_soft_cap=kind.softcap,
-        q_data_type=heads.dtype,
-        seq_lens=rows.lengths,
-    )
 
 
 def _planning(

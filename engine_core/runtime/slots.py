@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import AttentionPlanner
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.captured import DecodeGraphs, Graph
 from tandem.engine_core.runtime.device import Device, Event
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.masks import MaskFiller
-from tandem.engine_core.runtime.staging import UPDATE_FIELDS, Packed
+from tandem.engine_core.runtime.staging import Packed
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS
+from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, UPDATE_FIELDS
 from tandem.engine_core.plan import PADDING_ROW, NewSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.protocol.codec import unpack_floats, unpack_ids
@@ -42,11 +42,6 @@ MAX_END_IDS = 32
 """End ids that one model may have."""
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_END_IDS
 """Ids that one row may suppress: its stop ids and the model's own end ids."""
-UPDATE_FIELDS = (
-    *("upload_index", "upload_tokens", "length_rows", "lengths", "page_index", "pages"),
-    *("ints", "floats", "suppressed"),
-)
-"""Fields with updates of tables, all but those of biases."""
 _INT_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.is_integer)
 
 

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.sampling.inputs import SamplingTables
+from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS, SamplingTables
 
 BLOCK, PROGRAMS = 256, 32
 """Words that one program writes at a time, and the programs that share all of them."""
-NUM_LOCATIONS = 9
 
 
 def update_tables_reference(locations: Tensor, inputs: Tensor, pages: Tensor, tables: SamplingTables) -> None:
@@ -88,15 +87,14 @@ def _update_tables_kernel(
 def update_tables(locations: Tensor, inputs: Tensor, pages: Tensor, tables: SamplingTables) -> None:
     """Write the updates that a packed step brings, all but biases, into the tables.
 
-    Nothing comes from the host, so a graph can hold it. locations: [9, 2] int32, offset in `inputs` and length, in
-    words, of the fields `upload_index`, `upload_tokens`, `length_rows`, `lengths`, `page_index`, `pages`, `ints`,
-    `floats` and `suppressed` of `runtime.staging`; zeros for one that is missing. inputs: int32, contiguous; pages:
+    Nothing comes from the host, so a graph can hold it. locations: [len(UPDATE_FIELDS), 2] int32, offset in `inputs`
+    and length, in words, of each of these fields; zeros for one that is missing. inputs: int32, contiguous; pages:
     [rows, pages_per_row] int32. Places and rows are not checked. Raises ValueError for a table that is not contiguous.
     """
     written = tables.tokens, tables.lengths, pages, tables.ints, tables.floats, tables.suppressed
     if not all(table.is_contiguous() for table in (*written, locations, inputs)):
         raise ValueError("update_tables needs contiguous tables, locations and inputs")
-    assert locations.numel() == 2 * NUM_LOCATIONS, f"{tuple(locations.shape)} are not {NUM_LOCATIONS} locations"
+    assert locations.shape == (len(UPDATE_FIELDS), 2), f"locations of shape {tuple(locations.shape)}"
     words = [table.view(torch.int32) for table in written]
     _update_tables_kernel[(PROGRAMS,)](
         locations,

@@ -18,6 +18,11 @@ INT_COLUMNS = (
 tokens that it samples without an end."""
 FLOAT_COLUMNS = tuple(field.name for field in SAMPLING_FIELDS if not field.is_integer)
 """Columns of the float table, each named as in `SamplingParams`."""
+UPDATE_FIELDS = (
+    *("upload_index", "upload_tokens", "length_rows", "lengths", "page_index", "pages"),
+    *("ints", "floats", "suppressed"),
+)
+"""Fields of a packed step (`runtime.staging`) with updates of tables, all but those of biases."""
 
 
 @dataclass(frozen=True, slots=True)

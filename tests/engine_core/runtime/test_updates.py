@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.attention.table_updates import update_tables_reference
+from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import Graph
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.runtime.graphs import capture_updates
 from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
-from tandem.engine_core.runtime.staging import UPDATE_FIELDS, capacity, pack
+from tandem.engine_core.runtime.staging import capacity, pack
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import SamplingParams

@@ -15,9 +15,9 @@ from tandem.engine_core.kernels.attention.table_updates import (
     update_tables,
     update_tables_reference,
 )
-from tandem.engine_core.kernels.sampling.inputs import SamplingTables
+from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS, SamplingTables
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.staging import UPDATE_FIELDS, Packed, capacity, pack
+from tandem.engine_core.runtime.staging import Packed, capacity, pack
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.protocol.codec import pack_ids
 from tandem.protocol.params import MAX_SEED, SamplingParams
