@@ -24,10 +24,10 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
-from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage

@@ -17,9 +17,9 @@ from benchmarks.measuring.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_splits, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
-from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 from tandem.engine_core.kernels.tiles.table import DecodeKey
 from tandem.engine_core.kv_cache.groups import KVGroup

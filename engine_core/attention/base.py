@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.page_table import PageTable
 
 
@@ -61,6 +62,24 @@ class AttentionStep(Protocol):
         planned for; scales: of the layer's keys and values, as in `kernels.kv_dtype`: the query was multiplied by the
         first already, and the result is multiplied by the second here. Return [T, heads, head_dim] in the query's
         dtype.
+        """
+
+
+class RotatingStep(Protocol):
+    """An attention step that rotates the heads of new tokens, and stores their keys and values, itself."""
+
+    def run_rotating(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerAttention,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Rotate and store as `KernelSet.rope_and_kv_write` does, and attend as `AttentionStep.run` does.
+
+        qkv: [T, heads + 2 * kv_heads, head_dim], heads contiguous.
         """
 
 
@@ -136,3 +155,5 @@ class ForwardBatch:
     """[S] int64, indices of the tokens that are sampled from. None: all T of them."""
     attention: AttentionStep
     """The attention of this step."""
+    rotating: RotatingStep | None = None
+    """The same where it rotates the heads itself. None: a kernel before it does."""

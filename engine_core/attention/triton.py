@@ -20,6 +20,7 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
     fit_shape,
     paged_prefill,
 )
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
@@ -27,7 +28,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """An `AttentionStep` of one query per row.
+    """An `AttentionStep` and a `RotatingStep` of one query per row.
 
     A captured graph keeps reading its tensors.
     """
@@ -59,9 +60,37 @@ class DecodeStep:
         out: memory for the result, shaped like query, given where `paged_prefill` is to run beside it; scratch: as in
         `paged_decode`.
         """
-        pairs = len(query) * keys.shape[1]
-        plan = choose_plan(query.shape[2], pairs, query.dtype, keys.dtype, self.gpu)
-        plan = fit_plan(plan, query, keys, self.gpu)
+        return self._run(query, query.shape[1], keys, values, layer, scales, out=out, scratch=scratch)
+
+    def run_rotating(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerAttention,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Implement `RotatingStep.run_rotating`."""
+        heads = qkv.shape[1] - 2 * keys.shape[1]
+        return self._run(qkv, heads, keys, values, layer, scales, rotation=rotation)
+
+    def _run(
+        self,
+        query: Tensor,
+        heads: int,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerAttention,
+        scales: Tensor | None,
+        *,
+        out: Tensor | None = None,
+        scratch: tuple[Tensor, Tensor] | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        (batch, _, head_dim), kv_heads = query.shape, keys.shape[1]
+        plan = choose_plan(head_dim, batch * kv_heads, query.dtype, keys.dtype, self.gpu)
+        plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
             window=layer.window,
@@ -70,11 +99,12 @@ class DecodeStep:
             tile=plan.tile,
             least=plan.least,
             early=plan.early,
-            hold=out is None and query.shape[1] * query.shape[2] >= HELD_WIDTH,
+            hold=out is None and heads * head_dim >= HELD_WIDTH,
             out=out,
             scratch=scratch,
             scales=scales,
             spares=self.spares,
+            rotation=rotation,
         )
 
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,11 +54,11 @@ def triton_kernels(pdl: bool) -> KernelSet:
 
     pdl: chain them by programmatic dependent launch, where a kernel's prologue overlaps its predecessor's end.
     """
+    from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
     from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate
     from tandem.engine_core.kernels.gather_columns import gather_columns
     from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, quantized_norm, rms_norm
     from tandem.engine_core.kernels.quantize import quantize
-    from tandem.engine_core.kernels.rope import rope_and_kv_write
     from tandem.engine_core.kernels.soft_cap import soft_cap
 
     return KernelSet(

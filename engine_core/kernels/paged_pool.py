@@ -6,8 +6,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels import kv_dtype
+
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Values of head_dim that the kernels are compiled for."""
+LARGEST = tl.constexpr(kv_dtype.LARGEST)
+
+
+@triton.jit
+def stored(x, pool_ptr, scale, SCALED: tl.constexpr):
+    """Convert x to the pool's dtype, as `kv_dtype.to_pool` does."""
+    dtype: tl.constexpr = pool_ptr.dtype.element_ty
+    if dtype.is_fp8():
+        x = x.to(tl.float32)
+        if SCALED:
+            x = x / scale
+        x = tl.clamp(x, -LARGEST, LARGEST)
+    return x.to(dtype)
 
 
 @triton.jit

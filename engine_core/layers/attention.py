@@ -5,12 +5,35 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
+
+
+def rotate_and_attend(
+    qkv: Tensor,
+    rotation: Rotation,
+    batch: ForwardBatch,
+    keys: Tensor,
+    values: Tensor,
+    layer: LayerAttention,
+    kernels: KernelSet,
+    scales: Tensor | None,
+) -> Tensor:
+    """Rotate the heads of a batch, store its keys and values, and attend, in as few kernels as the step can.
+
+    qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T, heads,
+    head_dim].
+    """
+    if batch.rotating is not None:
+        return batch.rotating.run_rotating(qkv, rotation, keys, values, layer, scales)
+    cos, sin, slots, q_norm, k_norm, eps = rotation
+    query = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
+    return batch.attention.run(query, keys, values, layer, scales)
 
 
 class Attention:
@@ -86,12 +109,10 @@ class Attention:
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         q_norm, k_norm = self.q_norm, self.k_norm
-        norms = (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        q_weight, k_weight, eps = norms
-        query = self.kernels.rope_and_kv_write(
-            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, q_weight, k_weight, eps, scales
-        )
-        attended = batch.attention.run(query, keys, values, self.layer, scales)
+        rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
+        if q_norm is not None and k_norm is not None:
+            rotation = rotation._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
+        attended = rotate_and_attend(qkv, rotation, batch, keys, values, self.layer, self.kernels, scales)
         return self.output.apply(attended.reshape(update.shape[0], -1)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:

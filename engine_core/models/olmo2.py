@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.attention import rotate_and_attend
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm
@@ -103,10 +105,8 @@ class Olmo2Attention:
         key, _ = self.k_norm(projected[:, width : width + kv_width].contiguous(), None)
         value = projected[:, width + kv_width :]
         qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
-        query = self.kernels.rope_and_kv_write(
-            qkv, *rotary[self.layer.rotary], batch.slot_mapping, keys, values, None, None, 0.0, scales
-        )
-        attended = batch.attention.run(query, keys, values, self.layer, scales)
+        rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
+        attended = rotate_and_attend(qkv, rotation, batch, keys, values, self.layer, self.kernels, scales)
         return self.output.apply(attended.view(len(stream), -1)), stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -46,7 +46,8 @@ class CudaForward:
         rows, positions: [B] int32; negative positions are replaced by those of the rows' newest tokens.
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (places.rows, places.positions))
-        batch = ForwardBatch(input_ids, positions, slot_mapping, None, self._decode_step(rows, positions, long))
+        step = self._decode_step(rows, positions, long)
+        batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, rotating=step)
         return self.model.logits(self.model.forward(batch, self.kv), places.logits)
 
     def reach(self, rows: int) -> int:

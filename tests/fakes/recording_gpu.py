@@ -13,9 +13,11 @@ from torch import Tensor
 from tandem.engine_core.attention import triton as triton_attention
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs_reference
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.table_updates import update_tables_reference
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
+from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.sampling.gather import gather_samples_reference
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.layers.build_context import BuildContext
@@ -146,8 +148,12 @@ def oracle_attention() -> Iterator[None]:
 
 def _paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, table: PageTable, scale: float,
-    _splits: int, *, window: int | None, softcap: float | None, out: Tensor | None, **_launch: Any,
+    _splits: int, *, window: int | None, softcap: float | None, out: Tensor | None, scales: Tensor | None,
+    rotation: Rotation | None, **_launch: Any,
 ) -> Tensor:  # fmt: skip
+    if rotation is not None:
+        cos, sin, slots, *norms = rotation
+        query = qk_norm_rope_and_kv_write(query, cos, sin, slots, keys, values, *norms, scales)
     found = reference.paged_decode(query, keys, values, rows, positions, table, scale, window, softcap)
     return found if out is None else out.copy_(found)
 

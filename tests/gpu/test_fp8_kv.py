@@ -15,11 +15,11 @@ from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.kernels.attention.decode_plans import choose_splits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
+from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
-from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.startup.attention import HOPPER
 from tests.support.flashinfer_kernels import missing_kernel, pinned

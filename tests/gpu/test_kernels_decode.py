@@ -13,6 +13,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
 from tandem.engine_core.kernels.attention.decode_plans import choose_splits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.kv_dtype import to_pool
@@ -21,7 +22,6 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
 from tandem.engine_core.kernels.reference import layer as reference_layer
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
-from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tests.support.length_tables import tables_of
 

@@ -22,11 +22,11 @@ from tandem.engine_core.attention.triton import (
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.paged_prefill import choose_splits, paged_prefill, tile_queries
+from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference_attention
-from tandem.engine_core.kernels.rope import rope_and_kv_write
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.startup.attention import HOPPER
 from tests.support.flashinfer_kernels import missing_kernel, pinned

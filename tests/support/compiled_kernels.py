@@ -26,6 +26,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
@@ -142,8 +143,13 @@ def decode(
     spares: int = 0,
     early: bool | None = None,
     kv_heads: int = 1,
+    rotary_dim: int | None = None,
+    norm: bool = False,
 ) -> Launch:
-    """Decode of a number of pairs of row and KV head. early: None as the rule says."""
+    """Decode of a number of pairs of row and KV head.
+
+    early: None as the rule says; rotary_dim: None for heads that are rotated already; norm: of the heads before that.
+    """
     if early is not None:
         keyed = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (pairs.bit_length() - 1))
         plan = choose_plan(head_dim, pairs, torch.bfloat16, kv_dtype, gpu)._replace(early=early)
@@ -154,7 +160,12 @@ def decode(
     query, layer = half(rows, kv_heads * group, head_dim), kind_of(head_dim)
     shared = SparePrograms(torch.zeros(2 * rows + spares, dtype=torch.int32), spares) if spares else None
     step = DecodeStep(index, index, table, splits, gpu, shared)
-    return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
+    if rotary_dim is None:
+        return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
+    qkv, angles = half(rows, kv_heads * (group + 2), head_dim), torch.zeros(rows, 1, rotary_dim)
+    norms = (half(head_dim), half(head_dim)) if norm else (None, None)
+    rotation = Rotation(angles, angles, torch.zeros(rows, dtype=torch.int64), *norms)
+    return lambda: step.run_rotating(qkv, rotation, pool, pool, layer, scales_for(kv_dtype))
 
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:

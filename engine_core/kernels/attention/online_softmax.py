@@ -59,6 +59,17 @@ def query_over(q, keys_ptr):
 
 
 @triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """Apply a soft cap, if there is one, to exponents of two.
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 in float32 long before the power overflows.
+    """
+    if CAP is not None:
+        scores = CAP - 2 * CAP / (tl.exp2(tl.minimum(scores, 64.0)) + 1)
+    return scores
+
+
+@triton.jit
 def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """Add one block of keys and values to the running softmax of a query tile.
 
@@ -67,10 +78,7 @@ def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECIS
     so far and the sum of powers relative to it; acc: [queries, D]. Returns these three, updated.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if CAP is not None:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 in float32 long before the power overflows.
-        scores = CAP - 2 * CAP / (tl.exp2(tl.minimum(scores, 64.0)) + 1)
+    scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)
     scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     shrink = tl.exp2(best - new_best)

@@ -24,12 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, least_positions, tile_rows
+from tandem.engine_core.kernels.attention.newest_token import begin, newest_of
 from tandem.engine_core.kernels.attention.online_softmax import (
     attend,
     kernel_cap,
     kernel_scale,
     query_over,
 )
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.attention.split_blocks import combine_splits, split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
@@ -68,10 +70,18 @@ def _paged_decode_kernel(
     page_table_ptr,
     scales_ptr,
     spares_ptr,
+    cos_ptr,
+    sin_ptr,
+    slot_mapping_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     query_stride,
     slot_stride,
     table_stride,
+    cos_stride,
+    sin_stride,
     scale,
+    eps,
     splits,
     least_blocks,
     GROUP: tl.constexpr,
@@ -90,6 +100,8 @@ def _paged_decode_kernel(
     COMBINE_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     SPARES: tl.constexpr,
+    TURNING: tl.constexpr,
+    NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -134,30 +146,42 @@ def _paged_decode_kernel(
     # only one tile would be on its way at a time.
     end = tl.minimum(last * BLOCK, length) - 1
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
+    query_row = query_ptr + b.to(tl.int64) * query_stride
+    in_group = in_head(g < GROUP, d, D, WIDE)
+    in_pool, newest = length, None
+    if TURNING:
+        # The program of the newest position keeps it apart; the pool gives all programs those before it.
+        in_pool = position
+        newest = newest_of(
+            *(cos_ptr, sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, scales_ptr, b, cos_stride, sin_stride),
+            *(last * BLOCK > position, D, WIDE, TURNING, NORM, SCALED),
+        )
     if SCALED:
         value_scale = tl.load(scales_ptr + 1)
-    q_offs = b.to(tl.int64) * query_stride + (head * GROUP + g[:, None]) * D + d[None, :]
-    in_group = in_head(g < GROUP, d, D, WIDE)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
-    if EARLY:
-        # The first copies of the loop's pipeline, of fewer than `STAGES` blocks, come before the loop and so before the
-        # wait in it.
-        if tl.minimum(first + STAGES, last) * BLOCK > position:
-            wait_for_previous(PDL, HOLD)
-        q = query_over(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
-    else:
+    q = query_over(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
+    # The first copies of the loop's pipeline, of fewer than `STAGES` blocks, come before the loop and so before the
+    # wait in it.
+    if not EARLY or (not TURNING and tl.minimum(first + STAGES, last) * BLOCK > position):
         wait_for_previous(PDL, HOLD)
-        q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
+    if not EARLY:
+        q, best, weight, acc = begin(
+            *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, newest, eps, best, weight, acc),
+            *(GROUP, KV_HEADS, D, CAP, NORM, SCALED),
+        )
     for block in tl.range(first, last, num_stages=STAGES):
         if EARLY and block == first:
             wait_for_previous(PDL, HOLD)
-            q = query_over(tl.load(query_ptr + q_offs, mask=in_group, other=0.0), keys_ptr)
+            q, best, weight, acc = begin(
+                *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, newest, eps, best, weight, acc),
+                *(GROUP, KV_HEADS, D, CAP, NORM, SCALED),
+            )
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]
-        visible = m < length
+        visible = m < in_pool
         if WINDOW is not None:
             visible = visible & (m >= lowest)
         k = tl.load(head_keys + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
@@ -220,6 +244,7 @@ def paged_decode(
     spares: SparePrograms | None = None,
     early: bool = False,
     hold: bool = False,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
@@ -237,7 +262,10 @@ def paged_decode(
     capture, and ValueError for another D, layout or page size, a window below 1 or a soft cap that is not positive.
     """
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
-    _check(query, keys, values, page_table, splits)
+    if rotation is not None:
+        heads -= 2 * kv_heads
+        rotation.check(head_dim)
+    _check(query, heads, keys, values, page_table, splits)
     check_band(window, softcap)
     out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device) if out is None else out
     if batch == 0:
@@ -245,20 +273,31 @@ def paged_decode(
     tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
     spare_count = spares.count if spares is not None else 0
     _paged_decode_kernel[(kv_heads, splits, batch + spare_count // splits)](
-        *(out, *(scratch or split_scratch(query, splits, spare_count)), split_counters("paged_decode", query.device)),
+        *(out, *(scratch or split_scratch(out, splits, spare_count)), split_counters("paged_decode", query.device)),
         *(query, keys, values, rows, positions, page_table.pages, scales),
         spares.plan if spares is not None else positions,
-        *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
+        *_rotated_with(rotation, positions),
+        *(query.stride(0), keys.stride(0), page_table.pages.stride(0)),
+        *((rotation.cos.stride(0), rotation.sin.stride(0)) if rotation is not None else (0, 0)),
+        *(kernel_scale(scale, softcap), 0.0 if rotation is None else rotation.eps, splits),
         triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
         KV_HEADS=kv_heads,
         SCALED=scales is not None,
         WINDOW=window,
         CAP=kernel_cap(softcap),
+        TURNING=0 if rotation is None else rotation.cos.shape[2] // 2,
+        NORM=rotation is not None and rotation.q_norm is not None,
         **page_table.constants,
         HOLD=hold,
         **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, spare_count),
     )
     return out
+
+
+def _rotated_with(rotation: Rotation | None, unused: Tensor) -> tuple[Tensor, ...]:
+    """Return the kernel's tensors of a rotation; another stands in for those that it lacks."""
+    given = (None,) * 5 if rotation is None else rotation[:5]
+    return tuple(unused if tensor is None else tensor for tensor in given)
 
 
 def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, Tensor]:
@@ -299,9 +338,8 @@ def _options(
     }
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, page_table: PageTable, splits: int) -> None:
-    batch, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
+def _check(query: Tensor, heads: int, keys: Tensor, values: Tensor, page_table: PageTable, splits: int) -> None:
+    (batch, _, head_dim), kv_heads = query.shape, keys.shape[1]
     check_head_dim(head_dim)
     check_groups(heads, kv_heads)
     page_table.check()

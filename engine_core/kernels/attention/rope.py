@@ -15,25 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels import kv_dtype
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads, head_width
+from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads, head_width, stored
 
-LARGEST = tl.constexpr(kv_dtype.LARGEST)
 ELEMENTS, WARPS = 1024, 2
 """Elements that one program rotates, and its warps."""
-
-
-@triton.jit
-def _stored(x, pool_ptr, scale, SCALED: tl.constexpr):
-    """Convert x to the pool's dtype, as `kv_dtype.to_pool` does."""
-    dtype: tl.constexpr = pool_ptr.dtype.element_ty
-    if dtype.is_fp8():
-        x = x.to(tl.float32)
-        if SCALED:
-            x = x / scale
-        x = tl.clamp(x, -LARGEST, LARGEST)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -118,11 +105,11 @@ def _rope_kernel(
         tl.store(out + j[None, :], rotated_second.to(dtype), mask=is_query)
     slot_offset = slot.to(tl.int64) * slot_stride
     out = keys_ptr + slot_offset + (head[:, None] - HEADS) * D
-    tl.store(out + i[None, :], _stored(rotated_first.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
-    tl.store(out + j[None, :], _stored(rotated_second.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
+    tl.store(out + i[None, :], stored(rotated_first.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
+    tl.store(out + j[None, :], stored(rotated_second.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
     out = values_ptr + slot_offset + (head[:, None] - HEADS - KV_HEADS) * D
-    tl.store(out + i[None, :], _stored(first_raw, values_ptr, value_scale, SCALED), mask=is_value)
-    tl.store(out + j[None, :], _stored(second_raw, values_ptr, value_scale, SCALED), mask=is_value)
+    tl.store(out + i[None, :], stored(first_raw, values_ptr, value_scale, SCALED), mask=is_value)
+    tl.store(out + j[None, :], stored(second_raw, values_ptr, value_scale, SCALED), mask=is_value)
 
 
 def rope_and_kv_write(
@@ -153,16 +140,8 @@ def rope_and_kv_write(
     kv_heads = keys.shape[1]
     heads = all_heads - 2 * kv_heads
     check_head_dim(head_dim)
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("the norms of queries and keys must both be given, or neither")
     check_heads(qkv, keys, values)
-    rotary_dim = cos.shape[2]
-    if cos.shape != sin.shape or rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-        raise ValueError(
-            f"tables of {rotary_dim} cosines and {sin.shape[2]} sines a position cannot turn a head of {head_dim}"
-        )
-    if cos.stride(2) != 1 or sin.stride(2) != 1:
-        raise ValueError("each row of cosines and sines must be contiguous")
+    Rotation(cos, sin, slot_mapping, q_norm, k_norm, eps).check(head_dim)
     query = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return query
@@ -175,8 +154,8 @@ def rope_and_kv_write(
         KV_HEADS=kv_heads,
         D=head_dim,
         PAIRS=head_width(head_dim) // 2,
-        TURNING=rotary_dim // 2,
-        ALIGNED=_largest_power_of_two(math.gcd(rotary_dim // 2, head_dim // 2)),
+        TURNING=cos.shape[2] // 2,
+        ALIGNED=_largest_power_of_two(math.gcd(cos.shape[2] // 2, head_dim // 2)),
         BLOCK=block,
         NORM=q_norm is not None,
         SCALED=scales is not None,

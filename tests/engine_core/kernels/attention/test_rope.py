@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
-from tandem.engine_core.kernels.rope import rope_and_kv_write
 
 
 def inputs(

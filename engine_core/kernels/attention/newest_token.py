@@ -1,0 +1,143 @@
+"""The newest token of a row, as decode attention takes it from the projection.
+
+Its query heads are rotated where they are read, and the softmax begins with its own key and value. So attention reads
+from the pool only what earlier steps wrote; one program of each KV head stores the newest for later ones. Norms of
+queries and keys can be fused too. Oracle: `reference.layer.qk_norm_rope_and_kv_write`, then attention.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
+import triton
+import triton.language as tl
+
+from tandem.engine_core.kernels.attention.online_softmax import capped, query_over
+from tandem.engine_core.kernels.paged_pool import stored
+
+
+@triton.jit
+def newest_of(
+    cos_ptr,
+    sin_ptr,
+    slot_mapping_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    scales_ptr,
+    b,
+    cos_stride,
+    sin_stride,
+    owner,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    TURNING: tl.constexpr,
+    NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Load all that `begin` needs and that kernels left before the one right before.
+
+    An element turns with its partner, TURNING elements away; those behind the first 2 * TURNING stay. owner: whether
+    the program is that of the newest position. Returns owner; its slot; the partner of each element, its cosine and its
+    signed sine, [WIDE]; the factors of the norms of queries, their partners, keys and their partners, [WIDE]; and the
+    scales of keys and values.
+    """
+    d = tl.arange(0, WIDE)
+    partner = tl.where(d < TURNING, d + TURNING, tl.where(d < 2 * TURNING, d - TURNING, d))
+    # Runs of as many partners lie side by side as the largest power of two that divides their distance.
+    ALIGNED: tl.constexpr = TURNING & -TURNING
+    partner = tl.max_contiguous(tl.multiple_of(partner, ALIGNED), ALIGNED)
+    turns = d < 2 * TURNING
+    cos = tl.load(cos_ptr + b * cos_stride + d, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + b * sin_stride + d, mask=turns, other=0.0)
+    q_weight, q_partner, k_weight, k_partner = cos, cos, cos, cos
+    if NORM:
+        inside = d < D
+        q_weight = tl.load(q_norm_ptr + d, mask=inside, other=0.0)
+        q_partner = tl.load(q_norm_ptr + partner, mask=inside, other=0.0)
+        k_weight = tl.load(k_norm_ptr + d, mask=inside, other=0.0)
+        k_partner = tl.load(k_norm_ptr + partner, mask=inside, other=0.0)
+    key_scale, value_scale = 1.0, 1.0
+    if SCALED:
+        key_scale, value_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    slot = tl.load(slot_mapping_ptr + b)
+    return owner, slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale
+
+
+@triton.jit
+def _factored(x, weight, dtype: tl.constexpr):
+    """Multiply normalised x, rounded to the weight's dtype, and round to the head's, as `norm.normalised` does."""
+    return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotated(heads_ptr, mask, partner, cos, sin, weight, partner_weight, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Load heads and rotate them, with NORM normalised before.
+
+    heads_ptr: the first element of each head, [N, 1], or of one; mask: broadcast to [N, WIDE]. Returns [N, WIDE] in
+    float32, not rounded.
+    """
+    d = tl.arange(0, partner.shape[0])
+    raw = tl.load(heads_ptr + d[None, :], mask=mask, other=0.0)
+    first = raw.to(tl.float32)
+    second = tl.load(heads_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(first * first, axis=1) / D + eps)[:, None]
+        first = _factored(first * inverse, weight, raw.dtype)
+        second = _factored(second * inverse, partner_weight, raw.dtype)
+    return first * cos[None, :] + second * sin[None, :]
+
+
+@triton.jit
+def begin(
+    row_ptr,
+    keys_ptr,
+    values_ptr,
+    slot_stride,
+    head,
+    in_group,
+    scale,
+    newest,
+    eps,
+    best,
+    weight,
+    acc,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    CAP: tl.constexpr,
+    NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Load the query heads of a row and a KV head, and begin their softmax.
+
+    Without `newest` the heads are rotated already, and the softmax begins with nothing. With it, from `newest_of`, they
+    are rotated here, and the softmax of its owner begins with the newest key and value, which it stores in the pool.
+
+    row_ptr: the row's queries, with `newest` followed by its keys and values; in_group: the query heads of the tile,
+    from `in_head`; scale, CAP: as in `attend`; best, weight: [ROWS], acc: [ROWS, WIDE]: nothing. Returns the query tile
+    in the dtype of the products, [ROWS, WIDE], and the three, begun.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    WIDE: tl.constexpr = acc.shape[1]
+    d = tl.arange(0, WIDE)[None, :]
+    heads_ptr = row_ptr + (head * GROUP + tl.arange(0, ROWS)[:, None]) * D
+    if newest is None:
+        q = query_over(tl.load(heads_ptr + d, mask=in_group, other=0.0), keys_ptr)
+    else:
+        owner, slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale = newest
+        dtype: tl.constexpr = row_ptr.dtype.element_ty
+        inside = d < D
+        key_ptr = row_ptr + (KV_HEADS * GROUP + head) * D
+        value = tl.load(key_ptr + KV_HEADS * D + d, mask=inside, other=0.0)
+        key = _rotated(key_ptr, inside, partner, cos, sin, k_weight, k_partner, eps, D, NORM).to(dtype)
+        q = _rotated(heads_ptr, in_group, partner, cos, sin, q_weight, q_partner, eps, D, NORM)
+        if SCALED:
+            q = q * key_scale
+        q = query_over(q.to(dtype), keys_ptr)
+        key, value = stored(key, keys_ptr, key_scale, SCALED), stored(value, values_ptr, value_scale, SCALED)
+        offs = slot.to(tl.int64) * slot_stride + head * D + d
+        tl.store(keys_ptr + offs, key, mask=owner & inside)
+        tl.store(values_ptr + offs, value, mask=owner & inside)
+        score = capped(tl.sum(q.to(tl.float32) * key.to(q.dtype).to(tl.float32), axis=1) * scale, CAP)
+        best = tl.where(owner, score, best)
+        weight = tl.where(owner, 1.0, weight)
+        acc = tl.where(owner, tl.broadcast_to(value.to(tl.float32), [ROWS, WIDE]), acc)
+    return q, best, weight, acc
