@@ -66,7 +66,10 @@ class AttentionStep(Protocol):
 
 
 class RotatingStep(Protocol):
-    """An attention step that rotates the heads of new tokens, and stores their keys and values, itself."""
+    """The attention of a step that rotates the heads of its tokens itself.
+
+    It stores their keys and values too.
+    """
 
     def run_rotating(
         self,
@@ -77,9 +80,10 @@ class RotatingStep(Protocol):
         layer: LayerAttention,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """Rotate and store as `KernelSet.rope_and_kv_write` does, and attend as `AttentionStep.run` does.
+        """Rotate, store and attend.
 
-        qkv: [T, heads + 2 * kv_heads, head_dim], heads contiguous.
+        It does what `KernelSet.rope_and_kv_write` and then `AttentionStep.run` do. qkv: [T, heads + 2 * kv_heads,
+        head_dim], heads contiguous.
         """
 
 

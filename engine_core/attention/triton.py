@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
-from tandem.engine_core.kernels.attention.decode_plans import HELD_WIDTH, choose_plan, fit_plan
+from tandem.engine_core.kernels.attention.decode_plans import HELD_WIDTH, choose_plan, choose_rotating, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode, split_scratch
 from tandem.engine_core.kernels.attention.paged_prefill import (
     TILE_WORDS,
@@ -24,6 +24,7 @@ from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class DecodeStep:
         out: memory for the result, shaped like query, given where `paged_prefill` is to run beside it; scratch: as in
         `paged_decode`.
         """
-        return self._run(query, query.shape[1], keys, values, layer, scales, out=out, scratch=scratch)
+        plan = choose_plan(query.shape[2], len(query) * keys.shape[1], query.dtype, keys.dtype, self.gpu)
+        return self._run(plan, query, query.shape[1], keys, values, layer, scales, out=out, scratch=scratch)
 
     def run_rotating(
         self,
@@ -72,11 +74,15 @@ class DecodeStep:
         scales: Tensor | None = None,
     ) -> Tensor:
         """Implement `RotatingStep.run_rotating`."""
-        heads = qkv.shape[1] - 2 * keys.shape[1]
-        return self._run(qkv, heads, keys, values, layer, scales, rotation=rotation)
+        (rows, all_heads, head_dim), kv_heads = qkv.shape, keys.shape[1]
+        plan = choose_rotating(head_dim, rows * kv_heads, keys.dtype, self.gpu)
+        if plan is None:
+            plan = choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
+        return self._run(plan, qkv, all_heads - 2 * kv_heads, keys, values, layer, scales, rotation=rotation)
 
     def _run(
         self,
+        plan: DecodePlan,
         query: Tensor,
         heads: int,
         keys: Tensor,
@@ -88,8 +94,6 @@ class DecodeStep:
         scratch: tuple[Tensor, Tensor] | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        (batch, _, head_dim), kv_heads = query.shape, keys.shape[1]
-        plan = choose_plan(head_dim, batch * kv_heads, query.dtype, keys.dtype, self.gpu)
         plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
@@ -99,7 +103,7 @@ class DecodeStep:
             tile=plan.tile,
             least=plan.least,
             early=plan.early,
-            hold=out is None and heads * head_dim >= HELD_WIDTH,
+            hold=out is None and heads * query.shape[2] >= HELD_WIDTH,
             out=out,
             scratch=scratch,
             scales=scales,

@@ -24,10 +24,10 @@ def rotate_and_attend(
     kernels: KernelSet,
     scales: Tensor | None,
 ) -> Tensor:
-    """Rotate the heads of a batch, store its keys and values, and attend, in as few kernels as the step can.
+    """Rotate the heads of a batch, store its keys and values, and attend.
 
-    qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T, heads,
-    head_dim].
+    Some steps do it all in one kernel. qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in
+    `Attention.__call__`. Returns [T, heads, head_dim].
     """
     if batch.rotating is not None:
         return batch.rotating.run_rotating(qkv, rotation, keys, values, layer, scales)

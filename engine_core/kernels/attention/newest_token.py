@@ -63,7 +63,10 @@ def newest_of(
 
 @triton.jit
 def _factored(x, weight, dtype: tl.constexpr):
-    """Multiply normalised x, rounded to the weight's dtype, and round to the head's, as `norm.normalised` does."""
+    """Multiply normalised x by the norm's weight.
+
+    It is rounded to the weight's dtype before and to the head's after, as `norm.normalised` does.
+    """
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
 
 

@@ -11,7 +11,8 @@ than its window.
 
 Early loads: the kernel right before, `rope_and_kv_write`, writes of each row's keys and values only the newest
 position; all others are those of earlier steps. So a program may ask for its first blocks before that kernel has
-finished, unless they reach the newest position. This holds because no row of a step has several tokens here (those go
+finished, unless they reach the newest position, or that position is rotated here (`newest_token`), where no program
+reads it from the pool. This holds because no row of a step has several tokens here (those go
 to `paged_prefill`), or reads a page that another row of the same step fills (a page enters the prefix cache only after
 the step that fills it was launched).
 """
@@ -75,13 +76,13 @@ def _paged_decode_kernel(
     slot_mapping_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    cos_stride,
+    sin_stride,
+    eps,
     query_stride,
     slot_stride,
     table_stride,
-    cos_stride,
-    sin_stride,
     scale,
-    eps,
     splits,
     least_blocks,
     GROUP: tl.constexpr,
@@ -254,18 +255,17 @@ def paged_decode(
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,
     the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
     it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the kernel after this one starts only
-    when this one has ended. Returns [B, heads, D], contiguous.
+    when this one has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are
+    rotated here, and whose keys and values are stored here. Returns [B, heads, D], contiguous.
 
     With `pdl` the kernel right before may write the query, keys and values (with `early`, only those of the newest
-    positions), but not rows, positions, scales, spares or the page table, which are read before it has finished.
-    Launches on one device must be ordered, as they share counters. Raises RuntimeError if the first is under graph
-    capture, and ValueError for another D, layout or page size, a window below 1 or a soft cap that is not positive.
+    positions; with a rotation, none), but nothing else, which is read before it has finished. Launches on one device
+    must be ordered, as they share counters. Raises RuntimeError if the first is under graph capture, and ValueError for
+    another D, layout, page size or rotation, a window below 1 or a soft cap that is not positive.
     """
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
-    if rotation is not None:
-        heads -= 2 * kv_heads
-        rotation.check(head_dim)
-    _check(query, heads, keys, values, page_table, splits)
+    heads -= 2 * kv_heads if rotation is not None else 0
+    _check(query, heads, keys, values, page_table, splits, rotation)
     check_band(window, softcap)
     out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device) if out is None else out
     if batch == 0:
@@ -275,29 +275,39 @@ def paged_decode(
     _paged_decode_kernel[(kv_heads, splits, batch + spare_count // splits)](
         *(out, *(scratch or split_scratch(out, splits, spare_count)), split_counters("paged_decode", query.device)),
         *(query, keys, values, rows, positions, page_table.pages, scales),
-        spares.plan if spares is not None else positions,
-        *_rotated_with(rotation, positions),
-        *(query.stride(0), keys.stride(0), page_table.pages.stride(0)),
-        *((rotation.cos.stride(0), rotation.sin.stride(0)) if rotation is not None else (0, 0)),
-        *(kernel_scale(scale, softcap), 0.0 if rotation is None else rotation.eps, splits),
+        *(spares.plan if spares is not None else positions, *_rotating(rotation, positions)),
+        *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
         triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
         KV_HEADS=kv_heads,
-        SCALED=scales is not None,
-        WINDOW=window,
-        CAP=kernel_cap(softcap),
-        TURNING=0 if rotation is None else rotation.cos.shape[2] // 2,
-        NORM=rotation is not None and rotation.q_norm is not None,
         **page_table.constants,
-        HOLD=hold,
+        **_variant(window, softcap, scales, rotation, hold),
         **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, spare_count),
     )
     return out
 
 
-def _rotated_with(rotation: Rotation | None, unused: Tensor) -> tuple[Tensor, ...]:
-    """Return the kernel's tensors of a rotation; another stands in for those that it lacks."""
-    given = (None,) * 5 if rotation is None else rotation[:5]
-    return tuple(unused if tensor is None else tensor for tensor in given)
+def _rotating(rotation: Rotation | None, unused: Tensor) -> tuple[Tensor | int | float, ...]:
+    """Return the kernel's arguments of a rotation.
+
+    unused: stands in for the tensors that it lacks.
+    """
+    if rotation is None:
+        return (*(unused,) * 5, 0, 0, 0.0)
+    tensors = (unused if tensor is None else tensor for tensor in rotation[:5])
+    return (*tensors, rotation.cos.stride(0), rotation.sin.stride(0), rotation.eps)
+
+
+def _variant(
+    window: int | None, softcap: float | None, scales: Tensor | None, rotation: Rotation | None, hold: bool
+) -> dict[str, int | float | None]:
+    return {
+        "WINDOW": window,
+        "CAP": kernel_cap(softcap),
+        "SCALED": scales is not None,
+        "TURNING": 0 if rotation is None else rotation.cos.shape[2] // 2,
+        "NORM": rotation is not None and rotation.q_norm is not None,
+        "HOLD": hold,
+    }
 
 
 def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, Tensor]:
@@ -338,8 +348,18 @@ def _options(
     }
 
 
-def _check(query: Tensor, heads: int, keys: Tensor, values: Tensor, page_table: PageTable, splits: int) -> None:
+def _check(
+    query: Tensor,
+    heads: int,
+    keys: Tensor,
+    values: Tensor,
+    page_table: PageTable,
+    splits: int,
+    rotation: Rotation | None,
+) -> None:
     (batch, _, head_dim), kv_heads = query.shape, keys.shape[1]
+    if rotation is not None:
+        rotation.check(head_dim)
     check_head_dim(head_dim)
     check_groups(heads, kv_heads)
     page_table.check()

@@ -1,4 +1,4 @@
-"""What the heads of new tokens are rotated with, and where their keys and values are stored."""
+"""Rotation of the heads of new tokens, as attention is handed it."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """The rotation of T tokens, with norms of query and key heads before it where a model has them."""
+    """The rotation of T tokens, and where their keys and values are stored.
+
+    Some models normalise query and key heads before it.
+    """
 
     cos: Tensor
     """[T, 1, R] float32 as in `reference.layer.rope`, R even and at most head_dim."""
@@ -22,7 +25,7 @@ class Rotation(NamedTuple):
     """Of both norms."""
 
     def check(self, head_dim: int) -> None:
-        """Raise ValueError for tables that a head cannot be rotated with, or one norm without the other."""
+        """Raise ValueError for tables that do not fit a head, or for one norm alone."""
         if (self.q_norm is None) != (self.k_norm is None):
             raise ValueError("the norms of queries and keys must both be given, or neither")
         cosines, sines = self.cos.shape[2], self.sin.shape[2]

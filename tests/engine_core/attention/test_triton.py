@@ -1,4 +1,4 @@
-"""Decode attention as a step launches it: whether the kernel after it may start before it ends."""
+"""Decode attention as a step launches it: how heads are rotated, and whether the kernel after it waits for its end."""
 
 from unittest.mock import patch
 
@@ -8,6 +8,7 @@ import torch
 from tandem.engine_core.attention import triton
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import DecodeStep
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.page_table import PageTable
 from tests.fakes.gpus import H200
 
@@ -26,3 +27,20 @@ def test_a_wide_product_waits_for_the_end_of_attention_but_prompts_run_beside_it
         step.run(query, pool, pool, LayerAttention(1.0))
         step.run(query, pool, pool, LayerAttention(1.0), out=torch.empty_like(query), scratch=step.scratch(query))
     assert [call.kwargs["hold"] for call in launched.call_args_list] == [held, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "early"), [(8, 64, True), (64, 64, False), (128, 64, True), (8, 128, False)]
+)
+def test_heads_are_rotated_inside_by_the_plan_for_that(rows: int, head_dim: int, early: bool) -> None:
+    index = torch.zeros(rows, dtype=torch.int32)
+    qkv, pool = torch.zeros(rows, 48, head_dim).bfloat16(), torch.zeros(64, 8, head_dim).bfloat16()
+    angles = torch.zeros(rows, 1, head_dim)
+    rotation = Rotation(angles, angles, index.long())
+    with patch.object(triton, "paged_decode") as launched:
+        DecodeStep(index, index, PAGES, 1, H200).run_rotating(qkv, rotation, pool, pool, LayerAttention(1.0))
+    call = launched.call_args
+    assert call.args[0] is qkv
+    assert call.kwargs["rotation"] is rotation
+    assert call.kwargs["early"] is early
+    assert call.kwargs["hold"] is (head_dim == 128), "by the 32 heads of queries, not by all 48"

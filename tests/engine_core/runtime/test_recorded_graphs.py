@@ -1,7 +1,7 @@
 """Graphs of steps, built and replayed as on CUDA, over a GPU that records calls: tokens are a dense model's."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -10,12 +10,15 @@ import pytest
 import torch
 from msgspec import structs
 
+from tandem.engine_core.attention import triton as triton_attention
 from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.attention.triton import RaggedGraphPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.runtime import cuda_forward
 from tandem.engine_core.runtime.device import InertEvent
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -321,3 +324,24 @@ def test_an_engine_without_graphs_gives_the_same_tokens(tmp_path: Path) -> None:
         driven = build(tmp_path, graph_rows="off", graph_tokens=None)
         assert runtime_of(driven).graphs is None
         answer(driven, [GREEDY, DRAWN, FULL, ENDS_LATE], constrained=(1,))
+
+
+def test_tokens_are_the_same_where_attention_rotates_heads_itself(tmp_path: Path) -> None:
+    """Of the two sizes of decode steps the larger does, and no step with prompts."""
+    kv_heads = MODEL.kv_heads
+
+    def rotating(_head_dim: int, pairs: int, *_given: object) -> DecodePlan | None:
+        return DecodePlan(Tile(16, 4, 1), 64) if pairs == 4 * kv_heads else None
+
+    with oracle_attention(), ExitStack() as patched:
+        for module in (cuda_forward, triton_attention):
+            patched.enter_context(patch.object(module, "choose_rotating", rotating))
+        decoded = Mock(side_effect=triton_attention.paged_decode)
+        patched.enter_context(patch.object(triton_attention, "paged_decode", decoded))
+        driven = build(tmp_path)
+        decoded.reset_mock()
+        answer(driven, [GREEDY, DRAWN, FULL])
+    rotated = {len(call.args[0]) for call in decoded.call_args_list if call.kwargs["rotation"] is not None}
+    others = {len(call.args[0]) for call in decoded.call_args_list if call.kwargs["rotation"] is None}
+    assert rotated == {4}
+    assert 1 in others
