@@ -17,20 +17,17 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_nibbles_gated,
     choose_nibbles_normed,
 )
-from tandem.engine_core.kernels.tiles.plan_types import NIBBLE_ROWS, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductKey, TileTable
 from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem
 
 GROUP = 128
 """Inputs of a group of weights of four bits."""
-LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 16, 4: 32}, {16: 128, 8: 256, 4: 512}
-"""Fewest and most weights, by their bits, that a thread of a GEMV holds.
+LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 16, 4: 16}, {16: 128, 8: 256, 4: 512}
+"""Fewest and most weights, by their bits, that a thread of a GEMV holds of a tile.
 
 Fewer wait too often, more spill from its registers.
 """
-CROWDED, FEW_REGISTERS = 256, 128
-"""Weights of four bits that a thread holds from which the compiler takes 168 to 255 registers, by its assembler for
-sm_90, and the bound that is tried there: with half of them twice the warps fit a multiprocessor."""
 WARPS = (1, 2, 4, 8)
 PROGRAMS = 4
 """Most programs that a split-K product has for each multiprocessor when its inputs are divided: all that fit side by
@@ -88,7 +85,7 @@ def product_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
         found.append(None)
     if key.rows == 1:
         found += _gemvs(key)
-    if key.rows > 1 or (key.bits, key.operation) == (4, "gated"):
+    if key.rows > 1:
         found += _splitks(key, gpu)
     found = [rule, *(_fitted(key, plan, gpu) for plan in found if not product_problem(key, plan)), chosen(key, gpu)]
     return [plan for plan in dict.fromkeys(found) if plan is not None or _has_library(key)]
@@ -105,7 +102,7 @@ def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
 
 def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
     whole = 1 << (key.inputs - 1).bit_length()
-    in_steps = key.operation == "product" or (key.bits, key.operation) == (4, "gated")
+    in_steps = key.operation == "product"
     steps = {16: (1024, 2048), 8: (1024, 2048, 4096), 4: (512, 1024, 2048, 4096)}[key.bits]
     sizes = tuple(size for size in steps if size < 2 * key.inputs) if in_steps else _whole_sizes(key, whole)
     for block_k in sizes:
@@ -115,16 +112,12 @@ def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
                     columns = block_k if in_steps else ceil_div(key.inputs, block_k) * block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
                     within = LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]
-                    if within and rows * tiles <= 16 and (key.bits > 4 or warps * GROUP <= block_k):
+                    if within and (rows * tiles <= 16 or key.bits < 16):
                         yield GemvPlan(rows, block_k, tiles, warps)
-                        if key.bits == 4 and held >= CROWDED:
-                            yield GemvPlan(rows, block_k, tiles, warps, FEW_REGISTERS)
 
 
 def _heights(key: ProductKey) -> tuple[int, ...]:
-    if key.bits == 4:
-        return (NIBBLE_ROWS // 2 if "gated" in key.operation else NIBBLE_ROWS,)
-    return (2, 4, 8) if key.bits == 16 else (2, 4, 8, 16)
+    return (2, 4, 8) if key.bits == 16 else (4, 8)
 
 
 def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
@@ -137,9 +130,9 @@ def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
 
 
 def _tiles(key: ProductKey, block_k: int) -> tuple[int, ...]:
-    if (block_k < key.inputs and key.operation in ("product", "gated")) or key.bits == 4:
+    if block_k < key.inputs and key.operation in ("product", "gated"):
         return (1,)
-    return (1, 2) if key.bits == 16 else (1, 2, 4)
+    return (1, 2) if key.bits == 16 else (1, 2, 4, 10)
 
 
 def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:

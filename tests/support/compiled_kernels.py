@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -29,48 +29,38 @@ from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.attention.table_updates import update_tables
-from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
-from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
-from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
-from tandem.engine_core.kernels.linear.gemv import gemv
-from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
-from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
-from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
-from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
-from tandem.engine_core.kernels.linear.quantized_plans import (
-    choose_byte_gemm,
-    choose_bytes,
-    choose_bytes_gated,
-    choose_nibbles,
-    choose_nibbles_gated,
-    choose_nibbles_normed,
-)
-from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm, splitk_gemm_kernel
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm_kernel
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv_kernel
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
 from tandem.engine_core.kernels.reference.sampling import SEGMENT
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
+from tests.support.compiled_products import (
+    BOTH,
+    FP8,
+    SHAPES,
+    Launch,
+    byte_products,
+    dequantized,
+    half,
+    nibble_products,
+    normed_products,
+    products,
+    products_of_bytes,
+    rounding,
+)
 from tests.support.length_tables import tables_of
 from tests.support.sampling_case import make_case
 
 GPUS = {80: A100, 86: RTX_3090, 89: L4, 90: H200, 100: B200, 120: RTX_5090}
-FP8 = torch.float8_e4m3fn
-SHAPES = (
-    *((3072, 2048, False), (2048, 8192, False), (4096, 14336, False)),
-    *((16384, 2048, True), (28672, 4096, True), (19456, 2560, True)),
-)
-"""Outputs and inputs of weights of the measured models, and whether their products are gated."""
-BOTH = (False, True)
-Launch = Callable[[], object]
 
 
 class Compiler:
@@ -88,7 +78,7 @@ class Compiler:
         self.seen: set[object] = set()
 
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        several = {splitk_gemm_kernel.__name__, "_paged_decode_kernel"}
+        several = {splitk_gemm_kernel.__name__, word_gemv_kernel.__name__, "_paged_decode_kernel"}
         variant = kernel.__name__, options.get("ORDERED")
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return
@@ -105,6 +95,7 @@ class Compiler:
             "chained": "griddepcontrol" in compiled.asm["ptx"],
             "code_bytes": len(compiled.asm["cubin"]),
             "ordered": options.get("ORDERED"),
+            "inputs": options.get("BLOCK_K"),
             "early": options.get("EARLY"),
             "held": options.get("HOLD"),
             "starts_next": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
@@ -118,10 +109,6 @@ class Compiler:
 def copies_before_wait(code: str) -> int:
     """Count the copies to shared memory that come before the last wait for the kernel before."""
     return code.rpartition("griddepcontrol.wait")[0].count("ttg.async_commit_group")
-
-
-def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def kind_of(head_dim: int) -> LayerAttention:
@@ -176,124 +163,6 @@ def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, sp
     return lambda: ragged.run_into(query, query, pool, pool, layer, scales_for(kv_dtype), beside_decode=True)
 
 
-def products(
-    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
-) -> Iterator[Launch]:  # fmt: skip
-    """The products that the choosers take for a weight, plain and gated."""
-    x, weight = half(rows, inputs), half(outputs, inputs)
-    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
-    for gated in gates:
-        chooser, activation = (choose_gated, Activation.SILU) if gated else (choose, None)
-        plan = chooser(rows, outputs // (1 + gated), inputs, 2, gpu)
-        if isinstance(plan, SplitKPlan):
-            call = (x, weight, None, plan, *space, activation, gpu.pdl)
-            yield lambda call=call: splitk_gemm(*call)
-        elif isinstance(plan, GemvPlan):
-            yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
-
-
-def normed_products(
-    gpu: GpuTraits, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
-) -> Iterator[Launch]:  # fmt: skip
-    """The products of one row behind a norm, and behind two, that the chooser takes for a weight."""
-    x, weight = half(1, inputs), half(outputs, inputs)
-    for gated in gates:
-        shape = outputs // (1 + gated), inputs, gated
-        plan, sandwiched = choose_normed(*shape, gpu), choose_normed(*shape, gpu, norms=2)
-        if plan is not None and sandwiched is not None:
-            one = (x, x, None, half(inputs), 1e-5, weight, None, plan, Activation.SILU if gated else None, gpu.pdl)
-            yield lambda one=one: normed_product(*one)
-            factors, activation = half(inputs, dtype=torch.float32), Activation.GELU_TANH if gated else None
-            two = (x, x, factors, factors, 1e-6, weight, None, sandwiched, activation, gpu.pdl)
-            yield lambda two=two: normed_product(*two)
-
-
-def byte_products(
-    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
-) -> Iterator[Launch]:  # fmt: skip
-    """The products that the choosers take for a weight of one byte, plain and gated."""
-    x, space = half(rows, inputs), (torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32))
-    fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
-    blocks = torch.empty(outputs // 16, inputs // 128)
-    for dtype, scales in ((torch.int8, torch.empty(outputs)), (fp8, torch.empty(outputs)), (fp8, blocks)):
-        weight = half(outputs, inputs, dtype=dtype)
-        for gated in gates:
-            chooser, activation = (choose_bytes_gated, Activation.SILU) if gated else (choose_bytes, None)
-            plan = chooser(rows, outputs // (1 + gated), inputs, gpu)
-            if isinstance(plan, SplitKPlan):
-                call = (x, weight, None, plan, *space, activation, gpu.pdl, scales)
-                yield lambda call=call: splitk_gemm(*call)
-            elif isinstance(plan, GemvPlan):
-                call = (x, weight, None, plan, activation, gpu.pdl, scales)
-                yield lambda call=call: gemv(*call)
-
-
-def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
-    """The product of bytes with bytes that the chooser takes, with each kind of scales."""
-    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
-    blocks = torch.empty(outputs // 16, inputs // 128)
-    for dtype, group, scales in (
-        (torch.int8, None, torch.empty(outputs)),
-        (FP8, None, torch.empty(outputs)),
-        (FP8, 128, blocks),
-    ):
-        if dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
-            plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "block" if group else "output", gpu)
-            assert plan is not None
-            x = empty_byte_rows(rows, inputs, torch.bfloat16, ByteFormat(dtype, group), torch.device("cpu"))
-            call = (x, half(outputs, inputs, dtype=dtype), scales, None, plan, *space, group is not None, gpu.pdl)
-            yield lambda call=call: multiply_bytes(*call)
-
-
-def rounding(gpu: GpuTraits) -> Iterator[Launch]:
-    """What rounds inputs to bytes: a kernel of its own, a norm and a gate."""
-    kernels, x, weight = triton_kernels(gpu.pdl), half(2, 2048), half(2048)
-    for to in (ByteFormat(torch.int8), ByteFormat(FP8), ByteFormat(FP8, 128), ByteFormat(FP8, scale=torch.ones(1))):
-        if to.dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
-            yield lambda to=to: kernels.quantize(x, to)
-            yield lambda to=to: kernels.quantized_norm(x, x, None, weight, 1e-5, to)
-            yield lambda to=to: kernels.quantized_gate(x, Activation.SILU, to)
-
-
-def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
-    """Weights of every format as numbers."""
-    fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
-    for dtype, scales in ((fp8, torch.empty(64)), (fp8, torch.empty(4, 4)), (torch.int8, torch.empty(64))):
-        values = half(64, 512, dtype=dtype)
-        yield lambda values=values, scales=scales: dequantize_bytes(values, scales, torch.bfloat16, gpu.pdl)
-    words, scales = torch.empty(64, 64, dtype=torch.int32), torch.empty(4, 64).t()
-    zeros = torch.empty(4, 64, dtype=torch.uint8).t()
-    yield lambda: dequantize_nibbles(words, scales, zeros, torch.bfloat16, gpu.pdl)
-
-
-def nibble_products(
-    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
-) -> Iterator[Launch]:  # fmt: skip
-    """The products that the choosers take for a weight of four bits, plain and gated.
-
-    Those of one row come with an order of the inputs too, and with a norm.
-    """
-    x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
-    scales = torch.empty(inputs // 128, outputs)
-    stored = (words, scales.t(), torch.empty(scales.shape, dtype=torch.uint8).t(), None)
-    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
-    order = torch.zeros(inputs, dtype=torch.int32)
-    for gated in gates:
-        chooser, activation = (choose_nibbles_gated, Activation.SILU) if gated else (choose_nibbles, None)
-        plan = chooser(rows, outputs // (1 + gated), inputs, 128, gpu)
-        if isinstance(plan, SplitKPlan):
-            call = (x, *stored, plan, *space, activation, gpu.pdl)
-            yield lambda call=call: nibble_splitk(*call)
-        elif isinstance(plan, GemvPlan):
-            whole = choose_nibbles_normed(outputs // (1 + gated), inputs, 128, gated, gpu)
-            if whole is not None:
-                normed = (x, *stored, whole, activation, gpu.pdl, x[0], 1e-5, x, x[0], order)
-                yield lambda normed=normed: nibble_gemv(*normed)
-            call = (x, *stored, plan, activation, gpu.pdl)
-            yield lambda call=call: nibble_gemv(*call, order=order)
-            yield lambda call=call: nibble_gemv(*call)
-
-
 def sampling(gpu: GpuTraits, tile: int, segment: int, group: int, capacity: int) -> Iterator[Launch]:
     case = make_case(2, 4 * tile)
     case.logits = case.logits.bfloat16()
@@ -344,6 +213,15 @@ def decodes_before_products(gpu: GpuTraits) -> Iterator[Launch]:
         yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early, kv_heads=kv_heads)
 
 
+def rotating_decodes(gpu: GpuTraits, head_dims: tuple[int, ...] = (64,)) -> Iterator[Launch]:
+    """With early loads and without, whole heads and parts of them, norms, and keys and values of one byte."""
+    for head_dim, early in product(head_dims, BOTH):
+        yield decode(gpu, head_dim, 4, 64, torch.bfloat16, early=early, rotary_dim=head_dim)
+        yield decode(gpu, head_dim, 4, 512, torch.bfloat16, splits=1, early=early, rotary_dim=22, norm=True)
+        if gpu.capability >= FP8_CAPABILITY:
+            yield decode(gpu, head_dim, 4, 64, FP8, early=early, rotary_dim=head_dim)
+
+
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     """The tiles that need the most shared memory, where a kernel has several, and small ones elsewhere."""
     yield from layer_kernels(gpu)
@@ -351,6 +229,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from normed_products(gpu, 20480, 2560)
     yield from products(gpu, 16, 3072, 2048)
     yield list(byte_products(gpu, 16, 3072, 2048))[-1]
+    yield from byte_products(gpu, 1, 3072, 2048, (True,))
     yield list(rounding(gpu))[-3]
     yield from dequantized(gpu)
     for rows in (32, 256):
@@ -359,6 +238,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
         yield from nibble_products(gpu, rows, 3072, 2048, (True,))
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     yield from decodes_before_products(gpu)
+    yield from rotating_decodes(gpu)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -390,6 +270,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
                 yield decode(gpu, head_dim, 4, pairs, FP8, early=early)
             yield prompts(gpu, head_dim, 4, FP8)
     yield from decodes_before_products(gpu)
+    yield from rotating_decodes(gpu, HEAD_DIMS)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 

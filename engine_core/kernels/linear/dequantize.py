@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.gemv import widened
 from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
 from tandem.engine_core.kernels.linear.nibble_pairs import eight_levels
+from tandem.engine_core.kernels.linear.stored_bytes import widened
 
 BLOCK, WARPS = 2048, 4
 
@@ -57,7 +57,7 @@ def _dequantize_nibbles_kernel(
     group = (begin // GROUP) * tl.num_programs(0).to(tl.int64) + row
     zeros = tl.load(zeros_ptr + group, mask=mask_w, other=0).to(tl.int32)
     scales = tl.load(scales_ptr + group, mask=mask_w, other=0.0)
-    levels = eight_levels(words, zeros, tl.float32, False)
+    levels = eight_levels(words, zeros, tl.float32)
     numbers = (levels * scales[:, None, None, None]).to(out_ptr.dtype.element_ty)
     if RUN > 0:
         # Parts of an input's number, from the words on: t, j, e, c, d.

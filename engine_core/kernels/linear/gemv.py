@@ -6,8 +6,6 @@ Such a product is bound by reading W once. Each program owns a contiguous run of
 no other program, so results are the same from run to run. W never changes, so a program loads the first of its part
 before it waits for the kernel that produces x (programmatic dependent launch, see `kernels.norm`): memory stays busy
 between kernels. Fusing costs every program the norm of all of x, and is still cheaper than one more kernel to wait for.
-
-W may have one byte an element, with scales in float32 for each row or each block of 16 x 128.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -19,63 +17,11 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.fast_math import floats_of_int8
 from tandem.engine_core.kernels.gated_activation import activated
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.norm import normalised
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 NO_NORM, NORM, ADD_NORM, NORM_ADD_NORM = 0, 1, 2, 3
-NO_SCALES, ROW_SCALES, BLOCK_SCALES = 0, 1, 2
-
-
-@triton.jit
-def widened(stored, dtype: tl.constexpr):
-    """Return stored weights as numbers.
-
-    Bytes without a sign stand for float8 e4m3, which GPUs before compute capability 8.9 cannot convert. Its bits are
-    moved into a float16, whose exponents are biased by 8 more.
-    """
-    if stored.dtype == tl.uint8:
-        bits = stored.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
-    if stored.dtype == tl.int8:
-        return floats_of_int8(stored).to(dtype)
-    if stored.dtype.is_fp8() and dtype == tl.bfloat16:
-        # From float16 straight to bfloat16 there is only a slow instruction, for one number at a time.
-        return stored.to(tl.float32).to(dtype)
-    return stored.to(dtype)
-
-
-@triton.jit
-def block_scales(scale_ptr, row, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the scale of each of a row's columns in a step, [BLOCK_K].
-
-    One number is loaded for each block, because such a load takes the layout of what it is for.
-    """
-    WIDE: tl.constexpr = (K + 127) // 128
-    SHARE: tl.constexpr = min(BLOCK_K, 128)
-    COUNT: tl.constexpr = BLOCK_K // SHARE
-    columns = (step * BLOCK_K + tl.arange(0, COUNT) * SHARE) // 128
-    scales = tl.load(scale_ptr + (row // 16) * WIDE + columns, mask=columns < WIDE, other=0.0)
-    return tl.reshape(tl.broadcast_to(scales[:, None], [COUNT, SHARE]), [BLOCK_K])
-
-
-@triton.jit
-def input_part(x_ptr, step, K: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
-    """Load the inputs of a step, [BLOCK_K] float32.
-
-    RUN: columns that follow one another in a thread's part of the weights. A load gives a thread 16 bytes at most; two
-    of them, side by side, spare inputs of 16 bits for weights of 8 the way through shared memory and its barriers.
-    """
-    if RUN == 16:
-        offs = step * BLOCK_K + tl.arange(0, BLOCK_K // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
-        low = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
-        high = tl.load(x_ptr + offs + 8, mask=offs + 8 < K, other=0.0).to(tl.float32)
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BLOCK_K])
-    columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
-    return tl.load(x_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -117,14 +63,6 @@ def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def scaled(sums, scale_ptr, offs_n, mask_n, SCALES: tl.constexpr):
-    """Multiply sums by the scales of their weight rows, where those have any."""
-    if SCALES == 1:
-        sums *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)
-    return sums
-
-
-@triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """Return activation(gate) * up.
 
@@ -139,7 +77,6 @@ def gemv_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    scale_ptr,
     x_weight_ptr,
     norm_weight_ptr,
     residual_ptr,
@@ -154,15 +91,11 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply one row by a transposed weight, with optional fused steps.
 
     x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
-
-    scale, with SCALES: 1, of each weight row; 2, of each block of 16 x 128, [rows / 16, K / 128], where ROWS * TILES
-    divides 16. The second is multiplied with x, once for all rows of a program.
 
     A program makes ROWS * TILES elements of y. MODE: 1 normalises x first (norm_weight: [K]); 2 adds residual: [K]
     before that and writes the sum to total: [K]; 3 normalises x (x_weight: [K]) before it is added.
@@ -170,8 +103,6 @@ def gemv_kernel(
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATED: tl.constexpr = ACTIVATION > 0
-    ITEM: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
-    RUN: tl.constexpr = 16 if ITEM == 8 and BLOCK_K % 16 == 0 else 8
     first = tl.program_id(0) * (ROWS * TILES)
     last = N - 1 - first
     rows = tl.arange(0, ROWS)
@@ -193,50 +124,33 @@ def gemv_kernel(
     if MODE > 0:
         vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
     elif STEPS == 1:
-        vector = input_part(x_ptr, 0, K, BLOCK_K, RUN)
-    if STEPS == 1:
-        upper_vector = vector
-        if SCALES == 2:
-            if GATED:
-                upper_vector = vector * block_scales(scale_ptr, N + first, 0, K, BLOCK_K)
-            vector = vector * block_scales(scale_ptr, first, 0, K, BLOCK_K)
+        vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     for t in tl.static_range(TILES):
         offs_n = first + t * ROWS + rows
         mask_n = offs_n < N
         if STEPS == 1:
-            now = widened(tile, tl.float32)
+            now = tile.to(tl.float32)
             if GATED:
-                also = widened(upper_tile, tl.float32)
+                also = upper_tile.to(tl.float32)
             if t + 1 < TILES:
                 offs = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs_k[None, :]
                 tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
                 if GATED:
                     upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
-            sums = scaled(tl.sum(now * vector[None, :], 1), scale_ptr, offs_n, mask_n, SCALES)
-            result = with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            result = with_bias(tl.sum(now * vector[None, :], 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
             if GATED:
-                sums = scaled(tl.sum(also * upper_vector[None, :], 1), scale_ptr + N, offs_n, mask_n, SCALES)
-                up = with_bias(sums, bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+                up = with_bias(tl.sum(also * vector[None, :], 1), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
                 result = gated(result, up, ACTIVATION)
         else:
-            # Weights of one byte leave a thread many columns at a time, of which it keeps one sum to spare registers.
-            SUMMED: tl.constexpr = 16 if RUN == 16 else 1
-            parts = tl.zeros([ROWS, BLOCK_K // SUMMED], tl.float32)
+            parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
             for step in tl.static_range(STEPS):
-                now = widened(tile, tl.float32)
+                now = tile.to(tl.float32)
                 offs_step = step * BLOCK_K + offs_k
                 if step + 1 < STEPS:
                     ahead = (offs_step + BLOCK_K < K)[None, :]
                     tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
-                some = input_part(x_ptr, step, K, BLOCK_K, RUN)
-                if SCALES == 2:
-                    some *= block_scales(scale_ptr, first, step, K, BLOCK_K)
-                if SUMMED == 1:
-                    parts += now * some[None, :]
-                else:
-                    parts += tl.sum(tl.reshape(now * some[None, :], [ROWS, BLOCK_K // SUMMED, SUMMED]), 2)
-            sums = scaled(tl.sum(parts, 1), scale_ptr, offs_n, mask_n, SCALES)
-            result = with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+                parts += now * tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)[None, :]
+            result = with_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
         tl.store(y_ptr + offs_n, result, mask=mask_n)
 
 
@@ -252,7 +166,6 @@ def _launch(
     residual: Tensor | None = None,
     total: Tensor | None = None,
     x_weight: Tensor | None = None,
-    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Check what the kernel assumes and run it.
@@ -265,16 +178,12 @@ def _launch(
     assert residual is None or residual.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
-    if scales is not None and scales.ndim == 2:
-        assert SCALE_ROWS % (plan.rows * plan.tiles) == 0, "the rows of a program are in one block"
-        assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype) if out is None else out
     assert y.is_contiguous() and y.shape == (1, outputs), f"a result of {tuple(y.shape)} for 1 by {outputs}"
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
         x,
         weight,
         x if bias is None else bias,
-        x if scales is None else scales,
         x if x_weight is None else x_weight,
         x if norm_weight is None else norm_weight,
         x if residual is None else residual,
@@ -289,7 +198,6 @@ def _launch(
         HAS_BIAS=bias is not None,
         MODE=input_mode(norm_weight, residual, x_weight),
         ACTIVATION=0 if activation is None else activation.value,
-        SCALES=NO_SCALES if scales is None else scales.ndim,
         PDL=pdl,
         num_warps=plan.warps,
         maxnreg=plan.registers,
@@ -313,7 +221,6 @@ def gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
-    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the product of one row and a weight, plain or gated.
@@ -321,11 +228,10 @@ def gemv(
     The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) of a fused gate and up projection.
 
     x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N].
-    x, weight and bias have one dtype, here and below; or weight is int8, float8_e4m3fn or the bits of that as uint8.
-    Then scales are float32, [N] of each row or [N / 16, K / 128] of each block, rounded up. out: memory for the result,
-    contiguous. With `pdl` the kernel right before may write all but the weights.
+    x, weight and bias have one dtype, here and below. out: memory for the result, contiguous. With `pdl` the kernel
+    right before may write all but the weights.
     """
-    return _launch(plan, x, weight, bias, activation, pdl, scales=scales, out=out)
+    return _launch(plan, x, weight, bias, activation, pdl, out=out)
 
 
 def norm_gemv(
@@ -337,13 +243,12 @@ def norm_gemv(
     plan: GemvPlan,
     activation: Activation | None = None,
     pdl: bool = False,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """Return `gemv` of rms_norm(x).
 
     norm_weight: [K], in x's dtype or float32; plan.block_k >= K.
     """
-    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, scales=scales)
+    return _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps)
 
 
 def add_norm_gemv(
@@ -357,12 +262,11 @@ def add_norm_gemv(
     activation: Activation | None = None,
     pdl: bool = False,
     x_weight: Tensor | None = None,
-    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `norm_gemv` of x + residual, and that sum, [1, K].
 
     residual: [1, K]; x_weight: x is first normalised with these factors, [K], as `norm.norm_add_rms_norm` does.
     """
     total = torch.empty_like(x)
-    y = _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight, scales)
+    y = _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight)
     return y, total

@@ -11,18 +11,6 @@ import triton.language as tl
 
 from tandem.engine_core.kernels.fast_math import INTERPRETED
 
-RAISED = 128
-"""What levels are too large by where nothing is subtracted."""
-RAISE = """{
-    .reg .b32 s;
-    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 s, $4, 4;
-    lop3.b32 $1, s, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 s, $4, 8;
-    lop3.b32 $2, s, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 s, $4, 12;
-    lop3.b32 $3, s, 0x000F000F, 0x43004300, 0xEA;
-}"""
 SUBTRACT = """{{
     .reg .b32 a, b, c, d, s, one;
     mov.b32 one, {one};
@@ -38,7 +26,6 @@ SUBTRACT = """{{
     fma.rn.{dtype} $2, c, one, $6;
     fma.rn.{dtype} $3, d, one, $6;
 }}"""
-RAISE_BFLOAT16 = tl.constexpr(RAISE)
 SUBTRACT_BFLOAT16 = tl.constexpr(SUBTRACT.format(base="0x43004300", one="0x3F803F80", dtype="bf16x2"))
 SUBTRACT_FLOAT16 = tl.constexpr(SUBTRACT.format(base="0x64006400", one="0x3C003C00", dtype="f16x2"))
 
@@ -55,25 +42,15 @@ def pair_at(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def eight_levels(words, zeros, dtype: tl.constexpr, RAISED_LEVELS: tl.constexpr):
+def eight_levels(words, zeros, dtype: tl.constexpr):
     """Return the levels of words less zero points, [..., 2, 2, 2].
 
     The dimensions are bits 2, 0 and 1 of a place. words, zeros: int32 of one shape, zero points at most 63. Whole
-    numbers of so few bits are exact in every dtype. With RAISED_LEVELS the levels are too large by RAISED, and no zero
-    point is subtracted; only a GPU's bfloat16 has that. All of a word stays in its thread.
+    numbers of so few bits are exact in every dtype. All of a word stays in its thread.
     """
     if INTERPRETED or dtype == tl.float32:
         p0, p1 = pair_at(words, zeros, 0, dtype), pair_at(words, zeros, 1, dtype)
         p2, p3 = pair_at(words, zeros, 2, dtype), pair_at(words, zeros, 3, dtype)
-    elif RAISED_LEVELS:
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            RAISE_BFLOAT16,
-            "=r,=r,=r,=r,r,r",
-            [tl.join(words, words)],
-            (tl.int16, tl.int16, tl.int16, tl.int16),
-            True,
-            2,
-        )
     else:
         BFLOAT: tl.constexpr = dtype == tl.bfloat16
         # Minus 128 (1024) and the zero point, twice.

@@ -27,7 +27,7 @@ def unpacked(words, zeros, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, dtype: 
     words: [BLOCK_N, BLOCK_K / 8] int32, in the order of `nibble_order`; zeros: [BLOCK_N] int32. The eight levels of a
     word stay in its thread, which is the one that gives them to the tensor cores.
     """
-    levels = eight_levels(words, tl.broadcast_to(zeros[:, None], words.shape), dtype, False)
+    levels = eight_levels(words, tl.broadcast_to(zeros[:, None], words.shape), dtype)
     # Parts of an input's number, from the words on: t, j, e, c, d.
     levels = tl.reshape(levels, [BLOCK_N, 4, BLOCK_K // 32, 2, 2, 2])
     return tl.reshape(tl.permute(levels, (0, 2, 5, 4, 1, 3)), [BLOCK_N, BLOCK_K])
@@ -143,8 +143,8 @@ def nibble_splitk(
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
-    x: [M, K]; words, scales, zeros: those of `nibble_gemv`; plan.block_k divides the size of a group, and is a multiple
-    of 32; the rest as in `splitk_gemm`.
+    x: [M, K]; words, scales, zeros: those of levels in `word_gemv`; plan.block_k divides the size of a group, and is a
+    multiple of 32; the rest as in `splitk_gemm`.
     """
     outputs = words.shape[0] if activation is None else words.shape[0] // 2
     rows, inputs = x.shape

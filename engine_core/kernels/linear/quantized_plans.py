@@ -17,8 +17,6 @@ from tandem.engine_core.kernels.linear.plans import (
     split_inputs,
 )
 from tandem.engine_core.kernels.tiles.plan_types import (
-    FEWEST_NIBBLES,
-    NIBBLE_ROWS,
     NIBBLE_STRIDE,
     ByteGemmPlan,
     GemvPlan,
@@ -66,8 +64,8 @@ LIBRARY_BLOCK_INPUTS = 512
 _BLOCK_M, _LOW_M = 128, 64
 SPLITK_ROWS = 32
 """Most rows for which the weights are the left operand of a product of bytes with bytes, in `byte_splitk`."""
-WHOLE_NIBBLES = 4096
-"""Most weights of four bits of a row that four warps load at once."""
+STEP_INPUTS = 2048
+"""Inputs that a program for one row takes at a time, if not all."""
 _LONE_BYTES, _PAIRED_BYTES = 122880, 98304
 """Bytes of a pipeline beside which no second program fits an H200 multiprocessor (see `plans._LONE_STAGES`), and one
 does."""
@@ -173,7 +171,7 @@ def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
 def choose_bytes(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of y = x W^T for 16-bit x."""
     if rows == 1 and inputs % 16 == 0:
-        rule: Plan = GemvPlan(8, min(2048, 1 << (inputs - 1).bit_length()))
+        rule: Plan = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         return gpu.tiles.product(ProductKey("product", 8, outputs, inputs, 1), rule)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=8)
 
@@ -193,7 +191,7 @@ def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTra
     if not run_of(inputs, group):
         return None
     if rows == 1:
-        rule = _nibble_rule(inputs, gated=False)
+        rule = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         return gpu.tiles.product(ProductKey("product", 4, outputs, inputs, 1), rule)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
@@ -205,9 +203,8 @@ def choose_nibbles_gated(rows: int, width: int, inputs: int, group: int, gpu: Gp
     """
     if not run_of(inputs, group):
         return None
-    if rows == 1 and not _many_tiles(width, gpu):
-        rule = _nibble_rule(inputs, gated=True)
-        return gpu.tiles.product(ProductKey("gated", 4, width, inputs, 1), rule)
+    if rows == 1 and inputs <= MAX_NORM:
+        return gpu.tiles.product(ProductKey("gated", 4, width, inputs, 1), _whole_nibbles(inputs, True))
     return _splitk(rows, width, inputs, gpu, gated=True, bits=4, group=group)
 
 
@@ -216,7 +213,7 @@ def choose_nibbles_normed(outputs: int, inputs: int, group: int, gated: bool, gp
 
     The weights have four bits; outputs: as in `choose_normed`. None stands for separate kernels.
     """
-    if inputs > MAX_NORM or not run_of(inputs, group) or (gated and _many_tiles(outputs, gpu)):
+    if inputs > MAX_NORM or not run_of(inputs, group):
         return None
     rule = _whole_nibbles(inputs, gated)
     operation: Operation = "normed_gated" if gated else "normed"
@@ -224,26 +221,14 @@ def choose_nibbles_normed(outputs: int, inputs: int, group: int, gated: bool, gp
     return found if isinstance(found, GemvPlan) else rule
 
 
-def _many_tiles(width: int, gpu: GpuTraits) -> bool:
-    """Return whether tiles of a gated product occupy a GPU alone.
-
-    Then their loop, which loads while it multiplies, was faster for one row too on an H200, with a norm before it.
-    """
-    return ceil_div(width, TILE) >= gpu.multiprocessors
-
-
 def _whole_nibbles(inputs: int, gated: bool) -> GemvPlan:
     """Return the plan of programs that hold whole rows.
 
-    More warps than four were slower on an H200 while the registers of four suffice.
+    With several tiles each, fewer of them prepare the same inputs.
     """
-    whole = max(FEWEST_NIBBLES, 1 << (inputs - 1).bit_length())
-    return GemvPlan(NIBBLE_ROWS // 2 if gated else NIBBLE_ROWS, whole, 1, 4 if whole <= WHOLE_NIBBLES else 8)
-
-
-def _nibble_rule(inputs: int, gated: bool) -> GemvPlan:
-    plan = _whole_nibbles(inputs, gated)
-    return plan if inputs <= WHOLE_NIBBLES else replace(plan, block_k=WHOLE_NIBBLES // 2, warps=4)
+    whole = 1 << (inputs - 1).bit_length()
+    warps = 4 if whole <= 4096 else 8
+    return GemvPlan(4, whole, 4, warps) if gated else GemvPlan(8, whole, 2, warps)
 
 
 def _filling(split: int, tiles: int, inputs: int, size: int, gpu: GpuTraits) -> int:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.gemv import gated, scaled, widened, with_bias
+from tandem.engine_core.kernels.linear.gemv import gated, with_bias
 from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
+from tandem.engine_core.kernels.linear.stored_bytes import scaled, widened
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 

@@ -5,12 +5,8 @@ from typing import NamedTuple
 
 from tandem.engine_core.integers import ceil_div
 
-NIBBLE_ROWS = 16
-"""Rows of a four-bit weight in a program for one row of inputs, see `linear.nibble_gemv`."""
 NIBBLE_STRIDE = 32
 """Divisor of the inputs of a product with weights of four bits, and of those of a group."""
-FEWEST_NIBBLES = 128
-"""Fewest weights of four bits that such a program loads of a row at once."""
 
 
 @dataclass(frozen=True, slots=True)

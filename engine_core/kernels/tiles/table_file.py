@@ -18,8 +18,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.engine_core.kernels.tiles.plan_types import (
-    FEWEST_NIBBLES,
-    NIBBLE_ROWS,
     NIBBLE_STRIDE,
     ByteGemmPlan,
     DecodePlan,
@@ -46,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 FEWEST_INPUTS_OF_A_DOT = 16
+FEWEST_BYTES, FEWEST_LEVELS = 16, 128
+"""Fewest inputs of a gemv's step with weights of one byte, of which a thread loads as many, and of four bits, whose
+order has blocks of as many."""
 FEWEST_REGISTERS, MOST_REGISTERS = 24, 255
 """Bounds of CUDA's assembler for the registers of a thread; it rounds up to a multiple of 8."""
 SCALED_INPUTS = 128
@@ -288,17 +289,13 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
     if plan.registers is not None and not (FEWEST_REGISTERS <= plan.registers <= MOST_REGISTERS):
         return f"registers {plan.registers} of a thread must be from {FEWEST_REGISTERS} to {MOST_REGISTERS}"
     whole = plan.block_k >= key.inputs or (normed and key.bits == 16)
-    if (normed or (key.operation == "gated" and key.bits != 4) or plan.tiles > 1) and not whole:
+    if (key.operation != "product" or plan.tiles > 1) and not whole:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
-    if key.bits == 8 and 16 % (plan.rows * plan.tiles):
-        return f"{plan.rows} rows in {plan.tiles} tiles do not divide the 16 rows of a block of scales"
-    height = NIBBLE_ROWS // 2 if "gated" in key.operation else NIBBLE_ROWS
-    if key.bits == 4 and (plan.rows, plan.tiles) != (height, 1):
-        return (
-            f"{plan.rows} rows in {plan.tiles} tiles: a program has one tile of {height} outputs with weights of 4 bits"
-        )
-    if key.bits == 4 and plan.block_k < FEWEST_NIBBLES:
-        return f"block_k {plan.block_k} must be at least {FEWEST_NIBBLES} with weights of 4 bits"
+    if key.bits == 8 and 16 % plan.rows:
+        return f"{plan.rows} rows do not divide the 16 rows of a block of scales"
+    fewest = {16: 1, 8: FEWEST_BYTES, 4: FEWEST_LEVELS}[key.bits]
+    if plan.block_k < fewest:
+        return f"block_k {plan.block_k} must be at least {fewest} with weights of {key.bits} bits"
     return ""
 
 

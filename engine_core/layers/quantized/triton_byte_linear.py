@@ -18,7 +18,6 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     MAX_ROWS,
@@ -31,6 +30,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     rounds_inputs,
 )
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import Scaling
 from tandem.engine_core.layers.build_context import BuildContext
@@ -154,10 +154,9 @@ class TritonByteLinear(ByteLinear):
         fused = x.shape[0] == 1 and self._fits(x, gated)
         plan = _choose_normed(outputs, self.values.shape[1], gated, self.gpu, 8) if fused else None
         if plan is not None and (residual is None or residual.is_contiguous()):
-            given = (norm.weight, norm.eps, self._stored, self.bias, plan, activation, self.gpu.pdl)
-            if residual is None:
-                return norm_gemv(x, *given, scales=self.scales), x
-            return add_norm_gemv(x, residual, *given, norm.update_weight, self.scales)
+            x_weight = None if residual is None else norm.update_weight
+            given = (self._stored, self.scales, None, self.bias, plan, activation, self.gpu.pdl)
+            return word_gemv(x, *given, norm.weight, norm.eps, residual, x_weight)
         return super().apply_normed(x, residual, norm, activation)
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
@@ -174,7 +173,7 @@ class TritonByteLinear(ByteLinear):
         columns = outputs // 2 if gated else outputs
         plan = (_choose_gated if gated else _choose)(rows, columns, inputs, self.gpu)
         if isinstance(plan, GemvPlan):
-            return gemv(x, self._stored, self.bias, plan, activation, self.gpu.pdl, self.scales)
+            return word_gemv(x, self._stored, self.scales, None, self.bias, plan, activation, self.gpu.pdl)[0]
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(rows, columns, plan, gated)):
             return splitk_gemm(x, self._stored, self.bias, plan, *space, activation, self.gpu.pdl, self.scales)
         return None

@@ -12,7 +12,6 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.dequantize import dequantize_nibbles
-from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_order import arranged
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -20,6 +19,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_nibbles_gated,
     choose_nibbles_normed,
 )
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
@@ -94,7 +94,7 @@ class TritonNibbleLinear(NibbleLinear):
         if plan is not None and (residual is None or residual.is_contiguous()):
             x_weight = None if residual is None else norm.update_weight
             given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)
-            return nibble_gemv(x, *given, norm.weight, norm.eps, residual, x_weight, self.order)
+            return word_gemv(x, *given, norm.weight, norm.eps, residual, x_weight, self.order)
         return super().apply_normed(x, residual, norm, activation)
 
     def _planned(self, x: Tensor, activation: Activation | None, order: Tensor | None) -> Tensor | None:
@@ -110,7 +110,7 @@ class TritonNibbleLinear(NibbleLinear):
         plan = (_choose_gated if gated else _choose)(rows, columns, inputs, self.group_size, self.gpu)
         given = (self.words, self.scales, self.zeros, self.bias)
         if isinstance(plan, GemvPlan):
-            return nibble_gemv(x, *given, plan, activation, self.gpu.pdl, order=order)[0]
+            return word_gemv(x, *given, plan, activation, self.gpu.pdl, order=order)[0]
         if isinstance(plan, SplitKPlan) and (space := self.workspace.find(rows, columns, plan, gated)):
             return nibble_splitk(self.ordered(x, order), *given, plan, *space, activation, self.gpu.pdl)
         return None

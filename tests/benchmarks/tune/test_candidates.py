@@ -56,13 +56,14 @@ def test_candidates_of_bytes_are_accepted_and_fit(gpu: GpuTraits) -> None:
                 assert (None in plans) == (key.kind == "fp8" and (key.scaling != "block" or gpu is H200))
 
 
-@pytest.mark.parametrize("operation", ["product", "gated"])
-def test_one_row_of_four_bits_has_plans_of_one_warp_with_few_registers(operation: str) -> None:
-    outputs, inputs, height = (14336, 4096, 8) if operation == "gated" else (4096, 14336, 16)
-    plans = product_candidates(ProductKey(operation, 4, outputs, inputs, 1), H200)  # type: ignore[arg-type]
-    assert {GemvPlan(height, 1024, 1, 1, registers) for registers in (None, 128)} <= set(plans)
-    assert {plan.warps for plan in plans if isinstance(plan, GemvPlan)} == {1, 2, 4, 8}
-    assert any(isinstance(plan, SplitKPlan) for plan in plans) == (operation == "gated")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits: int) -> None:
+    plans = product_candidates(ProductKey("normed_gated", bits, 14336, 4096, 1), H200)
+    assert {(plan.rows, plan.tiles) for plan in plans if isinstance(plan, GemvPlan)} >= {(4, 10), (4, 1), (8, 2)}
+    assert all(isinstance(plan, GemvPlan) and plan.block_k == 4096 for plan in plans)
+    plans = product_candidates(ProductKey("product", bits, 4096, 14336, 1), H200)
+    assert {plan.block_k for plan in plans if isinstance(plan, GemvPlan)} >= {1024, 2048, 4096}
+    assert {plan.tiles for plan in plans if isinstance(plan, GemvPlan)} == {1}
 
 
 def test_long_inputs_are_divided_into_as_many_parts_as_fit_side_by_side() -> None:

@@ -21,7 +21,7 @@ from tandem.engine_core.kernels.tiles.table_file import read_table
 from tests.fakes.gpus import H200, L4
 
 TARGET = ProductKey("product", 4, 2048, 8192, 1)
-BEST = GemvPlan(16, 1024, 1, 1, 128)
+BEST = GemvPlan(4, 1024, 1, 1)
 
 
 class MadeUpDecode:
@@ -86,7 +86,7 @@ def test_a_run_writes_a_table_and_a_second_one_goes_on_from_its_times(
     place = next(place for place, line in enumerate(lines) if line.startswith("4 bits, 2048 wide, 1 row "))
     assert "best    80." in lines[place]
     assert lines[place + 1] == f"    product 2048x8192: {BEST}"
-    assert '"warps": 1, "registers": 128}' in out.read_text()
+    assert '"block_k": 1024, "tiles": 1, "warps": 1}' in out.read_text()
     timed, text = (MadeUpDecode.timed, MadeUpLayers.timed), out.read_text()
     assert tune.main(command) == 0
     assert ((MadeUpDecode.timed, MadeUpLayers.timed), out.read_text()) == (timed, text)

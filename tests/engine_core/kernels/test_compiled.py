@@ -99,17 +99,12 @@ def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, arc
     check(one_tile_each, architecture)
 
 
-def test_words_of_four_bits_are_unpacked_within_their_threads(one_tile_each: Lines) -> None:
-    """Through shared memory one row of four bits took twice the time of 16 bits.
-
-    What passes through it are the sums of four warps, 16 x 8 floats each, and 2048 inputs that are reordered; a step's
-    weights would be 128 KiB.
-    """
-    for ordered, most in ((False, 4 * 16 * 8 * 4), (True, 2048 * 2)):
-        lines = [line for line in one_tile_each if line["kernel"] == "nibble_gemv_kernel"]
-        used = [line["shared_memory"] for line in lines if line["ordered"] == ordered]
-        assert len(used) == 3
-        assert max(used) <= most
+def test_quantized_weights_of_one_row_become_numbers_within_their_threads(one_tile_each: Lines) -> None:
+    """Only a step's inputs pass through shared memory, two bytes each, or four where they are sorted."""
+    lines = [line for line in one_tile_each if line["kernel"] == "word_gemv_kernel"]
+    assert {line["ordered"] for line in lines} == {False, True}
+    for line in lines:
+        assert line["shared_memory"] <= line["inputs"] * (4 if line["ordered"] else 2), line
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tandem.engine_core.kernels.linear.nibble_pairs import eight_levels
 @triton.jit
 def _levels_kernel(words_ptr, zeros_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
     offsets = tl.arange(0, BLOCK)
-    levels = eight_levels(tl.load(words_ptr + offsets), tl.load(zeros_ptr + offsets), out_ptr.dtype.element_ty, False)
+    levels = eight_levels(tl.load(words_ptr + offsets), tl.load(zeros_ptr + offsets), out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets[:, None] * 8 + tl.arange(0, 8)[None, :], tl.reshape(levels, [BLOCK, 8]))
 
 

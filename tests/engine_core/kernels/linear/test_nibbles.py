@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.linear.nibble_gemv import nibble_gemv
 from tandem.engine_core.kernels.linear.nibble_order import arranged
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.plans import workspace_size
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv
 from tandem.engine_core.kernels.reference.layer import (
     add_rms_norm,
     gated_activation,
@@ -64,7 +64,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_gemv_equals_the_library(outputs: int, inputs: int, group: int, plan: GemvPlan, device: str) -> None:
     stored, numbers = weights(outputs, inputs, group, device)
     x, bias = vectors(1, inputs, device), torch.arange(float(outputs), device=device)
-    y, stream = nibble_gemv(x, *stored, bias, plan)
+    y, stream = word_gemv(x, *stored, bias, plan)
     close(y, functional.linear(x, numbers, bias))
     assert stream is x
 
@@ -89,7 +89,7 @@ def test_gemv_takes_its_inputs_in_an_order(
     stored, numbers = weights(outputs, inputs, group, device)
     x, order = vectors(1, inputs, device).to(dtype), shuffled(inputs, device)
     bias = torch.arange(float(outputs), device=device).to(dtype) if has_bias else None
-    y, stream = nibble_gemv(x, *stored, bias, plan, order=order)
+    y, stream = word_gemv(x, *stored, bias, plan, order=order)
     assert stream is x
     expected = functional.linear(x[:, order].float(), numbers, None if bias is None else bias.float())
     torch.testing.assert_close(y.float(), expected, atol=4e-3, rtol=1e-4 if dtype == torch.float32 else 2**-9)
@@ -100,7 +100,7 @@ def test_columns_past_the_end_do_not_take_the_first_input(device: str) -> None:
     x, order = torch.ones(1, 96, device=device), shuffled(96, device)
     # A sum of 32 of them would be infinite, and infinity times a scale of 0 no number.
     x[0, 0] = 1.2e37
-    y, _ = nibble_gemv(x, *stored, None, GemvPlan(16, 128), order=order)
+    y, _ = word_gemv(x, *stored, None, GemvPlan(16, 128), order=order)
     torch.testing.assert_close(y, functional.linear(x[:, order], numbers))
 
 
@@ -109,7 +109,7 @@ def test_an_order_of_other_numbers_or_of_another_length_is_refused(device: str) 
     x, order = vectors(1, 128, device), shuffled(128, device)
     for wrong in (order.long(), order[:64], order.repeat_interleave(2)[::2]):
         with pytest.raises(AssertionError):
-            nibble_gemv(x, *stored, None, GemvPlan(16, 128), order=wrong)
+            word_gemv(x, *stored, None, GemvPlan(16, 128), order=wrong)
 
 
 @pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**40])
@@ -121,7 +121,7 @@ def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str)
         x = torch.zeros(1, 64)
         x[0, 32 + place] = size
         stored = [tensor.to(device) for tensor in (words, scales, zeros)]
-        y, _ = nibble_gemv(x.to(device), *stored, None, GemvPlan(16, 64))
+        y, _ = word_gemv(x.to(device), *stored, None, GemvPlan(16, 64))
         assert torch.equal(y.cpu()[0], (torch.arange(16.0) - 7) * 0.5 * size)
 
 
@@ -147,7 +147,7 @@ def test_fused_steps_equal_separate_operations(
     if order is not None:
         normed = normed[:, order]
     given = (x, *stored, bias, plan, activation, False, norm_weight, EPS, residual, x_weight)
-    y, stream = nibble_gemv(*given, order)
+    y, stream = word_gemv(*given, order)
     expected = functional.linear(normed, numbers, bias)
     close(y, expected if activation is None else gated_activation(expected, activation))
     assert torch.equal(stream, total)

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 
@@ -52,9 +52,9 @@ def test_gemv_equals_the_library(
 ) -> None:
     stored, scale, numbers = weights(kind, scales, outputs, inputs, device)
     x, bias = vectors(1, inputs, device), torch.ones(outputs, device=device)
-    torch.testing.assert_close(
-        gemv(x, stored, bias, plan, scales=scale), functional.linear(x, numbers, bias), atol=1e-3, rtol=1e-4
-    )
+    y, stream = word_gemv(x, stored, scale, None, bias, plan)
+    torch.testing.assert_close(y, functional.linear(x, numbers, bias), atol=1e-3, rtol=1e-4)
+    assert stream is x
 
 
 @pytest.mark.parametrize(("kind", "scales"), CASES)
@@ -62,11 +62,12 @@ def test_fused_norm_and_gate_equal_separate_operations(kind: str, scales: str, d
     stored, scale, numbers = weights(kind, scales, 256, 256, device)
     x, residual, norm_weight = vectors(1, 256, device), vectors(1, 256, device) + 1, vectors(1, 256, device)[0]
     plan = GemvPlan(8, 256, tiles=2)
-    y = norm_gemv(x, norm_weight, EPS, stored, None, plan, Activation.SILU, scales=scale)
+    y, stream = word_gemv(x, stored, scale, None, None, plan, Activation.SILU, False, norm_weight, EPS)
+    assert stream is x
     expected = gated_activation(functional.linear(rms_norm(x, norm_weight, EPS), numbers), Activation.SILU)
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-4)
     normed, total = add_rms_norm(x, residual, norm_weight, EPS)
-    y, stream = add_norm_gemv(x, residual, norm_weight, EPS, stored, None, plan, scales=scale)
+    y, stream = word_gemv(x, stored, scale, None, None, plan, None, False, norm_weight, EPS, residual)
     torch.testing.assert_close(y, functional.linear(normed, numbers), atol=1e-3, rtol=1e-4)
     assert torch.equal(stream, total)
 
@@ -95,6 +96,6 @@ def test_every_float8_is_decoded_from_its_bits(device: str) -> None:
     finite = numbers[:, 0].isfinite()
     x = torch.zeros(1, 16, device=device)
     x[0, 3] = 1
-    y = gemv(x, bits.to(device), None, GemvPlan(4, 16), scales=torch.ones(256, device=device))
+    y, _ = word_gemv(x, bits.to(device), torch.ones(256, device=device), None, None, GemvPlan(4, 16))
     assert torch.equal(y[0].cpu()[finite], numbers[:, 3][finite])
     assert (~finite).sum() == 2, "only the two codes of NaN are none of the numbers"

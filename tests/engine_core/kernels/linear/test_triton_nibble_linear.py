@@ -8,7 +8,7 @@ import torch
 from tandem.engine_core.kernels import gather_columns
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.kernels.linear import nibble_gemv
+from tandem.engine_core.kernels.linear import word_gemv
 from tandem.engine_core.kernels.linear.nibble_order import restored
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
@@ -110,7 +110,7 @@ def test_only_several_rows_without_a_norm_are_gathered_by_a_launch_of_their_own(
 def test_one_row_with_an_order_and_its_norm_take_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = linears(72, True, device)
     kernel = LaunchedKernel()
-    monkeypatch.setattr(nibble_gemv, "nibble_gemv_kernel", kernel)
+    monkeypatch.setattr(word_gemv, "word_gemv_kernel", kernel)
     x = torch.zeros(1, INPUTS, device=device, dtype=torch.float16)
     found.apply_normed(x, x, RMSNorm(x[0], 1e-5, found.kernels))
     assert (kernel.options["ORDERED"], kernel.options["MODE"]) == (True, 2)

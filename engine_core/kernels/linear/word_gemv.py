@@ -1,0 +1,287 @@
+"""Product y = x W^T for one row x, with W in one byte or four bits an element.
+
+As in `kernels.linear.gemv`, each program owns a run of W's rows, sums in float32, and may do the norm before the
+product and the gated activation behind it. It reads W in words of four bytes or eight levels (`word_products`). Its
+loop goes through tiles of rows, or through the inputs of one, and loads the next while it computes one.
+
+Columns of four bits sorted by group (act-order) come with their order, in which each program takes x. Nothing writes
+the order, so it is loaded before the wait for the kernel that produces x.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.linear.gemv import gated, input_mode, normed_input, with_bias
+from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
+from tandem.engine_core.kernels.linear.word_products import BITS, FLOATS, INTEGERS, NIBBLES, prepared, word_sums
+from tandem.engine_core.kernels.tiles.plan_types import NIBBLE_STRIDE, GemvPlan
+
+_KINDS = {torch.float8_e4m3fn: FLOATS, torch.int8: INTEGERS, torch.uint8: BITS}
+_BYTES_A_WORD = 4
+_SPAN = 4
+"""Words that a thread loads at once. Those of levels have inputs of a whole block of `nibble_order`, and share a scale
+if a group has as many inputs."""
+_ROW_SCALES = 0
+"""Instead of the inputs that share a scale: each row of the weight has one."""
+
+
+@triton.jit
+def load_tile(
+    word_ptr, scale_ptr, zero_ptr, first, step, N, height, upper, within, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Load a step of a tile.
+
+    Returns words, [ROWS, words], and the scales and zero points of their spans: of levels [ROWS, spans], scales of
+    blocks [1, spans], and single numbers for a weight without them. Rows past the end repeat the last one. height: of
+    the weight; upper: 0, or N for rows of an up projection; within: whether to load.
+    """
+    PER: tl.constexpr = 8 if KIND == 0 else 4
+    WORDS: tl.constexpr = BLOCK_K // PER
+    rows = tl.minimum(first + tl.arange(0, ROWS), N - 1) + upper
+    word = step * WORDS + tl.arange(0, WORDS)
+    mask = (word < K // PER) & within
+    words = tl.load(word_ptr + rows.to(tl.int64)[:, None] * (K // PER) + word[None, :], mask=mask[None, :], other=0)
+    scales, zeros = tl.full([], 1.0, tl.float32), tl.full([], 0, tl.int32)
+    if GROUP > 0:
+        span = step * WORDS + tl.arange(0, WORDS // SPAN) * SPAN
+        mask = ((span < K // PER) & within)[None, :]
+        if KIND == 0:
+            column = span // (4 * RUN) * (32 * RUN) + span % RUN * 32
+            offs = (column // GROUP)[None, :] * height + rows[:, None]
+            scales = tl.load(scale_ptr + offs, mask=mask, other=0.0)
+            zeros = tl.load(zero_ptr + offs, mask=mask, other=0).to(tl.int32)
+        else:
+            offs = (tl.minimum(first, N - 1) + upper) // 16 * ((K + GROUP - 1) // GROUP) + span * PER // GROUP
+            scales = tl.load(scale_ptr + offs[None, :], mask=mask, other=0.0)
+    return words, scales, zeros
+
+
+@triton.jit
+def over_span(x, SPAN: tl.constexpr):
+    """Repeat numbers of spans for each of their words; a single number stays one."""
+    if SPAN == 1 or len(x.shape) == 0:
+        return x
+    else:
+        wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], SPAN])
+        return tl.reshape(wide, [x.shape[0], x.shape[1] * SPAN])
+
+
+@triton.jit
+def tile_sums(words, scales, zeros, x, back, KIND: tl.constexpr, SPAN: tl.constexpr):
+    """Return the scaled sums of a tile's spans, [ROWS, spans]."""
+    sums = word_sums(words, x, over_span(zeros, SPAN), KIND)
+    if SPAN > 1:
+        sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] // SPAN, SPAN]), 2)
+    return sums * (scales * back[None, :])
+
+
+@triton.jit
+def load_places(order_ptr, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr):
+    """Return the inputs that columns of the weight are for.
+
+    Columns past the end have the last place of a step: in one step that is past the end too, and holds 0.
+    """
+    return tl.load(order_ptr + columns, mask=columns < K, other=BLOCK_K - 1) if ORDERED else columns
+
+
+@triton.jit
+def finished(parts, scale_ptr, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+    """Sum up a tile's parts and return its outputs, [ROWS].
+
+    rows: of the weight.
+    """
+    sums = tl.sum(parts, 1)
+    if GROUP == 0:
+        sums *= tl.load(scale_ptr + rows, mask=rows < N, other=0.0)
+    return with_bias(sums, bias_ptr, rows, rows < N, HAS_BIAS, dtype)
+
+
+@triton.jit
+def word_gemv_kernel(
+    x_ptr,
+    word_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    x_weight_ptr,
+    norm_weight_ptr,
+    residual_ptr,
+    order_ptr,
+    y_ptr,
+    total_ptr,
+    eps,
+    N,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply one row by a transposed weight, with optional fused steps.
+
+    x: [K]; word: int32, [N, K / 8] of levels or [N, K / 4] of bytes ([2 N, ..] with an ACTIVATION, gate first); KIND:
+    as in `word_products`; GROUP: inputs that share a scale, 0 if all of a row do; scale, zero: of levels [K / GROUP,
+    N], float32 and uint8; scale of bytes: [N], or of each block of 16 x GROUP, [rows / 16, K / GROUP], where ROWS
+    divides 16; order, if ORDERED: input of each column of the weight, [K] int32; y: [N]; the rest as in
+    `gemv.gemv_kernel`.
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    GATED: tl.constexpr = ACTIVATION > 0
+    height = N * 2 if GATED else N
+    first = tl.program_id(0) * (ROWS * TILES)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    words, scales, zeros = load_tile(
+        word_ptr, scale_ptr, zero_ptr, first, 0, N, height, 0, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
+    )  # fmt: skip
+    if GATED:
+        up_words, up_scales, up_zeros = load_tile(
+            word_ptr, scale_ptr, zero_ptr, first, 0, N, height, N, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
+        )  # fmt: skip
+    if MODE > 0:
+        norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
+        x_weight = norm_weight
+    if MODE == 3:
+        x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
+    places = load_places(order_ptr, offs_k, K, BLOCK_K, ORDERED)
+    wait_for_previous(PDL)
+    if MODE > 0:
+        vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
+    elif STEPS == 1:
+        vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    else:
+        vector = tl.load(x_ptr + places, mask=mask_k, other=0.0).to(tl.float32)
+    if STEPS == 1:
+        if ORDERED:
+            # Through shared memory, once: the row itself is loaded and stored in runs of 16 bytes a thread.
+            vector = tl.gather(vector, places, 0)
+        x, back = prepared(vector, KIND, RUN, SPAN)
+        for tile in tl.range(0, TILES, num_stages=1):
+            rows = first + tile * ROWS + tl.arange(0, ROWS)
+            following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
+            now, now_scales, now_zeros = words, scales, zeros
+            words, scales, zeros = load_tile(
+                word_ptr, scale_ptr, zero_ptr, following, 0, N, height, 0, within, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
+                SPAN,
+            )  # fmt: skip
+            if GATED:
+                up_now, up_now_scales, up_now_zeros = up_words, up_scales, up_zeros
+                up_words, up_scales, up_zeros = load_tile(
+                    word_ptr, scale_ptr, zero_ptr, following, 0, N, height, N, within, K, ROWS, BLOCK_K, KIND, GROUP,
+                    RUN, SPAN,
+                )  # fmt: skip
+            parts = tile_sums(now, now_scales, now_zeros, x, back, KIND, SPAN)
+            result = finished(parts, scale_ptr, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
+            if GATED:
+                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, back, KIND, SPAN)
+                up = finished(parts, scale_ptr + N, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
+                result = gated(result, up, ACTIVATION)
+            tl.store(y_ptr + rows, result, mask=rows < N)
+    else:
+        parts = tl.zeros([ROWS, BLOCK_K // (8 if KIND == 0 else 4) // SPAN], tl.float32)
+        for step in tl.range(0, STEPS, num_stages=1):
+            now, now_scales, now_zeros, inputs = words, scales, zeros, vector
+            words, scales, zeros = load_tile(
+                word_ptr, scale_ptr, zero_ptr, first, step + 1, N, height, 0, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
+                SPAN,
+            )  # fmt: skip
+            ahead = offs_k + (step + 1) * BLOCK_K
+            places = load_places(order_ptr, ahead, K, BLOCK_K, ORDERED)
+            vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0).to(tl.float32)
+            x, back = prepared(inputs, KIND, RUN, SPAN)
+            parts += tile_sums(now, now_scales, now_zeros, x, back, KIND, SPAN)
+        rows = first + tl.arange(0, ROWS)
+        result = finished(parts, scale_ptr, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
+        tl.store(y_ptr + rows, result, mask=rows < N)
+
+
+def word_gemv(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    plan: GemvPlan,
+    activation: Activation | None = None,
+    pdl: bool = False,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    x_weight: Tensor | None = None,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the product of one row and a quantized weight.
+
+    The residual stream follows it. x: [1, K]; weight: bytes, [N, K] int8, float8_e4m3fn or the bits of that as uint8, K
+    a multiple of 16; or levels of four bits, [N, K / 8] int32, in the order of `kernels.linear.nibble_order`, where K
+    and the inputs of a group are multiples of 32. scales: float32; of bytes [N], of each row, or [N / 16, K / 128], of
+    each block, rounded up; of levels [N, groups], like zeros, uint8, both with the numbers of a group side by side.
+    bias: [N]. activation: the weight holds the gate's rows before the up projection's, and activation(gate) * up is
+    returned, [1, N / 2]. norm_weight: [K]; x is added to the residual stream, [1, K] (None: it starts it), and
+    normalised, where plan.block_k is at least K. Without a norm the stream is x. x_weight: as in `add_norm_gemv`.
+    order, of levels: the input of each column of the weight, [K] int32; the stream keeps the order of x. With `pdl` the
+    kernel right before may write all but the weights and the order.
+    """
+    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    words, kind, group, run = _layout(weight, scales, zeros)
+    inputs = words.shape[1] * (PER_WORD if kind == NIBBLES else _BYTES_A_WORD)
+    assert x.shape == (1, inputs) and x.is_contiguous() and words.is_contiguous()
+    plain = activation is None and norm_weight is None and plan.tiles == 1
+    assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
+    if kind != NIBBLES and group:
+        assert SCALE_ROWS % plan.rows == 0, "the rows of a tile are in one block"
+        assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
+    assert order is None or (order.dtype, order.shape, order.is_contiguous()) == (torch.int32, (inputs,), True)
+    y, total = x.new_empty(1, outputs), x if residual is None else torch.empty_like(x)
+    word_gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
+        *(x, words, scales, scales if zeros is None else zeros),
+        *(x if given is None else given for given in (bias, x_weight, norm_weight, residual, order)),
+        *(y, total, eps, outputs),
+        K=inputs,
+        KIND=kind,
+        GROUP=group,
+        RUN=run,
+        SPAN=_SPAN if kind != NIBBLES or group % (NIBBLE_STRIDE * run) == 0 else 1,
+        ROWS=plan.rows,
+        BLOCK_K=plan.block_k,
+        TILES=plan.tiles,
+        HAS_BIAS=bias is not None,
+        MODE=input_mode(norm_weight, residual, x_weight),
+        ACTIVATION=0 if activation is None else activation.value,
+        ORDERED=order is not None,
+        PDL=pdl,
+        num_warps=plan.warps,
+        maxnreg=plan.registers,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y, total
+
+
+def _layout(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, int, int, int]:
+    """Return a weight's words and their kind.
+
+    The inputs that share a scale and the words of a run of levels follow.
+    """
+    if zeros is not None:
+        group, run = group_and_run(weight, scales, zeros)
+        assert run, f"inputs in groups of {group} are in no order that kernels read"
+        return weight, NIBBLES, group, run
+    assert weight.shape[1] % (_BYTES_A_WORD * _SPAN) == 0 and weight.is_contiguous()
+    return weight.view(torch.int32), _KINDS[weight.dtype], SCALE_COLUMNS if scales.ndim == 2 else _ROW_SCALES, 1

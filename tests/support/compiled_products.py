@@ -1,0 +1,159 @@
+"""Launches of products, which `compiled_kernels` compiles."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.kernel_set import triton_kernels
+from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
+from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
+from tandem.engine_core.kernels.linear.gemv import gemv
+from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
+from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
+from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    choose_byte_gemm,
+    choose_bytes,
+    choose_bytes_gated,
+    choose_nibbles,
+    choose_nibbles_gated,
+    choose_nibbles_normed,
+)
+from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
+
+FP8 = torch.float8_e4m3fn
+SHAPES = (
+    *((3072, 2048, False), (2048, 8192, False), (4096, 14336, False)),
+    *((16384, 2048, True), (28672, 4096, True), (19456, 2560, True)),
+)
+"""Outputs and inputs of weights of the measured models, and whether their products are gated."""
+BOTH = (False, True)
+Launch = Callable[[], object]
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def products(
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products that the choosers take for a weight, plain and gated."""
+    x, weight = half(rows, inputs), half(outputs, inputs)
+    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
+    for gated in gates:
+        chooser, activation = (choose_gated, Activation.SILU) if gated else (choose, None)
+        plan = chooser(rows, outputs // (1 + gated), inputs, 2, gpu)
+        if isinstance(plan, SplitKPlan):
+            call = (x, weight, None, plan, *space, activation, gpu.pdl)
+            yield lambda call=call: splitk_gemm(*call)
+        elif isinstance(plan, GemvPlan):
+            yield lambda plan=plan, act=activation: gemv(x, weight, None, plan, act, gpu.pdl)
+
+
+def normed_products(
+    gpu: GpuTraits, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products of one row behind a norm, and behind two, that the chooser takes for a weight."""
+    x, weight = half(1, inputs), half(outputs, inputs)
+    for gated in gates:
+        shape = outputs // (1 + gated), inputs, gated
+        plan, sandwiched = choose_normed(*shape, gpu), choose_normed(*shape, gpu, norms=2)
+        if plan is not None and sandwiched is not None:
+            one = (x, x, None, half(inputs), 1e-5, weight, None, plan, Activation.SILU if gated else None, gpu.pdl)
+            yield lambda one=one: normed_product(*one)
+            factors, activation = half(inputs, dtype=torch.float32), Activation.GELU_TANH if gated else None
+            two = (x, x, factors, factors, 1e-6, weight, None, sandwiched, activation, gpu.pdl)
+            yield lambda two=two: normed_product(*two)
+
+
+def byte_products(
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products that the choosers take for a weight of one byte, plain and gated."""
+    x, space = half(rows, inputs), (torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32))
+    fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    blocks = torch.empty(outputs // 16, inputs // 128)
+    for dtype, scales in ((torch.int8, torch.empty(outputs)), (fp8, torch.empty(outputs)), (fp8, blocks)):
+        weight = half(outputs, inputs, dtype=dtype)
+        for gated in gates:
+            chooser, activation = (choose_bytes_gated, Activation.SILU) if gated else (choose_bytes, None)
+            plan = chooser(rows, outputs // (1 + gated), inputs, gpu)
+            if isinstance(plan, SplitKPlan):
+                call = (x, weight, None, plan, *space, activation, gpu.pdl, scales)
+                yield lambda call=call: splitk_gemm(*call)
+            elif isinstance(plan, GemvPlan):
+                call = (x, weight, scales, None, None, plan, activation, gpu.pdl)
+                yield lambda call=call: word_gemv(*call)
+
+
+def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
+    """The product of bytes with bytes that the chooser takes, with each kind of scales."""
+    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
+    blocks = torch.empty(outputs // 16, inputs // 128)
+    for dtype, group, scales in (
+        (torch.int8, None, torch.empty(outputs)),
+        (FP8, None, torch.empty(outputs)),
+        (FP8, 128, blocks),
+    ):
+        if dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
+            plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "block" if group else "output", gpu)
+            assert plan is not None
+            x = empty_byte_rows(rows, inputs, torch.bfloat16, ByteFormat(dtype, group), torch.device("cpu"))
+            call = (x, half(outputs, inputs, dtype=dtype), scales, None, plan, *space, group is not None, gpu.pdl)
+            yield lambda call=call: multiply_bytes(*call)
+
+
+def rounding(gpu: GpuTraits) -> Iterator[Launch]:
+    """What rounds inputs to bytes: a kernel of its own, a norm and a gate."""
+    kernels, x, weight = triton_kernels(gpu.pdl), half(2, 2048), half(2048)
+    for to in (ByteFormat(torch.int8), ByteFormat(FP8), ByteFormat(FP8, 128), ByteFormat(FP8, scale=torch.ones(1))):
+        if to.dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
+            yield lambda to=to: kernels.quantize(x, to)
+            yield lambda to=to: kernels.quantized_norm(x, x, None, weight, 1e-5, to)
+            yield lambda to=to: kernels.quantized_gate(x, Activation.SILU, to)
+
+
+def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
+    """Weights of every format as numbers."""
+    fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    for dtype, scales in ((fp8, torch.empty(64)), (fp8, torch.empty(4, 4)), (torch.int8, torch.empty(64))):
+        values = half(64, 512, dtype=dtype)
+        yield lambda values=values, scales=scales: dequantize_bytes(values, scales, torch.bfloat16, gpu.pdl)
+    words, scales = torch.empty(64, 64, dtype=torch.int32), torch.empty(4, 64).t()
+    zeros = torch.empty(4, 64, dtype=torch.uint8).t()
+    yield lambda: dequantize_nibbles(words, scales, zeros, torch.bfloat16, gpu.pdl)
+
+
+def nibble_products(
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
+) -> Iterator[Launch]:  # fmt: skip
+    """The products that the choosers take for a weight of four bits, plain and gated.
+
+    Those of one row come with an order of the inputs too, and with a norm.
+    """
+    x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
+    scales = torch.empty(inputs // 128, outputs)
+    stored = (words, scales.t(), torch.empty(scales.shape, dtype=torch.uint8).t(), None)
+    space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
+    order = torch.zeros(inputs, dtype=torch.int32)
+    for gated in gates:
+        chooser, activation = (choose_nibbles_gated, Activation.SILU) if gated else (choose_nibbles, None)
+        plan = chooser(rows, outputs // (1 + gated), inputs, 128, gpu)
+        if isinstance(plan, SplitKPlan):
+            call = (x, *stored, plan, *space, activation, gpu.pdl)
+            yield lambda call=call: nibble_splitk(*call)
+        elif isinstance(plan, GemvPlan):
+            whole = choose_nibbles_normed(outputs // (1 + gated), inputs, 128, gated, gpu)
+            if whole is not None:
+                normed = (x, *stored, whole, activation, gpu.pdl, x[0], 1e-5, x, x[0], order)
+                yield lambda normed=normed: word_gemv(*normed)
+            call = (x, *stored, plan, activation, gpu.pdl)
+            yield lambda call=call: word_gemv(*call, order=order)
+            yield lambda call=call: word_gemv(*call)
