@@ -122,8 +122,8 @@ def prepared(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr):
         TOP: tl.constexpr = 8 if KIND == 0 else 6 if KIND == 1 else 7 if KIND == 2 else 14
         BACK: tl.constexpr = TOP - 1 - (8 if KIND == 3 else 0)
         spans = tl.reshape(x, [WORDS // SPAN, SPAN * PAIRS * 2])
-        exponent = tl.max(tl.abs(spans), 1).to(tl.int32, bitcast=True) >> 23
-        exponent = tl.minimum(tl.maximum(exponent, 67), 227)
+        # As float32 stores it, where 127 stands for 0; at least 16, so that both powers of two below exist.
+        exponent = tl.maximum(tl.max(tl.abs(spans), 1).to(tl.int32, bitcast=True) >> 23, 16)
         factor = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
         back = ((exponent - BACK) << 23).to(tl.float32, bitcast=True)
         halves = tl.reshape((spans * factor[:, None]).to(tl.float16), [WORDS, PAIRS, 2])

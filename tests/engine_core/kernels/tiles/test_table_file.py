@@ -245,7 +245,9 @@ def test_a_file_without_products_of_bytes_is_read(tmp_path: Path) -> None:
     assert dict(read_table(written(tmp_path / "a.json", entry())).byte_products) == {}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernel_version": "1"}', '{"kernel_version": 1}', "no json"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"kernel_version": "1"}', f'{{"kernel_version": {KERNEL_VERSION}}}', "no json"]
+)
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r"the tile table .*a\.json is malformed"):
