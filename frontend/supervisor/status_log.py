@@ -62,11 +62,13 @@ class StatusLog:
     def _draw(self, heartbeat: Heartbeat | None) -> bool:
         """Draw the bar of the weights on a terminal, or remove it after them.
 
-        Return whether it stands there.
+        Once they are read it is gone: the engine may log what comes next, on the same terminal. Return whether the bar
+        stands there.
         """
-        loads = heartbeat is not None and heartbeat.phase is Phase.LOADING and not self._watch.is_silent
+        loads = heartbeat is not None and heartbeat.phase is Phase.LOADING and heartbeat.percent < 100
+        loads = loads and not self._watch.is_silent
         if heartbeat is not None and loads and self._bar.is_shown:
-            filled = WIDTH * min(heartbeat.percent, 100) // 100
+            filled = WIDTH * heartbeat.percent // 100
             self._bar.show(self._bar.bar(filled, f"{heartbeat.percent:3} %  {heartbeat.detail}"))
             self._has_bar = True
         elif self._has_bar:
