@@ -1,0 +1,81 @@
+"""One row's product with quantized weights, by the plans that are chosen for shapes of any size."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.linear.plans import choose_normed
+from tandem.engine_core.kernels.linear.quantized_plans import (
+    choose_bytes,
+    choose_bytes_gated,
+    choose_nibbles,
+    choose_nibbles_gated,
+    choose_nibbles_normed,
+)
+from tandem.engine_core.kernels.linear.word_gemv import word_gemv
+from tandem.engine_core.kernels.reference.layer import gated_activation, rms_norm
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
+from tests.engine_core.kernels.linear import test_nibbles, test_scaled_weights
+from tests.fakes.gpus import A100, H200
+from tests.support.thinned import thinned
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+EPS = 1e-5
+INPUTS = [32, 96, 160, 256, 1056, 2560]
+Given = tuple[Tensor, Tensor, Tensor | None]
+
+
+def assert_equals_separate_operations(
+    given: Given, numbers: Tensor, plan: object, gated: bool, norm: bool, device: str
+) -> None:
+    assert isinstance(plan, GemvPlan)
+    x = torch.randn(1, numbers.shape[1], device=device)
+    weight = torch.rand(numbers.shape[1], device=device) if norm else None
+    activation = Activation.SILU if gated else None
+    y, _ = word_gemv(x, *given, None, plan, activation, norm_weight=weight, eps=EPS)
+    wanted = functional.linear(x if weight is None else rms_norm(x, weight, EPS), numbers)
+    wanted = gated_activation(wanted, Activation.SILU) if gated else wanted
+    torch.testing.assert_close(y, wanted, atol=5e-3 * float(numbers.std()) * len(numbers[0]) ** 0.5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group", "gated", "norm"), thinned(INPUTS, [32, 128, 0], [False, True], [False, True])
+)
+def test_four_bits_by_the_chosen_plan(inputs: int, group: int, gated: bool, norm: bool, device: str) -> None:
+    """group: 0 for all inputs. Shapes whose inputs it does not divide take the least of 32."""
+    group = group or inputs
+    group = group if inputs % group == 0 else 32
+    for gpu in (H200, A100):
+        given, numbers = test_nibbles.weights(24 * (1 + gated), inputs, group, device)
+        choose = choose_nibbles_gated if gated else choose_nibbles
+        plan = choose_nibbles_normed(24, inputs, group, gated, gpu) if norm else choose(1, 24, inputs, group, gpu)
+        assert_equals_separate_operations(given, numbers, plan, gated, norm, device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "inputs", "gated", "norm"),
+    thinned(["int8", "fp8"], ["rows", "blocks"], INPUTS, [False, True], [False, True]),
+)
+def test_bytes_by_the_chosen_plan(
+    kind: str, scales: str, inputs: int, gated: bool, norm: bool, device: str
+) -> None:  # fmt: skip
+    outputs = 32 if gated and scales == "blocks" else 24
+    stored, scale, numbers = test_scaled_weights.weights(kind, scales, outputs * (1 + gated), inputs, device)
+    for gpu in (H200, A100):
+        choose = choose_bytes_gated if gated else choose_bytes
+        plan = choose_normed(outputs, inputs, gated, gpu, 8) if norm else choose(1, outputs, inputs, gpu)
+        assert_equals_separate_operations((stored, scale, None), numbers, plan, gated, norm, device)
+
+
+def test_a_gate_that_ends_within_a_block_of_scales_is_refused(device: str) -> None:
+    stored, scale, _ = test_scaled_weights.weights("fp8", "blocks", 48, 128, device)
+    x = torch.zeros(1, 128, device=device)
+    with pytest.raises(AssertionError, match="the gate ends with a block"):
+        word_gemv(x, stored, scale, None, None, GemvPlan(8, 128), Activation.SILU)
+    with pytest.raises(AssertionError, match="the rows of a tile are in one block"):
+        word_gemv(x, stored, scale, None, None, GemvPlan(32, 128))
+    with pytest.raises(AssertionError, match="only whole rows are fused or tiled"):
+        word_gemv(x, stored, scale, None, None, GemvPlan(8, 64, 2))
