@@ -3,7 +3,8 @@
 A graph runs it over the layers of a model, at several contexts, after the rotation that writes the newest keys and
 values. Attention back to back misleads: its programs start beside the last ones of another attention, which are not
 those of a layer. At 512 pairs of heads of 128 elements, an H200 ran it faster back to back with tile (32, 1, 4) than
-with (64, 4, 2), and slower after the rotation. Attention that rotates heads itself takes the same tile.
+with (64, 4, 2), and slower after the rotation. Where attention rotates heads itself, a norm of the projection stands in
+for the product that makes it.
 """
 
 import math
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from benchmarks.measuring.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.decode_plans import choose_splits, fit_plan
+from tandem.engine_core.kernels.attention.decode_plans import choose_rotating, choose_splits, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
+from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
+from tandem.engine_core.kernels.norm import rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 from tandem.engine_core.kernels.tiles.table import DecodeKey
@@ -84,13 +87,19 @@ def run(layer: Layer, plan: DecodePlan, gpu: GpuTraits, splits: int | None = Non
 
     splits: programs that may share a row; None: as many as in a step of these rows.
     """
-    query = rope_and_kv_write(*layer[:6], pdl=gpu.pdl)
+    (rows, all_heads, head_dim), kv_heads = layer.qkv.shape, layer.keys.shape[1]
     if splits is None:
-        splits = choose_splits(len(query), layer.keys.shape[1], gpu.multiprocessors, LONGEST, plan.splits)
-    plan = fit_plan(plan, query, layer.keys, gpu)
+        splits = choose_splits(rows, kv_heads, gpu.multiprocessors, LONGEST, plan.splits)
+    plan = fit_plan(plan, layer.qkv[:, : all_heads - 2 * kv_heads], layer.keys, gpu)
+    rotation, query = None, layer.qkv
+    if choose_rotating(head_dim, rows * kv_heads, layer.keys.dtype, gpu) is None:
+        query = rope_and_kv_write(*layer[:6], pdl=gpu.pdl)
+    else:
+        rotation = Rotation(layer.cos, layer.sin, layer.slots)
+        rms_norm(query.flatten(1), query.flatten(1)[0], 1e-5, pdl=gpu.pdl)
     return paged_decode(
-        *(query, *layer[4:], query.shape[2] ** -0.5, splits),
-        pdl=gpu.pdl, tile=plan.tile, least=plan.least, early=plan.early,
+        *(query, *layer[4:], head_dim**-0.5, splits),
+        pdl=gpu.pdl, tile=plan.tile, least=plan.least, early=plan.early, rotation=rotation,
     )  # fmt: skip
 
 

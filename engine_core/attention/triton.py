@@ -64,6 +64,16 @@ class DecodeStep:
         plan = choose_plan(query.shape[2], len(query) * keys.shape[1], query.dtype, keys.dtype, self.gpu)
         return self._run(plan, query, query.shape[1], keys, values, layer, scales, out=out, scratch=scratch)
 
+    def rotates(self, keys: Tensor) -> bool:
+        """Return whether this step had better rotate the heads of its tokens.
+
+        keys: of a layer, as in `run`; queries have their dtype unless it is one of 8 bits.
+        """
+        return self._rotating_plan(keys) is not None
+
+    def _rotating_plan(self, keys: Tensor) -> DecodePlan | None:
+        return choose_rotating(keys.shape[2], len(self.rows) * keys.shape[1], keys.dtype, self.gpu)
+
     def run_rotating(
         self,
         qkv: Tensor,
@@ -75,9 +85,8 @@ class DecodeStep:
     ) -> Tensor:
         """Implement `RotatingStep.run_rotating`."""
         (rows, all_heads, head_dim), kv_heads = qkv.shape, keys.shape[1]
-        plan = choose_rotating(head_dim, rows * kv_heads, keys.dtype, self.gpu)
-        if plan is None:
-            plan = choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
+        usual = choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
+        plan = self._rotating_plan(keys) or usual
         return self._run(plan, qkv, all_heads - 2 * kv_heads, keys, values, layer, scales, rotation=rotation)
 
     def _run(

@@ -6,7 +6,7 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
-from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_rotating, choose_splits
+from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
 from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
 from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -47,9 +47,8 @@ class CudaForward:
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (places.rows, places.positions))
         step = self._decode_step(rows, positions, long)
-        _, kv_heads, head_dim = self.kv.keys[0].shape
-        rotates = choose_rotating(head_dim, len(rows) * kv_heads, self.kv.keys[0].dtype, self.gpu) is not None
-        batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, step if rotates else None)
+        rotating = step if step.rotates(self.kv.keys[0]) else None
+        batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, rotating)
         return self.model.logits(self.model.forward(batch, self.kv), places.logits)
 
     def reach(self, rows: int) -> int:

@@ -67,6 +67,19 @@ def test_equal_inputs_of_any_size_do_not_leave_float16s_range(kind: str, size: f
         assert ((found - exact).abs() <= 2.0**-8 * exact.abs() + 2e-3 * INPUTS**0.5 * float(largest.max()) * size).all()
 
 
+def test_zero_points_at_their_bound_stay_in_range() -> None:
+    """Levels of 0 less 63: the largest sums that a word of four bits can have, all of one sign."""
+    words, scales = (
+        torch.zeros(16, INPUTS // 8, dtype=torch.int32, device="cuda"),
+        torch.ones(32, 16, device="cuda").t(),
+    )
+    zeros = torch.full((32, 16), 63, dtype=torch.uint8, device="cuda").t()
+    x = torch.full((1, INPUTS), 1.0 - 2.0**-8, device="cuda", dtype=torch.bfloat16)
+    for plan in PLANS:
+        found = product(x, (words, scales, zeros), plan)
+        torch.testing.assert_close(found, torch.full_like(found, -63.0 * INPUTS * float(x[0, 0])), atol=0, rtol=2**-8)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_give_zeros_and_what_is_no_number_stays_none(kind: str) -> None:
     given, _ = weight(kind)

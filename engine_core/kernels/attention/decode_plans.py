@@ -116,7 +116,9 @@ def choose_rotating(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu: GpuTr
     least = max((least for least in known if pairs >= least), default=None)
     if least is None or kv_dtype.itemsize != 2:
         return None
-    return choose_plan(head_dim, pairs, kv_dtype, kv_dtype, gpu)._replace(early=known[least] and gpu.pdl)
+    plan = choose_plan(head_dim, pairs, kv_dtype, kv_dtype, gpu)
+    is_measured = DecodeKey(head_width(head_dim), 16, 1 << (pairs.bit_length() - 1)) in gpu.tiles.decode
+    return plan if is_measured else plan._replace(early=known[least] and gpu.pdl)
 
 
 def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> DecodePlan:

@@ -11,10 +11,10 @@ than its window.
 
 Early loads: the kernel right before, `rope_and_kv_write`, writes of each row's keys and values only the newest
 position; all others are those of earlier steps. So a program may ask for its first blocks before that kernel has
-finished, unless they reach the newest position, or that position is rotated here (`newest_token`), where no program
-reads it from the pool. This holds because no row of a step has several tokens here (those go
-to `paged_prefill`), or reads a page that another row of the same step fills (a page enters the prefix cache only after
-the step that fills it was launched).
+finished, unless they reach the newest position. Where the newest token is rotated here instead (`newest_token`), no
+program reads its position from the pool. This holds because no row of a step has several tokens here (those go to
+`paged_prefill`), or reads a page that another row of the same step fills (a page enters the prefix cache only after the
+step that fills it was launched).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -249,7 +249,7 @@ def paged_decode(
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
-    Token i attends to positions 0 to positions[i] of its row, inclusive, all of them in the pool already.
+    Token i attends to positions 0 to positions[i] of its row, inclusive, all in the pool unless heads are rotated here.
     query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 as the
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,

@@ -94,7 +94,7 @@ def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bo
 def dequantize_nibbles(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
     """Return weights of four bits as numbers, [outputs, inputs].
 
-    words, scales, zeros: as `nibble_gemv` takes them, with groups of any size that is a multiple of 8.
+    words, scales, zeros: as `word_gemv` takes them, with groups of any size that is a multiple of 8.
     """
     outputs, inputs = words.shape[0], words.shape[1] * PER_WORD
     group, run = group_and_run(words, scales, zeros)

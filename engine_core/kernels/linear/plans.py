@@ -127,7 +127,7 @@ def normed_rule(inputs: int, gated: bool, bits: int = 16) -> GemvPlan | None:
 
     The weights have 16 or 8 bits. With 8 a program has twice the rows, and so as many bytes for the norm that it does.
     """
-    if inputs % 8 or inputs > MAX_NORM:
+    if inputs % (8 if bits == 16 else 16) or inputs > MAX_NORM:
         return None
     rule = _wide_rule(inputs, gated)
     return rule if bits == 16 else replace(rule, tiles=2 * rule.tiles)

@@ -191,8 +191,8 @@ def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTra
     if not run_of(inputs, group):
         return None
     if rows == 1:
-        rule = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
-        return gpu.tiles.product(ProductKey("product", 4, outputs, inputs, 1), rule)
+        rule = GemvPlan(_height(8, inputs, group), min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
+        return _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
 
@@ -204,7 +204,8 @@ def choose_nibbles_gated(rows: int, width: int, inputs: int, group: int, gpu: Gp
     if not run_of(inputs, group):
         return None
     if rows == 1 and inputs <= MAX_NORM:
-        return gpu.tiles.product(ProductKey("gated", 4, width, inputs, 1), _whole_nibbles(inputs, True))
+        rule = _whole_nibbles(inputs, group, gated=True)
+        return _one_row(ProductKey("gated", 4, width, inputs, 1), rule, group, gpu)
     return _splitk(rows, width, inputs, gpu, gated=True, bits=4, group=group)
 
 
@@ -215,20 +216,45 @@ def choose_nibbles_normed(outputs: int, inputs: int, group: int, gated: bool, gp
     """
     if inputs > MAX_NORM or not run_of(inputs, group):
         return None
-    rule = _whole_nibbles(inputs, gated)
     operation: Operation = "normed_gated" if gated else "normed"
-    found = gpu.tiles.product(ProductKey(operation, 4, outputs, inputs, 1), rule)
+    rule = _whole_nibbles(inputs, group, gated=gated)
+    return _one_row(ProductKey(operation, 4, outputs, inputs, 1), rule, group, gpu)
+
+
+def _one_row(key: ProductKey, rule: GemvPlan, group: int, gpu: GpuTraits) -> GemvPlan:
+    """Return a measured plan, or the rule's.
+
+    Plans are measured with groups of 128, and not taken for shorter ones.
+    """
+    found = rule if _in_short_groups(key.inputs, group) else gpu.tiles.product(key, rule)
     return found if isinstance(found, GemvPlan) else rule
 
 
-def _whole_nibbles(inputs: int, gated: bool) -> GemvPlan:
+def _in_short_groups(inputs: int, group: int) -> bool:
+    """Return whether a thread's words side by side are of several groups.
+
+    Each has a scale and a zero point of its own.
+    """
+    return group % (NIBBLE_STRIDE * run_of(inputs, group)) > 0
+
+
+def _height(rows: int, inputs: int, group: int) -> int:
+    """Halve a tile's rows where scales of short groups would not fit the registers.
+
+    By the assembler for sm_90 eight rows of 4,096 inputs take 255 registers with groups of 32 or 64 and spill 500
+    bytes, four take 226 and spill none; with groups of 128 eight take 168.
+    """
+    return rows // 2 if _in_short_groups(inputs, group) else rows
+
+
+def _whole_nibbles(inputs: int, group: int, *, gated: bool) -> GemvPlan:
     """Return the plan of programs that hold whole rows.
 
-    With several tiles each, fewer of them prepare the same inputs.
+    With several tiles each, fewer of them prepare the same inputs. Measured on an H200 with groups of 128.
     """
     whole = 1 << (inputs - 1).bit_length()
     warps = 4 if whole <= 4096 else 8
-    return GemvPlan(4, whole, 4, warps) if gated else GemvPlan(8, whole, 2, warps)
+    return GemvPlan(_height(4 if gated else 8, inputs, group), whole, 4 if gated else 2, warps)
 
 
 def _filling(split: int, tiles: int, inputs: int, size: int, gpu: GpuTraits) -> int:

@@ -84,19 +84,19 @@ def tile_sums(words, scales, zeros, x, back, KIND: tl.constexpr, SPAN: tl.conste
 
 
 @triton.jit
-def load_places(order_ptr, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, ORDERED: tl.constexpr):
+def load_places(order_ptr, columns, K: tl.constexpr, ORDERED: tl.constexpr):
     """Return the inputs that columns of the weight are for.
 
-    Columns past the end have the last place of a step: in one step that is past the end too, and holds 0.
+    Columns past the end have place 0, and no weight.
     """
-    return tl.load(order_ptr + columns, mask=columns < K, other=BLOCK_K - 1) if ORDERED else columns
+    return tl.load(order_ptr + columns, mask=columns < K, other=0) if ORDERED else columns
 
 
 @triton.jit
 def finished(parts, scale_ptr, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Sum up a tile's parts and return its outputs, [ROWS].
 
-    rows: of the weight.
+    rows: of the weight, or of its half that the pointers begin with.
     """
     sums = tl.sum(parts, 1)
     if GROUP == 0:
@@ -160,7 +160,7 @@ def word_gemv_kernel(
         x_weight = norm_weight
     if MODE == 3:
         x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
-    places = load_places(order_ptr, offs_k, K, BLOCK_K, ORDERED)
+    places = load_places(order_ptr, offs_k, K, ORDERED)
     wait_for_previous(PDL)
     if MODE > 0:
         vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
@@ -203,7 +203,7 @@ def word_gemv_kernel(
                 SPAN,
             )  # fmt: skip
             ahead = offs_k + (step + 1) * BLOCK_K
-            places = load_places(order_ptr, ahead, K, BLOCK_K, ORDERED)
+            places = load_places(order_ptr, ahead, K, ORDERED)
             vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0).to(tl.float32)
             x, back = prepared(inputs, KIND, RUN, SPAN)
             parts += tile_sums(now, now_scales, now_zeros, x, back, KIND, SPAN)
@@ -239,15 +239,13 @@ def word_gemv(
     order, of levels: the input of each column of the weight, [K] int32; the stream keeps the order of x. With `pdl` the
     kernel right before may write all but the weights and the order.
     """
-    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     words, kind, group, run = _layout(weight, scales, zeros)
+    outputs = weight.shape[0] // (1 if activation is None else 2)
     inputs = words.shape[1] * (PER_WORD if kind == NIBBLES else _BYTES_A_WORD)
     assert x.shape == (1, inputs) and x.is_contiguous() and words.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
-    if kind != NIBBLES and group:
-        assert SCALE_ROWS % plan.rows == 0, "the rows of a tile are in one block"
-        assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
+    _check_blocks(plan, outputs, kind, group, run, gated=activation is not None)
     assert order is None or (order.dtype, order.shape, order.is_contiguous()) == (torch.int32, (inputs,), True)
     y, total = x.new_empty(1, outputs), x if residual is None else torch.empty_like(x)
     word_gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
@@ -272,6 +270,15 @@ def word_gemv(
         **({"launch_pdl": True} if pdl else {}),
     )
     return y, total
+
+
+def _check_blocks(plan: GemvPlan, outputs: int, kind: int, group: int, run: int, *, gated: bool) -> None:
+    """Check that steps and tiles of a plan end where blocks of the weight do."""
+    if kind == NIBBLES:
+        assert plan.block_k % (NIBBLE_STRIDE * run) == 0, f"steps of {plan.block_k} end within a block of the order"
+    elif group:
+        assert SCALE_ROWS % plan.rows == 0, "the rows of a tile are in one block"
+        assert outputs % SCALE_ROWS == 0 or not gated, "the gate ends with a block"
 
 
 def _layout(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, int, int, int]:

@@ -2,8 +2,9 @@
 
 A word holds four bytes or eight levels of four bits. On a GPU its numbers become pairs of float16, which are multiplied
 by pairs of inputs and added, two or four of them, in float16; what follows is float32. Inputs are brought into range
-first: those of a thread's words side by side are multiplied by one power of two. So their products are rounded as
-float16 rounds, by 2^-11 at most, and only inputs smaller than the largest of these by more than 2^19 lose bits.
+first: those of a thread's words side by side are multiplied by one power of two. A product is rounded by 2^-11 of
+itself or 2^-30 of the largest possible among these, whichever is more. In bfloat16 that is less than the rounding of
+the result, in float16 up to twice as much.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806

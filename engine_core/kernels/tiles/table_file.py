@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 FEWEST_INPUTS_OF_A_DOT = 16
-FEWEST_BYTES, FEWEST_LEVELS = 16, 128
-"""Fewest inputs of a gemv's step with weights of one byte, of which a thread loads as many, and of four bits, whose
-order has blocks of as many."""
+LOADED_BYTES, LEVEL_BLOCK = 16, 128
+"""Weights of one byte that a thread loads at once, and inputs of a block of `linear.nibble_order`, where they divide
+into such blocks."""
 FEWEST_REGISTERS, MOST_REGISTERS = 24, 255
 """Bounds of CUDA's assembler for the registers of a thread; it rounds up to a multiple of 8."""
 SCALED_INPUTS = 128
@@ -268,7 +268,7 @@ def product_problem(key: ProductKey, plan: Plan) -> str:
     if isinstance(plan, GemvPlan):
         return _gemv_problem(key, plan, normed)
     if isinstance(plan, SplitKPlan):
-        if one_row and (key.bits, key.operation) != (4, "gated"):
+        if one_row:
             return "one row takes a gemv plan"
         if not _powers_of_two(plan.block_n, plan.block_k, plan.warps) or plan.block_k < FEWEST_INPUTS_OF_A_DOT:
             return f"block_n {plan.block_n}, block_k {plan.block_k} and warps must be powers of two, block_k from 16 on"
@@ -293,7 +293,10 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
     if key.bits == 8 and 16 % plan.rows:
         return f"{plan.rows} rows do not divide the 16 rows of a block of scales"
-    fewest = {16: 1, 8: FEWEST_BYTES, 4: FEWEST_LEVELS}[key.bits]
+    divisor = {16: 1, 8: LOADED_BYTES, 4: NIBBLE_STRIDE}[key.bits]
+    if key.inputs % divisor:
+        return f"{key.inputs} inputs with weights of {key.bits} bits are not divisible by {divisor}"
+    fewest = LEVEL_BLOCK if key.bits == 4 and key.inputs % LEVEL_BLOCK == 0 else divisor
     if plan.block_k < fewest:
         return f"block_k {plan.block_k} must be at least {fewest} with weights of {key.bits} bits"
     return ""

@@ -89,7 +89,7 @@ class TritonNibbleLinear(NibbleLinear):
         """
         gated = activation is not None
         outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]
-        alone = x.shape[0] == 1 and x.is_contiguous()
+        alone = x.shape[0] == 1 and x.is_contiguous() and x.dtype != torch.float32
         plan = _choose_normed(outputs, x.shape[1], self.group_size, gated, self.gpu) if alone else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             x_weight = None if residual is None else norm.update_weight
@@ -105,7 +105,8 @@ class TritonNibbleLinear(NibbleLinear):
         gated = activation is not None
         rows, inputs = x.shape
         columns = self.words.shape[0] // 2 if gated else self.words.shape[0]
-        if not x.is_contiguous():
+        if not x.is_contiguous() or (rows == 1 and x.dtype == torch.float32):
+            # The kernel of one row rounds inputs to float16.
             return None
         plan = (_choose_gated if gated else _choose)(rows, columns, inputs, self.group_size, self.gpu)
         given = (self.words, self.scales, self.zeros, self.bias)

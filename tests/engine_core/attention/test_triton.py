@@ -44,3 +44,16 @@ def test_heads_are_rotated_inside_by_the_plan_for_that(rows: int, head_dim: int,
     assert call.kwargs["rotation"] is rotation
     assert call.kwargs["early"] is early
     assert call.kwargs["hold"] is (head_dim == 128), "by the 32 heads of queries, not by all 48"
+
+
+def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
+    """16 of them share a KV head, which a tile of 16 rows holds; with those of keys and values they would be 18."""
+    rows = 64
+    index = torch.zeros(rows, dtype=torch.int32)
+    qkv, pool = torch.zeros(rows, 18, 64).bfloat16(), torch.zeros(64, 1, 64).bfloat16()
+    angles = torch.zeros(rows, 1, 64)
+    step = DecodeStep(index, index, PAGES, 1, H200)
+    with patch.object(triton, "paged_decode") as launched:
+        step.run_rotating(qkv, Rotation(angles, angles, index.long()), pool, pool, LayerAttention(1.0))
+    assert step.rotates(pool)
+    assert launched.call_args.kwargs["early"], "off where a tile has more than 16 rows"

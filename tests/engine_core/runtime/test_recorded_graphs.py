@@ -18,7 +18,6 @@ from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
-from tandem.engine_core.runtime import cuda_forward
 from tandem.engine_core.runtime.device import InertEvent
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -334,10 +333,9 @@ def test_tokens_are_the_same_where_attention_rotates_heads_itself(tmp_path: Path
         return DecodePlan(Tile(16, 4, 1), 64) if pairs == 4 * kv_heads else None
 
     with oracle_attention(), ExitStack() as patched:
-        for module in (cuda_forward, triton_attention):
-            patched.enter_context(patch.object(module, "choose_rotating", rotating))
         decoded = Mock(side_effect=triton_attention.paged_decode)
-        patched.enter_context(patch.object(triton_attention, "paged_decode", decoded))
+        given = {"choose_rotating": rotating, "paged_decode": decoded}
+        patched.enter_context(patch.multiple(triton_attention, **given))
         driven = build(tmp_path)
         decoded.reset_mock()
         answer(driven, [GREEDY, DRAWN, FULL])

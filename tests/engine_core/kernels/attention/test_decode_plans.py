@@ -1,9 +1,13 @@
 """Who rotates the heads of new tokens in a decode step, by shape and number of rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_rotating
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
+from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tests.fakes.gpus import A100, H200
 
 
@@ -24,3 +28,9 @@ def test_others_are_rotated_by_a_kernel_before() -> None:
 def test_a_gpu_without_dependent_launch_loads_nothing_early() -> None:
     found = choose_rotating(64, 256, torch.bfloat16, A100)
     assert found is not None and not found.early
+
+
+def test_what_was_measured_says_whether_it_loads_early() -> None:
+    plan = DecodePlan(Tile(64, 4, 2), 512, early=True)
+    gpu = replace(H200, tiles=TileTable("a", {}, {DecodeKey(64, 16, 512): plan}))
+    assert choose_rotating(64, 600, torch.bfloat16, gpu) == plan

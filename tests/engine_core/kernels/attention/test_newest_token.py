@@ -125,6 +125,22 @@ def test_8_bit_keys_and_values_are_divided_by_their_scales(early: bool, device: 
         assert torch.equal(part.float(), stored.float())
 
 
+def test_keys_are_normalised_in_float32_and_rounded_once(device: str) -> None:
+    """Gemma 3 keeps the factors of its norms in float32. Unrotated, as the interpreter rounds sums unlike torch."""
+    given = inputs([5, 17, 40], 4, 2, 64, 8, device)
+    rotation = rotation_of(given, 64, norm=True)
+    rotation = rotation._replace(cos=torch.ones_like(rotation.cos), sin=torch.zeros_like(rotation.sin))
+    given = given._replace(keys=given.keys.nan_to_num().half(), values=given.values.nan_to_num().half())
+    qkv = projected(given, 4).half()
+    _, keys, values = expected(qkv, given, rotation)
+    paged_decode(qkv, *given[1:], 0.2, 1, tile=TILES[0], rotation=rotation)
+    slots = rotation.slot_mapping
+    torch.testing.assert_close(given.keys[slots], keys[slots], atol=1e-6, rtol=2**-10)
+    # Rounding twice would change more than a tenth of them.
+    assert (given.keys[slots] == keys[slots]).float().mean() > 0.98
+    assert torch.equal(given.values[slots], values[slots])
+
+
 class LateProduct:
     """A kernel before that writes the projection at the latest possible time.
 

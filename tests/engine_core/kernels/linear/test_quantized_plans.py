@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.linear.plans import bucket
+from tandem.engine_core.kernels.linear.plans import bucket, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     FEW_ROWS,
     MAX_ROWS,
@@ -22,7 +22,8 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     rounds_inputs,
 )
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Scaling, TileTable
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Operation, ProductKey, Scaling, TileTable
+from tandem.engine_core.kernels.tiles.table_file import product_problem
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_5090
 
 SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336), (256, 128))
@@ -153,6 +154,34 @@ def test_groups_that_no_kernel_takes_have_no_plan() -> None:
         assert choose_nibbles(1, 4096, inputs, group, H200) is None
         assert choose_nibbles_gated(8, 4096, inputs, group, H200) is None
         assert choose_nibbles_normed(4096, inputs, group, False, H200) is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("group", [32, 64])
+def test_tiles_of_short_groups_have_half_the_rows_whatever_was_measured(group: int, gated: bool) -> None:
+    for gpu in (H200, A100):
+        plans = [
+            choose_nibbles_normed(14336, 4096, group, gated, gpu),
+            (choose_nibbles_gated if gated else choose_nibbles)(1, 4096, 4096, group, gpu),
+        ]
+        assert [plan.rows for plan in plans if isinstance(plan, GemvPlan)] == [2 if gated else 4] * 2
+    assert choose_nibbles_normed(14336, 4096, 4096, gated, A100) == choose_nibbles_normed(14336, 4096, 128, gated, A100)
+
+
+def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
+    for inputs in (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 2560, 4096, 8192, 14336, 28672):
+        for gated in (False, True):
+            operation: Operation = "normed_gated" if gated else "normed"
+            usual: Operation = "gated" if gated else "product"
+            found = [
+                (operation, 8, choose_normed(48, inputs, gated, A100, 8)),
+                (usual, 8, (choose_bytes_gated if gated else choose_bytes)(1, 48, inputs, A100)),
+                (operation, 4, choose_nibbles_normed(48, inputs, 32, gated, A100)),
+                (usual, 4, (choose_nibbles_gated if gated else choose_nibbles)(1, 48, inputs, 32, A100)),
+            ]
+            for kind, bits, plan in found:
+                if isinstance(plan, GemvPlan):
+                    assert product_problem(ProductKey(kind, bits, 48, inputs, 1), plan) == "", (inputs, kind, bits)
 
 
 def test_one_row_of_four_bits_is_normalised_by_its_product_as_far_as_a_norm_reaches() -> None:

@@ -116,6 +116,20 @@ def test_one_row_with_an_order_and_its_norm_take_one_launch(device: str, monkeyp
     assert (kernel.options["ORDERED"], kernel.options["MODE"]) == (True, 2)
 
 
+def test_one_row_in_float32_is_not_rounded_to_float16(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, plain = linears(72, False, device)
+    kernel = LaunchedKernel()
+    monkeypatch.setattr(word_gemv, "word_gemv_kernel", kernel)
+    x = torch.randn(1, INPUTS, generator=torch.Generator().manual_seed(4)).to(device)
+    norm = RMSNorm(torch.ones(INPUTS, device=device), 1e-5, torch_kernels())
+    for linear in (found, plain):
+        assert linear.bias is not None
+        linear.bias = linear.bias.float()
+    torch.testing.assert_close(found.apply(x), plain.apply(x))
+    torch.testing.assert_close(found.apply_normed(x, x, norm)[0], plain.apply_normed(x, x, norm)[0])
+    assert not kernel.options
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_loaded_words_are_brought_into_the_order_of_the_kernels(ordered: bool, device: str) -> None:
     found, _ = linears(72, False, device)

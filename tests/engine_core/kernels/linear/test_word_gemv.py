@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.linear import word_gemv as word_gemv_module
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_bytes,
@@ -35,8 +36,9 @@ def assert_equals_separate_operations(
     x = torch.randn(1, numbers.shape[1], device=device)
     weight = torch.rand(numbers.shape[1], device=device) if norm else None
     activation = Activation.SILU if gated else None
-    y, _ = word_gemv(x, *given, None, plan, activation, norm_weight=weight, eps=EPS)
-    wanted = functional.linear(x if weight is None else rms_norm(x, weight, EPS), numbers)
+    bias = torch.randn(len(numbers), device=device)
+    y, _ = word_gemv(x, *given, bias, plan, activation, norm_weight=weight, eps=EPS)
+    wanted = functional.linear(x if weight is None else rms_norm(x, weight, EPS), numbers, bias)
     wanted = gated_activation(wanted, Activation.SILU) if gated else wanted
     torch.testing.assert_close(y, wanted, atol=5e-3 * float(numbers.std()) * len(numbers[0]) ** 0.5, rtol=2e-4)
 
@@ -79,3 +81,29 @@ def test_a_gate_that_ends_within_a_block_of_scales_is_refused(device: str) -> No
         word_gemv(x, stored, scale, None, None, GemvPlan(32, 128))
     with pytest.raises(AssertionError, match="only whole rows are fused or tiled"):
         word_gemv(x, stored, scale, None, None, GemvPlan(8, 64, 2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel before is a Python function")
+@pytest.mark.parametrize("plan", [GemvPlan(8, 256), GemvPlan(8, 128)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_program_waits_before_it_reads_what_the_kernel_before_writes(
+    plan: GemvPlan, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if norm and plan.block_k < 256:
+        pytest.skip("only whole rows are normalised")
+    stored, scale, numbers = test_scaled_weights.weights("int8", "rows", 8, 256, "cpu")
+    x, residual, weight = torch.randn(3, 1, 256).unbind(0)
+    late = [torch.full_like(part, torch.nan) for part in (x, residual)]
+    waits = []
+
+    def wait(_pdl: object) -> None:
+        waits.append(1)
+        for part, written in zip(late, (x, residual), strict=True):
+            part.copy_(written)
+
+    monkeypatch.setattr(word_gemv_module, "wait_for_previous", wait)
+    given = (weight[0], EPS, late[1]) if norm else ()
+    y, _ = word_gemv(late[0], stored, scale, None, None, plan, None, False, *given)
+    wanted = functional.linear(rms_norm(x + residual, weight[0], EPS) if norm else x, numbers)
+    torch.testing.assert_close(y, wanted, atol=1e-3, rtol=1e-4)
+    assert waits == [1]

@@ -169,6 +169,16 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
         (entry(rows=1, operation="gated", plan=gemv()), "block_k 1024 must hold all 2048 inputs"),
         (entry(rows=1, plan=gemv(tiles=2)), "block_k 1024 must hold all 2048 inputs"),
         (entry(rows=1, bits=8, plan=gemv(32, 2048)), "32 rows do not divide the 16 rows of a block of scales"),
+        (entry(rows=1, bits=4, plan=splitk()), "one row takes a gemv plan"),
+        (entry(rows=1, bits=4, operation="gated", plan=splitk()), "one row takes a gemv plan"),
+        (
+            entry(rows=1, bits=8, inputs=72, plan=gemv(8, 128)),
+            "72 inputs with weights of 8 bits are not divisible by 16",
+        ),
+        (
+            entry(rows=1, bits=4, inputs=48, plan=gemv(8, 64)),
+            "48 inputs with weights of 4 bits are not divisible by 32",
+        ),
         (entry(rows=1, bits=8, plan=gemv(16, 8)), "block_k 8 must be at least 16 with weights of 8 bits"),
         (entry(rows=1, bits=4, operation="gated", plan=gemv(16, 1024)), "block_k 1024 must hold all 2048 inputs"),
         (entry(operation="normed"), "fused with a norm for one row, by a gemv plan"),
