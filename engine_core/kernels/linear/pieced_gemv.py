@@ -205,7 +205,6 @@ def pieced_gemv(
         ACTIVATION=0 if activation is None else activation.value,
         PDL=pdl,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
         **({"launch_pdl": True} if pdl else {}),
     )
     return y, total

@@ -266,7 +266,6 @@ def word_gemv(
         ORDERED=order is not None,
         PDL=pdl,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
         **({"launch_pdl": True} if pdl else {}),
     )
     return y, total

@@ -20,8 +20,6 @@ class GemvPlan:
     block_k: int
     tiles: int = 1
     warps: int = 4
-    registers: int | None = None
-    """Most registers of a thread, so that more programs run side by side; None: as many as the compiler takes."""
 
 
 @dataclass(frozen=True, slots=True)

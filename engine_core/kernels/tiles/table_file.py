@@ -47,8 +47,6 @@ FEWEST_INPUTS_OF_A_DOT = 16
 LOADED_BYTES, LEVEL_BLOCK = 16, 128
 """Weights of one byte that a thread loads at once, and inputs of a block of `linear.nibble_order`, where they divide
 into such blocks."""
-FEWEST_REGISTERS, MOST_REGISTERS = 24, 255
-"""Bounds of CUDA's assembler for the registers of a thread; it rounds up to a multiple of 8."""
 SCALED_INPUTS = 128
 """Inputs of a block of scales."""
 
@@ -60,7 +58,6 @@ class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
     block_k: Count
     tiles: Count
     warps: Count
-    registers: Count | None = None
     """Files leave it out where the compiler chooses."""
 
 
@@ -286,8 +283,6 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"a gemv plan serves one row, not {key.rows}"
     if not _powers_of_two(plan.rows, plan.block_k, plan.warps):
         return f"rows {plan.rows}, block_k {plan.block_k} and warps {plan.warps} must be powers of two"
-    if plan.registers is not None and not (FEWEST_REGISTERS <= plan.registers <= MOST_REGISTERS):
-        return f"registers {plan.registers} of a thread must be from {FEWEST_REGISTERS} to {MOST_REGISTERS}"
     whole = plan.block_k >= key.inputs or (normed and key.bits == 16)
     if (key.operation != "product" or plan.tiles > 1) and not whole:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
@@ -349,7 +344,7 @@ def _check(place: Traversable, entry: str, problem: str, new: bool) -> None:
 
 def _plan(stored: Gemv | SplitK | None) -> Plan:
     if isinstance(stored, Gemv):
-        return GemvPlan(stored.rows, stored.block_k, stored.tiles, stored.warps, stored.registers)
+        return GemvPlan(stored.rows, stored.block_k, stored.tiles, stored.warps)
     if isinstance(stored, SplitK):
         return SplitKPlan(stored.block_n, stored.block_k, stored.split, stored.stages, stored.warps)
     return None
@@ -358,8 +353,7 @@ def _plan(stored: Gemv | SplitK | None) -> Plan:
 def _written(plan: Plan) -> dict[str, object] | None:
     if plan is None:
         return None
-    fields = {name: value for name, value in asdict(plan).items() if value is not None}
-    return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **fields}
+    return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **asdict(plan)}
 
 
 def _written_attention(plan: DecodePlan) -> dict[str, object]:
