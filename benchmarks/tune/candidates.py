@@ -83,10 +83,7 @@ def product_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
     found: list[Plan] = [rule]
     if _has_library(key) and key.rows > 1:
         found.append(None)
-    if key.rows == 1:
-        found += _gemvs(key)
-    if key.rows > 1:
-        found += _splitks(key, gpu)
+    found += _gemvs(key) if key.rows == 1 else _splitks(key, gpu)
     found = [rule, *(_fitted(key, plan, gpu) for plan in found if not product_problem(key, plan)), chosen(key, gpu)]
     return [plan for plan in dict.fromkeys(found) if plan is not None or _has_library(key)]
 

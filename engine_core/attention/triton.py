@@ -85,8 +85,7 @@ class DecodeStep:
     ) -> Tensor:
         """Implement `RotatingStep.run_rotating`."""
         (rows, all_heads, head_dim), kv_heads = qkv.shape, keys.shape[1]
-        usual = choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
-        plan = self._rotating_plan(keys) or usual
+        plan = self._rotating_plan(keys) or choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
         return self._run(plan, qkv, all_heads - 2 * kv_heads, keys, values, layer, scales, rotation=rotation)
 
     def _run(

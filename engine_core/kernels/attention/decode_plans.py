@@ -102,9 +102,12 @@ def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
     early = kv_dtype.itemsize == 2 and pairs >= EARLY_PAIRS.get(width, pairs + 1)
     plan = DecodePlan(choose_tile(head_dim, pairs, dtype, kv_dtype), least_positions(pairs), early=early)
     if dtype.itemsize <= 2:
-        key = DecodeKey(width, 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
-        plan = gpu.tiles.attention(key, plan)
+        plan = gpu.tiles.attention(_key(width, pairs, kv_dtype), plan)
     return plan._replace(early=plan.early and gpu.pdl)
+
+
+def _key(width: int, pairs: int, kv_dtype: torch.dtype) -> DecodeKey:
+    return DecodeKey(width, 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
 
 
 def choose_rotating(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan | None:
@@ -117,7 +120,7 @@ def choose_rotating(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu: GpuTr
     if least is None or kv_dtype.itemsize != 2:
         return None
     plan = choose_plan(head_dim, pairs, kv_dtype, kv_dtype, gpu)
-    is_measured = DecodeKey(head_width(head_dim), 16, 1 << (pairs.bit_length() - 1)) in gpu.tiles.decode
+    is_measured = _key(head_width(head_dim), pairs, kv_dtype) in gpu.tiles.decode
     return plan if is_measured else plan._replace(early=known[least] and gpu.pdl)
 
 

@@ -25,7 +25,6 @@ def newest_of(
     b,
     cos_stride,
     sin_stride,
-    owner,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     TURNING: tl.constexpr,
@@ -34,10 +33,9 @@ def newest_of(
 ):
     """Load all that `begin` needs and that kernels left before the one right before.
 
-    An element turns with its partner, TURNING elements away; those behind the first 2 * TURNING stay. owner: whether
-    the program is that of the newest position. Returns owner; its slot; the partner of each element, its cosine and its
-    signed sine, [WIDE]; the factors of the norms of queries, their partners, keys and their partners, [WIDE]; and the
-    scales of keys and values.
+    An element turns with its partner, TURNING elements away; those behind the first 2 * TURNING stay. Returns the slot
+    of the newest position; the partner of each element, its cosine and its signed sine, [WIDE]; the factors of the
+    norms of queries, their partners, keys and their partners, [WIDE]; and the scales of keys and values.
     """
     d = tl.arange(0, WIDE)
     partner = tl.where(d < TURNING, d + TURNING, tl.where(d < 2 * TURNING, d - TURNING, d))
@@ -58,7 +56,7 @@ def newest_of(
     if SCALED:
         key_scale, value_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     slot = tl.load(slot_mapping_ptr + b)
-    return owner, slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale
+    return slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale
 
 
 @triton.jit
@@ -97,6 +95,7 @@ def begin(
     head,
     in_group,
     scale,
+    owner,
     newest,
     eps,
     best,
@@ -112,7 +111,8 @@ def begin(
     """Load the query heads of a row and a KV head, and begin their softmax.
 
     Without `newest` the heads are rotated already, and the softmax begins with nothing. With it, from `newest_of`, they
-    are rotated here, and the softmax of its owner begins with the newest key and value, which it stores in the pool.
+    are rotated here; the softmax of its `owner`, the program of the newest position, begins with the newest key and
+    value, which it stores in the pool.
 
     row_ptr: the row's queries, with `newest` followed by its keys and values; in_group: the query heads of the tile,
     from `in_head`; scale, CAP: as in `attend`; best, weight: [ROWS], acc: [ROWS, WIDE]: nothing. Returns the query tile
@@ -125,7 +125,7 @@ def begin(
     if newest is None:
         q = query_over(tl.load(heads_ptr + d, mask=in_group, other=0.0), keys_ptr)
     else:
-        owner, slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale = newest
+        slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale = newest
         dtype: tl.constexpr = row_ptr.dtype.element_ty
         inside = d < D
         key_ptr = row_ptr + (KV_HEADS * GROUP + head) * D

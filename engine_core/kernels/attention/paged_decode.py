@@ -149,13 +149,13 @@ def _paged_decode_kernel(
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
     query_row = query_ptr + b.to(tl.int64) * query_stride
     in_group = in_head(g < GROUP, d, D, WIDE)
-    in_pool, newest = length, None
+    in_pool, owner, newest = length, last * BLOCK > position, None
     if TURNING:
         # The program of the newest position keeps it apart; the pool gives all programs those before it.
         in_pool = position
         newest = newest_of(
             *(cos_ptr, sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, scales_ptr, b, cos_stride, sin_stride),
-            *(last * BLOCK > position, D, WIDE, TURNING, NORM, SCALED),
+            *(D, WIDE, TURNING, NORM, SCALED),
         )
     if SCALED:
         value_scale = tl.load(scales_ptr + 1)
@@ -170,15 +170,15 @@ def _paged_decode_kernel(
         wait_for_previous(PDL, HOLD)
     if not EARLY:
         q, best, weight, acc = begin(
-            *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, newest, eps, best, weight, acc),
-            *(GROUP, KV_HEADS, D, CAP, NORM, SCALED),
+            *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest, eps),
+            *(best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED),
         )
     for block in tl.range(first, last, num_stages=STAGES):
         if EARLY and block == first:
             wait_for_previous(PDL, HOLD)
             q, best, weight, acc = begin(
-                *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, newest, eps, best, weight, acc),
-                *(GROUP, KV_HEADS, D, CAP, NORM, SCALED),
+                *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest, eps),
+                *(best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED),
             )
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]

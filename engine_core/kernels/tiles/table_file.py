@@ -58,7 +58,6 @@ class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
     block_k: Count
     tiles: Count
     warps: Count
-    """Files leave it out where the compiler chooses."""
 
 
 class SplitK(Struct, forbid_unknown_fields=True, tag="splitk", tag_field="kernel"):
