@@ -39,9 +39,9 @@ def load_tile(
 ):  # fmt: skip
     """Load a step of a tile.
 
-    Returns words, [ROWS, words], and the scales and zero points of their spans: of levels [ROWS, spans], scales of
-    blocks [1, spans], and single numbers for a weight without them. Rows past the end repeat the last one. height: of
-    the weight; upper: 0, or N for rows of an up projection; within: whether to load.
+    Returns words, [ROWS, words], and of levels the scales and zero points of their spans, [ROWS, spans]; of bytes
+    single numbers. Rows past the end repeat the last one. height: of the weight; upper: 0, or N for rows of an up
+    projection; within: whether to load.
     """
     PER: tl.constexpr = 8 if KIND == 0 else 4
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -50,18 +50,32 @@ def load_tile(
     mask = (word < K // PER) & within
     words = tl.load(word_ptr + rows.to(tl.int64)[:, None] * (K // PER) + word[None, :], mask=mask[None, :], other=0)
     scales, zeros = tl.full([], 1.0, tl.float32), tl.full([], 0, tl.int32)
-    if GROUP > 0:
+    if KIND == 0:
         span = step * WORDS + tl.arange(0, WORDS // SPAN) * SPAN
         mask = ((span < K // PER) & within)[None, :]
-        if KIND == 0:
-            column = span // (4 * RUN) * (32 * RUN) + span % RUN * 32
-            offs = (column // GROUP)[None, :] * height + rows[:, None]
-            scales = tl.load(scale_ptr + offs, mask=mask, other=0.0)
-            zeros = tl.load(zero_ptr + offs, mask=mask, other=0).to(tl.int32)
-        else:
-            offs = (tl.minimum(first, N - 1) + upper) // 16 * ((K + GROUP - 1) // GROUP) + span * PER // GROUP
-            scales = tl.load(scale_ptr + offs[None, :], mask=mask, other=0.0)
+        column = span // (4 * RUN) * (32 * RUN) + span % RUN * 32
+        offs = (column // GROUP)[None, :] * height + rows[:, None]
+        scales = tl.load(scale_ptr + offs, mask=mask, other=0.0)
+        zeros = tl.load(zero_ptr + offs, mask=mask, other=0).to(tl.int32)
     return words, scales, zeros
+
+
+@triton.jit
+def with_blocks(
+    scales, scale_ptr, first, step, N, upper, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a step of a tile of bytes in blocks, [1, spans].
+
+    Others are returned as `load_tile` gave them. These are not loaded a tile ahead: of the tiles of a block only the
+    first waits for them, and the registers to hold them left room for one program less beside others.
+    """
+    if KIND == 0 or GROUP == 0:
+        return scales
+    else:
+        span = step * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4 // SPAN) * SPAN
+        offs = (tl.minimum(first, N - 1) + upper) // 16 * ((K + GROUP - 1) // GROUP) + span * 4 // GROUP
+        return tl.load(scale_ptr + offs, mask=span < K // 4, other=0.0)[None, :]
 
 
 @triton.jit
@@ -176,13 +190,19 @@ def word_gemv_kernel(
         for tile in tl.range(0, TILES, num_stages=1):
             rows = first + tile * ROWS + tl.arange(0, ROWS)
             following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
-            now, now_scales, now_zeros = words, scales, zeros
+            now, now_zeros = words, zeros
+            now_scales = with_blocks(
+                scales, scale_ptr, first + tile * ROWS, 0, N, 0, K, BLOCK_K, KIND, GROUP, SPAN
+            )  # fmt: skip
             words, scales, zeros = load_tile(
                 word_ptr, scale_ptr, zero_ptr, following, 0, N, height, 0, within, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
                 SPAN,
             )  # fmt: skip
             if GATED:
-                up_now, up_now_scales, up_now_zeros = up_words, up_scales, up_zeros
+                up_now, up_now_zeros = up_words, up_zeros
+                up_now_scales = with_blocks(
+                    up_scales, scale_ptr, first + tile * ROWS, 0, N, N, K, BLOCK_K, KIND, GROUP, SPAN
+                )  # fmt: skip
                 up_words, up_scales, up_zeros = load_tile(
                     word_ptr, scale_ptr, zero_ptr, following, 0, N, height, N, within, K, ROWS, BLOCK_K, KIND, GROUP,
                     RUN, SPAN,
@@ -197,7 +217,8 @@ def word_gemv_kernel(
     else:
         parts = tl.zeros([ROWS, BLOCK_K // (8 if KIND == 0 else 4) // SPAN], tl.float32)
         for step in tl.range(0, STEPS, num_stages=1):
-            now, now_scales, now_zeros, inputs = words, scales, zeros, vector
+            now, now_zeros, inputs = words, zeros, vector
+            now_scales = with_blocks(scales, scale_ptr, first, step, N, 0, K, BLOCK_K, KIND, GROUP, SPAN)
             words, scales, zeros = load_tile(
                 word_ptr, scale_ptr, zero_ptr, first, step + 1, N, height, 0, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
                 SPAN,
