@@ -20,7 +20,16 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import gated, input_mode, normed_input, with_bias
 from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
-from tandem.engine_core.kernels.linear.word_products import BITS, FLOATS, INTEGERS, NIBBLES, prepared, word_sums
+from tandem.engine_core.kernels.linear.word_products import (
+    BITS,
+    FLOATS,
+    INTEGERS,
+    NIBBLES,
+    input_sums,
+    prepared,
+    summed_words,
+    word_sums,
+)
 from tandem.engine_core.kernels.tiles.plan_types import NIBBLE_STRIDE, GemvPlan
 
 _KINDS = {torch.float8_e4m3fn: FLOATS, torch.int8: INTEGERS, torch.uint8: BITS}
@@ -34,35 +43,42 @@ _ROW_SCALES = 0
 
 @triton.jit
 def load_tile(
-    word_ptr, scale_ptr, zero_ptr, first, step, N, height, upper, within, K: tl.constexpr, ROWS: tl.constexpr,
+    word_ptr, scale_ptr, zero_ptr, first, step, end, height, within, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Load a step of a tile.
 
     Returns words, [ROWS, words], and of levels the scales and zero points of their spans, [ROWS, spans]; of bytes
-    single numbers. Rows past the end repeat the last one. height: of the weight; upper: 0, or N for rows of an up
-    projection; within: whether to load.
+    single numbers. first: row of the weight; end: row from which on nothing is loaded; height: rows of the weight;
+    within: whether to load.
     """
     PER: tl.constexpr = 8 if KIND == 0 else 4
     WORDS: tl.constexpr = BLOCK_K // PER
-    rows = tl.minimum(first + tl.arange(0, ROWS), N - 1) + upper
+    row = tl.arange(0, ROWS)
+    inside = ((first + row < end) & within)[:, None]
     word = step * WORDS + tl.arange(0, WORDS)
-    mask = (word < K // PER) & within
-    words = tl.load(word_ptr + rows.to(tl.int64)[:, None] * (K // PER) + word[None, :], mask=mask[None, :], other=0)
+    mask = inside
+    if K % BLOCK_K != 0:
+        mask = inside & (word < K // PER)[None, :]
+    offs = row[:, None] * (K // PER) + word[None, :]
+    words = tl.load(word_ptr + first.to(tl.int64) * (K // PER) + offs, mask=mask, other=0)
     scales, zeros = tl.full([], 1.0, tl.float32), tl.full([], 0, tl.int32)
     if KIND == 0:
         span = step * WORDS + tl.arange(0, WORDS // SPAN) * SPAN
-        mask = ((span < K // PER) & within)[None, :]
+        mask = inside
+        if K % BLOCK_K != 0:
+            mask = inside & (span < K // PER)[None, :]
         column = span // (4 * RUN) * (32 * RUN) + span % RUN * 32
-        offs = (column // GROUP)[None, :] * height + rows[:, None]
+        # The numbers of a group lie side by side, and are loaded so.
+        offs = (column // GROUP)[None, :] * height + (first + row)[:, None]
         scales = tl.load(scale_ptr + offs, mask=mask, other=0.0)
-        zeros = tl.load(zero_ptr + offs, mask=mask, other=0).to(tl.int32)
+        zeros = tl.load(zero_ptr + offs, mask=mask, other=0)
     return words, scales, zeros
 
 
 @triton.jit
 def with_blocks(
-    scales, scale_ptr, first, step, N, upper, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
+    scales, scale_ptr, first, step, end, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Load the scales of a step of a tile of bytes in blocks, [1, spans].
@@ -74,27 +90,22 @@ def with_blocks(
         return scales
     else:
         span = step * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4 // SPAN) * SPAN
-        offs = (tl.minimum(first, N - 1) + upper) // 16 * ((K + GROUP - 1) // GROUP) + span * 4 // GROUP
+        offs = tl.minimum(first, end - 1) // 16 * ((K + GROUP - 1) // GROUP) + span * 4 // GROUP
         return tl.load(scale_ptr + offs, mask=span < K // 4, other=0.0)[None, :]
 
 
 @triton.jit
-def over_span(x, SPAN: tl.constexpr):
-    """Repeat numbers of spans for each of their words; a single number stays one."""
-    if SPAN == 1 or len(x.shape) == 0:
-        return x
-    else:
-        wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], SPAN])
-        return tl.reshape(wide, [x.shape[0], x.shape[1] * SPAN])
-
-
-@triton.jit
-def tile_sums(words, scales, zeros, x, back, KIND: tl.constexpr, SPAN: tl.constexpr):
+def tile_sums(
+    words, scales, zeros, x, x_sums, back, KIND: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
     """Return the scaled sums of a tile's spans, [ROWS, spans]."""
-    sums = word_sums(words, x, over_span(zeros, SPAN), KIND)
-    if SPAN > 1:
-        sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] // SPAN, SPAN]), 2)
-    return sums * (scales * back[None, :])
+    sums = word_sums(words, x, KIND, COUNT)
+    if SPAN > COUNT:
+        sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] * COUNT // SPAN, SPAN // COUNT]), 2)
+    sums *= back[None, :]
+    if KIND == 0:
+        sums -= zeros.to(tl.float32) * x_sums[None, :]
+    return sums * scales
 
 
 @triton.jit
@@ -138,6 +149,7 @@ def word_gemv_kernel(
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
     SPAN: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
@@ -163,11 +175,11 @@ def word_gemv_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     mask_k = offs_k < K
     words, scales, zeros = load_tile(
-        word_ptr, scale_ptr, zero_ptr, first, 0, N, height, 0, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
+        word_ptr, scale_ptr, zero_ptr, first, 0, N, height, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
     )  # fmt: skip
     if GATED:
         up_words, up_scales, up_zeros = load_tile(
-            word_ptr, scale_ptr, zero_ptr, first, 0, N, height, N, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
+            word_ptr, scale_ptr, zero_ptr, N + first, 0, height, height, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
         )  # fmt: skip
     if MODE > 0:
         norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
@@ -186,31 +198,32 @@ def word_gemv_kernel(
         if ORDERED:
             # Through shared memory, once: the row itself is loaded and stored in runs of 16 bytes a thread.
             vector = tl.gather(vector, places, 0)
-        x, back = prepared(vector, KIND, RUN, SPAN)
+        x, back = prepared(vector, KIND, RUN, SPAN, COUNT)
+        x_sums = input_sums(vector, RUN, SPAN) if KIND == 0 else back
         for tile in tl.range(0, TILES, num_stages=1):
             rows = first + tile * ROWS + tl.arange(0, ROWS)
             following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
             now, now_zeros = words, zeros
             now_scales = with_blocks(
-                scales, scale_ptr, first + tile * ROWS, 0, N, 0, K, BLOCK_K, KIND, GROUP, SPAN
+                scales, scale_ptr, first + tile * ROWS, 0, N, K, BLOCK_K, KIND, GROUP, SPAN
             )  # fmt: skip
             words, scales, zeros = load_tile(
-                word_ptr, scale_ptr, zero_ptr, following, 0, N, height, 0, within, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
+                word_ptr, scale_ptr, zero_ptr, following, 0, N, height, within, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
                 SPAN,
             )  # fmt: skip
             if GATED:
                 up_now, up_now_zeros = up_words, up_zeros
                 up_now_scales = with_blocks(
-                    up_scales, scale_ptr, first + tile * ROWS, 0, N, N, K, BLOCK_K, KIND, GROUP, SPAN
+                    up_scales, scale_ptr, N + first + tile * ROWS, 0, height, K, BLOCK_K, KIND, GROUP, SPAN
                 )  # fmt: skip
                 up_words, up_scales, up_zeros = load_tile(
-                    word_ptr, scale_ptr, zero_ptr, following, 0, N, height, N, within, K, ROWS, BLOCK_K, KIND, GROUP,
-                    RUN, SPAN,
+                    word_ptr, scale_ptr, zero_ptr, N + following, 0, height, height, within, K, ROWS, BLOCK_K, KIND,
+                    GROUP, RUN, SPAN,
                 )  # fmt: skip
-            parts = tile_sums(now, now_scales, now_zeros, x, back, KIND, SPAN)
+            parts = tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, SPAN, COUNT)
             result = finished(parts, scale_ptr, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
             if GATED:
-                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, back, KIND, SPAN)
+                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, x_sums, back, KIND, SPAN, COUNT)
                 up = finished(parts, scale_ptr + N, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
                 result = gated(result, up, ACTIVATION)
             tl.store(y_ptr + rows, result, mask=rows < N)
@@ -218,16 +231,17 @@ def word_gemv_kernel(
         parts = tl.zeros([ROWS, BLOCK_K // (8 if KIND == 0 else 4) // SPAN], tl.float32)
         for step in tl.range(0, STEPS, num_stages=1):
             now, now_zeros, inputs = words, zeros, vector
-            now_scales = with_blocks(scales, scale_ptr, first, step, N, 0, K, BLOCK_K, KIND, GROUP, SPAN)
+            now_scales = with_blocks(scales, scale_ptr, first, step, N, K, BLOCK_K, KIND, GROUP, SPAN)
             words, scales, zeros = load_tile(
-                word_ptr, scale_ptr, zero_ptr, first, step + 1, N, height, 0, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
-                SPAN,
+                word_ptr, scale_ptr, zero_ptr, first, step + 1, N, height, step + 1 < STEPS, K, ROWS, BLOCK_K, KIND,
+                GROUP, RUN, SPAN,
             )  # fmt: skip
             ahead = offs_k + (step + 1) * BLOCK_K
             places = load_places(order_ptr, ahead, K, ORDERED)
             vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0).to(tl.float32)
-            x, back = prepared(inputs, KIND, RUN, SPAN)
-            parts += tile_sums(now, now_scales, now_zeros, x, back, KIND, SPAN)
+            x, back = prepared(inputs, KIND, RUN, SPAN, COUNT)
+            x_sums = input_sums(inputs, RUN, SPAN) if KIND == 0 else back
+            parts += tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, SPAN, COUNT)
         rows = first + tl.arange(0, ROWS)
         result = finished(parts, scale_ptr, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
         tl.store(y_ptr + rows, result, mask=rows < N)
@@ -261,6 +275,7 @@ def word_gemv(
     kernel right before may write all but the weights and the order.
     """
     words, kind, group, run = _layout(weight, scales, zeros)
+    span = _SPAN if kind != NIBBLES or group % (NIBBLE_STRIDE * run) == 0 else 1
     outputs = weight.shape[0] // (1 if activation is None else 2)
     inputs = words.shape[1] * (PER_WORD if kind == NIBBLES else _BYTES_A_WORD)
     assert x.shape == (1, inputs) and x.is_contiguous() and words.is_contiguous()
@@ -277,7 +292,8 @@ def word_gemv(
         KIND=kind,
         GROUP=group,
         RUN=run,
-        SPAN=_SPAN if kind != NIBBLES or group % (NIBBLE_STRIDE * run) == 0 else 1,
+        SPAN=span,
+        COUNT=summed_words(kind, span),
         ROWS=plan.rows,
         BLOCK_K=plan.block_k,
         TILES=plan.tiles,

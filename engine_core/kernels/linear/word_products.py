@@ -1,10 +1,10 @@
 """Words of quantized weights times inputs, on a thread's ordinary cores.
 
 A word holds four bytes or eight levels of four bits. On a GPU its numbers become pairs of float16, which are multiplied
-by pairs of inputs and added, two or four of them, in float16; what follows is float32. Inputs are brought into range
-first: those of a thread's words side by side are multiplied by one power of two. A product is rounded by 2^-11 of
-itself or 2^-30 of the largest possible among these, whichever is more. In bfloat16 that is less than the rounding of
-the result, in float16 up to twice as much.
+by pairs of inputs and added, eight of them, in float16; what follows is float32. Inputs are brought into range first:
+each 128 are multiplied by one power of two. A product is rounded by 2^-11 of itself, or 2^-28 of the largest possible
+among these (2^-19 of levels), whichever is more. In bfloat16 that is less than the rounding of the result, in float16
+up to three times as much.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -18,172 +18,204 @@ NIBBLES, FLOATS, INTEGERS, BITS = 0, 1, 2, 3
 """What a word holds: levels of four bits in the order of `nibble_order`, numbers of float8 e4m3, signed bytes, or
 float8 for a GPU that does not know it."""
 
-_NIBBLE_CODE = tl.constexpr("""{
-    .reg .b32 a, b, c, d, s, sixteenth;
-    .reg .b16 low, high;
-    .reg .f32 f, g;
-    mov.b32 sixteenth, 0x2C002C00;
-    shr.u32 s, $1, 8;
-    lop3.b32 a, $1, 0x000F000F, 0x64006400, 0xEA;
-    lop3.b32 b, $1, 0x00F000F0, 0x64006400, 0xEA;
-    lop3.b32 c, s, 0x000F000F, 0x64006400, 0xEA;
-    lop3.b32 d, s, 0x00F000F0, 0x64006400, 0xEA;
-    add.rn.f16x2 a, a, $6;
-    fma.rn.f16x2 b, b, sixteenth, $7;
-    add.rn.f16x2 c, c, $6;
-    fma.rn.f16x2 d, d, sixteenth, $7;
-    mul.rn.f16x2 a, a, $2;
-    fma.rn.f16x2 a, b, $3, a;
-    fma.rn.f16x2 a, c, $4, a;
-    fma.rn.f16x2 a, d, $5, a;
-    mov.b32 {low, high}, a;
-    cvt.f32.f16 f, low;
-    cvt.f32.f16 g, high;
-    add.f32 $0, f, g;
-}""")
-"""A level becomes the lowest bits of a float16 from 1024 on, where these count whole numbers, or the next four, which
-count by 16. What they are too large by is subtracted together with the zero point."""
-_PAIRS_TIMES = """
-    mul.rn.f16x2 a, a, $2;
-    fma.rn.f16x2 a, b, $3, a;
-    mov.b32 {low, high}, a;
-    cvt.f32.f16 f, low;
-    cvt.f32.f16 g, high;
-    add.f32 $0, f, g;
-}"""
-_HEAD = """{
-    .reg .b32 a, b, c, d;
-    .reg .b16 low, high;
-    .reg .f32 f, g;"""
-_FLOAT_CODE = tl.constexpr(
-    _HEAD
-    + """
-    mov.b32 {low, high}, $1;
-    cvt.rn.f16x2.e4m3x2 a, low;
-    cvt.rn.f16x2.e4m3x2 b, high;"""
-    + _PAIRS_TIMES
-)
-_INTEGER_CODE = tl.constexpr(
-    _HEAD
-    + """
-    xor.b32 c, $1, 0x80808080;
-    mov.b32 d, 0x64806480;
-    prmt.b32 a, c, 0x64646464, 0x4140;
-    prmt.b32 b, c, 0x64646464, 0x4342;
-    sub.rn.f16x2 a, a, d;
-    sub.rn.f16x2 b, b, d;"""
-    + _PAIRS_TIMES
-)
-_BIT_CODE = tl.constexpr(
-    _HEAD
-    + """
-    prmt.b32 a, $1, 0, 0x1404;
-    prmt.b32 b, $1, 0, 0x3424;
-    shr.u32 c, a, 1;
-    shr.u32 d, b, 1;
-    and.b32 c, c, 0x3F803F80;
-    and.b32 d, d, 0x3F803F80;
-    lop3.b32 a, a, 0x80008000, c, 0xEA;
-    lop3.b32 b, b, 0x80008000, d, 0xEA;"""
-    + _PAIRS_TIMES
-)
+_LEVELS_AS_PAIRS = """
+    shr.u32 s, WORD, 8;
+    and.b32 p0, WORD, 0x000F000F;
+    and.b32 p1, WORD, 0x00F000F0;
+    and.b32 p2, s, 0x000F000F;
+    and.b32 p3, s, 0x00F000F0;"""
+"""The lowest bits of a float16 alone are a subnormal number: a level's 2^-24, or 2^-20 where it is 4 bits higher."""
+_FLOATS_AS_PAIRS = """
+    mov.b32 {low, high}, WORD;
+    cvt.rn.f16x2.e4m3x2 p0, low;
+    cvt.rn.f16x2.e4m3x2 p1, high;"""
+_INTEGERS_AS_PAIRS = """
+    xor.b32 s, WORD, 0x80808080;
+    mov.b32 p2, 0x64806480;
+    prmt.b32 p0, s, 0x64646464, 0x4140;
+    prmt.b32 p1, s, 0x64646464, 0x4342;
+    sub.rn.f16x2 p0, p0, p2;
+    sub.rn.f16x2 p1, p1, p2;"""
+"""A byte plus 128 becomes the lowest bits of a float16 from 1024 on, where these count whole numbers."""
+_BITS_AS_PAIRS = """
+    prmt.b32 p0, WORD, 0, 0x1404;
+    prmt.b32 p1, WORD, 0, 0x3424;
+    shr.u32 p2, p0, 1;
+    shr.u32 p3, p1, 1;
+    and.b32 p2, p2, 0x3F803F80;
+    and.b32 p3, p3, 0x3F803F80;
+    lop3.b32 p0, p0, 0x80008000, p2, 0xEA;
+    lop3.b32 p1, p1, 0x80008000, p3, 0xEA;"""
 """The bits of e4m3 become those of a float16, whose exponents are biased by 8 more: a number's 2^-8."""
 
 
-@triton.jit
-def in_words(vector, KIND: tl.constexpr, RUN: tl.constexpr):
-    """Bring inputs into the order of the words' numbers.
+def _sum_of_products(unpacked: str, pairs: int, words: int) -> tl.constexpr:
+    """Return the code of the sum of some words' products.
 
-    Returns [words, 4, 2], or [words, 2, 2] of bytes; the last dimension is that of a pair. RUN: `nibble_order.run_of`,
-    for levels.
+    It takes the words and then the inputs of each, in pairs. unpacked: makes p0, p1 and so on of WORD.
     """
-    if KIND == 0:
-        blocks = tl.reshape(vector, [vector.shape[0] // (32 * RUN), RUN, 4, 4, 2])
-        return tl.reshape(tl.permute(blocks, (0, 3, 1, 2, 4)), [vector.shape[0] // 8, 4, 2])
-    else:
-        return tl.reshape(vector, [vector.shape[0] // 4, 2, 2])
+    lines = [".reg .b32 p0, p1, p2, p3, s, sum;", ".reg .b16 low, high;", ".reg .f32 f, g;"]
+    for word in range(words):
+        lines.append(unpacked.replace("WORD", f"${1 + word}"))
+        for pair in range(pairs):
+            x = f"${1 + words + word * pairs + pair}"
+            first = word == pair == 0
+            lines.append(f"mul.rn.f16x2 sum, p0, {x};" if first else f"fma.rn.f16x2 sum, p{pair}, {x}, sum;")
+    lines += ["mov.b32 {low, high}, sum;", "cvt.f32.f16 f, low;", "cvt.f32.f16 g, high;", "add.f32 $0, f, g;"]
+    return tl.constexpr("{" + "\n".join(lines) + "}")
+
+
+_NIBBLE_CODE, _NIBBLES_CODE = (_sum_of_products(_LEVELS_AS_PAIRS, 4, words) for words in (1, 2))
+_FLOATS_CODE = _sum_of_products(_FLOATS_AS_PAIRS, 2, 4)
+_INTEGERS_CODE = _sum_of_products(_INTEGERS_AS_PAIRS, 2, 4)
+_BITS_CODE = _sum_of_products(_BITS_AS_PAIRS, 2, 4)
+
+
+def summed_words(kind: int, span: int) -> int:
+    """Return the number of words whose products are added in float16.
+
+    span: words side by side whose sums are scaled together, 1 or 4.
+    """
+    return min(span, 2 if kind == NIBBLES else 4)
+
+
+_SHARING = tl.constexpr(128)
+"""Inputs that share a power of two."""
 
 
 @triton.jit
-def prepared(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr):
+def _in_words(pairs, KIND: tl.constexpr, RUN: tl.constexpr):
+    """Bring what there is of each pair of inputs into the order of the words.
+
+    pairs: [inputs / 2]; RUN: `nibble_order.run_of`, for levels. Returns [words, 4], or [words, 2] of bytes.
+    """
+    COUNT: tl.constexpr = pairs.shape[0]
+    if KIND == 0:
+        blocks = tl.reshape(pairs, [COUNT // (16 * RUN), RUN, 4, 4])
+        return tl.reshape(tl.permute(blocks, (0, 3, 1, 2)), [COUNT // 4, 4])
+    else:
+        return tl.reshape(pairs, [COUNT // 2, 2])
+
+
+@triton.jit
+def _of_words(pairs, KIND: tl.constexpr, COUNT: tl.constexpr):
+    """Take pairs of inputs, [words, PAIRS], apart.
+
+    Returns those of every COUNT-th word, pair by pair, and then those of the words behind them, each [words / COUNT].
+    """
+    GROUPS: tl.constexpr = pairs.shape[0] // COUNT
+    if KIND == 0:
+        even, odd = tl.split(tl.reshape(pairs, [GROUPS, COUNT, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        if COUNT == 1:
+            return tl.reshape(a, [GROUPS]), tl.reshape(b, [GROUPS]), tl.reshape(c, [GROUPS]), tl.reshape(d, [GROUPS])
+        else:
+            a0, a1 = tl.split(a)
+            b0, b1 = tl.split(b)
+            c0, c1 = tl.split(c)
+            d0, d1 = tl.split(d)
+            return a0, b0, c0, d0, a1, b1, c1, d1
+    else:
+        a, b = tl.split(tl.reshape(pairs, [GROUPS, 2, 2, 2]))
+        even_a, odd_a = tl.split(a)
+        even_b, odd_b = tl.split(b)
+        a0, a2 = tl.split(even_a)
+        a1, a3 = tl.split(odd_a)
+        b0, b2 = tl.split(even_b)
+        b1, b3 = tl.split(odd_b)
+        return a0, b0, a1, b1, a2, b2, a3, b3
+
+
+@triton.jit
+def input_sums(vector, RUN: tl.constexpr, SPAN: tl.constexpr):
+    """Return the sums of inputs by which zero points count, [words / SPAN].
+
+    Four words divide 32 inputs among themselves, and have the same zero point. Each gets a fourth of these inputs' sum,
+    which takes less than the sums of their own. vector: float32; SPAN, RUN: as in `prepared`.
+    """
+    K: tl.constexpr = vector.shape[0]
+    sums = tl.reshape(tl.sum(tl.reshape(vector, [K // 32, 32]), 1) * 0.25, [K // (32 * RUN), 1, RUN])
+    sums = tl.reshape(tl.broadcast_to(sums, [K // (32 * RUN), 4, RUN]), [K // 8 // SPAN, SPAN])
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def prepared(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr):
     """Prepare float32 inputs for `word_sums`.
 
-    Each SPAN words share a power of two. Returns the inputs, pairs of float16 in int32 on a GPU; and what the sums of
-    each span are to be multiplied by, [words / SPAN].
+    RUN: as in `_in_words`; SPAN: words that are scaled together. Returns the inputs, on a GPU pairs of float16 in
+    int32, each 128 multiplied by a power of two; and what the sums of each span's products are to be multiplied by,
+    [words / SPAN].
     """
-    x = in_words(vector, KIND, RUN)
-    WORDS: tl.constexpr = x.shape[0]
-    PAIRS: tl.constexpr = x.shape[1]
+    K: tl.constexpr = vector.shape[0]
+    SPANS: tl.constexpr = K // (8 if KIND == 0 else 4) // SPAN
     if INTERPRETED:
-        if KIND == 0:
-            x = tl.reshape(x, [WORDS, 2, 2, 2])
-        return x, tl.full([WORDS // SPAN], 1.0, tl.float32)
+        low, high = tl.split(tl.reshape(vector, [K // 2, 2]))
+        x = tl.join(_in_words(low, KIND, RUN), _in_words(high, KIND, RUN))
+        return tl.reshape(x, [x.shape[0], x.shape[1] * 2]), tl.full([SPANS], 1.0, tl.float32)
     else:
-        # The largest is made less than 2^TOP, so that no sum of a word exceeds float16's range.
-        TOP: tl.constexpr = 8 if KIND == 0 else 6 if KIND == 1 else 7 if KIND == 2 else 14
-        BACK: tl.constexpr = TOP - 1 - (8 if KIND == 3 else 0)
-        spans = tl.reshape(x, [WORDS // SPAN, SPAN * PAIRS * 2])
+        # The largest is made less than 2^TOP, so that no sum exceeds float16's range.
+        TOP: tl.constexpr = 15 if KIND == 0 else 4 if KIND == 1 else 5 if KIND == 2 else 12
+        UNIT: tl.constexpr = 2.0**24 if KIND == 0 else 256.0 if KIND == 3 else 1.0
+        BLOCK: tl.constexpr = min(_SHARING, K)
+        blocks = tl.reshape(vector, [K // BLOCK, BLOCK])
         # As float32 stores it, where 127 stands for 0; at least 16, so that both powers of two below exist.
-        exponent = tl.maximum(tl.max(tl.abs(spans), 1).to(tl.int32, bitcast=True) >> 23, 16)
+        exponent = tl.maximum(tl.max(tl.abs(blocks), 1).to(tl.int32, bitcast=True) >> 23, 16)
         factor = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
-        back = ((exponent - BACK) << 23).to(tl.float32, bitcast=True)
-        halves = tl.reshape((spans * factor[:, None]).to(tl.float16), [WORDS, PAIRS, 2])
-        low, high = tl.split(halves.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
-        pairs = low | (high << 16)
-        return tl.reshape(pairs, [WORDS, 2, 2]) if KIND == 0 else pairs, back
+        back = ((exponent - (TOP - 1)) << 23).to(tl.float32, bitcast=True) * UNIT
+        low, high = tl.split(tl.reshape(blocks * factor[:, None], [K // 2, 2]))
+        if KIND == 0:
+            # Every second pair of a word is multiplied by levels that stand 4 bits higher.
+            lower = tl.where(tl.arange(0, K // 2) // 4 % 2 == 0, 1.0, 0.0625)
+            low *= lower
+            high *= lower
+        pairs = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+        back = tl.reshape(tl.broadcast_to(back[:, None], [K // BLOCK, SPANS * BLOCK // K]), [SPANS])
+        return _of_words(_in_words(pairs, KIND, RUN), KIND, COUNT), back
 
 
 @triton.jit
-def _level(words, PLACE: tl.constexpr, zeros):
-    return (((words >> (4 * PLACE)) & 15) - zeros).to(tl.float32)
-
-
-@triton.jit
-def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    byte = ((words >> (8 * PLACE)) & 255).to(tl.uint8)
-    return byte.to(tl.int8 if KIND == 2 else tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _interpreted_sums(words, x, zeros, KIND: tl.constexpr):
-    even, odd = tl.split(x)
-    x0, x1 = tl.split(even)
-    y0, y1 = tl.split(odd)
+def _interpreted_sums(words, x, KIND: tl.constexpr, COUNT: tl.constexpr):
+    NUMBERS: tl.constexpr = x.shape[1]
+    number = tl.arange(0, NUMBERS)
     if KIND == 0:
-        # Pairs are four places apart.
-        a, c = tl.split(x0)
-        b, d = tl.split(x1)
-        e, g = tl.split(y0)
-        f, h = tl.split(y1)
-        sums = _level(words, 0, zeros) * a + _level(words, 1, zeros) * b
-        sums += _level(words, 2, zeros) * c + _level(words, 3, zeros) * d
-        sums += _level(words, 4, zeros) * e + _level(words, 5, zeros) * f
-        sums += _level(words, 6, zeros) * g + _level(words, 7, zeros) * h
+        # Those of a pair are four places apart.
+        stored = (words[:, :, None] >> (4 * (number // 2 + number % 2 * 4))[None, None, :]) & 15
+        numbers = stored.to(tl.float32)
     else:
-        sums = _number(words, 0, KIND) * x0 + _number(words, 1, KIND) * y0
-        sums += _number(words, 2, KIND) * x1 + _number(words, 3, KIND) * y1
-    return sums
+        stored = ((words[:, :, None] >> (8 * number)[None, None, :]) & 255).to(tl.uint8)
+        numbers = stored.to(tl.int8 if KIND == 2 else tl.float8e4nv, bitcast=True).to(tl.float32)
+    products = numbers * x[None, :, :]
+    return tl.sum(tl.reshape(products, [words.shape[0], words.shape[1] // COUNT, COUNT * NUMBERS]), 2)
 
 
 @triton.jit
-def word_sums(words, x, zeros, KIND: tl.constexpr):
-    """Return the sum of each word's products with its inputs, [ROWS, words] float32.
+def word_sums(words, x, KIND: tl.constexpr, COUNT: tl.constexpr):
+    """Return the sums of each COUNT words' products with their inputs.
 
-    words: [ROWS, words] int32; x: from `prepared`; zeros: the zero point of each word's levels, int32, at most 63.
+    words: [ROWS, words] int32; x: from `prepared`; COUNT: `summed_words`. Returns [ROWS, words / COUNT] float32.
     """
+    ROWS: tl.constexpr = words.shape[0]
     if INTERPRETED:
-        return _interpreted_sums(words, x, zeros, KIND)
-    elif KIND == 0:
-        # Minus 1024 and the zero point, and minus 64 and the zero point, twice each.
-        first = zeros * 0x00010001 + tl.cast(0xE400E400 - (1 << 32), tl.int32)
-        second = zeros * 0x00100010 + tl.cast(0xD400D400 - (1 << 32), tl.int32)
-        lower, upper = tl.split(x)
-        x0, x2 = tl.split(lower)
-        x1, x3 = tl.split(upper)
-        given = [words, x0[None, :], x1[None, :], x2[None, :], x3[None, :], first, second]
-        return tl.inline_asm_elementwise(_NIBBLE_CODE, "=f,r,r,r,r,r,r,r", given, tl.float32, True, 1)
+        return _interpreted_sums(words, x, KIND, COUNT)
+    elif COUNT == 1:
+        a, b, c, d = x
+        given = [words, a[None, :], b[None, :], c[None, :], d[None, :]]
+        return tl.inline_asm_elementwise(_NIBBLE_CODE, "=f,r,r,r,r,r", given, tl.float32, True, 1)
     else:
-        CODE: tl.constexpr = _FLOAT_CODE if KIND == 1 else _INTEGER_CODE if KIND == 2 else _BIT_CODE
-        x0, x1 = tl.split(x)
-        given = [words, x0[None, :], x1[None, :]]
-        return tl.inline_asm_elementwise(CODE, "=f,r,r,r", given, tl.float32, True, 1)
+        a, b, c, d, e, f, g, h = x
+        inputs = [a[None, :], b[None, :], c[None, :], d[None, :], e[None, :], f[None, :], g[None, :], h[None, :]]
+        if KIND == 0:
+            first, second = tl.split(tl.reshape(words, [ROWS, words.shape[1] // 2, 2]))
+            given = [first, second]
+            given += inputs
+            return tl.inline_asm_elementwise(_NIBBLES_CODE, "=f,r,r,r,r,r,r,r,r,r,r", given, tl.float32, True, 1)
+        else:
+            CODE: tl.constexpr = _FLOATS_CODE if KIND == 1 else _INTEGERS_CODE if KIND == 2 else _BITS_CODE
+            even, odd = tl.split(tl.reshape(words, [ROWS, words.shape[1] // 4, 2, 2]))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            given = [first, second, third, fourth]
+            given += inputs
+            return tl.inline_asm_elementwise(CODE, "=f,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.float32, True, 1)
