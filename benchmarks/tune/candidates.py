@@ -23,12 +23,13 @@ from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_
 
 GROUP = 128
 """Inputs of a group of weights of four bits."""
-LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 16, 4: 16}, {16: 128, 8: 256, 4: 512}
+LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 64, 4: 128}, {16: 128, 8: 256, 4: 512}
 """Fewest and most weights, by their bits, that a thread of a GEMV holds of a tile.
 
 Fewer wait too often, more spill from its registers.
 """
-WARPS = (1, 2, 4, 8)
+WARPS, WIDE_WARPS = (1, 2, 4, 8), (2, 4, 8, 16)
+"""Warps of programs that take inputs in steps, and of those that hold whole rows."""
 PROGRAMS = 4
 """Most programs that a split-K product has for each multiprocessor when its inputs are divided: all that fit side by
 side, with 128 registers for each of 128 threads."""
@@ -83,7 +84,7 @@ def product_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
     found: list[Plan] = [rule]
     if _has_library(key) and key.rows > 1:
         found.append(None)
-    found += _gemvs(key) if key.rows == 1 else _splitks(key, gpu)
+    found += _gemvs(key, gpu) if key.rows == 1 else _splitks(key, gpu)
     found = [rule, *(_fitted(key, plan, gpu) for plan in found if not product_problem(key, plan)), chosen(key, gpu)]
     return [plan for plan in dict.fromkeys(found) if plan is not None or _has_library(key)]
 
@@ -97,24 +98,31 @@ def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
     return chosen(key, replace(gpu, tiles=TileTable(gpu.name, {key: plan})))
 
 
-def _gemvs(key: ProductKey) -> Iterator[GemvPlan]:
+def _gemvs(key: ProductKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
+    """Yield plans of one row.
+
+    Those of quantized weights leave at most a fourth of the multiprocessors idle.
+    """
     whole = 1 << (key.inputs - 1).bit_length()
     in_steps = key.operation == "product"
     steps = {16: (1024, 2048), 8: (1024, 2048, 4096), 4: (512, 1024, 2048, 4096)}[key.bits]
     sizes = tuple(size for size in steps if size < 2 * key.inputs) if in_steps else _whole_sizes(key, whole)
+    if key.bits < 16 and whole not in sizes:
+        sizes += (whole,)
+    highest = 16 if key.bits == 16 else max(16, 4 * key.outputs // (3 * gpu.multiprocessors))
     for block_k in sizes:
         for rows in _heights(key):
             for tiles in _tiles(key, block_k):
-                for warps in WARPS if in_steps else (4, 8, 16):
+                for warps in WARPS if in_steps and block_k < 2 * steps[-1] else WIDE_WARPS:
                     columns = block_k if in_steps else ceil_div(key.inputs, block_k) * block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
                     within = LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]
-                    if within and (rows * tiles <= 16 or key.bits < 16):
+                    if within and rows * tiles <= highest:
                         yield GemvPlan(rows, block_k, tiles, warps)
 
 
 def _heights(key: ProductKey) -> tuple[int, ...]:
-    return (2, 4, 8) if key.bits == 16 else (4, 8)
+    return (2, 4, 8, 16) if key.bits == 4 else (2, 4, 8)
 
 
 def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
@@ -129,7 +137,7 @@ def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
 def _tiles(key: ProductKey, block_k: int) -> tuple[int, ...]:
     if block_k < key.inputs and key.operation in ("product", "gated"):
         return (1,)
-    return (1, 2) if key.bits == 16 else (1, 2, 4, 10)
+    return (1, 2) if key.bits == 16 else (1, 2, 4, 8, 10, 20)
 
 
 def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:

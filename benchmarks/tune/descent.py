@@ -120,6 +120,8 @@ class Descent:
             complete = False
         if self.today not in (start, self.plans):
             try:
+                # Its first time is what is told of it.
+                self.time(self.today, 0)
                 better = self._surely_faster(self.plans, self.today)
             except OutOfTimeError:
                 better, complete = False, False

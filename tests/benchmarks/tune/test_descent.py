@@ -121,6 +121,8 @@ def test_todays_plans_stay_where_nothing_is_faster(timings: Timings) -> None:
     today = {UP: TWO, DOWN: EIGHT}
     task = LayerTask(LAYER, TASK.candidates, today)
     assert found_by(Measured(cost), timings, tasks=(task,))[0].plans == today
+    # What is told of a layer is the first time of today's plans, of the rule's and of the best.
+    assert timings.of(Round(LAYER, 0), (TWO, EIGHT)) == 70.0
     slow = LayerTask(LAYER, TASK.candidates, {UP: TWO, DOWN: FOUR})
     assert found_by(Measured(cost), timings, tasks=(slow,))[0].plans == RULES
 
