@@ -77,17 +77,21 @@ def load_tile(
 
 
 @triton.jit
-def with_blocks(
-    scales, scale_ptr, first, step, end, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, SPAN: tl.constexpr,
+def current_scales(
+    scales, scale_ptr, first, step, end, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of a step of a tile of bytes in blocks, [1, spans].
+    """Return the scales of a step of a tile, before its products are made.
 
-    Others are returned as `load_tile` gave them. These are not loaded a tile ahead: of the tiles of a block only the
-    first waits for them, and the registers to hold them left room for one program less beside others.
+    Those of levels are what `load_tile` gave, those of bytes are loaded here: of blocks, [1, spans], or of rows,
+    [ROWS]. They are not loaded a tile ahead: the registers to hold them would leave room for one program less beside
+    others.
     """
-    if KIND == 0 or GROUP == 0:
+    if KIND == 0:
         return scales
+    elif GROUP == 0:
+        row = first + tl.arange(0, ROWS)
+        return tl.load(scale_ptr + row, mask=row < end, other=0.0)
     else:
         span = step * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4 // SPAN) * SPAN
         offs = tl.minimum(first, end - 1) // 16 * ((K + GROUP - 1) // GROUP) + span * 4 // GROUP
@@ -96,16 +100,20 @@ def with_blocks(
 
 @triton.jit
 def tile_sums(
-    words, scales, zeros, x, x_sums, back, KIND: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr
+    words, scales, zeros, x, x_sums, back, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Return the scaled sums of a tile's spans, [ROWS, spans]."""
+    """Return the sums of a tile's spans, [ROWS, spans].
+
+    They are scaled, but for scales of rows.
+    """
     sums = word_sums(words, x, KIND, COUNT)
     if SPAN > COUNT:
         sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] * COUNT // SPAN, SPAN // COUNT]), 2)
     sums *= back[None, :]
     if KIND == 0:
         sums -= zeros.to(tl.float32) * x_sums[None, :]
-    return sums * scales
+    return sums * scales if GROUP > 0 else sums
 
 
 @triton.jit
@@ -118,14 +126,14 @@ def load_places(order_ptr, columns, K: tl.constexpr, ORDERED: tl.constexpr):
 
 
 @triton.jit
-def finished(parts, scale_ptr, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+def finished(parts, scales, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Sum up a tile's parts and return its outputs, [ROWS].
 
-    rows: of the weight, or of its half that the pointers begin with.
+    rows: of the weight, or of its half that the bias begins with.
     """
     sums = tl.sum(parts, 1)
     if GROUP == 0:
-        sums *= tl.load(scale_ptr + rows, mask=rows < N, other=0.0)
+        sums *= scales
     return with_bias(sums, bias_ptr, rows, rows < N, HAS_BIAS, dtype)
 
 
@@ -204,8 +212,8 @@ def word_gemv_kernel(
             rows = first + tile * ROWS + tl.arange(0, ROWS)
             following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
             now, now_zeros = words, zeros
-            now_scales = with_blocks(
-                scales, scale_ptr, first + tile * ROWS, 0, N, K, BLOCK_K, KIND, GROUP, SPAN
+            now_scales = current_scales(
+                scales, scale_ptr, first + tile * ROWS, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN
             )  # fmt: skip
             words, scales, zeros = load_tile(
                 word_ptr, scale_ptr, zero_ptr, following, 0, N, height, within, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
@@ -213,25 +221,30 @@ def word_gemv_kernel(
             )  # fmt: skip
             if GATED:
                 up_now, up_now_zeros = up_words, up_zeros
-                up_now_scales = with_blocks(
-                    up_scales, scale_ptr, N + first + tile * ROWS, 0, height, K, BLOCK_K, KIND, GROUP, SPAN
+                up_now_scales = current_scales(
+                    up_scales, scale_ptr, N + first + tile * ROWS, 0, height, K, ROWS, BLOCK_K, KIND, GROUP, SPAN
                 )  # fmt: skip
                 up_words, up_scales, up_zeros = load_tile(
                     word_ptr, scale_ptr, zero_ptr, N + following, 0, height, height, within, K, ROWS, BLOCK_K, KIND,
                     GROUP, RUN, SPAN,
                 )  # fmt: skip
-            parts = tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, SPAN, COUNT)
-            result = finished(parts, scale_ptr, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
+            parts = tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, GROUP, SPAN, COUNT)
+            result = finished(parts, now_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
             if GATED:
-                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, x_sums, back, KIND, SPAN, COUNT)
-                up = finished(parts, scale_ptr + N, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
+                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, x_sums, back, KIND, GROUP, SPAN, COUNT)
+                up = finished(parts, up_now_scales, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
                 result = gated(result, up, ACTIVATION)
             tl.store(y_ptr + rows, result, mask=rows < N)
     else:
+        row_scales = scales
+        if GROUP == 0:
+            row_scales = current_scales(scales, scale_ptr, first, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN)
         parts = tl.zeros([ROWS, BLOCK_K // (8 if KIND == 0 else 4) // SPAN], tl.float32)
         for step in tl.range(0, STEPS, num_stages=1):
             now, now_zeros, inputs = words, zeros, vector
-            now_scales = with_blocks(scales, scale_ptr, first, step, N, K, BLOCK_K, KIND, GROUP, SPAN)
+            now_scales = row_scales
+            if GROUP > 0:
+                now_scales = current_scales(scales, scale_ptr, first, step, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN)
             words, scales, zeros = load_tile(
                 word_ptr, scale_ptr, zero_ptr, first, step + 1, N, height, step + 1 < STEPS, K, ROWS, BLOCK_K, KIND,
                 GROUP, RUN, SPAN,
@@ -241,9 +254,9 @@ def word_gemv_kernel(
             vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0).to(tl.float32)
             x, back = prepared(inputs, KIND, RUN, SPAN, COUNT)
             x_sums = input_sums(inputs, RUN, SPAN) if KIND == 0 else back
-            parts += tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, SPAN, COUNT)
+            parts += tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, GROUP, SPAN, COUNT)
         rows = first + tl.arange(0, ROWS)
-        result = finished(parts, scale_ptr, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
+        result = finished(parts, row_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
         tl.store(y_ptr + rows, result, mask=rows < N)
 
 
