@@ -90,7 +90,8 @@ class TritonNibbleLinear(NibbleLinear):
         gated = activation is not None
         outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]
         alone = x.shape[0] == 1 and x.is_contiguous() and x.dtype != torch.float32
-        plan = _choose_normed(outputs, x.shape[1], self.group_size, gated, self.gpu) if alone else None
+        ordered = self.order is not None
+        plan = _choose_normed(outputs, x.shape[1], self.group_size, gated, self.gpu, ordered) if alone else None
         if plan is not None and (residual is None or residual.is_contiguous()):
             x_weight = None if residual is None else norm.update_weight
             given = (self.words, self.scales, self.zeros, self.bias, plan, activation, self.gpu.pdl)
@@ -108,7 +109,9 @@ class TritonNibbleLinear(NibbleLinear):
         if not x.is_contiguous() or (rows == 1 and x.dtype == torch.float32):
             # The kernel of one row rounds inputs to float16.
             return None
-        plan = (_choose_gated if gated else _choose)(rows, columns, inputs, self.group_size, self.gpu)
+        plan = (_choose_gated if gated else _choose)(
+            rows, columns, inputs, self.group_size, self.gpu, order is not None
+        )
         given = (self.words, self.scales, self.zeros, self.bias)
         if isinstance(plan, GemvPlan):
             return word_gemv(x, *given, plan, activation, self.gpu.pdl, order=order)[0]

@@ -168,6 +168,23 @@ def test_tiles_of_short_groups_have_half_the_rows_whatever_was_measured(group: i
     assert choose_nibbles_normed(14336, 4096, 4096, gated, A100) == choose_nibbles_normed(14336, 4096, 128, gated, A100)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+def test_one_row_with_an_order_keeps_the_rules_plans_whatever_was_measured(group: int) -> None:
+    measured = GemvPlan(2, 4096, 20, 2)
+    keys = [ProductKey(kind, 4, 4096, 4096, 1) for kind in ("normed", "normed_gated", "product", "gated")]  # type: ignore[arg-type]
+    gpu = replace(H200, tiles=TileTable(H200.name, dict.fromkeys(keys, measured)))
+    rows = 2 if group == 32 else 4
+    for given in (gpu, replace(gpu, tiles=NO_TABLE)):
+        for gated, plan in ((False, GemvPlan(2 * rows, 4096, 2)), (True, GemvPlan(rows, 4096, 10))):
+            assert choose_nibbles_normed(4096, 4096, group, gated, given, ordered=True) == plan
+            choose = choose_nibbles_gated if gated else choose_nibbles
+            assert choose(1, 4096, 4096, group, given, ordered=True) == plan
+            assert choose(16, 4096, 4096, group, given, ordered=True) == choose(16, 4096, 4096, group, given)
+    assert choose_nibbles_normed(4096, 4096, 128, True, gpu) == choose_nibbles(1, 4096, 4096, 128, gpu) == measured
+    # A product of more inputs than a program holds takes them in steps.
+    assert choose_nibbles(1, 4096, 28672, 128, gpu, ordered=True) == choose_nibbles(1, 4096, 28672, 128, gpu)
+
+
 def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
     for inputs in (8, 16, 24, 32, 40, 64, 72, 96, 128, 160, 2560, 4096, 8192, 14336, 28672):
         for gated in (False, True):
