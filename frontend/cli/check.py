@@ -115,10 +115,16 @@ def _print(command: str, found: Findings) -> int:
             print("\n    ".join([f"{kind}: {first}", *others]), file=sys.stderr)
     for name, text in found.facts.items():
         print(f"{name:<18}{text}")
-    count = len(dict.fromkeys(found.problems))
-    verdict = f"would not start: {count} problem{'s' if count > 1 else ''}" if count else "would start"
-    print(f"tandem {command} {verdict}")
-    return ExitCode.CONFIG if count else ExitCode.OK
+    problems, warnings = _counted("problem", found.problems), _counted("warning", found.warnings)
+    verdict = f"would not start: {problems}" if problems else "would start"
+    print(f"tandem {command} {verdict}{f', with {warnings}' if warnings and not problems else ''}")
+    return ExitCode.CONFIG if problems else ExitCode.OK
+
+
+def _counted(noun: str, texts: list[str]) -> str:
+    """Return how many different texts there are, as "2 warnings"; empty for none."""
+    count = len(dict.fromkeys(texts))
+    return f"{count} {noun}{'s' if count > 1 else ''}" if count else ""
 
 
 def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings) -> ModelFolder | None:

@@ -141,6 +141,7 @@ def test_the_engine_says_what_it_cannot_serve_and_what_others_use(
     assert refused.problems == ["GPT2 is not supported"]
     short = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(shortage="the weights take 9 GiB, 1 is free"))
     assert (short.code, len(short.warnings)) == (0, 1)
+    assert short.summary[-1].endswith(" would start, with 1 warning")
     assert short.warnings[0].startswith("the weights take 9 GiB, 1 is free now; ")
 
 
@@ -181,6 +182,7 @@ def test_a_running_service_on_the_same_socket_is_a_warning_and_stays(
             sock.listen()
         found = Checked(capsys, "serve", str(model), *flags)
         assert found.problems == [] and len(found.warnings) == 2
+        assert found.summary[-1] == "tandem serve would start, with 2 warnings"
         assert "another process listens on" in found.warnings[0] and "another engine serves at" in found.warnings[1]
         assert path.exists() and engine.exists()
 
