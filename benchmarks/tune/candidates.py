@@ -99,25 +99,20 @@ def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
 
 
 def _gemvs(key: ProductKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
-    """Yield plans of one row.
-
-    Those of quantized weights leave at most a fourth of the multiprocessors idle.
-    """
+    """Yield plans of one row."""
     whole = 1 << (key.inputs - 1).bit_length()
     in_steps = key.operation == "product"
     steps = {16: (1024, 2048), 8: (1024, 2048, 4096), 4: (512, 1024, 2048, 4096)}[key.bits]
     sizes = tuple(size for size in steps if size < 2 * key.inputs) if in_steps else _whole_sizes(key, whole)
     if key.bits < 16 and whole not in sizes:
         sizes += (whole,)
-    highest = 16 if key.bits == 16 else max(16, 4 * key.outputs // (3 * gpu.multiprocessors))
     for block_k in sizes:
         for rows in _heights(key):
-            for tiles in _tiles(key, block_k):
+            for tiles in _tiles(key, block_k, rows, gpu):
                 for warps in WARPS if in_steps and block_k < 2 * steps[-1] else WIDE_WARPS:
                     columns = block_k if in_steps else ceil_div(key.inputs, block_k) * block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
-                    within = LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]
-                    if within and rows * tiles <= highest:
+                    if LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]:
                         yield GemvPlan(rows, block_k, tiles, warps)
 
 
@@ -134,10 +129,18 @@ def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
     return (whole, PIECE) if in_pieces else (whole,)
 
 
-def _tiles(key: ProductKey, block_k: int) -> tuple[int, ...]:
+def _tiles(key: ProductKey, block_k: int, rows: int, gpu: GpuTraits) -> tuple[int, ...]:
+    """List the numbers of tiles of a program.
+
+    Those of quantized weights make two to six programs a multiprocessor, as many as may run side by side all at once,
+    or programs of few tiles.
+    """
     if block_k < key.inputs and key.operation in ("product", "gated"):
         return (1,)
-    return (1, 2) if key.bits == 16 else (1, 2, 4, 8, 10, 20)
+    if key.bits == 16:
+        return tuple(tiles for tiles in (1, 2) if rows * tiles <= 16)
+    waves = {ceil_div(key.outputs, rows * gpu.multiprocessors * programs) for programs in range(2, 7)}
+    return tuple(sorted({1, 2, 4} | waves))
 
 
 def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:

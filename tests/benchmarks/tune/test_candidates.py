@@ -6,6 +6,7 @@ import torch
 from benchmarks.tune.byte_candidates import byte_candidates, byte_chosen, byte_ruled
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled, splits
 from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, decode_keys, layer_key, product_keys, read_models
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
@@ -72,11 +73,13 @@ def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits:
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_programs_for_one_row_of_quantized_weights_fill_most_multiprocessors(bits: int, gpu: GpuTraits) -> None:
+def test_programs_for_one_row_of_quantized_weights_may_fill_a_gpu_in_one_wave(bits: int, gpu: GpuTraits) -> None:
     for outputs in (4096, 14336):
-        plans = product_candidates(ProductKey("product", bits, outputs, 4096, 1), gpu)
-        highest = max(plan.rows * plan.tiles for plan in plans if isinstance(plan, GemvPlan))
-        assert 16 <= highest <= max(16, outputs / (0.75 * gpu.multiprocessors))
+        plans = product_candidates(ProductKey("normed", bits, outputs, 4096, 1), gpu)
+        found = {ceil_div(outputs, plan.rows * plan.tiles) for plan in plans if isinstance(plan, GemvPlan)}
+        for side_by_side in (2, 3, 4, 5, 6):
+            slots = side_by_side * gpu.multiprocessors
+            assert any(0.6 * slots <= programs <= slots for programs in found), (outputs, side_by_side, sorted(found))
 
 
 def test_long_inputs_are_divided_into_as_many_parts_as_fit_side_by_side() -> None:
