@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
 from tandem.engine_core.kernels.linear.nibble_pairs import eight_levels
-from tandem.engine_core.kernels.linear.stored_bytes import widened
+from tandem.engine_core.kernels.linear.stored_bytes import numbers_of
 
 BLOCK, WARPS = 2048, 4
 
@@ -26,7 +26,7 @@ def _dequantize_bytes_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < inputs
-    values = widened(tl.load(values_ptr + row * inputs + offs, mask=mask, other=0.0), tl.float32)
+    values = numbers_of(tl.load(values_ptr + row * inputs + offs, mask=mask, other=0.0), tl.float32)
     if BLOCKS:
         scales = tl.load(scales_ptr + (row // 16) * tl.cdiv(inputs, 128) + offs // 128, mask=mask, other=0.0)
     else:

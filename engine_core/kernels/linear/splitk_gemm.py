@@ -19,7 +19,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.gemv import gated, with_bias
 from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
-from tandem.engine_core.kernels.linear.stored_bytes import scaled, widened
+from tandem.engine_core.kernels.linear.stored_bytes import numbers_of, scaled
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 
@@ -144,7 +144,7 @@ def splitk_gemm_kernel(
         # Equal parts need no mask: the compiler drops one that is constant.
         within = True if BLOCKS % SPLIT == 0 else step < count
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
-        weights = widened(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
+        weights = numbers_of(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
         if SCALES == 2:
             column = tl.minimum((begin + step) * BLOCK_K // 128, WIDE - 1)
             scales = tl.load(scale_ptr + scale_rows * WIDE + column)
@@ -152,7 +152,7 @@ def splitk_gemm_kernel(
         else:
             sums = tl.dot(weights, vectors, sums, input_precision=precision)
         if GATED:
-            weights = widened(tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
+            weights = numbers_of(tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
             if SCALES == 2:
                 scales = tl.load(scale_ptr + (N // 16 + scale_rows) * WIDE + column)
                 ups += tl.dot(weights, vectors, input_precision=precision) * scales[:, None]

@@ -9,7 +9,7 @@ from tandem.engine_core.kernels.fast_math import floats_of_int8
 
 
 @triton.jit
-def widened(stored, dtype: tl.constexpr):
+def numbers_of(stored, dtype: tl.constexpr):
     """Return stored weights as numbers.
 
     Bytes without a sign stand for float8 e4m3, which GPUs before compute capability 8.9 cannot convert. Its bits are
