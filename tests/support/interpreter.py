@@ -7,12 +7,15 @@ on their types; what it computes for nothing, or again and again, is left out or
 from dataclasses import replace
 from functools import cache
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from triton import language as tl
 from triton.runtime import interpreter
+
+from tests.support import ptx
 
 
 def adapt_interpreter() -> None:
@@ -24,6 +27,21 @@ def adapt_interpreter() -> None:
     keep_shapes()
     keep_block_types()
     convert_float8_as_torch_does()
+    run_ptx()
+
+
+def run_ptx() -> None:
+    """Run what kernels write in PTX, as far as `ptx` knows its instructions."""
+
+    def create_inline_asm(
+        _builder: Any, code: str, _constraints: str, values: list[Any], types: list[Any], _pure: bool, _pack: int
+    ) -> Any:
+        (kind,) = types
+        found = ptx.run(code, [value.data for value in values])
+        handle = interpreter.TensorHandle(found.view(interpreter._get_np_dtype(kind)), kind.scalar)
+        return SimpleNamespace(get_result=lambda _place: handle)
+
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
 
 
 def convert_float8_as_torch_does() -> None:

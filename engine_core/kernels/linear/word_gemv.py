@@ -25,7 +25,6 @@ from tandem.engine_core.kernels.linear.word_products import (
     FLOATS,
     INTEGERS,
     NIBBLES,
-    input_sums,
     prepared,
     summed_words,
     word_sums,
@@ -100,19 +99,17 @@ def current_scales(
 
 @triton.jit
 def tile_sums(
-    words, scales, zeros, x, x_sums, back, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    words, scales, zeros, x, back, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of a tile's spans, [ROWS, spans].
 
     They are scaled, but for scales of rows.
     """
-    sums = word_sums(words, x, KIND, COUNT)
+    sums = word_sums(words, x, zeros, KIND, SPAN, COUNT)
     if SPAN > COUNT:
         sums = tl.sum(tl.reshape(sums, [sums.shape[0], sums.shape[1] * COUNT // SPAN, SPAN // COUNT]), 2)
     sums *= back[None, :]
-    if KIND == 0:
-        sums -= zeros.to(tl.float32) * x_sums[None, :]
     return sums * scales if GROUP > 0 else sums
 
 
@@ -207,7 +204,6 @@ def word_gemv_kernel(
             # Through shared memory, once: the row itself is loaded and stored in runs of 16 bytes a thread.
             vector = tl.gather(vector, places, 0)
         x, back = prepared(vector, KIND, RUN, SPAN, COUNT)
-        x_sums = input_sums(vector, RUN, SPAN) if KIND == 0 else back
         for tile in tl.range(0, TILES, num_stages=1):
             rows = first + tile * ROWS + tl.arange(0, ROWS)
             following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
@@ -228,10 +224,10 @@ def word_gemv_kernel(
                     word_ptr, scale_ptr, zero_ptr, N + following, 0, height, height, within, K, ROWS, BLOCK_K, KIND,
                     GROUP, RUN, SPAN,
                 )  # fmt: skip
-            parts = tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, GROUP, SPAN, COUNT)
+            parts = tile_sums(now, now_scales, now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
             result = finished(parts, now_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
             if GATED:
-                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, x_sums, back, KIND, GROUP, SPAN, COUNT)
+                parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
                 up = finished(parts, up_now_scales, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
                 result = gated(result, up, ACTIVATION)
             tl.store(y_ptr + rows, result, mask=rows < N)
@@ -253,8 +249,7 @@ def word_gemv_kernel(
             places = load_places(order_ptr, ahead, K, ORDERED)
             vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0).to(tl.float32)
             x, back = prepared(inputs, KIND, RUN, SPAN, COUNT)
-            x_sums = input_sums(inputs, RUN, SPAN) if KIND == 0 else back
-            parts += tile_sums(now, now_scales, now_zeros, x, x_sums, back, KIND, GROUP, SPAN, COUNT)
+            parts += tile_sums(now, now_scales, now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
         rows = first + tl.arange(0, ROWS)
         result = finished(parts, row_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
         tl.store(y_ptr + rows, result, mask=rows < N)

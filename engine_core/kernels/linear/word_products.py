@@ -1,10 +1,10 @@
 """Words of quantized weights times inputs, on a thread's ordinary cores.
 
-A word holds four bytes or eight levels of four bits. On a GPU its numbers become pairs of float16, which are multiplied
-by pairs of inputs and added, eight of them, in float16; what follows is float32. Inputs are brought into range first:
-each 128 are multiplied by one power of two. A product is rounded by 2^-11 of itself, or 2^-28 of the largest possible
-among these (2^-19 of levels), whichever is more. In bfloat16 that is less than the rounding of the result, in float16
-up to three times as much.
+A word holds four bytes or eight levels of four bits. Its numbers become pairs of float16, which are multiplied by pairs
+of inputs and added, eight of them, in float16; what follows is float32. Inputs are brought into range first: each 128
+are multiplied by one power of two. A sum is rounded by 2^-11 of itself or 2^-28 of the largest possible, whichever is
+more. On average a result of many inputs is off by a third of what it is rounded by in bfloat16, and by up to two and a
+half times as much as in float16.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -12,19 +12,23 @@ up to three times as much.
 import triton
 import triton.language as tl
 
-from tandem.engine_core.kernels.fast_math import INTERPRETED
-
 NIBBLES, FLOATS, INTEGERS, BITS = 0, 1, 2, 3
 """What a word holds: levels of four bits in the order of `nibble_order`, numbers of float8 e4m3, signed bytes, or
 float8 for a GPU that does not know it."""
 
 _LEVELS_AS_PAIRS = """
     shr.u32 s, WORD, 8;
-    and.b32 p0, WORD, 0x000F000F;
-    and.b32 p1, WORD, 0x00F000F0;
-    and.b32 p2, s, 0x000F000F;
-    and.b32 p3, s, 0x00F000F0;"""
-"""The lowest bits of a float16 alone are a subnormal number: a level's 2^-24, or 2^-20 where it is 4 bits higher."""
+    lop3.b32 p0, WORD, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 p1, WORD, 0x00F000F0, 0x64006400, 0xEA;
+    lop3.b32 p2, s, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 p3, s, 0x00F000F0, 0x64006400, 0xEA;
+    mov.b32 s, 0x2C002C00;
+    add.rn.f16x2 p0, p0, FIRST;
+    fma.rn.f16x2 p1, p1, s, SECOND;
+    add.rn.f16x2 p2, p2, FIRST;
+    fma.rn.f16x2 p3, p3, s, SECOND;"""
+"""A level becomes the lowest bits of a float16 from 1024 on, where these count whole numbers, or the next four, which
+count by 16. What they are too large by is subtracted together with the zero point."""
 _FLOATS_AS_PAIRS = """
     mov.b32 {low, high}, WORD;
     cvt.rn.f16x2.e4m3x2 p0, low;
@@ -52,11 +56,14 @@ _BITS_AS_PAIRS = """
 def _sum_of_products(unpacked: str, pairs: int, words: int) -> tl.constexpr:
     """Return the code of the sum of some words' products.
 
-    It takes the words and then the inputs of each, in pairs. unpacked: makes p0, p1 and so on of WORD.
+    It takes the words, then the inputs of each in pairs, and last what is subtracted of levels (`word_sums`). unpacked:
+    makes p0, p1 and so on of WORD.
     """
+    after = 1 + words * (1 + pairs)
     lines = [".reg .b32 p0, p1, p2, p3, s, sum;", ".reg .b16 low, high;", ".reg .f32 f, g;"]
     for word in range(words):
-        lines.append(unpacked.replace("WORD", f"${1 + word}"))
+        own = unpacked.replace("WORD", f"${1 + word}")
+        lines.append(own.replace("FIRST", f"${after}").replace("SECOND", f"${after + 1}"))
         for pair in range(pairs):
             x = f"${1 + words + word * pairs + pair}"
             first = word == pair == 0
@@ -128,94 +135,69 @@ def _of_words(pairs, KIND: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def input_sums(vector, RUN: tl.constexpr, SPAN: tl.constexpr):
-    """Return the sums of inputs by which zero points count, [words / SPAN].
-
-    Four words divide 32 inputs among themselves, and have the same zero point. Each gets a fourth of these inputs' sum,
-    which takes less than the sums of their own. vector: float32; SPAN, RUN: as in `prepared`.
-    """
-    K: tl.constexpr = vector.shape[0]
-    sums = tl.reshape(tl.sum(tl.reshape(vector, [K // 32, 32]), 1) * 0.25, [K // (32 * RUN), 1, RUN])
-    sums = tl.reshape(tl.broadcast_to(sums, [K // (32 * RUN), 4, RUN]), [K // 8 // SPAN, SPAN])
-    return tl.sum(sums, 1)
-
-
-@triton.jit
 def prepared(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr):
     """Prepare float32 inputs for `word_sums`.
 
-    RUN: as in `_in_words`; SPAN: words that are scaled together. Returns the inputs, on a GPU pairs of float16 in
-    int32, each 128 multiplied by a power of two; and what the sums of each span's products are to be multiplied by,
-    [words / SPAN].
+    RUN: as in `_in_words`; SPAN: words that are scaled together; COUNT: `summed_words`. Returns the inputs in pairs of
+    float16, as int32, each 128 multiplied by a power of two; and what the sums of each span's products are to be
+    multiplied by, [words / SPAN].
     """
     K: tl.constexpr = vector.shape[0]
     SPANS: tl.constexpr = K // (8 if KIND == 0 else 4) // SPAN
-    if INTERPRETED:
-        low, high = tl.split(tl.reshape(vector, [K // 2, 2]))
-        x = tl.join(_in_words(low, KIND, RUN), _in_words(high, KIND, RUN))
-        return tl.reshape(x, [x.shape[0], x.shape[1] * 2]), tl.full([SPANS], 1.0, tl.float32)
-    else:
-        # The largest is made less than 2^TOP, so that no sum exceeds float16's range.
-        TOP: tl.constexpr = 15 if KIND == 0 else 4 if KIND == 1 else 5 if KIND == 2 else 12
-        UNIT: tl.constexpr = 2.0**24 if KIND == 0 else 256.0 if KIND == 3 else 1.0
-        BLOCK: tl.constexpr = min(_SHARING, K)
-        blocks = tl.reshape(vector, [K // BLOCK, BLOCK])
-        # As float32 stores it, where 127 stands for 0; at least 16, so that both powers of two below exist.
-        exponent = tl.maximum(tl.max(tl.abs(blocks), 1).to(tl.int32, bitcast=True) >> 23, 16)
-        factor = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
-        back = ((exponent - (TOP - 1)) << 23).to(tl.float32, bitcast=True) * UNIT
-        low, high = tl.split(tl.reshape(blocks * factor[:, None], [K // 2, 2]))
-        if KIND == 0:
-            # Every second pair of a word is multiplied by levels that stand 4 bits higher.
-            lower = tl.where(tl.arange(0, K // 2) // 4 % 2 == 0, 1.0, 0.0625)
-            low *= lower
-            high *= lower
-        pairs = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
-        back = tl.reshape(tl.broadcast_to(back[:, None], [K // BLOCK, SPANS * BLOCK // K]), [SPANS])
-        return _of_words(_in_words(pairs, KIND, RUN), KIND, COUNT), back
+    # The largest input is made less than 2^TOP, so that no sum of eight products exceeds float16's range.
+    TOP: tl.constexpr = 7 if KIND == 0 else 4 if KIND == 1 else 5 if KIND == 2 else 12
+    BACK: tl.constexpr = TOP - 1 - (8 if KIND == 3 else 0)
+    BLOCK: tl.constexpr = min(_SHARING, K)
+    blocks = tl.reshape(vector, [K // BLOCK, BLOCK])
+    # As float32 stores it, where 127 stands for 0; at least 16, so that both powers of two below exist.
+    exponent = tl.maximum(tl.max(tl.abs(blocks), 1).to(tl.int32, bitcast=True) >> 23, 16)
+    factor = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    back = ((exponent - BACK) << 23).to(tl.float32, bitcast=True)
+    low, high = tl.split(tl.reshape(blocks * factor[:, None], [K // 2, 2]))
+    pairs = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    back = tl.reshape(tl.broadcast_to(back[:, None], [K // BLOCK, SPANS * BLOCK // K]), [SPANS])
+    return _of_words(_in_words(pairs, KIND, RUN), KIND, COUNT), back
 
 
 @triton.jit
-def _interpreted_sums(words, x, KIND: tl.constexpr, COUNT: tl.constexpr):
-    NUMBERS: tl.constexpr = x.shape[1]
-    number = tl.arange(0, NUMBERS)
-    if KIND == 0:
-        # Those of a pair are four places apart.
-        stored = (words[:, :, None] >> (4 * (number // 2 + number % 2 * 4))[None, None, :]) & 15
-        numbers = stored.to(tl.float32)
+def _repeated(x, TIMES: tl.constexpr):
+    """Repeat each element of the last dimension of [ROWS, N]."""
+    if TIMES == 1:
+        return x
     else:
-        stored = ((words[:, :, None] >> (8 * number)[None, None, :]) & 255).to(tl.uint8)
-        numbers = stored.to(tl.int8 if KIND == 2 else tl.float8e4nv, bitcast=True).to(tl.float32)
-    products = numbers * x[None, :, :]
-    return tl.sum(tl.reshape(products, [words.shape[0], words.shape[1] // COUNT, COUNT * NUMBERS]), 2)
+        wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], TIMES])
+        return tl.reshape(wide, [x.shape[0], x.shape[1] * TIMES])
 
 
 @triton.jit
-def word_sums(words, x, KIND: tl.constexpr, COUNT: tl.constexpr):
+def word_sums(words, x, zeros, KIND: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr):
     """Return the sums of each COUNT words' products with their inputs.
 
-    words: [ROWS, words] int32; x: from `prepared`; COUNT: `summed_words`. Returns [ROWS, words / COUNT] float32.
+    words: [ROWS, words] int32; x: from `prepared`; zeros: of levels the zero point of each span, [ROWS, words / SPAN]
+    uint8, at most 63; SPAN, COUNT: as in `prepared`. Returns [ROWS, words / COUNT] float32.
     """
     ROWS: tl.constexpr = words.shape[0]
-    if INTERPRETED:
-        return _interpreted_sums(words, x, KIND, COUNT)
-    elif COUNT == 1:
-        a, b, c, d = x
-        given = [words, a[None, :], b[None, :], c[None, :], d[None, :]]
-        return tl.inline_asm_elementwise(_NIBBLE_CODE, "=f,r,r,r,r,r", given, tl.float32, True, 1)
-    else:
-        a, b, c, d, e, f, g, h = x
-        inputs = [a[None, :], b[None, :], c[None, :], d[None, :], e[None, :], f[None, :], g[None, :], h[None, :]]
-        if KIND == 0:
-            first, second = tl.split(tl.reshape(words, [ROWS, words.shape[1] // 2, 2]))
-            given = [first, second]
-            given += inputs
-            return tl.inline_asm_elementwise(_NIBBLES_CODE, "=f,r,r,r,r,r,r,r,r,r,r", given, tl.float32, True, 1)
+    if KIND == 0:
+        # Minus 1024 and the zero point, and minus 64 and the zero point, twice each.
+        zeros = zeros.to(tl.int32)
+        first = _repeated(zeros * 0x00010001 + tl.cast(0xE400E400 - (1 << 32), tl.int32), SPAN // COUNT)
+        second = _repeated(zeros * 0x00100010 + tl.cast(0xD400D400 - (1 << 32), tl.int32), SPAN // COUNT)
+        if COUNT == 1:
+            a, b, c, d = x
+            given = [words, a[None, :], b[None, :], c[None, :], d[None, :], first, second]
+            return tl.inline_asm_elementwise(_NIBBLE_CODE, "=f,r,r,r,r,r,r,r", given, tl.float32, True, 1)
         else:
-            CODE: tl.constexpr = _FLOATS_CODE if KIND == 1 else _INTEGERS_CODE if KIND == 2 else _BITS_CODE
-            even, odd = tl.split(tl.reshape(words, [ROWS, words.shape[1] // 4, 2, 2]))
-            first, third = tl.split(even)
-            second, fourth = tl.split(odd)
-            given = [first, second, third, fourth]
-            given += inputs
-            return tl.inline_asm_elementwise(CODE, "=f,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.float32, True, 1)
+            a, b, c, d, e, f, g, h = x
+            left, right = tl.split(tl.reshape(words, [ROWS, words.shape[1] // 2, 2]))
+            given = [left, right, a[None, :], b[None, :], c[None, :], d[None, :]]
+            given += [e[None, :], f[None, :], g[None, :], h[None, :], first, second]
+            return tl.inline_asm_elementwise(_NIBBLES_CODE, "=f,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.float32, True, 1)
+    else:
+        CODE: tl.constexpr = _FLOATS_CODE if KIND == 1 else _INTEGERS_CODE if KIND == 2 else _BITS_CODE
+        a, b, c, d, e, f, g, h = x
+        even, odd = tl.split(tl.reshape(words, [ROWS, words.shape[1] // 4, 2, 2]))
+        word0, word2 = tl.split(even)
+        word1, word3 = tl.split(odd)
+        given = [word0, word1, word2, word3, a[None, :], b[None, :], c[None, :], d[None, :]]
+        given += [e[None, :], f[None, :], g[None, :], h[None, :]]
+        return tl.inline_asm_elementwise(CODE, "=f,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.float32, True, 1)
