@@ -29,7 +29,7 @@ LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 64, 4: 128}, {16: 128, 8: 256, 4: 51
 Fewer wait too often, more spill from its registers.
 """
 WARPS, WIDE_WARPS = (1, 2, 4, 8), (2, 4, 8, 16)
-"""Warps of programs that take inputs in steps, and of those that hold whole rows."""
+"""Warps of programs that may take inputs in steps, and of those that hold more than a step."""
 PROGRAMS = 4
 """Most programs that a split-K product has for each multiprocessor when its inputs are divided: all that fit side by
 side, with 128 registers for each of 128 threads."""

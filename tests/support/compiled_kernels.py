@@ -236,6 +236,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
         yield list(products_of_bytes(gpu, rows, 4096, 4096))[-1]
     for rows in (1, 16):
         yield from nibble_products(gpu, rows, 3072, 2048, (True,))
+    yield list(nibble_products(gpu, 1, 3072, 2048, (False,), group=32))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     yield from decodes_before_products(gpu)
     yield from rotating_decodes(gpu)

@@ -132,28 +132,29 @@ def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
 
 
 def nibble_products(
-    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
-) -> Iterator[Launch]:  # fmt: skip
+    gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH, group: int = 128
+) -> Iterator[Launch]:
     """The products that the choosers take for a weight of four bits, plain and gated.
 
     Those of one row come with an order of the inputs too, and with a norm.
     """
     x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
-    scales = torch.empty(inputs // 128, outputs)
+    scales = torch.empty(inputs // group, outputs)
     stored = (words, scales.t(), torch.empty(scales.shape, dtype=torch.uint8).t(), None)
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
     order = torch.zeros(inputs, dtype=torch.int32)
     for gated in gates:
         chooser, activation = (choose_nibbles_gated, Activation.SILU) if gated else (choose_nibbles, None)
-        plan = chooser(rows, outputs // (1 + gated), inputs, 128, gpu)
+        plan = chooser(rows, outputs // (1 + gated), inputs, group, gpu)
         if isinstance(plan, SplitKPlan):
             call = (x, *stored, plan, *space, activation, gpu.pdl)
             yield lambda call=call: nibble_splitk(*call)
         elif isinstance(plan, GemvPlan):
-            whole = choose_nibbles_normed(outputs // (1 + gated), inputs, 128, gated, gpu)
+            whole = choose_nibbles_normed(outputs // (1 + gated), inputs, group, gated, gpu, ordered=True)
             if whole is not None:
                 normed = (x, *stored, whole, activation, gpu.pdl, x[0], 1e-5, x, x[0], order)
                 yield lambda normed=normed: word_gemv(*normed)
-            call = (x, *stored, plan, activation, gpu.pdl)
-            yield lambda call=call: word_gemv(*call, order=order)
-            yield lambda call=call: word_gemv(*call)
+            for given in (order, None):
+                plan = chooser(1, outputs // (1 + gated), inputs, group, gpu, given is not None)
+                call = (x, *stored, plan, activation, gpu.pdl)
+                yield lambda call=call, given=given: word_gemv(*call, order=given)

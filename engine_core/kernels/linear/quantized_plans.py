@@ -193,11 +193,11 @@ def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTra
     """
     if not run_of(inputs, group):
         return None
-    if rows == 1 and ordered and inputs <= MAX_NORM:
-        return _whole_nibbles(inputs, group, gated=False)
     if rows == 1:
         rule = GemvPlan(_height(8, inputs, group), min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
-        return _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu)
+        if ordered and inputs <= MAX_NORM:
+            rule = _whole_nibbles(inputs, group, gated=False)
+        return rule if ordered else _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
 
@@ -247,10 +247,10 @@ def _in_short_groups(inputs: int, group: int) -> bool:
 
 
 def _height(rows: int, inputs: int, group: int) -> int:
-    """Halve a tile's rows where scales of short groups would not fit the registers.
+    """Halve a tile's rows where short groups have many scales.
 
-    By the assembler for sm_90 eight rows of 4,096 inputs take 247 registers with groups of 32 or 64, four 125; with
-    groups of 128 eight take 121.
+    More programs run side by side then. By the assembler for sm_90 a thread takes 182 registers with eight rows of
+    4,096 inputs and groups of 32 or 64, and 128 with four; with groups of 128 it takes 168 and 96.
     """
     return rows // 2 if _in_short_groups(inputs, group) else rows
 

@@ -3,8 +3,8 @@
 A word holds four bytes or eight levels of four bits. Its numbers become pairs of float16, which are multiplied by pairs
 of inputs and added, eight of them, in float16; what follows is float32. Inputs are brought into range first: each 128
 are multiplied by one power of two. A sum is rounded by 2^-11 of itself or 2^-28 of the largest possible, whichever is
-more. On average a result of many inputs is off by a third of what it is rounded by in bfloat16, and by up to two and a
-half times as much as in float16.
+more. A result of many inputs is off by less than half of its rounding in bfloat16, and up to three times its rounding
+in float16.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806

@@ -69,6 +69,8 @@ def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits:
         by_size.setdefault(plan.block_k, set()).add(plan.tiles)
     assert by_size[2048] == by_size[4096] == {1}
     assert by_size[16384] >= {1, 2, 4}
+    assert {plan.rows for plan in plans if isinstance(plan, GemvPlan)} == ({2, 4, 8, 16} if bits == 4 else {2, 4, 8})
+    assert 16 in {plan.warps for plan in plans if isinstance(plan, GemvPlan) and plan.block_k == 16384}
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

@@ -116,6 +116,24 @@ def test_one_row_with_an_order_and_its_norm_take_one_launch(device: str, monkeyp
     assert (kernel.options["ORDERED"], kernel.options["MODE"]) == (True, 2)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_row_with_an_order_has_plans_of_its_own(
+    ordered: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = linears(72, ordered, device)
+    kernel, tiles = LaunchedKernel(), []
+    monkeypatch.setattr(word_gemv, "word_gemv_kernel", kernel)
+    x = torch.zeros(1, INPUTS, device=device, dtype=torch.float16)
+    for launch in (
+        lambda: found.apply(x),
+        lambda: found.apply_gated(x, Activation.SILU),
+        lambda: found.apply_normed(x, x, RMSNorm(x[0], 1e-5, found.kernels), Activation.SILU),
+    ):
+        launch()
+        tiles.append(kernel.options["TILES"])
+    assert tiles == ([2, 10, 10] if ordered else [1, 4, 4])
+
+
 def test_one_row_in_float32_is_not_rounded_to_float16(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, plain = linears(72, False, device)
     kernel = LaunchedKernel()
