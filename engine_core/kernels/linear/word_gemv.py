@@ -83,8 +83,8 @@ def current_scales(
     """Return the scales of a step of a tile, before its products are made.
 
     Those of levels are what `load_tile` gave, those of bytes are loaded here: of blocks, [1, spans], or of rows,
-    [ROWS]. They are not loaded a tile ahead: the registers to hold them would leave room for one program less beside
-    others.
+    [ROWS]. A tile ahead, those of blocks took registers for which one program less ran beside others: a step of
+    Llama-3.1-8B took an H200 9 % longer than with scales of rows.
     """
     if KIND == 0:
         return scales
@@ -166,11 +166,11 @@ def word_gemv_kernel(
 ):
     """Multiply one row by a transposed weight, with optional fused steps.
 
-    x: [K]; word: int32, [N, K / 8] of levels or [N, K / 4] of bytes ([2 N, ..] with an ACTIVATION, gate first); KIND:
-    as in `word_products`; GROUP: inputs that share a scale, 0 if all of a row do; scale, zero: of levels [K / GROUP,
-    N], float32 and uint8; scale of bytes: [N], or of each block of 16 x GROUP, [rows / 16, K / GROUP], where ROWS
-    divides 16; order, if ORDERED: input of each column of the weight, [K] int32; y: [N]; the rest as in
-    `gemv.gemv_kernel`.
+    x: [K]; word: int32, [N, K / 8] of levels or [N, K / 4] of bytes ([2 N, ..] with an ACTIVATION, gate first); KIND,
+    RUN, SPAN, COUNT: as in `word_products.prepared`; GROUP: inputs that share a scale, 0 if all of a row do; scale,
+    zero: of levels [K / GROUP, N], float32 and uint8; scale of bytes: [N], or of each block of 16 x GROUP, [rows / 16,
+    K / GROUP], where ROWS divides 16; order, if ORDERED: input of each column of the weight, [K] int32; y: [N]; the
+    rest as in `gemv.gemv_kernel`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
