@@ -100,13 +100,13 @@ def test_an_input_that_dwarfs_the_others_costs_rows_that_it_cancels_in_nothing(k
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", ["lowest", "highest"])
-@pytest.mark.parametrize("size", [2.0**-50, 2.0**-100, 2.0**100, 1.0])
+@pytest.mark.parametrize("size", [2.0**-100, 1.0, 2.0**100])
 def test_the_largest_sums_do_not_leave_float16s_range(kind: str, end: str, size: float, device: str) -> None:
     """All inputs are just below a power of two, and weights at one end of their range."""
     given, number = constant(kind, end, device)
     x = torch.full((1, INPUTS), (1 - 2.0**-8) * size, device=device, dtype=torch.bfloat16)
     exact = torch.full((OUTPUTS,), number * INPUTS * float(x[0, 0]), dtype=torch.float64, device=device)
-    for plan in PLANS:
+    for plan in PLANS[::2]:
         torch.testing.assert_close(product(x.float(), given, plan), exact, atol=0, rtol=2**-8)
 
 
