@@ -109,7 +109,7 @@ def _gemvs(key: ProductKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
     for block_k in sizes:
         for rows in _heights(key):
             for tiles in _tiles(key, block_k, rows, gpu):
-                for warps in WARPS if in_steps and block_k < 2 * steps[-1] else WIDE_WARPS:
+                for warps in WARPS if in_steps and block_k <= steps[-1] else WIDE_WARPS:
                     columns = block_k if in_steps else ceil_div(key.inputs, block_k) * block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
                     if LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]:

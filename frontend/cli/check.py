@@ -117,7 +117,9 @@ def _print(command: str, found: Findings) -> int:
         print(f"{name:<18}{text}")
     problems, warnings = _counted("problem", found.problems), _counted("warning", found.warnings)
     verdict = f"would not start: {problems}" if problems else "would start"
-    print(f"tandem {command} {verdict}{f', with {warnings}' if warnings and not problems else ''}")
+    if warnings and not problems:
+        verdict += f", with {warnings}"
+    print(f"tandem {command} {verdict}")
     return ExitCode.CONFIG if problems else ExitCode.OK
 
 

@@ -197,7 +197,7 @@ def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTra
         rule = GemvPlan(_height(8, inputs, group), min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         if ordered and inputs <= MAX_NORM:
             rule = _whole_nibbles(inputs, group, gated=False)
-        return rule if ordered else _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu)
+        return _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu, ordered)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
 
@@ -210,7 +210,7 @@ def choose_nibbles_gated(rows: int, width: int, inputs: int, group: int, gpu: Gp
         return None
     if rows == 1 and inputs <= MAX_NORM:
         rule = _whole_nibbles(inputs, group, gated=True, ordered=ordered)
-        return rule if ordered else _one_row(ProductKey("gated", 4, width, inputs, 1), rule, group, gpu)
+        return _one_row(ProductKey("gated", 4, width, inputs, 1), rule, group, gpu, ordered)
     return _splitk(rows, width, inputs, gpu, gated=True, bits=4, group=group)
 
 
@@ -226,15 +226,15 @@ def choose_nibbles_normed(
         return None
     operation: Operation = "normed_gated" if gated else "normed"
     rule = _whole_nibbles(inputs, group, gated=gated, ordered=ordered)
-    return rule if ordered else _one_row(ProductKey(operation, 4, outputs, inputs, 1), rule, group, gpu)
+    return _one_row(ProductKey(operation, 4, outputs, inputs, 1), rule, group, gpu, ordered)
 
 
-def _one_row(key: ProductKey, rule: GemvPlan, group: int, gpu: GpuTraits) -> GemvPlan:
+def _one_row(key: ProductKey, rule: GemvPlan, group: int, gpu: GpuTraits, ordered: bool) -> GemvPlan:
     """Return a measured plan, or the rule's.
 
-    Plans are measured with groups of 128, and not taken for shorter ones.
+    Plans are measured with groups of 128 and without an order, and not taken for shorter groups or with one.
     """
-    found = rule if _in_short_groups(key.inputs, group) else gpu.tiles.product(key, rule)
+    found = rule if ordered or _in_short_groups(key.inputs, group) else gpu.tiles.product(key, rule)
     return found if isinstance(found, GemvPlan) else rule
 
 
