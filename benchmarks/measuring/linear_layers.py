@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.norm import RMSNorm
@@ -15,6 +16,8 @@ from tandem.engine_core.loader.slots import WeightSlot
 Name: TypeAlias = Literal["qkv", "o", "gate_up", "down", "head"]
 Shape: TypeAlias = tuple[int, int]
 """Outputs and inputs of a map."""
+Update: TypeAlias = Tensor | ByteRows
+"""What a product returns; before the last of a layer, what the gate rounded."""
 PRODUCTS: tuple[Name, ...] = ("qkv", "o", "gate_up", "down")
 """The maps of a layer, in order."""
 EPS = 1e-5
@@ -69,44 +72,52 @@ class LinearLayers:
         """All maps."""
         return [linear for layer in self.maps for linear in layer.values()] + ([self.head] if self.head else [])
 
-    def step(self, update: Tensor, residual: Tensor) -> Tensor:
+    def step(self, update: Update, residual: Tensor) -> Update:
         """Run all products of a step, with what is between them but attention.
 
         update, residual: [rows, hidden].
         """
-        x, stream = update, residual
+        x: Update = update
+        stream = residual
         for layer in self.maps:
             for name in PRODUCTS:
                 x, stream = self.run(name, layer, x, stream)
-        return x if self.head is None else self.head.apply_normed(x, stream, self.norm)[0]
+        if self.head is None:
+            return x
+        assert isinstance(x, Tensor)
+        return self.head.apply_normed(x, stream, self.norm)[0]
 
-    def run(self, name: Name, layer: Mapping[Name, LinearWeights], x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, name: Name, layer: Mapping[Name, LinearWeights], x: Update, stream: Tensor) -> tuple[Update, Tensor]:
         """Run one product of a layer, with what is between it and the one before.
 
         x: what the product before it returned. Returns the product and the residual stream.
         """
         rows = stream.shape[0]
+        if isinstance(x, ByteRows):
+            return layer["down"].apply_quantized(x), stream
         if name == "o":
             # Attention's output has as many elements as there are queries.
             inputs = self.shapes["o"][1]
             return layer["o"].apply(x.view(-1)[: rows * inputs].view(rows, inputs)), stream
-        to = layer["down"].input_format(rows)
-        if name == "down" and to is None:
-            return layer["down"].apply(x), stream
         if name == "down":
-            return layer["down"].apply_quantized(self.context.kernels.quantized_gate(x, Activation.SILU, to)), stream
-        activation = Activation.SILU if name == "gate_up" and to is None else None
-        return layer[name].apply_normed(x, stream, self.norm, activation)
+            return layer["down"].apply(x), stream
+        to = layer["down"].input_format(rows)
+        if name == "gate_up" and to is not None:
+            return layer["gate_up"].apply_normed_to_bytes(x, stream, self.norm, Activation.SILU, to)
+        return layer[name].apply_normed(x, stream, self.norm, Activation.SILU if name == "gate_up" else None)
 
-    def inputs_of(self, name: Name, rows: int) -> tuple[Tensor, Tensor]:
+    def inputs_of(self, name: Name, rows: int) -> tuple[Update, Tensor]:
         """Return inputs of a product for `run`, and a residual stream."""
         before: Mapping[Name, Name] = {"o": "qkv", "down": "gate_up"}
         width = self.shapes["qkv"][1]
         if name in before:
             width = self.shapes[before[name]][0]
-        if name == "down" and self.maps[0]["down"].input_format(rows) is None:
-            width //= 2
-        return self._random(rows, width), self._random(rows, self.shapes["qkv"][1])
+        x, stream = self._random(rows, width), self._random(rows, self.shapes["qkv"][1])
+        if name != "down":
+            return x, stream
+        to = self.maps[0]["down"].input_format(rows)
+        hidden = x[:, : width // 2].contiguous()
+        return hidden if to is None else self.context.kernels.quantize(hidden, to), stream
 
     def _random(self, rows: int, width: int) -> Tensor:
         return torch.randn(rows, width, device=self.context.device, dtype=self.context.dtype)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from benchmarks.measuring.graph_timing import graph_seconds
 from benchmarks.measuring.linear_layers import LinearLayers, Name
@@ -73,7 +74,9 @@ def run_product(layer: LayerKey, name: Name, plans: LayerPlans, gpu: GpuTraits, 
     take_plans(layers, plans, gpu)
     if name == "head":
         assert layers.head is not None
-        layers.head.apply_normed(*layers.inputs_of(name, layer.rows), layers.norm)
+        update, stream = layers.inputs_of(name, layer.rows)
+        assert isinstance(update, Tensor)
+        layers.head.apply_normed(update, stream, layers.norm)
     else:
         layers.run(name, layers.maps[0], *layers.inputs_of(name, layer.rows))
 

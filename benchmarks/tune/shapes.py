@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeAlias
 from benchmarks.measuring.linear_layers import Name, Shape
 from benchmarks.tune.candidates import GROUP, chosen
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.linear.quantized_plans import rounds_inputs
+from tandem.engine_core.kernels.linear.quantized_plans import choose_gated_bytes, rounds_inputs
+from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.table import (
     ByteProductKey,
     DecodeKey,
@@ -89,7 +90,24 @@ def product_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
 
     They are in tuning order.
     """
-    return {name: _product_key(layer, name, gpu) for name in TUNING_ORDER if name in layer.shapes}
+    return {
+        name: _product_key(layer, name, gpu)
+        for name in TUNING_ORDER
+        if name in layer.shapes and not (name == "gate_up" and _rounds_gate(layer, gpu))
+    }
+
+
+def _rounds_gate(layer: LayerKey, gpu: GpuTraits) -> bool:
+    """Return whether gate and rounding are part of the product.
+
+    The rule alone chooses its plan.
+    """
+    scheme = FORMATS[layer.format]
+    if not isinstance(scheme, ByteScheme) or scheme.activations is Activations.UNQUANTIZED:
+        return False
+    group = 128 if scheme.block is not None else KNOWN if scheme.activations is Activations.STATIC else WHOLE
+    fused = choose_gated_bytes(layer.rows, layer.width, layer.hidden, group, gpu) is not None
+    return fused and rounds_inputs(layer.rows, scheme.kind, gpu)
 
 
 def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:

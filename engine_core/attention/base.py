@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.attention.rotation import Rotation
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.page_table import PageTable
 
 
@@ -87,6 +88,32 @@ class RotatingStep(Protocol):
         """
 
 
+class RoundingStep(Protocol):
+    """The attention of a step that can round its result for the product that follows."""
+
+    def rounds(self, to: ByteFormat, head_dim: int) -> bool:
+        """Return whether it can round to a format.
+
+        No scale may depend on more than a head.
+        """
+
+    def run_to_bytes(
+        self,
+        heads: Tensor,
+        rotation: Rotation | None,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerAttention,
+        scales: Tensor | None,
+        to: ByteFormat,
+    ) -> ByteRows:
+        """Attend, and return the result in one byte, [T, heads * head_dim].
+
+        heads: the query of `AttentionStep.run`, or with a rotation the heads of `RotatingStep.run_rotating`; to: a
+        format that it rounds to.
+        """
+
+
 class AttentionPlanner(Protocol):
     """Planner of the attention of steps with rows of any lengths."""
 
@@ -161,3 +188,5 @@ class ForwardBatch:
     """The attention of this step."""
     rotating: RotatingStep | None = None
     """The same where it rotates the heads itself. None: a kernel before it does."""
+    rounding: RoundingStep | None = None
+    """The same where it can round its result. None: a kernel after it does."""

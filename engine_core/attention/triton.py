@@ -22,14 +22,16 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
 )
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.quantize import KNOWN, group_of
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """An `AttentionStep` and a `RotatingStep` of one query per row.
+    """An `AttentionStep`, `RotatingStep` and `RoundingStep` of one query per row.
 
     A captured graph keeps reading its tensors.
     """
@@ -61,8 +63,12 @@ class DecodeStep:
         out: memory for the result, shaped like query, given where `paged_prefill` is to run beside it; scratch: as in
         `paged_decode`.
         """
-        plan = choose_plan(query.shape[2], len(query) * keys.shape[1], query.dtype, keys.dtype, self.gpu)
-        return self._run(plan, query, query.shape[1], keys, values, layer, scales, out=out, scratch=scratch)
+        plan, heads = self._plan(query, keys)
+        return self._run(plan, query, heads, keys, values, layer, scales, out=out, scratch=scratch)
+
+    def _plan(self, query: Tensor, keys: Tensor) -> tuple[DecodePlan, int]:
+        rows, heads, head_dim = query.shape
+        return choose_plan(head_dim, rows * keys.shape[1], query.dtype, keys.dtype, self.gpu), heads
 
     def rotates(self, keys: Tensor) -> bool:
         """Return whether this step had better rotate the heads of its tokens.
@@ -84,9 +90,34 @@ class DecodeStep:
         scales: Tensor | None = None,
     ) -> Tensor:
         """Implement `RotatingStep.run_rotating`."""
+        plan, heads = self._plan_rotating(qkv, keys)
+        return self._run(plan, qkv, heads, keys, values, layer, scales, rotation=rotation)
+
+    def _plan_rotating(self, qkv: Tensor, keys: Tensor) -> tuple[DecodePlan, int]:
+        """Return the plan of a step that rotates, and the number of query heads."""
         (rows, all_heads, head_dim), kv_heads = qkv.shape, keys.shape[1]
         plan = self._rotating_plan(keys) or choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
-        return self._run(plan, qkv, all_heads - 2 * kv_heads, keys, values, layer, scales, rotation=rotation)
+        return plan, all_heads - 2 * kv_heads
+
+    def rounds(self, to: ByteFormat, head_dim: int) -> bool:
+        """Implement `RoundingStep.rounds`."""
+        return group_of(to) in (KNOWN, head_dim)
+
+    def run_to_bytes(
+        self,
+        heads: Tensor,
+        rotation: Rotation | None,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerAttention,
+        scales: Tensor | None,
+        to: ByteFormat,
+    ) -> ByteRows:
+        """Implement `RoundingStep.run_to_bytes`."""
+        plan, count = self._plan_rotating(heads, keys) if rotation is not None else self._plan(heads, keys)
+        rounded = empty_byte_rows(len(heads), count * heads.shape[2], heads.dtype, to, heads.device)
+        self._run(plan, heads, count, keys, values, layer, scales, rotation=rotation, rounded=rounded)
+        return rounded
 
     def _run(
         self,
@@ -101,6 +132,7 @@ class DecodeStep:
         out: Tensor | None = None,
         scratch: tuple[Tensor, Tensor] | None = None,
         rotation: Rotation | None = None,
+        rounded: ByteRows | None = None,
     ) -> Tensor:
         plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
         return paged_decode(
@@ -117,6 +149,7 @@ class DecodeStep:
             scales=scales,
             spares=self.spares,
             rotation=rotation,
+            rounded=rounded,
         )
 
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:

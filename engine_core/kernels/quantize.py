@@ -23,6 +23,28 @@ GROUP_BLOCK = 1024
 
 
 @triton.jit
+def scale_of(largest, dtype: tl.constexpr):
+    """Return the scale that brings the largest number to the top of a dtype.
+
+    largest: of the absolute numbers; dtype: of one byte.
+    """
+    TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
+    # Zeros alone would divide by zero.
+    return larger(largest / TOP, 1.1754943508222875e-38)
+
+
+@triton.jit
+def rounded_bytes(quotient, dtype: tl.constexpr):
+    """Round float32 numbers to a dtype of one byte, those past its top to the top."""
+    TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
+    quotient = tl.minimum(larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
+    if dtype.is_int():
+        # Adding 1.5 * 2^23 leaves no bits behind the point; ties go to the even number, as in torch.
+        quotient = (quotient + 12582912.0) - 12582912.0
+    return quotient.to(dtype)
+
+
+@triton.jit
 def store_bytes(
     values_ptr,
     scales_ptr,
@@ -41,26 +63,67 @@ def store_bytes(
     """
     offs = first + tl.arange(0, BLOCK)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
-    TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
     if GROUP == -1:
         quotient = numbers / tl.load(scales_ptr)
     elif GROUP == 0:
-        # Zeros alone would divide by zero.
-        scale = larger(tl.reduce(tl.abs(numbers), 0, larger) / TOP, 1.1754943508222875e-38)
+        scale = scale_of(tl.reduce(tl.abs(numbers), 0, larger), dtype)
         tl.store(scales_ptr + row, scale)
         quotient = numbers / scale
     else:
         GROUPS: tl.constexpr = BLOCK // GROUP
         grouped = tl.reshape(numbers, [GROUPS, GROUP])
-        scale = larger(tl.reduce(tl.abs(grouped), 1, larger) / TOP, 1.1754943508222875e-38)
+        scale = scale_of(tl.reduce(tl.abs(grouped), 1, larger), dtype)
         group = first // GROUP + tl.arange(0, GROUPS)
         tl.store(scales_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=group < width // GROUP)
         quotient = tl.reshape(grouped / scale[:, None], [BLOCK])
-    quotient = tl.minimum(larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
-    if dtype.is_int():
-        # Adding 1.5 * 2^23 leaves no bits behind the point; ties go to the even number, as in torch.
-        quotient = (quotient + 12582912.0) - 12582912.0
-    tl.store(values_ptr + row * width + offs, quotient.to(dtype), mask=offs < width)
+    tl.store(values_ptr + row * width + offs, rounded_bytes(quotient, dtype), mask=offs < width)
+
+
+@triton.jit
+def store_byte_tile(
+    values_ptr, scales_ptr, offs_m, first, numbers, M, width, scale_stride, GROUP: tl.constexpr
+):  # fmt: skip
+    """Do what `store_bytes` does for parts of several rows.
+
+    The scale is known, or each row's part is a group.
+    numbers: [rows, columns] float32, of rows `offs_m`, of which M exist; first: column of the first.
+    """
+    columns = first + tl.arange(0, numbers.shape[1])
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    if GROUP == -1:
+        quotient = numbers / tl.load(scales_ptr)
+    else:
+        scale = scale_of(tl.reduce(tl.abs(numbers), 1, larger), dtype)
+        tl.store(scales_ptr + (first // GROUP).to(tl.int64) * scale_stride + offs_m, scale, mask=offs_m < M)
+        quotient = numbers / scale[:, None]
+    places = values_ptr + offs_m.to(tl.int64)[:, None] * width + columns[None, :]
+    mask = (offs_m < M)[:, None] & (columns < width)[None, :]
+    tl.store(places, rounded_bytes(quotient, dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _finish_rows_kernel(
+    values_ptr,
+    scales_ptr,
+    x_ptr,
+    maxima_ptr,
+    width,
+    tiles,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.arange(0, TILES)
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    wait_for_previous(PDL)
+    numbers = tl.load(x_ptr + row * width + offs, mask=offs < width, other=0.0).to(tl.float32)
+    maxima = tl.load(maxima_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+    scale = scale_of(tl.reduce(maxima, 0, larger), dtype)
+    if tl.program_id(1) == 0:
+        tl.store(scales_ptr + row, scale)
+    tl.store(values_ptr + row * width + offs, rounded_bytes(numbers / scale, dtype), mask=offs < width)
 
 
 @triton.jit
@@ -128,6 +191,27 @@ def quantize(x: Tensor, to: ByteFormat, pdl: bool = False) -> ByteRows:
         rows.values.shape[0],
         BLOCK=block,
         GROUP=group,
+        PDL=pdl,
+        num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return rows
+
+
+def quantize_by_maxima(x: Tensor, maxima: Tensor, to: ByteFormat, pdl: bool = False) -> ByteRows:
+    """Round rows with a scale each, whose largest numbers are known.
+
+    Several programs share a row, for which `quantize` has one. x: [T, inputs], contiguous; maxima: [T, tiles] float32,
+    the largest absolute numbers of tiles of columns. Oracle: `reference.byte_rows.quantize`.
+    """
+    (count, inputs), tiles = x.shape, maxima.shape[1]
+    assert group_of(to) == WHOLE and x.is_contiguous() and maxima.is_contiguous() and len(maxima) == count
+    rows = empty_byte_rows(count, inputs, x.dtype, to, x.device)
+    block, warps = row_block(inputs, KNOWN)
+    _finish_rows_kernel[(count, triton.cdiv(inputs, block))](
+        *(rows.values, rows.scales, x, maxima, inputs, tiles),
+        BLOCK=block,
+        TILES=triton.next_power_of_2(tiles),
         PDL=pdl,
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),

@@ -14,26 +14,36 @@ from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
 
 
-def rotate_and_attend(
+def attend_and_project(
     qkv: Tensor,
     rotation: Rotation,
     batch: ForwardBatch,
     keys: Tensor,
     values: Tensor,
     layer: LayerAttention,
+    output: LinearWeights,
     kernels: KernelSet,
     scales: Tensor | None,
 ) -> Tensor:
-    """Rotate the heads of a batch, store its keys and values, and attend.
+    """Rotate the heads of a batch, attend, and multiply by the output projection.
 
-    Some steps do it all in one kernel. qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in
-    `Attention.__call__`. Returns [T, heads, head_dim].
+    Its keys and values are stored.
+    Some steps do all but the last in one kernel, which rounds what the projection takes in one byte. qkv: [T, heads + 2
+    * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T, hidden].
     """
-    if batch.rotating is not None:
-        return batch.rotating.run_rotating(qkv, rotation, keys, values, layer, scales)
-    cos, sin, slots, q_norm, k_norm, eps = rotation
-    query = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
-    return batch.attention.run(query, keys, values, layer, scales)
+    tokens, _, head_dim = qkv.shape
+    heads, turning, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.rotating, rotation
+    if turning is None:
+        heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
+    to, rounding = output.input_format(tokens), batch.rounding
+    if to is not None and rounding is not None and rounding.rounds(to, head_dim):
+        own = None if turning is None else rotation
+        return output.apply_quantized(rounding.run_to_bytes(heads, own, keys, values, layer, scales, to))
+    if turning is None:
+        attended = batch.attention.run(heads, keys, values, layer, scales)
+    else:
+        attended = turning.run_rotating(qkv, rotation, keys, values, layer, scales)
+    return output.apply(attended.reshape(tokens, -1))
 
 
 class Attention:
@@ -112,8 +122,8 @@ class Attention:
         rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
         if q_norm is not None and k_norm is not None:
             rotation = rotation._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
-        attended = rotate_and_attend(qkv, rotation, batch, keys, values, self.layer, self.kernels, scales)
-        return self.output.apply(attended.reshape(update.shape[0], -1)), residual
+        given = (qkv, rotation, batch, keys, values, self.layer, self.output, self.kernels, scales)
+        return attend_and_project(*given), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

@@ -58,6 +58,14 @@ class LinearWeights(Protocol):
         product's first half is a gate, and activation(gate) * rest, [T, outputs / 2], is returned in its place.
         """
 
+    def apply_normed_to_bytes(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ByteFormat
+    ) -> tuple[ByteRows, Tensor]:
+        """Do what `apply_normed` does with an activation, and round the result.
+
+        to: the format that the product behind the gate takes.
+        """
+
     def input_format(self, rows: int) -> ByteFormat | None:
         """Return the format of the inputs of a product of a number of rows.
 

@@ -47,8 +47,8 @@ class GatedMLP:
         if to is None:
             hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
             return self.down.apply(hidden), residual
-        gate_up, residual = self.gate_up.apply_normed(update, residual, norm)
-        return self.down.apply_quantized(self.kernels.quantized_gate(gate_up, self.activation, to)), residual
+        rows, residual = self.gate_up.apply_normed_to_bytes(update, residual, norm, self.activation, to)
+        return self.down.apply_quantized(rows), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

@@ -43,6 +43,13 @@ class UnfusedLinear(ABC):
         normed, stream = norm(x, residual)
         return (self.apply(normed) if activation is None else self.apply_gated(normed, activation)), stream
 
+    def apply_normed_to_bytes(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ByteFormat
+    ) -> tuple[ByteRows, Tensor]:
+        """Implement `LinearWeights.apply_normed_to_bytes` in separate launches."""
+        gate_up, stream = self.apply_normed(x, residual, norm)
+        return self.kernels.quantized_gate(gate_up, activation, to), stream
+
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up of the product, [T, outputs / 2].
 

@@ -15,7 +15,7 @@ from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.layers.attention import rotate_and_attend
+from tandem.engine_core.layers.attention import attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm
@@ -106,8 +106,8 @@ class Olmo2Attention:
         value = projected[:, width + kv_width :]
         qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
         rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
-        attended = rotate_and_attend(qkv, rotation, batch, keys, values, self.layer, self.kernels, scales)
-        return self.output.apply(attended.view(len(stream), -1)), stream
+        given = (qkv, rotation, batch, keys, values, self.layer, self.output, self.kernels, scales)
+        return attend_and_project(*given), stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""

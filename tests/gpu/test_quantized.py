@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 from tokenizers import Tokenizer
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.nibble_order import restored
@@ -28,6 +29,7 @@ from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
+from tandem.engine_core.layers.torch_linear import UnfusedLinear
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.quantization.nibbles import pack, unpack
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
@@ -135,6 +137,24 @@ def test_norm_and_gate_equal_separate_operations(name: str, activation: Activati
             expected, expected_total = plain(linear).apply_normed(x, stream, norm, activation)
             assert error(y, expected) < 2 * tolerance(SCHEMES[name], rows), rows
             assert torch.equal(total, expected_total)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "int8"])
+@pytest.mark.parametrize("shape", [(4096, 2048), (28672, 4096), (2080, 640)])
+def test_gate_and_rounding_in_the_product_equal_separate_launches(name: str, shape: tuple[int, int]) -> None:
+    linear = linear_of(SCHEMES[name], *shape)
+    assert isinstance(linear, TritonByteLinear)
+    norm = RMSNorm(torch.rand(shape[1], device="cuda", dtype=torch.bfloat16) + 0.5, 1e-5, linear.kernels)
+    dtype = linear.values.dtype
+    formats = [ByteFormat(dtype), ByteFormat(dtype, scale=torch.full((1,), 0.02, device="cuda"))]
+    formats += [ByteFormat(dtype, 128)] if shape[0] % 256 == 0 else []
+    for rows, to in product((2, 16, 17, 33, 64, 65), formats):
+        x, residual = (torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        found, total = linear.apply_normed_to_bytes(x, residual, norm, Activation.SILU, to)
+        expected, _ = UnfusedLinear.apply_normed_to_bytes(linear, x, residual, norm, Activation.SILU, to)
+        assert torch.equal(total, x + residual)
+        assert found.values.shape == expected.values.shape and found.scales.stride() == expected.scales.stride()
+        assert error(found.numbers(), expected.numbers()) < 0.02, (rows, to)
 
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU])

@@ -29,6 +29,7 @@ from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.attention.table_updates import update_tables
+from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm_kernel
@@ -50,6 +51,7 @@ from tests.support.compiled_products import (
     Launch,
     byte_products,
     dequantized,
+    gated_products_of_bytes,
     half,
     nibble_products,
     normed_products,
@@ -222,6 +224,17 @@ def rotating_decodes(gpu: GpuTraits, head_dims: tuple[int, ...] = (64,)) -> Iter
             yield decode(gpu, head_dim, 4, 64, FP8, early=early, rotary_dim=head_dim)
 
 
+def rounding_decodes(gpu: GpuTraits) -> Iterator[Launch]:
+    """With a known scale and one for each head, by one program a row and by several."""
+    index, pool = torch.zeros(8, dtype=torch.int32), half(64, 8, 128)
+    table = PageTable(torch.zeros(8, 8, dtype=torch.int32), 16, 64)
+    for to, splits in product((ByteFormat(FP8, scale=torch.ones(1)), ByteFormat(FP8, 128)), (1, 2)):
+        given = (half(8, 32, 128), None, pool, pool, LayerAttention(0.1), None, to)
+        step = DecodeStep(index, index, table, splits, gpu)
+        if gpu.capability >= FP8_CAPABILITY:
+            yield lambda step=step, given=given: step.run_to_bytes(*given)
+
+
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     """The tiles that need the most shared memory, where a kernel has several, and small ones elsewhere."""
     yield from layer_kernels(gpu)
@@ -240,6 +253,8 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     yield from decodes_before_products(gpu)
     yield from rotating_decodes(gpu)
+    yield from islice(rounding_decodes(gpu), 3, None)
+    yield from islice(gated_products_of_bytes(gpu, 64), 0, None, 2)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -272,6 +287,9 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
             yield prompts(gpu, head_dim, 4, FP8)
     yield from decodes_before_products(gpu)
     yield from rotating_decodes(gpu, HEAD_DIMS)
+    yield from rounding_decodes(gpu)
+    for rows in (16, 32, 64):
+        yield from gated_products_of_bytes(gpu, rows)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 

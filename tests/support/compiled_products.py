@@ -11,6 +11,7 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
+from tandem.engine_core.kernels.linear.gated_bytes import gated_bytes
 from tandem.engine_core.kernels.linear.gemv import gemv
 from tandem.engine_core.kernels.linear.nibble_splitk import nibble_splitk
 from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
@@ -19,12 +20,14 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_byte_gemm,
     choose_bytes,
     choose_bytes_gated,
+    choose_gated_bytes,
     choose_nibbles,
     choose_nibbles_gated,
     choose_nibbles_normed,
 )
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.linear.word_gemv import word_gemv
+from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 
 FP8 = torch.float8_e4m3fn
@@ -108,6 +111,23 @@ def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> I
             x = empty_byte_rows(rows, inputs, torch.bfloat16, ByteFormat(dtype, group), torch.device("cpu"))
             call = (x, half(outputs, inputs, dtype=dtype), scales, None, plan, *space, group is not None, gpu.pdl)
             yield lambda call=call: multiply_bytes(*call)
+
+
+def gated_products_of_bytes(gpu: GpuTraits, rows: int) -> Iterator[Launch]:
+    """The gated products that round, with each kind of scales, of a network whose tiles fill the GPU."""
+    outputs = 2 * 128 * gpu.multiprocessors
+    for dtype, group, scales in (
+        (torch.int8, WHOLE, torch.empty(outputs)),
+        (FP8, KNOWN, torch.empty(outputs)),
+        (FP8, 128, torch.empty(outputs // 16, 32)),
+    ):
+        if dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
+            plan = choose_gated_bytes(rows, outputs // 2, 4096, group, gpu)
+            assert plan is not None
+            to = ByteFormat(dtype, group if group > 0 else None, torch.ones(1) if group < 0 else None)
+            x = empty_byte_rows(rows, 4096, torch.bfloat16, to, torch.device("cpu"))
+            call = (x, half(outputs, 4096, dtype=dtype), scales, None, plan, Activation.SILU, to, gpu.pdl)
+            yield lambda call=call: gated_bytes(*call)
 
 
 def rounding(gpu: GpuTraits) -> Iterator[Launch]:

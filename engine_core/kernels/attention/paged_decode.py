@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine_core.kernels.attention.attended_heads import store_heads
 from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, least_positions, tile_rows
 from tandem.engine_core.kernels.attention.newest_token import begin, newest_of
 from tandem.engine_core.kernels.attention.online_softmax import (
@@ -36,6 +37,7 @@ from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.attention.split_blocks import combine_splits, split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
+from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import (
@@ -57,7 +59,7 @@ EARLY_REGISTERS = 128
 and fewer programs run side by side."""
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits", "least_blocks"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "least_blocks", "out_stride"])
 def _paged_decode_kernel(
     out_ptr,
     partial_ptr,
@@ -79,6 +81,8 @@ def _paged_decode_kernel(
     cos_stride,
     sin_stride,
     eps,
+    out_scales_ptr,
+    out_stride,
     query_stride,
     slot_stride,
     table_stride,
@@ -103,6 +107,7 @@ def _paged_decode_kernel(
     SPARES: tl.constexpr,
     TURNING: tl.constexpr,
     NORM: tl.constexpr,
+    BYTES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -193,9 +198,11 @@ def _paged_decode_kernel(
     if SCALED:
         acc *= value_scale
 
-    out_group = out_ptr + (b.to(tl.int64) * KV_HEADS + head) * GROUP * D
     if used == 1:
-        tl.store(out_group + g[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_group)
+        store_heads(
+            *(out_ptr, out_scales_ptr, b, head, acc, g, d, out_stride),
+            *(GROUP, KV_HEADS, D, WIDE, BYTES, query_ptr.dtype.element_ty),
+        )
     elif SHARED:
         pair = b.to(tl.int64) * KV_HEADS + head
         group_log_sums = log_sums_ptr + pair * splits * GROUP
@@ -216,11 +223,9 @@ def _paged_decode_kernel(
                 *(group_partial, group_log_sums, used, splits, beyond),
                 *(SPARES, GROUP, COMBINE_ROWS, D, WIDE, CHUNK),
             )
-            h = tl.arange(0, COMBINE_ROWS)
-            tl.store(
-                out_group + h[:, None] * D + d[None, :],
-                total.to(out_ptr.dtype.element_ty),
-                mask=in_head(h < GROUP, d, D, WIDE),
+            store_heads(
+                *(out_ptr, out_scales_ptr, b, head, total, tl.arange(0, COMBINE_ROWS), d, out_stride),
+                *(GROUP, KV_HEADS, D, WIDE, BYTES, query_ptr.dtype.element_ty),
             )
 
 
@@ -246,6 +251,7 @@ def paged_decode(
     early: bool = False,
     hold: bool = False,
     rotation: Rotation | None = None,
+    rounded: ByteRows | None = None,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
@@ -256,49 +262,60 @@ def paged_decode(
     the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
     it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the kernel after this one starts only
     when this one has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are
-    rotated here, and whose keys and values are stored here. Returns [B, heads, D], contiguous.
+    rotated here, and whose keys and values are stored here; rounded: where to write bytes, [B, heads * D], with a known
+    scale or one for each head. Returns [B, heads, D], contiguous, of `rounded` its values.
 
     With `pdl` the kernel right before may write the query, keys and values (with `early`, only those of the newest
     positions; with a rotation, none), but nothing else, which is read before it has finished. Launches on one device
     must be ordered, as they share counters. Raises RuntimeError if the first is under graph capture, and ValueError for
-    another D, layout, page size or rotation, a window below 1 or a soft cap that is not positive.
+    another D, layout, page size, rotation or band.
     """
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
-    _check(query, heads, keys, values, page_table, splits, rotation)
-    check_band(window, softcap)
-    out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=query.device) if out is None else out
+    _check(query, heads, keys, values, page_table, splits, rotation, window, softcap)
+    out = _result(query, heads, rounded) if out is None else out
     if batch == 0:
         return out
     tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
-    spare_count = spares.count if spares is not None else 0
-    _paged_decode_kernel[(kv_heads, splits, batch + spare_count // splits)](
-        *(out, *(scratch or split_scratch(out, splits, spare_count)), split_counters("paged_decode", query.device)),
-        *(query, keys, values, rows, positions, page_table.pages, scales),
-        *(spares.plan if spares is not None else positions, *_rotating(rotation, positions)),
+    count = spares.count if spares is not None else 0
+    _paged_decode_kernel[(kv_heads, splits, batch + count // splits)](
+        *(out, *(scratch or split_scratch(query[:, :heads], splits, count))),
+        *(split_counters("paged_decode", query.device), query, keys, values, rows, positions, page_table.pages, scales),
+        *(spares.plan if spares is not None else positions, *_optional(rotation, rounded, positions)),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
         triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
-        KV_HEADS=kv_heads,
-        **page_table.constants,
-        **_variant(window, softcap, scales, rotation, hold),
-        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, spare_count),
+        **(page_table.constants | {"KV_HEADS": kv_heads}),
+        **_variant(window, softcap, scales, rotation, hold, rounded),
+        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, count),
     )
     return out
 
 
-def _rotating(rotation: Rotation | None, unused: Tensor) -> tuple[Tensor | int | float, ...]:
-    """Return the kernel's arguments of a rotation.
+def _result(query: Tensor, heads: int, rounded: ByteRows | None) -> Tensor:
+    if rounded is not None:
+        return rounded.values.view(-1, heads, query.shape[2])
+    return torch.empty((len(query), heads, query.shape[2]), dtype=query.dtype, device=query.device)
 
-    unused: stands in for the tensors that it lacks.
+
+def _optional(rotation: Rotation | None, rounded: ByteRows | None, unused: Tensor) -> tuple[Tensor | int | float, ...]:
+    """Return the kernel's arguments of a rotation and of a result in bytes.
+
+    unused: stands in for the tensors that they lack.
     """
+    of_bytes = (unused, 0) if rounded is None else (rounded.scales, rounded.values.shape[0])
     if rotation is None:
-        return (*(unused,) * 5, 0, 0, 0.0)
+        return (*(unused,) * 5, 0, 0, 0.0, *of_bytes)
     tensors = (unused if tensor is None else tensor for tensor in rotation[:5])
-    return (*tensors, rotation.cos.stride(0), rotation.sin.stride(0), rotation.eps)
+    return (*tensors, rotation.cos.stride(0), rotation.sin.stride(0), rotation.eps, *of_bytes)
 
 
 def _variant(
-    window: int | None, softcap: float | None, scales: Tensor | None, rotation: Rotation | None, hold: bool
+    window: int | None,
+    softcap: float | None,
+    scales: Tensor | None,
+    rotation: Rotation | None,
+    hold: bool,
+    rounded: ByteRows | None,
 ) -> dict[str, int | float | None]:
     return {
         "WINDOW": window,
@@ -307,6 +324,7 @@ def _variant(
         "TURNING": 0 if rotation is None else rotation.cos.shape[2] // 2,
         "NORM": rotation is not None and rotation.q_norm is not None,
         "HOLD": hold,
+        "BYTES": 0 if rounded is None else rounded.scales.ndim,
     }
 
 
@@ -356,6 +374,8 @@ def _check(
     page_table: PageTable,
     splits: int,
     rotation: Rotation | None,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     (batch, _, head_dim), kv_heads = query.shape, keys.shape[1]
     if rotation is not None:
@@ -365,6 +385,7 @@ def _check(
     page_table.check()
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits must be between 1 and {MAX_SPLITS}, not {splits}")
+    check_band(window, softcap)
     if batch * kv_heads > COUNTERS:
         raise ValueError(f"{batch} rows of {kv_heads} KV heads exceed the {COUNTERS} counters; decode fewer rows")
     check_heads(query, keys, values)

@@ -18,19 +18,23 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
 from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes
+from tandem.engine_core.kernels.linear.gated_bytes import gated_bytes
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
     MAX_ROWS,
+    SCALE_COLUMNS,
     SCALE_ROWS,
     byte_gemm_workspace,
     choose_byte_gemm,
     choose_bytes,
     choose_bytes_gated,
+    choose_gated_bytes,
     library_multiplies,
     rounds_inputs,
 )
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.linear.word_gemv import word_gemv
+from tandem.engine_core.kernels.quantize import group_of
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import Scaling
 from tandem.engine_core.layers.build_context import BuildContext
@@ -158,6 +162,22 @@ class TritonByteLinear(ByteLinear):
             given = (self._stored, self.scales, None, self.bias, plan, activation, self.gpu.pdl)
             return word_gemv(x, *given, norm.weight, norm.eps, residual, x_weight)
         return super().apply_normed(x, residual, norm, activation)
+
+    def apply_normed_to_bytes(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ByteFormat
+    ) -> tuple[ByteRows, Tensor]:
+        """Implement `LinearWeights.apply_normed_to_bytes`.
+
+        Where that is planned, all behind the norm is one launch, or two with a scale for each row.
+        """
+        own, (outputs, inputs) = self.input_format(x.shape[0]), self.values.shape
+        plan = choose_gated_bytes(x.shape[0], outputs // 2, inputs, group_of(to), self.gpu)
+        whole_blocks = self.wide_scales is not None and outputs % (2 * SCALE_COLUMNS) == 0
+        if own is None or plan is None or not (self.scheme.block is None or whole_blocks):
+            return super().apply_normed_to_bytes(x, residual, norm, activation, to)
+        rows, stream = norm.quantized(x, residual, own)
+        given = (self.values, self.scales, self.bias, plan, activation, to, self.gpu.pdl)
+        return gated_bytes(rows, *given), stream
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""

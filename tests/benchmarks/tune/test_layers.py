@@ -15,11 +15,12 @@ from benchmarks.tune import layers as tuned_layers
 from benchmarks.tune.__main__ import layer_task
 from benchmarks.tune.layers import LayerPlans, LayerTimer, build_layers, table_of, take_plans
 from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, Key, LayerKey, product_keys
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
+from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize, quantized_gate
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, ProductKey, TileTable
-from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
 from tandem.engine_core.loader.weights import fill_with_noise
 from tests.fakes.gpus import L4
 
@@ -97,27 +98,28 @@ def computed(layers: LinearLayers, layer: LayerKey, name: Name, plans: LayerPlan
     if name == "head":
         assert layers.head is not None
         return layers.head.apply_normed(*given, layers.norm)[0]
-    return layers.run(name, layers.maps[0], *given)[0]
+    product = layers.run(name, layers.maps[0], *given)[0]
+    return product.numbers() if isinstance(product, ByteRows) else product
 
 
 def expected(layers: LinearLayers, layer: LayerKey, name: Name) -> Tensor:
-    """The product in float32, over weights that are made into numbers."""
+    """The product in float32, over weights that are made into numbers; rounded where it is in the engine."""
     torch.manual_seed(1)
     x, stream = layers.inputs_of(name, layer.rows)
     linear = cast("Any", layers.head if name == "head" else layers.maps[0][name])
     to = linear.input_format(layer.rows)
+    blocks = 16 if to is not None and linear.scales.ndim == 2 else None
+    if isinstance(x, ByteRows):
+        return byte_product(x, linear.values, linear.scales, None, blocks)
     if name == "o":
         x = x.reshape(-1)[: layer.rows * layer.queries].view(layer.rows, layer.queries)
-    if name == "down" and to is not None:
-        gate, up = x.chunk(2, 1)
-        x = torch.nn.functional.silu(gate.float()).half() * up
     if name in ("qkv", "gate_up", "head"):
         x = (x.float() + stream.float()).half().float()
         x = (x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)).half()
     if to is not None:
-        assert isinstance(linear, TritonByteLinear)
-        blocks = 16 if linear.scales.ndim == 2 else None
-        return byte_product(quantize(x, to), linear.values, linear.scales, None, blocks)
+        y = byte_product(quantize(x, to), linear.values, linear.scales, None, blocks)
+        rounded = cast("Any", layers.maps[0]["down"]).input_format(layer.rows)
+        return quantized_gate(y, Activation.SILU, rounded).numbers() if name == "gate_up" else y
     weight = linear.weight if layer.bits == 16 or name == "head" else linear.dequantized(torch.float32)
     y = x.float() @ weight.float().t()
     if name != "gate_up":
@@ -136,7 +138,9 @@ def check(layer: LayerKey, share: slice) -> int:
         for plan in list(unique.values())[share]:
             found = computed(layers, layer, names[key], {key: plan}).float()
             worst = (found - wanted).abs().max() / wanted.abs().max()
-            assert worst < 4e-3, f"{key} {plan}: {worst}"
+            # A last bit may move a number that is rounded to the next of few.
+            rounded = names[key] == "gate_up" and isinstance(key, ByteProductKey)
+            assert worst < (0.07 if rounded else 4e-3), f"{key} {plan}: {worst}"
             count += 1
     return count
 

@@ -39,6 +39,15 @@ def test_norms_are_part_of_a_product_where_the_engine_fuses_them() -> None:
     assert found == [fused, fused, fused, ["gated", "product", "product", "product"]]
 
 
+def test_a_gated_product_that_rounds_has_the_rules_plan() -> None:
+    small, large = read_models(["1b", "8b"])
+    for model, name, rows, tuned in (
+        (large, "blocks", 64, False), (large, "tensor", 16, False), (large, "int8", 64, False),
+        (large, "int8", 128, True), (small, "blocks", 64, True), (large, "4 bits", 64, True),
+    ):  # fmt: skip
+        assert ("gate_up" in product_keys(layer_key(model, name, rows), H200)) is tuned, (name, rows)
+
+
 def test_bytes_keep_the_inputs_that_the_gpu_multiplies() -> None:
     layer = layer_key(read_models(["8b"])[0], "int8", 16)
     assert {type(key) for key in product_keys(layer, A100).values()} == {ByteProductKey}

@@ -9,6 +9,7 @@ from tandem.engine_core.attention import triton
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import DecodeStep
 from tandem.engine_core.kernels.attention.rotation import Rotation
+from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.page_table import PageTable
 from tests.fakes.gpus import H200
 
@@ -57,3 +58,27 @@ def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
         step.run_rotating(qkv, Rotation(angles, angles, index.long()), pool, pool, LayerAttention(1.0))
     assert step.rotates(pool)
     assert launched.call_args.kwargs["early"], "off where a tile has more than 16 rows"
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_a_result_is_rounded_for_the_heads_of_queries(rotates: bool) -> None:
+    index = torch.zeros(2, dtype=torch.int32)
+    heads, pool = torch.zeros(2, 48 if rotates else 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
+    angles = torch.zeros(2, 1, 128)
+    rotation = Rotation(angles, angles, index.long()) if rotates else None
+    step, to = DecodeStep(index, index, PAGES, 1, H200), ByteFormat(torch.float8_e4m3fn, 128)
+    with patch.object(triton, "paged_decode") as launched:
+        found = step.run_to_bytes(heads, rotation, pool, pool, LayerAttention(1.0), None, to)
+    call = launched.call_args
+    assert call.args[0] is heads
+    assert call.kwargs["rotation"] is rotation
+    assert call.kwargs["rounded"] is found
+    assert (found.values.shape, found.scales.shape, found.count) == ((4, 32 * 128), (4, 32), 2)
+
+
+def test_a_row_with_one_scale_is_rounded_behind_attention() -> None:
+    index = torch.zeros(2, dtype=torch.int32)
+    step, fp8 = DecodeStep(index, index, PAGES, 1, H200), torch.float8_e4m3fn
+    known, rows, heads = ByteFormat(fp8, scale=torch.ones(1)), ByteFormat(fp8), ByteFormat(fp8, 128)
+    assert [step.rounds(to, 128) for to in (known, rows, heads)] == [True, False, True]
+    assert not step.rounds(heads, 64), "two heads share a scale"

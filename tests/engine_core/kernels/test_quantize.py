@@ -10,7 +10,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gated_activation import quantized_gate
 from tandem.engine_core.kernels.norm import quantized_norm
-from tandem.engine_core.kernels.quantize import quantize
+from tandem.engine_core.kernels.quantize import quantize, quantize_by_maxima
 from tandem.engine_core.kernels.reference import byte_rows as reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -60,6 +60,14 @@ def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype
     x = rows_of(3, 400, device)[:, 7:300]
     check(quantize(x, to), reference.quantize(x, to))
     assert quantize(x[:0], to).values.shape == (0, 293)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_whose_largest_numbers_are_known_tile_by_tile_are_rounded_alike(dtype: torch.dtype, device: str) -> None:
+    """Tiles do not end where a program's part of a row does."""
+    x, to = rows_of(3, 1280 + 40, device), ByteFormat(dtype)
+    maxima = torch.stack([part.abs().amax(1) for part in x.split(48, 1)], 1).contiguous()
+    check(quantize_by_maxima(x, maxima, to), reference.quantize(x, to))
 
 
 def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:

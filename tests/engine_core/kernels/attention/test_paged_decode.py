@@ -9,10 +9,12 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan, choose_splits, choose_tile, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
+from tandem.engine_core.kernels.reference.byte_rows import quantize
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, TileTable
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_4090, RTX_5090
@@ -124,6 +126,22 @@ def test_a_window_reads_no_key_outside_it(device: str) -> None:
     given.keys[slots], given.values[slots] = torch.nan, torch.nan
     given.page_table.pages[row, : 50 // 8] = 0
     assert torch.equal(paged_decode(*given, 0.2, 2, window=20, tile=SMALL), expected)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("heads", "head_dim", "group"), [(4, 32, None), (3, 96, None), (4, 128, 128), (2, 64, 64)])
+def test_a_result_is_rounded_as_a_kernel_behind_it_would(
+    heads: int, head_dim: int, group: int | None, splits: int, device: str
+) -> None:
+    """To int8, since the interpreter rounds float8 otherwise than torch does."""
+    given = inputs([1, 16, 17, 70, 40], heads, 1, head_dim, 8, device)
+    to = ByteFormat(torch.int8, group, torch.full((1,), 0.02, device=device) if group is None else None)
+    expected = quantize(paged_decode(*given, 0.2, splits, tile=SMALL).flatten(1), to)
+    rounded = empty_byte_rows(5, heads * head_dim, torch.float32, to, given.query.device)
+    found = paged_decode(*given, 0.2, splits, tile=SMALL, rounded=rounded)
+    assert found.data_ptr() == rounded.values.data_ptr()
+    assert (rounded.values[:5].float() - expected.values[:5].float()).abs().max() <= 1
+    torch.testing.assert_close(rounded.scales[:5], expected.scales[:5], rtol=1e-5, atol=0)
 
 
 def test_a_launch_leaves_its_counters_at_zero(device: str) -> None:

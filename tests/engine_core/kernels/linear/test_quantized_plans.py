@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import bucket, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -15,6 +16,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_byte_gemm,
     choose_bytes,
     choose_bytes_gated,
+    choose_gated_bytes,
     choose_nibbles,
     choose_nibbles_gated,
     choose_nibbles_normed,
@@ -125,6 +127,38 @@ def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> N
         assert library_multiplies(129, 4096, 4096, "fp8", scaling, H200)
         assert not library_multiplies(64, 28672, 4096, "fp8", scaling, H200)
     assert library_multiplies(128, 6144, 4096, "fp8", "tensor", H200)
+    assert not library_multiplies(64, 6144, 4096, "fp8", "tensor", H200)
+    assert library_multiplies(16, 6144, 4096 + 64, "fp8", "tensor", H200), "ours divide inputs by 128"
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) -> None:
+    planned = 0
+    for width in (1024, 3072, 8192, 9728, 12288, 14336, 28672):
+        for group in (-1, 0, 128):
+            for rows in (2, 16, 17, 32, 33, 64):
+                plan = choose_gated_bytes(rows, width, 4096, group, gpu)
+                if plan is None:
+                    continue
+                planned += 1
+                assert rows <= plan.block_m <= 64
+                assert group in (-1, 0, plan.block_n)
+                stage = (plan.block_m + 2 * plan.block_n) * plan.block_k
+                assert (plan.stages - 1) * stage <= gpu.shared_memory
+                tiles = ceil_div(width, plan.block_n)
+                assert tiles >= 0.7 * ceil_div(tiles, gpu.multiprocessors) * gpu.multiprocessors
+    assert planned > 20
+
+
+def test_gate_and_rounding_are_apart_for_one_row_many_rows_and_small_networks() -> None:
+    assert choose_gated_bytes(64, 14336, 4096, 128, H200) == ByteGemmPlan(64, 128, 1, 4, 8)
+    assert choose_gated_bytes(16, 14336, 4096, -1, H200) == ByteGemmPlan(16, 64, 1, 4, 4)
+    assert choose_gated_bytes(16, 14336, 4096, 128, H200) == ByteGemmPlan(16, 128, 1, 4, 4)
+    for rows, width, inputs, group in (
+        (1, 14336, 4096, -1), (65, 14336, 4096, -1), (64, 3072, 1024, -1), (64, 14336, 4096 + 64, -1),
+        (64, 14336, 4096, 64), (64, 8192, 2048, 128),
+    ):  # fmt: skip
+        assert choose_gated_bytes(rows, width, inputs, group, H200) is None
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tandem.engine_core.layers.quantized import triton_byte_linear
 from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
 from tandem.engine_core.layers.quantized.byte_products import library_product
 from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
+from tandem.engine_core.layers.torch_linear import UnfusedLinear
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme
 from tests.fakes.gpus import A100, H200, L4
 from tests.support.thinned import thinned
@@ -183,3 +185,30 @@ def test_scales_of_whole_blocks_are_found_where_every_eighth_is_repeated(device:
     found.find_wide_scales()
     assert found.wide_scales is not None
     assert torch.equal(found.wide_scales, found.scales[::8])
+
+
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
+def test_a_wide_network_gates_and_rounds_in_its_product(scheme: ByteScheme, device: str) -> None:
+    """Wide for a GPU of one multiprocessor; blocks of unequal scales, and of half of one, stay apart."""
+    gpu = replace(L4, multiprocessors=1)
+    gate_up, down = linear(scheme, gpu, 512, device), linear(scheme, gpu, 48, device)
+    for part in (gate_up, down):
+        if part.input_scale is not None:
+            part.input_scale.fill_(0.02)
+    x = torch.randn(MANY_ROWS, 256, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
+    to = down.input_format(MANY_ROWS)
+    assert to is not None
+    given = (x, x, norm_of(device), Activation.SILU, to)
+    with patch.object(triton_byte_linear, "gated_bytes", wraps=triton_byte_linear.gated_bytes) as fused:
+        apart = gate_up.apply_normed_to_bytes(*given)
+        assert fused.called == (scheme is not BLOCKS)
+        if scheme is BLOCKS:
+            gate_up.scales.copy_(gate_up.scales[::8].repeat_interleave(8, 0))
+            gate_up.find_wide_scales()
+        rows, stream = gate_up.apply_normed_to_bytes(*given)
+        expected, expected_stream = UnfusedLinear.apply_normed_to_bytes(gate_up, *given)
+        assert fused.call_count == (1 if scheme is BLOCKS else 2)
+    assert apart[0].values.shape == rows.values.shape == expected.values.shape
+    torch.testing.assert_close(stream, expected_stream)
+    difference = (rows.numbers() - expected.numbers()).square().mean().sqrt()
+    assert difference < 0.05 * expected.numbers().square().mean().sqrt()
