@@ -35,8 +35,9 @@ def attend_and_project(
     heads, turning, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.rotating, rotation
     if turning is None:
         heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
-    to, rounding = output.input_format(tokens), batch.rounding
-    if to is not None and rounding is not None and rounding.rounds(to, head_dim):
+    rounding = batch.rounding
+    to = None if rounding is None else output.input_format(tokens)
+    if rounding is not None and to is not None and rounding.rounds(to, head_dim):
         own = None if turning is None else rotation
         return output.apply_quantized(rounding.run_to_bytes(heads, own, keys, values, layer, scales, to))
     if turning is None:
