@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from benchmarks.measuring.linear_layers import Name, Shape
 from benchmarks.tune.candidates import GROUP, chosen
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.linear.quantized_plans import choose_gated_bytes, rounds_inputs
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, choose_gated_bytes, rounds_inputs
 from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.table import (
     ByteProductKey,
@@ -105,7 +105,7 @@ def _rounds_gate(layer: LayerKey, gpu: GpuTraits) -> bool:
     scheme = FORMATS[layer.format]
     if not isinstance(scheme, ByteScheme) or scheme.activations is Activations.UNQUANTIZED:
         return False
-    group = 128 if scheme.block is not None else KNOWN if scheme.activations is Activations.STATIC else WHOLE
+    group = SCALE_COLUMNS if scheme.block is not None else KNOWN if scheme.activations is Activations.STATIC else WHOLE
     fused = choose_gated_bytes(layer.rows, layer.width, layer.hidden, group, gpu) is not None
     return fused and rounds_inputs(layer.rows, scheme.kind, gpu)
 

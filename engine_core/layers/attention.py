@@ -27,9 +27,9 @@ def attend_and_project(
 ) -> Tensor:
     """Rotate the heads of a batch, attend, and multiply by the output projection.
 
-    Its keys and values are stored.
-    Some steps do all but the last in one kernel, which rounds what the projection takes in one byte. qkv: [T, heads + 2
-    * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T, hidden].
+    Its keys and values are stored. Some steps do all but the last in one kernel, which rounds what the projection takes
+    in one byte. qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T,
+    hidden].
     """
     tokens, _, head_dim = qkv.shape
     heads, turning, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.rotating, rotation

@@ -16,8 +16,29 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.linear.gemv import with_bias
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
+
+
+@triton.jit
+def scaled_tile(
+    sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Scale the sums of a tile where that is left to do, add the bias and round.
+
+    sums: [BLOCK_M, BLOCK_N]; scale_ptr, bias_ptr: of all outputs, or of the half that offs_n counts.
+    """
+    mask_n = offs_n < N
+    sums = sums.to(tl.float32)
+    if not BLOCKS:
+        sums *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)[None, :]
+        if ROW_SCALES:
+            sums *= tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+        else:
+            sums *= tl.load(x_scale_ptr)
+    return with_bias(sums, bias_ptr, offs_n[None, :], mask_n[None, :], HAS_BIAS, dtype)
 
 
 @triton.jit
@@ -25,20 +46,13 @@ def store_tile(
     sums, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Scale the sums of a tile where that is left to do, add the bias and store them.
-
-    sums: [BLOCK_M, BLOCK_N] float32.
-    """
-    if not BLOCKS:
-        sums *= tl.load(scale_ptr + offs_n, mask=offs_n < N, other=0.0)[None, :]
-        if ROW_SCALES:
-            sums *= tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-        else:
-            sums *= tl.load(x_scale_ptr)
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    """Finish the sums of a tile as `scaled_tile` does, and store them."""
+    numbers = scaled_tile(
+        sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES, HAS_BIAS,
+        y_ptr.dtype.element_ty,
+    )  # fmt: skip
     places = y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-    tl.store(places, sums.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+    tl.store(places, numbers, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "x_scale_stride"])
@@ -119,7 +133,7 @@ def byte_gemm_kernel(
             sums = tl.dot(left, right, sums, out_dtype=sum_dtype)
     if SPLIT == 1:
         store_tile(
-            sums.to(tl.float32), x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES,
+            sums, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES,
             HAS_BIAS,
         )  # fmt: skip
     else:

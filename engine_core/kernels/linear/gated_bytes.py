@@ -16,30 +16,11 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import larger
-from tandem.engine_core.kernels.linear.gemv import gated, with_bias
+from tandem.engine_core.kernels.linear.byte_gemm import scaled_tile
+from tandem.engine_core.kernels.linear.gemv import gated
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS
 from tandem.engine_core.kernels.quantize import KNOWN, WHOLE, group_of, quantize_by_maxima, store_byte_tile
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
-
-
-@triton.jit
-def scaled_tile(
-    sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Scale the sums of a tile where that is left to do, add the bias and round.
-
-    sums: [BLOCK_M, BLOCK_N]; scale_ptr, bias_ptr: of the gate's outputs or the up projection's.
-    """
-    mask_n = offs_n < N
-    sums = sums.to(tl.float32)
-    if not BLOCKS:
-        sums *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)[None, :]
-        if ROW_SCALES:
-            sums *= tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-        else:
-            sums *= tl.load(x_scale_ptr)
-    return with_bias(sums, bias_ptr, offs_n[None, :], mask_n[None, :], HAS_BIAS, dtype)
 
 
 @triton.jit(do_not_specialize=["M", "x_scale_stride", "out_stride"])
@@ -138,46 +119,20 @@ def gated_bytes(
     groups of 128, where those of each half's 128 outputs, from a multiple of 128, are equal; bias: [outputs]; to:
     its groups, if any, are of `plan.block_n`. With a scale for each row, a second launch rounds.
     """
-    width, group = weight.shape[0] // 2, group_of(to)
+    (outputs, inputs), group = weight.shape, group_of(to)
+    width = outputs // 2
+    tiles = triton.cdiv(width, plan.block_n)
     _check(x, weight, scales, plan, group)
     if group == WHOLE:
-        numbers = torch.empty(x.count, width, dtype=x.dtype, device=weight.device)
-        tiles = triton.cdiv(width, plan.block_n)
-        maxima = torch.empty(x.count, tiles, device=weight.device)
-        _launch(numbers, maxima, tiles, x, weight, scales, bias, plan, activation, group, pdl)
-        return quantize_by_maxima(numbers, maxima, to, pdl)
-    rows = empty_byte_rows(x.count, width, x.dtype, to, weight.device)
-    _launch(rows.values, rows.scales, rows.values.shape[0], x, weight, scales, bias, plan, activation, group, pdl)
-    return rows
-
-
-def _check(x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, group: int) -> None:
-    width, inputs = weight.shape[0] // 2, weight.shape[1]
-    assert 0 < x.count <= plan.block_m, f"{x.count} rows do not fit a tile of {plan.block_m}"
-    assert plan.split == 1 and inputs % plan.block_k == 0 and weight.is_contiguous() and x.values.is_contiguous()
-    assert group in (KNOWN, WHOLE, plan.block_n), f"tiles of {plan.block_n} outputs hold no groups of {group}"
-    whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n and plan.block_k == SCALE_COLUMNS
-    assert scales.ndim == 1 or whole, "a tile's outputs share their scales"
-
-
-def _launch(
-    out: Tensor,
-    out_scales: Tensor,
-    out_stride: int,
-    x: ByteRows,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    plan: ByteGemmPlan,
-    activation: Activation,
-    group: int,
-    pdl: bool,
-) -> None:
-    width = weight.shape[0] // 2
-    gated_bytes_kernel[(triton.cdiv(width, plan.block_n),)](
+        out = torch.empty(x.count, width, dtype=x.dtype, device=weight.device)
+        out_scales, out_stride = torch.empty(x.count, tiles, device=weight.device), tiles
+    else:
+        rows = empty_byte_rows(x.count, width, x.dtype, to, weight.device)
+        out, out_scales, out_stride = rows.values, rows.scales, rows.values.shape[0]
+    gated_bytes_kernel[(tiles,)](
         *(x.values, x.scales, weight, scales, weight if bias is None else bias, out, out_scales),
         *(x.count, width, x.values.shape[0], out_stride),
-        K=weight.shape[1],
+        K=inputs,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
@@ -192,3 +147,13 @@ def _launch(
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
+    return quantize_by_maxima(out, out_scales, to, pdl) if group == WHOLE else rows
+
+
+def _check(x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, group: int) -> None:
+    width, inputs = weight.shape[0] // 2, weight.shape[1]
+    assert 0 < x.count <= plan.block_m, f"{x.count} rows do not fit a tile of {plan.block_m}"
+    assert plan.split == 1 and inputs % plan.block_k == 0 and weight.is_contiguous() and x.values.is_contiguous()
+    assert group in (KNOWN, WHOLE, plan.block_n), f"tiles of {plan.block_n} outputs hold no groups of {group}"
+    whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n and plan.block_k == SCALE_COLUMNS
+    assert scales.ndim == 1 or whole, "a tile's outputs share their scales"
