@@ -162,9 +162,18 @@ def lines_of(found: Found, timings: Timings) -> list[str]:
     lines = [_times(str(task.key), today, rule, best)]
     for key, plan in found.plans.items():
         if plan != rules[key]:
-            operation = key.operation if isinstance(key, ProductKey) else f"{key.kind} by {key.scaling}"
-            lines.append(f"    {operation} {key.outputs}x{key.inputs}: {'library' if plan is None else plan}")
+            lines.append(f"    {_operation(key)} {key.outputs}x{key.inputs}: {plan or _without_plan(key)}")
     return lines
+
+
+def _operation(key: ProductKey | ByteProductKey) -> str:
+    if isinstance(key, ProductKey):
+        return key.operation
+    return f"{'gated ' if key.gated else ''}{key.kind} by {key.scaling}"
+
+
+def _without_plan(key: ProductKey | ByteProductKey) -> str:
+    return "separate kernels" if isinstance(key, ByteProductKey) and key.gated else "library"
 
 
 def _times(name: str, today: float, rule: float | None, best: float) -> str:

@@ -10,11 +10,13 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     SCALE_COLUMNS,
     SPLITK_ROWS,
     choose_byte_gemm,
+    choose_gated_bytes,
     fits_byte_workspace,
     library_multiplies,
 )
+from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Scaling
 from tandem.engine_core.kernels.tiles.table_file import byte_product_problem
 
 TILES = (
@@ -27,10 +29,23 @@ FEW_ROW_TILES = (
     *((128, 6, 4, 128), (128, 4, 4, 256), (128, 4, 8, 256), (32, 9, 4, 128), (32, 6, 4, 256)),
 )
 """Outputs, stages, warps and inputs of a step of the plans worth trying for up to 32 rows."""
+GATED_TILES = (
+    *((128, 3, 8, 128), (128, 4, 8, 128), (128, 5, 8, 128), (128, 4, 4, 128), (128, 2, 8, 256), (64, 4, 4, 128)),
+    *((64, 6, 4, 128), (64, 9, 4, 128), (64, 4, 8, 128), (64, 3, 4, 256), (64, 4, 4, 256), (32, 6, 4, 128)),
+)
+"""Outputs, stages, warps and inputs of a step of the plans worth trying with a gate behind."""
+GATE_GROUPS: dict[Scaling, int] = {"tensor": KNOWN, "block": SCALE_COLUMNS, "output": WHOLE}
+"""Outputs of a gate that share a scale, in the formats that are tuned."""
 
 
 def byte_chosen(key: ByteProductKey, gpu: GpuTraits) -> ByteGemmPlan | None:
-    """Return the plan that the engine would take, None for the library."""
+    """Return the plan that the engine would take.
+
+    None stands for the library, or for separate gates.
+    """
+    if key.gated:
+        named = key.kind, key.scaling, GATE_GROUPS[key.scaling]
+        return choose_gated_bytes(key.rows, key.outputs, key.inputs, *named, gpu)
     given = key.rows, key.outputs, key.inputs, key.kind, key.scaling, gpu
     return None if library_multiplies(*given) else choose_byte_gemm(*given)
 
@@ -43,10 +58,10 @@ def byte_ruled(key: ByteProductKey, gpu: GpuTraits) -> ByteGemmPlan | None:
 def byte_candidates(key: ByteProductKey, gpu: GpuTraits) -> list[ByteGemmPlan | None]:
     """List the plans of a product, without repetition.
 
-    They are the rule's, the library's, others that fit the GPU, and today's.
+    They are the rule's, the library's or separate gates, others that fit the GPU, and today's.
     """
     found = [byte_ruled(key, gpu)]
-    if has_library(key, gpu):
+    if key.gated or has_library(key, gpu):
         found.append(None)
     found += byte_plans(key, gpu)
     return [
@@ -68,13 +83,18 @@ def byte_plans(key: ByteProductKey, gpu: GpuTraits) -> Iterator[ByteGemmPlan]:
     for block_m, block_n, stages, warps, block_k in _tiles(key):
         # Scales of blocks are loaded with each step.
         scales = 4 * (block_m + block_n) if key.scaling == "block" else 0
-        most = gpu.max_stages((block_m + block_n) * block_k + scales, warpgroup=True)
+        height = block_m + block_n * (1 + key.gated)
+        most = gpu.max_stages(height * block_k + scales, warpgroup=True)
         plan = ByteGemmPlan(block_m, block_n, 1, min(stages, most), warps, block_k)
-        for split in splits(plan.tiles(key.rows, key.outputs), key.inputs, gpu):
+        tiles = plan.tiles(key.rows, key.outputs)
+        for split in (1,) if key.gated else splits(tiles, key.inputs, gpu):
             yield replace(plan, split=split)
 
 
 def _tiles(key: ByteProductKey) -> list[tuple[int, int, int, int, int]]:
+    if key.gated:
+        group = GATE_GROUPS[key.scaling]
+        return [(key.rows, *tile) for tile in GATED_TILES if group in (KNOWN, WHOLE, tile[0])]
     if key.rows <= SPLITK_ROWS:
         return [(key.rows, *tile) for tile in FEW_ROW_TILES]
     return [(*tile, SCALE_COLUMNS) for tile in TILES if tile[0] > 64 or key.rows <= 512]

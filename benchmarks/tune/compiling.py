@@ -44,7 +44,7 @@ def identity(job: Job) -> Identity:
         return key.head_dim, key.kv_bits, plan.tile, plan.early, plan.splits > 1 or key.pairs < 256
     assert layer is not None
     if isinstance(key, ByteProductKey):
-        return layer.format, key.inputs, plan
+        return layer.format, key.inputs, key.gated, plan
     rows = max(16, key.rows) if isinstance(plan, SplitKPlan) else 1
     return layer.format, key.operation, key.bits, key.inputs, rows, plan
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from benchmarks.measuring.linear_layers import Name, Shape
+from benchmarks.tune.byte_candidates import byte_ruled
 from benchmarks.tune.candidates import GROUP, chosen
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, choose_gated_bytes, rounds_inputs
-from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
+from tandem.engine_core.kernels.linear.quantized_plans import rounds_inputs
 from tandem.engine_core.kernels.tiles.table import (
     ByteProductKey,
     DecodeKey,
@@ -90,24 +90,7 @@ def product_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
 
     They are in tuning order.
     """
-    return {
-        name: _product_key(layer, name, gpu)
-        for name in TUNING_ORDER
-        if name in layer.shapes and not (name == "gate_up" and _rounds_gate(layer, gpu))
-    }
-
-
-def _rounds_gate(layer: LayerKey, gpu: GpuTraits) -> bool:
-    """Return whether gate and rounding are part of the product.
-
-    The rule alone chooses its plan.
-    """
-    scheme = FORMATS[layer.format]
-    if not isinstance(scheme, ByteScheme) or scheme.activations is Activations.UNQUANTIZED:
-        return False
-    group = SCALE_COLUMNS if scheme.block is not None else KNOWN if scheme.activations is Activations.STATIC else WHOLE
-    fused = choose_gated_bytes(layer.rows, layer.width, layer.hidden, group, gpu) is not None
-    return fused and rounds_inputs(layer.rows, scheme.kind, gpu)
+    return {name: _product_key(layer, name, gpu) for name in TUNING_ORDER if name in layer.shapes}
 
 
 def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
@@ -116,7 +99,10 @@ def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     if isinstance(scheme, ByteScheme):
         rounded = scheme.activations is not Activations.UNQUANTIZED
         if rounded and rounds_inputs(rows, scheme.kind, gpu):
-            return ByteProductKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
+            key = ByteProductKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
+            gated = key._replace(outputs=outputs // 2, gated=True)
+            # Whether gate and rounding are part of the product depends on the shape and the device.
+            return gated if name == "gate_up" and byte_ruled(gated, gpu) is not None else key
     plain: Operation = "product"
     normed: Operation = "normed"
     if name == "gate_up":

@@ -29,6 +29,7 @@ from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.linear.word_gemv import word_gemv
 from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.tiles.table import ByteKind, Scaling
 
 FP8 = torch.float8_e4m3fn
 SHAPES = (
@@ -116,13 +117,14 @@ def products_of_bytes(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> I
 def gated_products_of_bytes(gpu: GpuTraits, rows: int) -> Iterator[Launch]:
     """The gated products that round, with each kind of scales, of a network whose tiles fill the GPU."""
     outputs = 2 * 128 * gpu.multiprocessors
-    for dtype, group, scales in (
-        (torch.int8, WHOLE, torch.empty(outputs)),
-        (FP8, KNOWN, torch.empty(outputs)),
-        (FP8, 128, torch.empty(outputs // 16, 32)),
-    ):
-        if dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
-            plan = choose_gated_bytes(rows, outputs // 2, 4096, group, gpu)
+    kinds: list[tuple[torch.dtype, ByteKind, Scaling, int, Tensor]] = [
+        (torch.int8, "int8", "output", WHOLE, torch.empty(outputs)),
+        (FP8, "fp8", "tensor", KNOWN, torch.empty(outputs)),
+        (FP8, "fp8", "block", 128, torch.empty(outputs // 16, 32)),
+    ]
+    for dtype, kind, scaling, group, scales in kinds:
+        if kind == "int8" or gpu.capability >= FP8_CAPABILITY:
+            plan = choose_gated_bytes(rows, outputs // 2, 4096, kind, scaling, group, gpu)
             assert plan is not None
             to = ByteFormat(dtype, group if group > 0 else None, torch.ones(1) if group < 0 else None)
             x = empty_byte_rows(rows, 4096, torch.bfloat16, to, torch.device("cpu"))

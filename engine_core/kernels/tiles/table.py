@@ -46,6 +46,8 @@ class ByteProductKey(NamedTuple):
     inputs: int
     rows: int
     """One of `BYTE_BUCKETS`."""
+    gated: bool = False
+    """Whether gate and rounding are part of the product. Its outputs are what the gate leaves, half as many."""
 
 
 class DecodeKey(NamedTuple):
@@ -68,7 +70,7 @@ class TileTable:
     products: Mapping[ProductKey, Plan] = field(default_factory=dict)
     decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=dict)
     byte_products: Mapping[ByteProductKey, ByteGemmPlan | None] = field(default_factory=dict)
-    """Plans of products of bytes with bytes; None stands for the library's product."""
+    """Plans of products of bytes with bytes; None stands for the library's, or for separate gates."""
 
     def __hash__(self) -> int:
         """Hash the name alone.

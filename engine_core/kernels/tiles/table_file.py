@@ -2,7 +2,8 @@
 
 They are packaged beside this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
 torch and Triton), and the lists `products`, `byte_products` and `decode`, whose entries are the fields of `ProductKey`,
-`ByteProductKey` or `DecodeKey` and a `plan`. The plan of a product is `null` for the library's.
+`ByteProductKey` or `DecodeKey` and a `plan`. The plan of a product is `null` for the library's, or, where a gate is
+part of it, for separate kernels.
 """
 
 import json
@@ -102,6 +103,8 @@ class ByteEntry(Struct, forbid_unknown_fields=True):
     inputs: Count
     rows: Count
     plan: ByteGemm | None
+    gated: bool = False
+    """Files leave it out where the product alone was measured."""
 
 
 class Attention(Struct, forbid_unknown_fields=True):
@@ -217,7 +220,7 @@ def _decode(place: Traversable, found: TableFile) -> dict[DecodeKey, DecodePlan]
 def _byte_products(place: Traversable, found: TableFile) -> dict[ByteProductKey, ByteGemmPlan | None]:
     plans: dict[ByteProductKey, ByteGemmPlan | None] = {}
     for number, entry in enumerate(found.byte_products):
-        key = ByteProductKey(entry.kind, entry.scaling, entry.outputs, entry.inputs, entry.rows)
+        key = ByteProductKey(entry.kind, entry.scaling, entry.outputs, entry.inputs, entry.rows, entry.gated)
         plans[key] = None if entry.plan is None else ByteGemmPlan(**msgspec.structs.asdict(entry.plan))
         _check(place, f"byte_products[{number}]", byte_product_problem(key, plans[key]), len(plans) == number + 1)
     return plans
@@ -230,7 +233,7 @@ def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
         {**key._asdict(), "plan": _written_attention(plan)} for key, plan in sorted(table.decode.items(), key=_first)
     ]
     byte_products = [
-        {**key._asdict(), "plan": None if plan is None else asdict(plan)}
+        {**_written_key(key), "plan": None if plan is None else asdict(plan)}
         for key, plan in sorted(table.byte_products.items(), key=_first)
     ]
     head = {"device": table.device, "kernel_version": KERNEL_VERSION, "measured_with": measured_with}
@@ -306,11 +309,16 @@ def byte_product_problem(key: ByteProductKey, plan: ByteGemmPlan | None) -> str:
     if key.kind == "int8" and key.scaling != "output":
         return f"int8 weights have a scale for each output, not for each {key.scaling}"
     if plan is None:
-        return "the library's sums of int8 are not scaled; int8 needs a plan" if key.kind == "int8" else ""
+        needed = key.kind == "int8" and not key.gated
+        return "the library's sums of int8 are not scaled; int8 needs a plan" if needed else ""
+    if key.gated and (plan.split > 1 or plan.block_m < key.rows):
+        return f"one program gates all of {key.rows} rows: split {plan.split} must be 1, block_m {plan.block_m} as many"
     if not _powers_of_two(plan.block_m, plan.block_n, plan.warps) or min(plan.block_m, plan.block_n) < 16:
         return f"block_m {plan.block_m}, block_n {plan.block_n} and warps must be powers of two, blocks from 16 on"
     if key.scaling == "block" and plan.block_k != SCALED_INPUTS:
         return f"block_k {plan.block_k} must be the {SCALED_INPUTS} inputs of a block of scales"
+    if key.gated and key.scaling == "block" and SCALED_INPUTS % plan.block_n:
+        return f"block_n {plan.block_n} must divide the {SCALED_INPUTS} outputs behind a gate that share their scales"
     if plan.block_k % SCALED_INPUTS or not _powers_of_two(plan.block_k):
         return f"block_k {plan.block_k} must be a power of two from {SCALED_INPUTS} on"
     if key.inputs % plan.block_k or plan.split * plan.block_k > key.inputs:
@@ -353,6 +361,11 @@ def _written(plan: Plan) -> dict[str, object] | None:
     if plan is None:
         return None
     return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **asdict(plan)}
+
+
+def _written_key(key: ByteProductKey) -> dict[str, object]:
+    fields = key._asdict()
+    return fields if fields.pop("gated") is False else {**fields, "gated": True}
 
 
 def _written_attention(plan: DecodePlan) -> dict[str, object]:

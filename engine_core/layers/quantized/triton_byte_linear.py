@@ -171,7 +171,8 @@ class TritonByteLinear(ByteLinear):
         Where that is planned, all behind the norm is one launch, or two with a scale for each row.
         """
         own, (outputs, inputs) = self.input_format(x.shape[0]), self.values.shape
-        plan = choose_gated_bytes(x.shape[0], outputs // 2, inputs, group_of(to), self.gpu)
+        named = self.scheme.kind, self._scaling
+        plan = choose_gated_bytes(x.shape[0], outputs // 2, inputs, *named, group_of(to), self.gpu)
         whole_blocks = self.wide_scales is not None and outputs % (2 * SCALE_COLUMNS) == 0
         if own is None or plan is None or not (self.scheme.block is None or whole_blocks):
             return super().apply_normed_to_bytes(x, residual, norm, activation, to)

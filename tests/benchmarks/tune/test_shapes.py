@@ -39,13 +39,16 @@ def test_norms_are_part_of_a_product_where_the_engine_fuses_them() -> None:
     assert found == [fused, fused, fused, ["gated", "product", "product", "product"]]
 
 
-def test_a_gated_product_that_rounds_has_the_rules_plan() -> None:
+def test_gate_and_rounding_are_part_of_a_product_where_the_engine_fuses_them() -> None:
     small, large = read_models(["1b", "8b"])
-    for model, name, rows, tuned in (
-        (large, "blocks", 64, False), (large, "tensor", 16, False), (large, "int8", 64, False),
-        (large, "int8", 128, True), (small, "blocks", 64, True), (large, "4 bits", 64, True),
+    for model, name, rows, fused in (
+        (large, "blocks", 64, True), (large, "tensor", 16, True), (large, "int8", 64, True),
+        (large, "int8", 128, False), (small, "blocks", 64, False),
     ):  # fmt: skip
-        assert ("gate_up" in product_keys(layer_key(model, name, rows), H200)) is tuned, (name, rows)
+        key = product_keys(layer_key(model, name, rows), H200)["gate_up"]
+        assert isinstance(key, ByteProductKey)
+        assert key.gated is fused, (name, rows)
+        assert key.outputs == model.intermediate_size * (1 if fused else 2)
 
 
 def test_bytes_keep_the_inputs_that_the_gpu_multiplies() -> None:

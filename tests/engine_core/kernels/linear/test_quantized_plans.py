@@ -24,7 +24,15 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     rounds_inputs,
 )
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Operation, ProductKey, Scaling, TileTable
+from tandem.engine_core.kernels.tiles.table import (
+    NO_TABLE,
+    ByteKind,
+    ByteProductKey,
+    Operation,
+    ProductKey,
+    Scaling,
+    TileTable,
+)
 from tandem.engine_core.kernels.tiles.table_file import product_problem
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_5090
 
@@ -131,13 +139,18 @@ def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> N
     assert library_multiplies(16, 6144, 4096 + 64, "fp8", "tensor", H200), "ours divide inputs by 128"
 
 
+def gated_format(group: int) -> tuple[ByteKind, Scaling, int]:
+    """The weights of a layer whose gates are rounded in groups."""
+    return ("int8", "output", 0) if group == 0 else ("fp8", "tensor" if group < 0 else "block", group)
+
+
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) -> None:
     planned = 0
     for width in (1024, 3072, 8192, 9728, 12288, 14336, 28672):
         for group in (-1, 0, 128):
             for rows in (2, 16, 17, 32, 33, 64):
-                plan = choose_gated_bytes(rows, width, 4096, group, gpu)
+                plan = choose_gated_bytes(rows, width, 4096, *gated_format(group), gpu)
                 if plan is None:
                     continue
                 planned += 1
@@ -151,14 +164,38 @@ def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) 
 
 
 def test_gate_and_rounding_are_apart_for_one_row_many_rows_and_small_networks() -> None:
-    assert choose_gated_bytes(64, 14336, 4096, 128, H200) == ByteGemmPlan(64, 128, 1, 4, 8)
-    assert choose_gated_bytes(16, 14336, 4096, -1, H200) == ByteGemmPlan(16, 64, 1, 4, 4)
-    assert choose_gated_bytes(16, 14336, 4096, 128, H200) == ByteGemmPlan(16, 128, 1, 4, 4)
+    bare = replace(H200, tiles=NO_TABLE)
+    assert choose_gated_bytes(64, 14336, 4096, *gated_format(128), bare) == ByteGemmPlan(64, 128, 1, 4, 8)
+    assert choose_gated_bytes(16, 14336, 4096, *gated_format(-1), bare) == ByteGemmPlan(16, 64, 1, 4, 4)
+    assert choose_gated_bytes(16, 14336, 4096, *gated_format(128), bare) == ByteGemmPlan(16, 128, 1, 4, 4)
     for rows, width, inputs, group in (
         (1, 14336, 4096, -1), (65, 14336, 4096, -1), (64, 3072, 1024, -1), (64, 14336, 4096 + 64, -1),
         (64, 14336, 4096, 64), (64, 8192, 2048, 128),
     ):  # fmt: skip
-        assert choose_gated_bytes(rows, width, inputs, group, H200) is None
+        assert choose_gated_bytes(rows, width, inputs, *gated_format(group), bare) is None
+
+
+def test_a_measured_plan_of_a_gated_product_is_taken_for_the_groups_of_its_tiles() -> None:
+    plan = ByteGemmPlan(64, 64, 1, 6, 4)
+    measured = {
+        ByteProductKey("fp8", "tensor", 14336, 4096, 64, gated=True): plan,
+        ByteProductKey("int8", "output", 14336, 4096, 16, gated=True): None,
+        ByteProductKey("fp8", "output", 14336, 4096, 64): None,
+    }
+    bare = replace(H200, tiles=NO_TABLE)
+    gpu = replace(H200, tiles=TileTable(H200.name, byte_products=measured))
+    for rows in (33, 64):
+        for group, expected in ((-1, plan), (0, plan), (64, plan), (128, ByteGemmPlan(64, 128, 1, 4, 8))):
+            assert choose_gated_bytes(rows, 14336, 4096, "fp8", "tensor", group, gpu) == expected
+    assert choose_gated_bytes(16, 14336, 4096, "int8", "output", 0, gpu) is None
+    assert choose_gated_bytes(65, 14336, 4096, "fp8", "tensor", -1, gpu) is None
+    others: list[tuple[int, int, ByteKind, Scaling]] = [
+        (32, 14336, "fp8", "tensor"), (17, 14336, "int8", "output"), (64, 12288, "fp8", "tensor"),
+        (64, 14336, "fp8", "output"),
+    ]  # fmt: skip
+    for rows, width, kind, scaling in others:
+        by_rule = choose_gated_bytes(rows, width, 4096, kind, scaling, 0, bare)
+        assert choose_gated_bytes(rows, width, 4096, kind, scaling, 0, gpu) == by_rule is not None
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

@@ -73,6 +73,7 @@ BYTE_PRODUCTS = st.dictionaries(
         st.integers(1, 200000),
         st.sampled_from([2048, 4096]),
         st.sampled_from(BYTE_BUCKETS),
+        st.booleans(),
     ),
     st.one_of(
         st.none(),
@@ -107,6 +108,17 @@ def test_only_plans_that_load_early_write_it() -> None:
     )
     assert plain == {"positions": 64, "warps": 4, "stages": 2, "least": 1024, "splits": 1}
     assert early == plain | {"early": True}
+
+
+def test_only_gated_products_of_bytes_write_it() -> None:
+    """So files written before there were such entries stay valid."""
+    key = ByteProductKey("fp8", "block", 14336, 4096, 64)
+    plain, gated = (
+        json.loads(table_text(TileTable("a", byte_products={one: None}), {}))["byte_products"][0]
+        for one in (key, key._replace(gated=True))
+    )
+    assert plain == {"kind": "fp8", "scaling": "block", "outputs": 14336, "inputs": 4096, "rows": 64, "plan": None}
+    assert gated == plain | {"gated": True}
 
 
 def test_tables_differ_by_what_was_measured_though_they_hash_by_name() -> None:
@@ -226,6 +238,9 @@ def of_bytes(**changes: object) -> dict[str, object]:
         (of_bytes(block_k=192) | {"scaling": "output"}, "block_k 192 must be a power of two from 128 on"),
         (of_bytes(split=17), "2048 inputs are not divisible into 17 parts of blocks of 128"),
         (of_bytes() | {"inputs": 2064}, "2064 inputs are not divisible into 2 parts"),
+        (of_bytes(block_m=128) | {"gated": True}, "one program gates all of 128 rows: split 2 must be 1"),
+        (of_bytes(split=1) | {"gated": True}, "block_m 64 as many"),
+        (of_bytes(split=1, block_m=128, block_n=256) | {"gated": True}, "block_n 256 must divide the 128 outputs"),
         (of_bytes(), "the same key as an earlier entry"),
     ],
 )
