@@ -66,11 +66,18 @@ class AttentionStep(Protocol):
         """
 
 
-class RotatingStep(Protocol):
-    """The attention of a step that rotates the heads of its tokens itself.
+class FusedStep(Protocol):
+    """The attention of a step that can do what comes before and behind it.
 
-    It stores their keys and values too.
+    It rotates the heads of its tokens and stores their keys and values, and rounds its result for the product that
+    follows.
     """
+
+    def rotates(self, keys: Tensor) -> bool:
+        """Return whether this step had better rotate the heads of its tokens.
+
+        keys: of a layer, as in `AttentionStep.run`; queries have their dtype unless it is one of 8 bits.
+        """
 
     def run_rotating(
         self,
@@ -87,15 +94,8 @@ class RotatingStep(Protocol):
         head_dim], heads contiguous.
         """
 
-
-class RoundingStep(Protocol):
-    """The attention of a step that can round its result for the product that follows."""
-
     def rounds(self, to: ByteFormat, head_dim: int) -> bool:
-        """Return whether it can round to a format.
-
-        No scale may depend on more than a head.
-        """
+        """Return whether it can round to a format, whose groups have to be heads."""
 
     def run_to_bytes(
         self,
@@ -109,8 +109,8 @@ class RoundingStep(Protocol):
     ) -> ByteRows:
         """Attend, and return the result in one byte, [T, heads * head_dim].
 
-        heads: the query of `AttentionStep.run`, or with a rotation the heads of `RotatingStep.run_rotating`; to: a
-        format that it rounds to.
+        heads: the query of `AttentionStep.run`, or with a rotation the heads of `run_rotating`; to: a format that it
+        rounds to.
         """
 
 
@@ -186,7 +186,5 @@ class ForwardBatch:
     """[S] int64, indices of the tokens that are sampled from. None: all T of them."""
     attention: AttentionStep
     """The attention of this step."""
-    rotating: RotatingStep | None = None
-    """The same where it rotates the heads itself. None: a kernel before it does."""
-    rounding: RoundingStep | None = None
-    """The same where it can round its result. None: a kernel after it does."""
+    fused: FusedStep | None = None
+    """The same where it can do more than attend. None: other kernels rotate and round."""

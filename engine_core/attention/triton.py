@@ -25,13 +25,13 @@ from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
-from tandem.engine_core.kernels.quantize import KNOWN, group_of
+from tandem.engine_core.kernels.quantize import KNOWN, WHOLE, group_of, quantize_by_maxima
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """An `AttentionStep`, `RotatingStep` and `RoundingStep` of one query per row.
+    """An `AttentionStep` and `FusedStep` of one query per row.
 
     A captured graph keeps reading its tensors.
     """
@@ -71,10 +71,7 @@ class DecodeStep:
         return choose_plan(head_dim, rows * keys.shape[1], query.dtype, keys.dtype, self.gpu), heads
 
     def rotates(self, keys: Tensor) -> bool:
-        """Return whether this step had better rotate the heads of its tokens.
-
-        keys: of a layer, as in `run`; queries have their dtype unless it is one of 8 bits.
-        """
+        """Implement `FusedStep.rotates`."""
         return self._rotating_plan(keys) is not None
 
     def _rotating_plan(self, keys: Tensor) -> DecodePlan | None:
@@ -89,7 +86,7 @@ class DecodeStep:
         layer: LayerAttention,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """Implement `RotatingStep.run_rotating`."""
+        """Implement `FusedStep.run_rotating`."""
         plan, heads = self._plan_rotating(qkv, keys)
         return self._run(plan, qkv, heads, keys, values, layer, scales, rotation=rotation)
 
@@ -100,8 +97,8 @@ class DecodeStep:
         return plan, all_heads - 2 * kv_heads
 
     def rounds(self, to: ByteFormat, head_dim: int) -> bool:
-        """Implement `RoundingStep.rounds`."""
-        return group_of(to) in (KNOWN, head_dim)
+        """Implement `FusedStep.rounds`."""
+        return group_of(to) in (KNOWN, WHOLE, head_dim)
 
     def run_to_bytes(
         self,
@@ -113,10 +110,15 @@ class DecodeStep:
         scales: Tensor | None,
         to: ByteFormat,
     ) -> ByteRows:
-        """Implement `RoundingStep.run_to_bytes`."""
+        """Implement `FusedStep.run_to_bytes`, in two launches with a scale for each row."""
         plan, count = self._plan_rotating(heads, keys) if rotation is not None else self._plan(heads, keys)
+        given = (plan, heads, count, keys, values, layer, scales)
+        if group_of(to) == WHOLE:
+            maxima = torch.empty(len(heads), count, device=heads.device)
+            attended = self._run(*given, rotation=rotation, maxima=maxima)
+            return quantize_by_maxima(attended.flatten(1), maxima, to, self.gpu.pdl)
         rounded = empty_byte_rows(len(heads), count * heads.shape[2], heads.dtype, to, heads.device)
-        self._run(plan, heads, count, keys, values, layer, scales, rotation=rotation, rounded=rounded)
+        self._run(*given, rotation=rotation, rounded=rounded)
         return rounded
 
     def _run(
@@ -133,6 +135,7 @@ class DecodeStep:
         scratch: tuple[Tensor, Tensor] | None = None,
         rotation: Rotation | None = None,
         rounded: ByteRows | None = None,
+        maxima: Tensor | None = None,
     ) -> Tensor:
         plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
         return paged_decode(
@@ -143,13 +146,14 @@ class DecodeStep:
             tile=plan.tile,
             least=plan.least,
             early=plan.early,
-            hold=out is None and heads * query.shape[2] >= HELD_WIDTH,
+            hold=out is None and maxima is None and heads * query.shape[2] >= HELD_WIDTH,
             out=out,
             scratch=scratch,
             scales=scales,
             spares=self.spares,
             rotation=rotation,
             rounded=rounded,
+            maxima=maxima,
         )
 
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:

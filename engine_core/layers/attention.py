@@ -27,23 +27,23 @@ def attend_and_project(
 ) -> Tensor:
     """Rotate the heads of a batch, attend, and multiply by the output projection.
 
-    Its keys and values are stored. Some steps do all but the last in one kernel, which rounds what the projection takes
-    in one byte. qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T,
-    hidden].
+    Its keys and values are stored. Some steps do all but the last in one or two kernels, which round what the
+    projection takes in one byte. qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in
+    `Attention.__call__`. Returns [T, hidden].
     """
     tokens, _, head_dim = qkv.shape
-    heads, turning, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.rotating, rotation
-    if turning is None:
+    heads, fused, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.fused, rotation
+    rotates = fused is not None and fused.rotates(keys)
+    if not rotates:
         heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
-    rounding = batch.rounding
-    to = None if rounding is None else output.input_format(tokens)
-    if rounding is not None and to is not None and rounding.rounds(to, head_dim):
-        own = None if turning is None else rotation
-        return output.apply_quantized(rounding.run_to_bytes(heads, own, keys, values, layer, scales, to))
-    if turning is None:
-        attended = batch.attention.run(heads, keys, values, layer, scales)
+    to = None if fused is None else output.input_format(tokens)
+    if fused is not None and to is not None and fused.rounds(to, head_dim):
+        own = rotation if rotates else None
+        return output.apply_quantized(fused.run_to_bytes(heads, own, keys, values, layer, scales, to))
+    if fused is not None and rotates:
+        attended = fused.run_rotating(qkv, rotation, keys, values, layer, scales)
     else:
-        attended = turning.run_rotating(qkv, rotation, keys, values, layer, scales)
+        attended = batch.attention.run(heads, keys, values, layer, scales)
     return output.apply(attended.reshape(tokens, -1))
 
 

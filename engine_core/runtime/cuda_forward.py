@@ -47,8 +47,7 @@ class CudaForward:
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (places.rows, places.positions))
         step = self._decode_step(rows, positions, long)
-        rotating = step if step.rotates(self.kv.keys[0]) else None
-        batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, rotating, step)
+        batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, step)
         return self.model.logits(self.model.forward(batch, self.kv), places.logits)
 
     def reach(self, rows: int) -> int:

@@ -225,13 +225,14 @@ def rotating_decodes(gpu: GpuTraits, head_dims: tuple[int, ...] = (64,)) -> Iter
 
 
 def rounding_decodes(gpu: GpuTraits) -> Iterator[Launch]:
-    """With a known scale and one for each head, by one program a row and by several."""
+    """With a known scale, one for each head and one for each row, by one program a row and by several."""
     index, pool = torch.zeros(8, dtype=torch.int32), half(64, 8, 128)
     table = PageTable(torch.zeros(8, 8, dtype=torch.int32), 16, 64)
-    for to, splits in product((ByteFormat(FP8, scale=torch.ones(1)), ByteFormat(FP8, 128)), (1, 2)):
+    formats = ByteFormat(FP8, scale=torch.ones(1)), ByteFormat(FP8, 128), ByteFormat(torch.int8)
+    for to, splits in product(formats, (1, 2)):
         given = (half(8, 32, 128), None, pool, pool, LayerAttention(0.1), None, to)
         step = DecodeStep(index, index, table, splits, gpu)
-        if gpu.capability >= FP8_CAPABILITY:
+        if to.dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
             yield lambda step=step, given=given: step.run_to_bytes(*given)
 
 

@@ -21,19 +21,21 @@ def store_heads(
     """Store the query heads of a token's KV head.
 
     acc: [heads, WIDE] float32, those past GROUP and elements past D unused; g, d: its places; out: [T, KV_HEADS * GROUP
-    * D] in `dtype`, or with BYTES in one byte: 1 with the scale at scales_ptr, 2 with one for each head, [KV_HEADS *
-    GROUP, scale_stride].
+    * D] in `dtype`, with the largest number of each head, [T, KV_HEADS * GROUP], if BYTES is 3; or in one byte: 1 with
+    the scale at scales_ptr, 2 with one for each head, [KV_HEADS * GROUP, scale_stride].
     """
     mask = in_head(g < GROUP, d, D, WIDE)
-    places = out_ptr + (token.to(tl.int64) * KV_HEADS + head) * GROUP * D + g[:, None] * D + d[None, :]
-    if BYTES == 0:
-        tl.store(places, acc.to(dtype), mask=mask)
-    else:
-        numbers = tl.where(mask, acc.to(dtype).to(tl.float32), 0.0)
-        if BYTES == 1:
-            quotient = numbers / tl.load(scales_ptr)
-        else:
-            scale = scale_of(tl.reduce(tl.abs(numbers), 1, larger), out_ptr.dtype.element_ty)
-            tl.store(scales_ptr + (head * GROUP + g).to(tl.int64) * scale_stride + token, scale, mask=g < GROUP)
-            quotient = numbers / scale[:, None]
-        tl.store(places, rounded_bytes(quotient, out_ptr.dtype.element_ty), mask=mask)
+    first = (token.to(tl.int64) * KV_HEADS + head) * GROUP
+    stored: tl.constexpr = out_ptr.dtype.element_ty
+    numbers = acc.to(dtype)
+    if BYTES > 1:
+        largest = tl.reduce(tl.abs(tl.where(mask, numbers.to(tl.float32), 0.0)), 1, larger)
+    if BYTES == 1:
+        numbers = rounded_bytes(numbers.to(tl.float32) / tl.load(scales_ptr), stored)
+    elif BYTES == 2:
+        scale = scale_of(largest, stored)
+        tl.store(scales_ptr + (head * GROUP + g).to(tl.int64) * scale_stride + token, scale, mask=g < GROUP)
+        numbers = rounded_bytes(numbers.to(tl.float32) / scale[:, None], stored)
+    elif BYTES == 3:
+        tl.store(scales_ptr + first + g, largest, mask=g < GROUP)
+    tl.store(out_ptr + first * D + g[:, None] * D + d[None, :], numbers, mask=mask)

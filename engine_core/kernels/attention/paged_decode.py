@@ -252,6 +252,7 @@ def paged_decode(
     hold: bool = False,
     rotation: Rotation | None = None,
     rounded: ByteRows | None = None,
+    maxima: Tensor | None = None,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
 
@@ -260,15 +261,14 @@ def paged_decode(
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,
     the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
-    it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the kernel after this one starts only
-    when this one has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are
-    rotated here, and whose keys and values are stored here; rounded: where to write bytes, [B, heads * D], with a known
-    scale or one for each head. Returns [B, heads, D], contiguous, of `rounded` its values.
+    it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the next kernel starts only when this one
+    has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are rotated and stored
+    here; rounded: where to write bytes, with a known scale or one for each head; maxima: where to write the largest
+    absolute numbers of heads, [B, heads] float32. Returns [B, heads, D], contiguous, of `rounded` its values.
 
-    With `pdl` the kernel right before may write the query, keys and values (with `early`, only those of the newest
-    positions; with a rotation, none), but nothing else, which is read before it has finished. Launches on one device
-    must be ordered, as they share counters. Raises RuntimeError if the first is under graph capture, and ValueError for
-    another D, layout, page size, rotation or band.
+    With `pdl` the kernel right before may write the query, keys and values (with `early` only the newest ones, with a
+    rotation none), but nothing else. Launches on one device must be ordered, as they share counters. Raises
+    RuntimeError if the first is under graph capture, ValueError for another D, layout, page size, rotation or band.
     """
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
@@ -281,11 +281,11 @@ def paged_decode(
     _paged_decode_kernel[(kv_heads, splits, batch + count // splits)](
         *(out, *(scratch or split_scratch(query[:, :heads], splits, count))),
         *(split_counters("paged_decode", query.device), query, keys, values, rows, positions, page_table.pages, scales),
-        *(spares.plan if spares is not None else positions, *_optional(rotation, rounded, positions)),
+        *(spares.plan if spares is not None else positions, *_optional(rotation, rounded, maxima, positions)),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
         triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
         **(page_table.constants | {"KV_HEADS": kv_heads}),
-        **_variant(window, softcap, scales, rotation, hold, rounded),
+        **_variant(window, softcap, scales, rotation, hold, rounded, maxima),
         **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, count),
     )
     return out
@@ -297,12 +297,16 @@ def _result(query: Tensor, heads: int, rounded: ByteRows | None) -> Tensor:
     return torch.empty((len(query), heads, query.shape[2]), dtype=query.dtype, device=query.device)
 
 
-def _optional(rotation: Rotation | None, rounded: ByteRows | None, unused: Tensor) -> tuple[Tensor | int | float, ...]:
-    """Return the kernel's arguments of a rotation and of a result in bytes.
+def _optional(
+    rotation: Rotation | None, rounded: ByteRows | None, maxima: Tensor | None, unused: Tensor
+) -> tuple[Tensor | int | float, ...]:
+    """Return the kernel's arguments of a rotation and of a result that is rounded.
 
     unused: stands in for the tensors that they lack.
     """
-    of_bytes = (unused, 0) if rounded is None else (rounded.scales, rounded.values.shape[0])
+    of_bytes = (unused if maxima is None else maxima, 0)
+    if rounded is not None:
+        of_bytes = rounded.scales, rounded.values.shape[0]
     if rotation is None:
         return (*(unused,) * 5, 0, 0, 0.0, *of_bytes)
     tensors = (unused if tensor is None else tensor for tensor in rotation[:5])
@@ -316,6 +320,7 @@ def _variant(
     rotation: Rotation | None,
     hold: bool,
     rounded: ByteRows | None,
+    maxima: Tensor | None,
 ) -> dict[str, int | float | None]:
     return {
         "WINDOW": window,
@@ -324,7 +329,7 @@ def _variant(
         "TURNING": 0 if rotation is None else rotation.cos.shape[2] // 2,
         "NORM": rotation is not None and rotation.q_norm is not None,
         "HOLD": hold,
-        "BYTES": 0 if rounded is None else rounded.scales.ndim,
+        "BYTES": rounded.scales.ndim if rounded is not None else 3 if maxima is not None else 0,
     }
 
 

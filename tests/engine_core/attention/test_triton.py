@@ -76,9 +76,27 @@ def test_a_result_is_rounded_for_the_heads_of_queries(rotates: bool) -> None:
     assert (found.values.shape, found.scales.shape, found.count) == ((4, 32 * 128), (4, 32), 2)
 
 
-def test_a_row_with_one_scale_is_rounded_behind_attention() -> None:
+def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_largest_of_each_head() -> None:
+    index = torch.zeros(2, dtype=torch.int32)
+    heads, pool = torch.zeros(2, 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
+    step, to = DecodeStep(index, index, PAGES, 1, H200), ByteFormat(torch.int8)
+    with (
+        patch.object(triton, "paged_decode", return_value=heads) as attended,
+        patch.object(triton, "quantize_by_maxima") as rounded,
+    ):
+        found = step.run_to_bytes(heads, None, pool, pool, LayerAttention(1.0), None, to)
+    assert found is rounded.return_value
+    call = attended.call_args.kwargs
+    assert (call["maxima"].shape, call["maxima"].dtype, call["rounded"]) == ((2, 32), torch.float32, None)
+    assert not call["hold"], "what follows is no product"
+    x, maxima, wanted, pdl = rounded.call_args.args
+    assert (x.shape, wanted, pdl) == ((2, 4096), to, True)
+    assert maxima is call["maxima"]
+
+
+def test_groups_of_other_sizes_than_heads_are_rounded_behind_attention() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     step, fp8 = DecodeStep(index, index, PAGES, 1, H200), torch.float8_e4m3fn
     known, rows, heads = ByteFormat(fp8, scale=torch.ones(1)), ByteFormat(fp8), ByteFormat(fp8, 128)
-    assert [step.rounds(to, 128) for to in (known, rows, heads)] == [True, False, True]
+    assert [step.rounds(to, 128) for to in (known, rows, heads)] == [True, True, True]
     assert not step.rounds(heads, 64), "two heads share a scale"

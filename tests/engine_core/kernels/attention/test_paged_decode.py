@@ -144,6 +144,18 @@ def test_a_result_is_rounded_as_a_kernel_behind_it_would(
     torch.testing.assert_close(rounded.scales[:5], expected.scales[:5], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 96)])
+def test_the_largest_numbers_of_heads_are_those_of_the_result(
+    heads: int, kv_heads: int, head_dim: int, splits: int, device: str
+) -> None:
+    given = inputs([1, 16, 17, 70, 40], heads, kv_heads, head_dim, 8, device)
+    maxima = torch.full((5, heads), torch.nan, device=device)
+    found = paged_decode(*given, 0.2, splits, tile=SMALL, maxima=maxima)
+    assert torch.equal(found, paged_decode(*given, 0.2, splits, tile=SMALL))
+    assert torch.equal(maxima, found.abs().amax(2))
+
+
 def test_a_launch_leaves_its_counters_at_zero(device: str) -> None:
     given = inputs([20, 70], 2, 1, 32, 8, device)
     first = paged_decode(*given, 0.2, 4, tile=SMALL)
