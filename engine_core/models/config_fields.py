@@ -17,6 +17,8 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.quantization.reading import read_scheme
+from tandem.engine_core.quantization.scheme import Scheme
+from tandem.engine_core.quantization.sidecar import as_quantization_config, find_sidecar
 from tandem.engine_core.rope_config import FULL, Base, Count, Positive, RopeConfig, RopeReader
 
 T = TypeVar("T")
@@ -115,6 +117,8 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
     architecture: str
     fields: dict[str, Any]
     """The object in config.json, or the part that describes the text half."""
+    quantized_by: str = ""
+    """The file beside config.json that `quantization_config` was taken from, if it was."""
     generation_ends: int | list[int] | None = None
     """The `eos_token_id` of generation_config.json."""
     multimodal: bool = False
@@ -134,9 +138,17 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         generation = directory / "generation_config.json"
         fields = _decode(path, dict[str, Any])
         ends = _decode(generation, _Generation).eos_token_id if generation.is_file() else None
+        sidecar = find_sidecar(directory)
+        if sidecar is not None and not (fields.get("quantization_config") or fields.get("compression_config")):
+            fields["quantization_config"] = as_quantization_config(sidecar.name, _decode(sidecar, dict[str, Any]))
+        else:
+            sidecar = None
         match fields.get("architectures"):
             case [str(architecture)]:
-                return cls(path=path, architecture=architecture, fields=fields, generation_ends=ends)
+                named = "" if sidecar is None else sidecar.name
+                return cls(
+                    path=path, architecture=architecture, fields=fields, quantized_by=named, generation_ends=ends
+                )
         found = fields.get("architectures")
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
 
@@ -196,7 +208,6 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         kv_heads = fields.num_key_value_heads or heads
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        quantization = fields.quantization_config
         contexts = [rope.context_lengths(fields.max_position_embeddings) for rope in ropes]
         usual, longest = min(usual for usual, _ in contexts), min(longest for _, longest in contexts)
         common: dict[str, Any] = {
@@ -216,12 +227,19 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
             "eos_ids": self._end_ids(fields),
             "dtype": fields.dtype or fields.torch_dtype,
             "activation": ACTIVATIONS[fields.hidden_act],
-            "quantization": read_scheme(
-                fields.compression_config if quantization is None else quantization, len(attention)
-            ),
+            "quantization": self._quantization(fields, len(attention)),
             "multimodal": self.multimodal,
         }
         return ModelConfig(**(common | own))
+
+    def _quantization(self, fields: ConfigFields, layers: int) -> Scheme | None:
+        found = fields.compression_config if fields.quantization_config is None else fields.quantization_config
+        try:
+            return read_scheme(found, layers)
+        except ConfigError as error:
+            if not self.quantized_by:
+                raise
+            raise ConfigError(f"{self.quantized_by}, read as quantization_config: {error}") from None
 
     def _end_ids(self, fields: ConfigFields) -> tuple[int, ...]:
         if self.generation_ends is None and fields.eos_token_id is UNSET:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tandem.engine_core.errors import ConfigError
@@ -96,8 +97,8 @@ def unsupported(why: str) -> ConfigError:
 def check_unquantized(names: Collection[str], layers: int) -> None:
     """Check the list of modules that a checkpoint leaves unquantized.
 
-    Its entries are names, parts of names at dots, or regular expressions after "re:". All projections of the layers
-    have one format here: raises ConfigError if an entry names one of them.
+    Its entries are names, parts of names at dots, patterns with "*", or regular expressions after "re:". All
+    projections of the layers have one format here: raises ConfigError if an entry names one of them.
     """
     for entry in names:
         for index in range(layers):
@@ -117,7 +118,15 @@ def _names(entry: str, module: str) -> bool:
             return re.match(entry[3:], module) is not None
         except re.error:
             raise unsupported(f"quantization_config has an invalid regular expression, {_quoted(entry)}") from None
+    if "*" in entry:
+        return fnmatchcase(module, entry) or any(fnmatchcase(part, entry) for part in _owners(module))
     return f".{entry}." in f".{module}."
+
+
+def _owners(module: str) -> list[str]:
+    """Return the modules that a module is part of."""
+    names = module.split(".")
+    return [".".join(names[:count]) for count in range(1, len(names))]
 
 
 def _quoted(value: object) -> str:

@@ -1,8 +1,8 @@
 """Readers of `quantization_config`, one for each tool.
 
 Each turns the fields of its tool into a scheme.
-The formats are those of transformers' `FineGrainedFP8Config`, AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ, and of
-compressed-tensors.
+The formats are those of transformers' `FineGrainedFP8Config`, AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ,
+compressed-tensors and ModelOpt.
 """
 
 from tandem.engine_core.quantization.fields import Fields, unsupported
@@ -33,8 +33,9 @@ def gptq(fields: Fields) -> Scheme:
     if fields.flag("lm_head", False):
         raise fields.error("lm_head", "false: the output head must be unquantized")
     if fields.get("dynamic"):
-        raise fields.error("dynamic", "no rule for single modules")
-    layout = fields.expect("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        raise fields.error("dynamic", "none, the same settings for all linear layers")
+    named = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
+    layout = fields.expect(named, ("gptq", "gptq_v2"), "gptq")
     return NibbleScheme(
         "gptq",
         _group(fields.number("group_size")),
@@ -47,9 +48,10 @@ def gptq(fields: Fields) -> Scheme:
 def awq(fields: Fields) -> Scheme:
     """Read `quant_method: awq`: four bits in the layout named "gemm"."""
     _four_bits(fields.number("bits", fields.get("w_bit")))
-    version = fields.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise fields.error("version", '"gemm"')
+    for name in ("version", "format", "checkpoint_format"):
+        version = fields.get(name, "gemm")
+        if not isinstance(version, str) or version.lower() != "gemm":
+            raise fields.error(name, '"gemm"')
     if not fields.flag("zero_point", True):
         raise fields.error("zero_point", "true")
     return NibbleScheme("awq", _group(fields.number("group_size", fields.get("q_group_size"))), False)
@@ -63,13 +65,18 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
     """
     if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
         return None
+    sparsity = fields.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"):
+        raise fields.error("sparsity_config", 'none, or its format "dense"')
     groups = fields.table("config_groups")
     names = list(fields.get("config_groups"))
     if len(names) != 1:
-        raise unsupported(f"quantization_config has {len(names)} config_groups, supported is one for all linear maps")
+        raise unsupported(f"quantization_config has {len(names)} config_groups, supported is one for all linear layers")
     group = groups.table(names[0])
     if group.names("targets") != ["Linear"]:
         raise group.error("targets", '["Linear"]')
+    if group.get("output_activations") is not None:
+        raise group.error("output_activations", "null")
     weights = group.table("weights")
     inputs = group.table("input_activations") if group.get("input_activations") is not None else None
     kind, bits = weights.expect("type", ("float", "int")), weights.number("num_bits")
@@ -77,6 +84,8 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
         return _packed(fields, weights, inputs)
     if bits != 8:
         raise weights.error("num_bits", "8, or 4 for integers")
+    if kind == "int" and fields.get("format") == "pack-quantized":
+        raise unsupported("quantization_config packs weights of 8 bits (W8A16), supported is W8A8, or W4A16 if packed")
     fields.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
     if not weights.flag("symmetric", True):
         raise weights.error("symmetric", "true")
@@ -90,6 +99,18 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
         per_tensor=strategy == "tensor",
         block=(128, 128) if strategy == "block" else None,
     )
+
+
+def modelopt(fields: Fields) -> Scheme | None:
+    """Read `quant_method: modelopt`.
+
+    It is FP8 for each tensor with static inputs, or for each output with dynamic ones; or None for a checkpoint of
+    16-bit weights with scales of keys and values alone.
+    """
+    if fields.get("quant_algo") is None and fields.get("kv_cache_quant_algo") is not None:
+        return None
+    by_tensor = fields.expect("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")) == "FP8"
+    return ByteScheme("fp8", Activations.STATIC if by_tensor else Activations.TOKEN, per_tensor=by_tensor)
 
 
 def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> NibbleScheme:

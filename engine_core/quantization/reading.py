@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.fields import Fields, check_unquantized
-from tandem.engine_core.quantization.formats import awq, compressed_tensors, fp8, gptq
+from tandem.engine_core.quantization.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from tandem.engine_core.quantization.scheme import Scheme
 
 READERS: Mapping[str, Callable[[Fields], Scheme | None]] = {
@@ -13,8 +13,16 @@ READERS: Mapping[str, Callable[[Fields], Scheme | None]] = {
     "gptq": gptq,
     "awq": awq,
     "compressed-tensors": compressed_tensors,
+    "modelopt": modelopt,
 }
 """Readers by `quant_method`."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "rotation": ("",),
+    "adapter": ({},),
+    "transform_config": ({},),
+    "is_marlin_format": (False,),
+}
+"""Fields that change what the tensors of any method stand for, with the values that do not."""
 
 
 def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme | None:
@@ -34,8 +42,11 @@ def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme |
             f'quantization_config with quant_method "{method}" is not supported (supported: {names}): '
             "serve another quantization of the model, or the unquantized checkpoint"
         )
+    for name, neutral in NEUTRAL.items():
+        if fields.get(name) not in (None, *neutral):
+            raise fields.error(name, "none")
     scheme = reader(fields)
     if scheme is None:
         return None
-    check_unquantized(fields.names("modules_to_not_convert", "ignored_layers", "ignore"), layers)
+    check_unquantized(fields.names("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"), layers)
     return scheme

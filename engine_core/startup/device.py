@@ -77,9 +77,10 @@ def open_parts(kind: str) -> "DeviceParts":
     check_gpu(gpu)
     logger.info(
         "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s, "
-        "%d tiles measured on such a GPU",
+        "%s",
         gpu.name, _version(gpu.capability), gpu.multiprocessors, gpu.shared_memory, "on" if gpu.pdl else "off",
-        gpu.tiles.count,
+        f"{gpu.tiles.count} tiles measured on such a GPU" if gpu.tiles.count else
+        "no tile table for such a GPU (python -m benchmarks.tune measures one)",
     )  # fmt: skip
     return CudaParts(open_device(kind), gpu)
 

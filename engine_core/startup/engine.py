@@ -176,7 +176,7 @@ def _formats(config: EngineConfig, source: ModelSource) -> str:
     if source.model.quantization is not None:
         names.append(f"weights in {source.model.quantization}")
         if config.device == "cpu":
-            logger.warning("quantized weights are slow on a CPU, which makes numbers of them for each product")
+            logger.warning("quantized weights are slow on a CPU, where each product dequantizes them")
     if source.layout.dtype != source.dtype:
         names.append(f"keys and values in {str(source.layout.dtype).removeprefix('torch.')}")
     return ", ".join(names)

@@ -72,7 +72,7 @@ def forecast(
             check_installed()
             check_gpu(gpus[0].traits)
         weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved, stored_bytes)
-        model["weights"] = f"{weights / GIB:.2f} GiB in {resolved.config.dtype}"
+        model["weights"] = _weights_line(resolved, weights)
         is_cpu = resolved.config.device == "cpu"
         free, total = (cpu_free(), cpu_total()) if is_cpu else (gpus[0].free, gpus[0].total)
         try:
@@ -86,6 +86,14 @@ def forecast(
     except ConfigError as error:
         return Forecast(lines, model, problems=list(error.problems))
     return Forecast(lines, model, _choices(options, resolved, pool, memory))
+
+
+def _weights_line(resolved: ResolvedEngine, weights: int) -> str:
+    size, scheme, dtype = f"{weights / GIB:.2f} GiB", resolved.source.model.quantization, resolved.config.dtype
+    if scheme is None:
+        return f"{size} in {dtype}"
+    slow = "; slow on a CPU, where each product dequantizes them" if resolved.config.device == "cpu" else ""
+    return f"{size}, linear layers in {scheme}, the rest in {dtype}{slow}"
 
 
 def _gpu_line(gpu: Gpu) -> str:
@@ -143,6 +151,8 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     seen = "torch sees a CUDA device" if device == "cuda" else "torch sees no CUDA device"
     kept = f"auto on {device}; the checkpoint is {resolved.source.model.dtype or 'float32'}"
     size = f"{pool.kv_tokens} tokens, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
+    if layout.dtype != resolved.source.dtype:
+        size += f" of {str(layout.dtype).removeprefix('torch.')}"
     sized = next(
         (flag for flag, value in (("--kv-tokens", options.kv_tokens), ("--kv-memory", options.kv_memory)) if value), ""
     )

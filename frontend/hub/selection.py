@@ -16,7 +16,8 @@ TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
 """Files that a tokenizer can be converted from, for a model without tokenizer.json."""
 _SMALL_FILES = frozenset(
     {CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-     "merges.txt", "chat_template.jinja", "chat_template.json", TOKENIZER, *TOKENIZER_SOURCES}
+     "merges.txt", "chat_template.jinja", "chat_template.json", TOKENIZER, *TOKENIZER_SOURCES,
+     "quantize_config.json", "quant_config.json", "hf_quant_config.json"}
 )  # fmt: skip
 _MORE_TEMPLATES = re.compile(r"additional_chat_templates/[\w-][\w.-]*\.jinja")
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors")

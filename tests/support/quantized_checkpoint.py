@@ -201,6 +201,8 @@ LAYOUTS = {
     "fp8_compressed_static": compressed(
         "float-quantized", _CHANNEL | {"type": "float", "strategy": "tensor"}, _STATIC | {"type": "float"}, fp8_tensor
     ),
+    "modelopt": Layout({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, fp8_tensor),
+    "modelopt_channel": Layout({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, fp8_channel),
     "int8": compressed("int-quantized", _CHANNEL | {"type": "int"}, _TOKEN | {"type": "int"}, int8_channel),
     "gptq": gptq(True, False),
     "gptq_one_group": gptq(True, False, group=-1),

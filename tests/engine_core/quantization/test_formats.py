@@ -17,6 +17,7 @@ QWEN3_FP8 = {
     "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"],
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "lm_head": False}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "*embed*"]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
@@ -29,6 +30,11 @@ def packed(**weights: Any) -> dict[str, Any]:
 def compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+
+
+def with_outputs(config: dict[str, Any]) -> dict[str, Any]:
+    group = config["config_groups"]["group_0"] | {"output_activations": byte("float", "tensor")}
+    return config | {"config_groups": {"group_0": group}}
 
 
 def byte(kind: str, strategy: str = "channel", **more: Any) -> dict[str, Any]:
@@ -51,6 +57,19 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
             {"quant_method": "fp8", "activation_scheme": "dynamic"},
             ByteScheme("fp8", Activations.TENSOR, per_tensor=True),
         ),
+        (GPTQ | {"format": "gptq_v2"}, NibbleScheme("gptq", 128, True, True)),
+        (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, NibbleScheme("gptq", 128, True, True, 1)),
+        (
+            GPTQ | {"rotation": None, "adapter": {}, "is_marlin_format": False, "meta": {"quantizer": ["x"]}},
+            NibbleScheme("gptq", 128, True, True, 1),
+        ),
+        (AWQ | {"format": "gemm"}, NibbleScheme("awq", 128, False)),
+        (
+            packed() | {"transform_config": {}, "sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+            NibbleScheme("compressed-tensors", 128, True),
+        ),
+        (MODELOPT, ByteScheme("fp8", Activations.STATIC, per_tensor=True)),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ByteScheme("fp8", Activations.TOKEN)),
         (
             compressed("float-quantized", byte("float"), inputs("float", "token", True)),
             ByteScheme("fp8", Activations.TOKEN),
@@ -102,15 +121,33 @@ def test_a_config_is_read(config: dict[str, Any], scheme: ByteScheme | NibbleSch
         (GPTQ | {"bits": None}, "bits is None, supported is an integer"),
         (GPTQ | {"group_size": 100}, "groups 100 inputs"),
         (GPTQ | {"lm_head": True}, "the output head must be unquantized"),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic is"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "supported is none, the same settings for all linear layers"),
         (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
         (GPTQ | {"desc_act": 1}, "desc_act is 1, supported is true or false"),
         (AWQ | {"version": "gemv"}, 'version is "gemv", supported is "gemm"'),
         (AWQ | {"zero_point": False}, "zero_point is False"),
+        (AWQ | {"format": "gemv"}, 'format is "gemv", supported is "gemm"'),
+        (GPTQ | {"format": "marlin"}, 'format is "marlin"'),
+        (GPTQ | {"rotation": "hadamard"}, 'rotation is "hadamard", supported is none'),
+        (GPTQ | {"adapter": {"name": "lora", "rank": 64}}, "adapter is {"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
+        (packed() | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, "transform_config is {"),
+        (packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is {"),
+        (packed() | {"sparsity_config": "2:4"}, "sparsity_config is"),
+        (with_outputs(packed()), "output_activations is {"),
         (packed(num_bits=3), "num_bits is 3"),
         (packed(type="float"), "num_bits is 4"),
         (packed(strategy="tensor"), 'strategy is "tensor"'),
-        (compressed("pack-quantized", byte("int")), 'format is "pack-quantized"'),
+        (compressed("pack-quantized", byte("int")), "packs weights of 8 bits (W8A16), supported is W8A8, or W4A16"),
+        (compressed("pack-quantized", byte("float")), 'format is "pack-quantized"'),
+        (MODELOPT | {"quant_algo": "NVFP4"}, 'quant_algo is "NVFP4", supported is "FP8" or "FP8_PER_CHANNEL_PER'),
+        ({"quant_method": "modelopt"}, "quant_algo is missing"),
+        (
+            MODELOPT | {"exclude_modules": ["lm_head", "model.layers.1*"]},
+            'leaves "model.layers.1.self_attn.q_proj" unquantized (entry "model.layers.1*")',
+        ),
+        (MODELOPT | {"exclude_modules": ["*.down_proj"]}, 'leaves "model.layers.0.mlp.down_proj" unquantized'),
+        (MODELOPT | {"exclude_modules": ["*self_attn"]}, 'leaves "model.layers.0.self_attn.q_proj" unquantized'),
         (compressed("int-quantized", byte("int", symmetric=False)), "weights.symmetric is False"),
         (
             compressed("int-quantized", byte("int"), byte("int", "token", symmetric=False, dynamic=True)),

@@ -1,0 +1,68 @@
+"""Formats that a file beside config.json describes are read as if config.json did."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+
+SHAPE = Path("benchmarks/shapes/llama-3.2-1b/config.json")
+GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": True, "sym": False, "true_sequential": True}
+AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+
+
+def with_sidecar(directory: Path, name: str, content: Any) -> Path:
+    (directory / "config.json").write_bytes(SHAPE.read_bytes())
+    (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "scheme"),
+    [
+        ("quantize_config.json", GPTQ, NibbleScheme("gptq", 32, False, True, 1)),
+        ("quantize_config.json", {"quant_method": "awq", **AWQ}, NibbleScheme("awq", 128, False)),
+        ("quant_config.json", AWQ, NibbleScheme("awq", 128, False)),
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": MODELOPT},
+            ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+        ),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, None),
+        ("other_config.json", GPTQ, None),
+    ],
+)
+def test_a_file_beside_config_json_tells_the_format(
+    name: str, content: dict[str, Any], scheme: Scheme | None, tmp_path: Path
+) -> None:
+    assert read_config(with_sidecar(tmp_path, name, content)).quantization == scheme
+
+
+def test_config_json_comes_first(tmp_path: Path) -> None:
+    with_sidecar(tmp_path, "quantize_config.json", GPTQ)
+    path = tmp_path / "config.json"
+    own = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": own}))
+    assert read_config(tmp_path).quantization == ByteScheme("fp8", Activations.TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, 'quant_algo is "NVFP4"'),
+        ("quantize_config.json", GPTQ | {"bits": 3}, "3 bits"),
+        ("quantize_config.json", [], "Expected `object`"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_the_name_of_the_file(
+    name: str, content: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_config(with_sidecar(tmp_path, name, content))
+    assert name in str(raised.value)
+    assert message in str(raised.value)
