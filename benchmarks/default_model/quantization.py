@@ -5,10 +5,13 @@ That is of its weights in each format, and of keys and values in 8 bits.
     python -m benchmarks.default_model.quantization [--only weights|kv] [--save NAME]
 
 The weights are rounded to the nearest number of a format, without the calibration of GPTQ's and AWQ's own tools, and
-read as a checkpoint of that format; groups have 32 inputs. The text is what the judge of the default model asks, in
-wordings that training never used, with the answers it expects. All numbers are of the answers' tokens, computed in
-float32 on a CPU: the perplexity, the share of tokens whose most probable one is that of the 16-bit weights, and the
-mean and largest difference of a logit over the standard deviation of the logits.
+read as a checkpoint of that format; groups have 32 inputs. There are two texts. One is what the judge of the default
+model asks, in wordings that training never used, with the answers it expects; the model knows nearly all of them, so
+that only large errors change a token. The other is the project's licence, which the model has never seen, in windows of
+256 tokens: there small errors show. All numbers are of the answers' tokens, or of all but the first of a window,
+computed in float32 on a CPU: the perplexity (which says nothing of the licence: the model is wrong about most of it),
+the share of tokens whose most probable one is that of the 16-bit weights, and the mean and largest difference of a
+logit over the standard deviation of the logits.
 
 Where a checkpoint expects the inputs of its products to be rounded too, the lines "inputs too" have them rounded as the
 kernels of a GPU do from two rows on; static scales are fitted to the inputs of every fifth of the texts. On a CPU the
@@ -23,7 +26,9 @@ import argparse
 import math
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from msgspec import Struct, to_builtins
@@ -46,6 +51,8 @@ from tests.support.paged_model import PagedRun, load
 from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
 ONLINE = "--quantize fp8"
+LICENCE = Path(__file__).parents[2] / "LICENSE"
+WINDOW = 256
 KEY_FACTOR = 4096.0
 """What the keys of a model are multiplied by, so that they need scales."""
 
@@ -56,6 +63,21 @@ class Text(Struct, frozen=True):
     ids: list[int]
     asked: int
     """Number of ids of the question."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Texts, and what the 16-bit weights make of them."""
+
+    name: str
+    texts: list[Text]
+    exact: Tensor
+    """Logits that predict the tokens, [tokens, vocab]."""
+
+    @property
+    def targets(self) -> Tensor:
+        """Tokens that are predicted, [tokens]."""
+        return torch.cat([torch.tensor(text.ids[text.asked :]) for text in self.texts])
 
 
 class Accuracy(Struct, frozen=True):
@@ -73,6 +95,9 @@ class Accuracy(Struct, frozen=True):
         )
 
 
+Figures: TypeAlias = dict[str, Accuracy]
+
+
 def texts() -> list[Text]:
     """Return the judge's questions with the answers it expects."""
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
@@ -85,6 +110,13 @@ def texts() -> list[Text]:
     return found
 
 
+def windows() -> list[Text]:
+    """Return the licence in windows, whose first tokens are given."""
+    tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
+    ids = tokenizer.encode(LICENCE.read_text(), add_special_tokens=False).ids
+    return [Text(ids[start : start + WINDOW], 1) for start in range(0, len(ids) - 1, WINDOW)]
+
+
 def answer_logits(model: Model, found: list[Text], kv_dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the logits that predict the answers' tokens, [tokens, vocab]."""
     parts = []
@@ -94,15 +126,25 @@ def answer_logits(model: Model, found: list[Text], kv_dtype: torch.dtype = torch
     return torch.cat(parts)
 
 
-def accuracy(logits: Tensor, exact: Tensor, targets: Tensor) -> Accuracy:
+def accuracy(logits: Tensor, sample: Sample) -> Accuracy:
     """Compare the logits of a format with those of the 16-bit weights."""
-    difference = (logits - exact).abs() / exact.std()
+    difference = (logits - sample.exact).abs() / sample.exact.std()
     return Accuracy(
-        math.exp(functional.cross_entropy(logits, targets).item()),
-        (logits.argmax(1) == exact.argmax(1)).float().mean().item(),
+        math.exp(functional.cross_entropy(logits, sample.targets).item()),
+        (logits.argmax(1) == sample.exact.argmax(1)).float().mean().item(),
         difference.mean().item(),
         difference.max().item(),
     )
+
+
+def measured(name: str, model: Model, samples: list[Sample], kv_dtype: torch.dtype = torch.float32) -> Figures:
+    """Measure a model with each sample, and print a line for each."""
+    figures = {}
+    for sample in samples:
+        line = f"{name}: {sample.name}"
+        figures[line] = accuracy(answer_logits(model, sample.texts, kv_dtype), sample)
+        print(f"{line:52} {figures[line]}", flush=True)
+    return figures
 
 
 def plain_folder(directory: Path) -> Path:
@@ -115,7 +157,7 @@ def plain_folder(directory: Path) -> Path:
     return directory
 
 
-def measure(name: str, scratch: Path, found: list[Text], exact: Tensor, targets: Tensor) -> dict[str, Accuracy]:
+def measure(name: str, scratch: Path, samples: list[Sample]) -> Figures:
     """Write the default model in a format, load and measure it."""
     directory = plain_folder(scratch / name.replace(" ", "_"))
     scheme: Scheme | None = ONLINE_FP8
@@ -123,11 +165,11 @@ def measure(name: str, scratch: Path, found: list[Text], exact: Tensor, targets:
         quantize_checkpoint(directory, LAYOUTS[name], fitted=True)
         scheme = None
     model = load(directory, scheme=scheme)
-    figures = {name: accuracy(answer_logits(model, found), exact, targets)}
+    figures = measured(name, model, samples)
     if isinstance(scheme or model.config.quantization, ByteScheme):
-        calibrate(lambda: answer_logits(model, found[::5]))
+        calibrate(lambda: answer_logits(model, samples[0].texts[::5]))
         with rounded_inputs():
-            figures[f"{name}, inputs too"] = accuracy(answer_logits(model, found), exact, targets)
+            figures |= measured(f"{name}, inputs too", model, samples)
     return figures
 
 
@@ -144,9 +186,9 @@ def enlarge_keys(directory: Path) -> Path:
     return directory
 
 
-def measure_kv(scratch: Path, found: list[Text], exact: Tensor, targets: Tensor) -> dict[str, Accuracy]:
+def measure_kv(scratch: Path, samples: list[Sample]) -> Figures:
     """Measure 8-bit keys and values, without scales and with calibrated ones."""
-    figures = {}
+    figures: Figures = {}
     for size, directory in (
         ("", plain_folder(scratch / "plain")),
         (f", keys x {KEY_FACTOR:.0f}", enlarge_keys(plain_folder(scratch / "large"))),
@@ -161,9 +203,7 @@ def measure_kv(scratch: Path, found: list[Text], exact: Tensor, targets: Tensor)
             else:
                 model.kv_scales.values.zero_()
                 settle_kv_scales(model, layout, torch.float32, config.max_positions)
-            name = f"FP8 KV, {scales}{size}"
-            figures[name] = accuracy(answer_logits(model, found, dtype), exact, targets)
-            print(f"{name:40} {figures[name]}", flush=True)
+            figures |= measured(f"FP8 KV, {scales}{size}", model, samples, dtype)
     return figures
 
 
@@ -173,21 +213,20 @@ def main() -> None:
     parser.add_argument("--only", choices=("weights", "kv"), help="measure one of both")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
-    found = texts()
-    targets = torch.cat([torch.tensor(text.ids[text.asked :]) for text in found])
-    exact = answer_logits(load(DEFAULT_MODEL), found)
-    figures = {"16 bits": accuracy(exact, exact, targets)}
-    print(f"{'16 bits':40} {figures['16 bits']}")
+    model = load(DEFAULT_MODEL)
+    samples = [
+        Sample(name, found, answer_logits(model, found))
+        for name, found in (("answers", texts()), ("licence", windows()))
+    ]
+    figures = measured("16 bits", model, samples)
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.only != "weights":
-            figures |= measure_kv(Path(scratch), found, exact, targets)
+            figures |= measure_kv(Path(scratch), samples)
         for name in () if arguments.only == "kv" else (ONLINE, *LAYOUTS):
-            measured = measure(name, Path(scratch), found, exact, targets)
-            figures |= measured
-            for line, figure in measured.items():
-                print(f"{line:40} {figure}", flush=True)
+            figures |= measure(name, Path(scratch), samples)
     if arguments.save:
-        print(save(arguments.save, {"texts": len(found), "tokens": len(targets)}, to_builtins(figures)))
+        sizes = {sample.name: {"texts": len(sample.texts), "tokens": len(sample.targets)} for sample in samples}
+        print(save(arguments.save, sizes, to_builtins(figures)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tandem.engine_core.kernels.tiles.table import (
     ProductKey,
     Scaling,
 )
+from tandem.engine_core.layers.quantized.byte_linear import multiplies_bytes
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
@@ -96,13 +97,13 @@ def product_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
 def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     scheme, rows = FORMATS[layer.format], layer.rows
     outputs, inputs = layer.shapes[name]
-    if isinstance(scheme, ByteScheme):
-        rounded = scheme.activations is not Activations.UNQUANTIZED
-        if rounded and rounds_inputs(rows, scheme.kind, gpu):
-            key = ByteProductKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
-            gated = key._replace(outputs=outputs // 2, gated=True)
-            # Whether gate and rounding are part of the product depends on the shape and the device.
-            return gated if name == "gate_up" and byte_ruled(gated, gpu) is not None else key
+    if isinstance(scheme, ByteScheme) and rounds_inputs(rows, scheme.kind, gpu):
+        key = ByteProductKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
+        gated = key._replace(outputs=outputs // 2, gated=True)
+        # Whether gate and rounding are part of the product depends on the shapes and the device.
+        rounds = name == "gate_up" and multiplies_bytes(layer.hidden, layer.width, scheme)
+        if multiplies_bytes(outputs, inputs, scheme):
+            return gated if rounds and byte_ruled(gated, gpu) is not None else key
     plain: Operation = "product"
     normed: Operation = "normed"
     if name == "gate_up":

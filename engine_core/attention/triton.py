@@ -146,7 +146,7 @@ class DecodeStep:
             tile=plan.tile,
             least=plan.least,
             early=plan.early,
-            hold=out is None and maxima is None and heads * query.shape[2] >= HELD_WIDTH,
+            hold=out is None and heads * query.shape[2] >= HELD_WIDTH,
             out=out,
             scratch=scratch,
             scales=scales,

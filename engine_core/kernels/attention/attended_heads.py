@@ -7,7 +7,9 @@ They are numbers, or bytes for the output projection.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.fast_math import larger
 from tandem.engine_core.kernels.paged_pool import in_head
 from tandem.engine_core.kernels.quantize import rounded_bytes, scale_of
@@ -39,3 +41,16 @@ def store_heads(
     elif BYTES == 3:
         tl.store(scales_ptr + first + g, largest, mask=g < GROUP)
     tl.store(out_ptr + first * D + g[:, None] * D + d[None, :], numbers, mask=mask)
+
+
+def check_rounding(batch: int, heads: int, rounded: ByteRows | None, maxima: Tensor | None) -> None:
+    """Assert that a result in bytes has a known scale or one for each head.
+
+    The largest numbers of heads have a place, if they are wanted. batch: rows; heads: of a row's query.
+    """
+    if rounded is not None:
+        scales, padded = rounded.scales, rounded.values.shape[0]
+        assert scales.ndim == 1 or (scales.shape, scales.stride(0)) == ((padded, heads), 1), "a group is a head"
+        assert padded >= batch and rounded.values.is_contiguous()
+    if maxima is not None:
+        assert rounded is None and maxima.shape == (batch, heads) and maxima.is_contiguous()

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention.attended_heads import store_heads
+from tandem.engine_core.kernels.attention.attended_heads import check_rounding, store_heads
 from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, least_positions, tile_rows
 from tandem.engine_core.kernels.attention.newest_token import begin, newest_of
 from tandem.engine_core.kernels.attention.online_softmax import (
@@ -264,7 +264,7 @@ def paged_decode(
     it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the next kernel starts only when this one
     has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are rotated and stored
     here; rounded: where to write bytes, with a known scale or one for each head; maxima: where to write the largest
-    absolute numbers of heads, [B, heads] float32. Returns [B, heads, D], contiguous, of `rounded` its values.
+    absolute numbers of heads, [B, heads] float32. Returns [B, heads, D], contiguous, or the values of `rounded`.
 
     With `pdl` the kernel right before may write the query, keys and values (with `early` only the newest ones, with a
     rotation none), but nothing else. Launches on one device must be ordered, as they share counters. Raises
@@ -273,7 +273,7 @@ def paged_decode(
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
     _check(query, heads, keys, values, page_table, splits, rotation, window, softcap)
-    out = _result(query, heads, rounded) if out is None else out
+    out = _result(query, heads, rounded, maxima) if out is None else out
     if batch == 0:
         return out
     tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
@@ -291,7 +291,9 @@ def paged_decode(
     return out
 
 
-def _result(query: Tensor, heads: int, rounded: ByteRows | None) -> Tensor:
+def _result(query: Tensor, heads: int, rounded: ByteRows | None, maxima: Tensor | None) -> Tensor:
+    """Return where to write the result, after a check of what is written beside it."""
+    check_rounding(len(query), heads, rounded, maxima)
     if rounded is not None:
         return rounded.values.view(-1, heads, query.shape[2])
     return torch.empty((len(query), heads, query.shape[2]), dtype=query.dtype, device=query.device)

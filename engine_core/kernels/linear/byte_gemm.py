@@ -153,17 +153,24 @@ def byte_gemm_kernel(
             )
 
 
-def check_operands(
-    x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, partials: Tensor, counters: Tensor
-) -> None:
-    """Assert what `byte_gemm` says of its arguments."""
+def check_factors(x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan) -> None:
+    """Assert that rows and weights have the shapes, dtypes and scales of a product."""
     outputs, inputs = weight.shape
     assert x.values.is_contiguous() and weight.is_contiguous() and x.values.shape[1] == inputs
     assert x.values.dtype == weight.dtype and inputs % plan.block_k == 0 and plan.split * plan.block_k <= inputs
     if scales.ndim == 2:
         assert plan.block_k == SCALE_COLUMNS and scales.shape == (triton.cdiv(outputs, SCALE_ROWS), inputs // 128)
         assert x.scales.shape == (x.values.shape[0], inputs // 128) and x.scales.stride(0) == 1
-    floats, needed = plan.workspace(x.count, outputs)
+    else:
+        assert scales.shape == (outputs,) and x.scales.shape in ((1,), (x.count, 1))
+
+
+def check_operands(
+    x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, partials: Tensor, counters: Tensor
+) -> None:
+    """Assert what `byte_gemm` says of its arguments."""
+    check_factors(x, weight, scales, plan)
+    floats, needed = plan.workspace(x.count, weight.shape[0])
     assert partials.numel() >= floats and counters.numel() >= needed, "workspace too small"
 
 

@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import larger
-from tandem.engine_core.kernels.linear.byte_gemm import scaled_tile
+from tandem.engine_core.kernels.linear.byte_gemm import check_factors, scaled_tile
 from tandem.engine_core.kernels.linear.gemv import gated
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS
 from tandem.engine_core.kernels.quantize import KNOWN, WHOLE, group_of, quantize_by_maxima, store_byte_tile
@@ -151,9 +151,10 @@ def gated_bytes(
 
 
 def _check(x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, group: int) -> None:
-    width, inputs = weight.shape[0] // 2, weight.shape[1]
+    check_factors(x, weight, scales, plan)
+    width = weight.shape[0] // 2
     assert 0 < x.count <= plan.block_m, f"{x.count} rows do not fit a tile of {plan.block_m}"
-    assert plan.split == 1 and inputs % plan.block_k == 0 and weight.is_contiguous() and x.values.is_contiguous()
+    assert plan.split == 1 and weight.shape[0] % 2 == 0, "one program makes both halves of its outputs"
     assert group in (KNOWN, WHOLE, plan.block_n), f"tiles of {plan.block_n} outputs hold no groups of {group}"
-    whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n and plan.block_k == SCALE_COLUMNS
+    whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n
     assert scales.ndim == 1 or whole, "a tile's outputs share their scales"

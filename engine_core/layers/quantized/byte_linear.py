@@ -3,7 +3,6 @@
 They have a scale for each tensor, output or block.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -57,12 +56,10 @@ class ByteLinear(QuantizedLinear):
         A GPU rounds them where it multiplies bytes.
         """
         outputs, inputs = self.values.shape
-        divided = inputs % SCALE_COLUMNS == 0
-        for_library = self.scheme.kind == "fp8" and outputs % 16 == inputs % 16 == 0
-        if self.scheme.activations is Activations.UNQUANTIZED or not (divided or for_library):
+        if not multiplies_bytes(outputs, inputs, self.scheme):
             return None
         if self.scheme.block is not None:
-            return ByteFormat(self.values.dtype, SCALE_COLUMNS) if divided else None
+            return ByteFormat(self.values.dtype, SCALE_COLUMNS)
         return ByteFormat(self.values.dtype, scale=self.input_scale)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -118,13 +115,13 @@ class ByteLinear(QuantizedLinear):
     def _keep_input_scale(self, found: Tensor, name: str) -> None:
         """Take the largest scale of a projection's parts, which saw the same inputs.
 
-        Raises ConfigError if it is not a positive number.
+        Raises ConfigError if one is not a positive number.
         """
-        largest = float(found.max())
-        if not (math.isfinite(largest) and largest > 0):
-            raise ConfigError(f"{name}: its input_scale is {largest}, which must be a positive number")
+        if not bool((found.isfinite() & (found > 0)).all()):
+            wrong = ", ".join(f"{scale:g}" for scale in found.tolist())
+            raise ConfigError(f"{name}: its input_scale is {wrong}; it must be a positive number in each part")
         assert self.input_scale is not None
-        self.input_scale.fill_(largest)
+        self.input_scale.copy_(found.max())
 
     def _float_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """List the slots of weights that are quantized while they are loaded.
@@ -134,7 +131,10 @@ class ByteLinear(QuantizedLinear):
         slots = []
         for place, start, length in places(prefix, name, parts, self.values.shape[0]):
             shapes = ((length, self.values.shape[1]),)
-            for parameter, transform in ((self.values, rounded), (self.scales, row_scales)):
+            for parameter, transform in (
+                (self.values, rounded),
+                (self.scales, finite(f"{place}.weight", row_scales, "weights")),
+            ):
                 slots.append(
                     WeightSlot(f"{place}.weight", parameter, 0, start, length, transform=transform, shapes=shapes)
                 )
@@ -168,6 +168,12 @@ class ByteLinear(QuantizedLinear):
 
 def _spread(scale: Tensor, length: int) -> Tensor:
     return scale.reshape(-1).expand(length)
+
+
+def multiplies_bytes(outputs: int, inputs: int, scheme: ByteScheme) -> bool:
+    """Return whether a map takes inputs of one byte where a GPU multiplies them."""
+    for_library = scheme.kind == "fp8" and scheme.block is None and outputs % 16 == inputs % 16 == 0
+    return scheme.activations is not Activations.UNQUANTIZED and (inputs % SCALE_COLUMNS == 0 or for_library)
 
 
 def row_scales(weight: Tensor) -> Tensor:

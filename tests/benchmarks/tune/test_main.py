@@ -105,7 +105,7 @@ def test_products_of_bytes_are_written_too(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "table.json"
     command = ["--model", "8b", "--only", "bytes", "--byte-rows", "128", "--formats", "blocks", "int8", "tensor"]
     assert tune.main([*command, "--out", str(out), "--timings", str(tmp_path / "t.jsonl")]) == 0
-    found = read_table(out).byte_products
+    found = {key: plan for key, plan in read_table(out).byte_products.items() if key.rows == 128}
     ours = ((6144, 4096), (4096, 14336), (4096, 4096))
     assert found == {ByteProductKey("fp8", "block", *shape, 128): None for shape in ours}
 

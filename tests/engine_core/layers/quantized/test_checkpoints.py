@@ -14,6 +14,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import fill_with_noise
 from tandem.engine_core.models.registry import build_model, read_config
+from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support import parity
 from tests.support.paged_model import PagedRun, load
@@ -215,12 +216,24 @@ def test_static_scales_of_inputs_are_read_and_parts_share_the_largest(tmp_path: 
     assert layers[1].mlp.gate_up.input_scale.item() == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("scale", [0.0, float("inf")])
-def test_a_static_scale_that_is_no_positive_number_is_refused(scale: float, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"self_attn\.qkv_proj: its input_scale is (0\.0|inf), which must be a positive"
-    ):
-        static_model(tmp_path, dict.fromkeys(("q", "k", "v"), scale))
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("others", [0.5, 0.0])
+def test_a_static_scale_that_is_no_positive_number_is_refused(scale: float, others: float, tmp_path: Path) -> None:
+    """In any part, though the largest of the parts is taken."""
+    message = rf"self_attn\.qkv_proj: its input_scale is {others:g}, {scale:g}, {others:g}; it must be a positive"
+    with pytest.raises(ConfigError, match=message):
+        static_model(tmp_path, {"q": others, "k": scale, "v": others})
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_quantized(damage: float, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = damage
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight: it has weights that are NaN or infinite"):
+        load(tmp_path, scheme=ONLINE_FP8)
 
 
 def test_a_static_checkpoint_without_scales_of_inputs_is_refused(tmp_path: Path) -> None:
