@@ -151,10 +151,10 @@ def gated_bytes(
 
 
 def _check(x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, group: int) -> None:
-    check_factors(x, weight, scales, plan)
     width = weight.shape[0] // 2
     assert 0 < x.count <= plan.block_m, f"{x.count} rows do not fit a tile of {plan.block_m}"
     assert plan.split == 1 and weight.shape[0] % 2 == 0, "one program makes both halves of its outputs"
     assert group in (KNOWN, WHOLE, plan.block_n), f"tiles of {plan.block_n} outputs hold no groups of {group}"
-    whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n
+    whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n and plan.block_k == SCALE_COLUMNS
     assert scales.ndim == 1 or whole, "a tile's outputs share their scales"
+    check_factors(x, weight, scales, plan)
