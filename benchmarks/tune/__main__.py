@@ -1,13 +1,15 @@
 """Measure the tiles of kernels on the GPU at hand, and write its tile table.
 
-    python -m benchmarks.tune --model 1b 8b --minutes 4 [--rows 1 64] [--bits 16 8 4] [--only products|bytes|decode]
+    python -m benchmarks.tune --model FOLDER [--bits 16 8 4] [--kv-bits 16 8] [--minutes 4]
+        [--only products|bytes|decode]
 
-The shapes are those of the models. Candidates are compiled in parallel, for which no GPU is needed, then timed in CUDA
-graphs over more weights, or keys and values, than the cache holds. Products are timed in their layer, one after the
-other as the engine runs them, and another plan is taken only if the whole layer is faster. Times are kept as they are
-measured: a run that ended early goes on where it stopped. Decode attention comes first, then the layers of the first of
---rows, those of bytes with bytes (with --bits 8) of the first of --byte-rows, and so on, for all models. What is
-printed: the times of today's plans, of the rules' and of the best.
+Give the bits of the weights that you serve: by default only products and attention of 16 bits are measured. The shapes
+are those of the models, folders with a config.json or names of benchmarks/shapes. Candidates are compiled in parallel,
+for which no GPU is needed, then timed in CUDA graphs over more weights, or keys and values, than the cache holds.
+Products are timed in their layer, one after the other as the engine runs them, and another plan is taken only if the
+whole layer is faster. Times are kept as they are measured: a run that ended early goes on where it stopped. Decode
+attention comes first, then the layers of the first of --rows, those of bytes with bytes (with --bits 8) of the first of
+--byte-rows, and so on, for all models. What is printed: the times of today's plans, of the rules' and of the best.
 """
 
 import argparse
@@ -66,18 +68,37 @@ def arguments_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", default=["1b", "8b"], help="1b, 8b, 4b, a shape's name or a folder")
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS)
-    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=BITS, help="bits of a weight")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[64, 32, 1, 128, 16], choices=BUCKETS, help="rows of decode steps"
+    )
+    parser.add_argument(
+        "--bits",
+        type=int,
+        nargs="+",
+        default=[16],
+        choices=BITS,
+        help="bits of a weight: 8 of FP8 and INT8",
+    )
     parser.add_argument("--kv-bits", type=int, nargs="+", default=[16], choices=(16, 8), help="bits of keys and values")
     parser.add_argument(
-        "--decode-rows", type=int, nargs="+", default=DECODE_BATCHES, choices=DECODE_BATCHES, help="of decode attention"
-    )
-    parser.add_argument("--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=BYTE_BUCKETS)
-    parser.add_argument("--formats", nargs="+", default=list(BYTE_FORMATS), choices=BYTE_FORMATS, help="of bytes")
-    parser.add_argument("--only", choices=("products", "bytes", "decode"))
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, help="the table; by default the packaged one of this GPU")
-    parser.add_argument("--timings", type=Path, help="where times are kept; by default beside no table, in ~/.cache")
+        "--decode-rows", type=int, nargs="+", default=DECODE_BATCHES, choices=DECODE_BATCHES,
+        help="rows of decode attention",
+    )  # fmt: skip
+    parser.add_argument(
+        "--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=BYTE_BUCKETS,
+        help="rows of products of 8-bit weights with 8-bit inputs, which --bits 8 includes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--formats", nargs="+", default=list(BYTE_FORMATS), choices=BYTE_FORMATS,
+        help="formats of those products: FP8 with a scale for each tensor, block or output, and INT8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", choices=("products", "bytes", "decode"),
+        help="products with 16-bit inputs, those with 8-bit inputs, or decode attention",
+    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=4.0, help="time for all; the next run goes on")
+    parser.add_argument("--out", type=Path, help="the table to write; by default that of this GPU, which engines read")
+    parser.add_argument("--timings", type=Path, help="file of all times; by default in ~/.cache/tandem-tune")
     return parser
 
 

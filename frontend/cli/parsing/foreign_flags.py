@@ -19,7 +19,9 @@ class ForeignFlag(Struct, frozen=True):
 
 
 _ONE_GPU = ForeignFlag(reason="one GPU per engine; tensor and pipeline parallelism are not supported")
-_WEIGHTS = ForeignFlag("--quantize", "fp8; a quantized checkpoint needs no flag")
+_WEIGHTS = ForeignFlag("--quantize", "fp8 for 16-bit checkpoints; those in FP8, INT8, GPTQ or AWQ need no flag")
+_KV = ForeignFlag("--kv-dtype", "auto or fp8, which is e4m3")
+_COMPILED = ForeignFlag("--graph-rows", "nothing goes through torch.compile; --graph-rows off runs without CUDA graphs")
 _LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the weights")
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
@@ -61,7 +63,12 @@ FOREIGN_FLAGS = {
     "--block-size": ForeignFlag("--page-size"),
     "--enable-prefix-caching": _CACHE, "--no-enable-prefix-caching": _CACHE, "--disable-radix-cache": _CACHE,
     "--calculate-kv-scales": ForeignFlag("--kv-dtype fp8", "which calibrates the scales that a checkpoint lacks"),
-    "--kv-cache-dtype": ForeignFlag("--kv-dtype"), "--cache-type-k": ForeignFlag("--kv-dtype"),
+    "--kv-cache-dtype": _KV, "--cache-type-k": _KV,
+    "--compilation-config": _COMPILED, "-O": _COMPILED,
+    "--attention-backend": ForeignFlag(reason="the GPU and the model decide on the kernels of attention"),
+    "--hf-overrides": ForeignFlag(reason="nothing overrides a checkpoint's config.json; edit it"),
+    "--tokenizer-mode": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
+    "--distributed-executor-backend": _ONE_GPU,
     "--max-total-tokens": ForeignFlag("--kv-tokens"),
     "--kv-cache-memory-bytes": ForeignFlag("--kv-memory"),
     "--enforce-eager": _GRAPHS, "--disable-cuda-graph": _GRAPHS, "--cuda-graph-sizes": _GRAPHS,
@@ -98,3 +105,10 @@ FOREIGN_FLAGS = {
     "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
 }  # fmt: skip
 """The answer to each flag, by its name in vLLM, SGLang or llama.cpp."""
+VALUE_HINTS = {
+    "--quantize": "checkpoints in FP8, INT8, GPTQ or AWQ need no flag",
+    "--kv-dtype": "fp8 is e4m3, and e5m2 is not supported",
+    "--dtype": "half is float16 here",
+    "--load-format": "auto loads safetensors",
+}
+"""What is added to the error of a value that one of our flags does not take."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.frontend.cli.parsing.config_file import Check, config_words
-from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, VALUE_HINTS, ForeignFlag
 from tandem.protocol.errors import ExitCode
 
 _SIMILAR = 0.8
@@ -159,5 +159,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with two lines: what was wrong, and where the flags are listed."""
+        flag = message.partition(":")[0].removeprefix("argument ").rpartition("/")[2]
+        if "invalid choice" in message and flag in VALUE_HINTS:
+            message += f"; {VALUE_HINTS[flag]}"
         every = "--help-all" if self._rare else "--help"
         self.exit(ExitCode.CONFIG, f"{self.prog}: error: {message}\nSee {self.prog} {every}\n")
