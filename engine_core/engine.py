@@ -298,8 +298,9 @@ class Engine:
         collected = Collected(step, result, self.stages.mark("collect"))
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
-            # Where another step is in flight, it samples the first of the forced tokens.
-            self.acceptor.begin(masks if tokens else (), tokens, self.scheduler.least_jump + is_waited_for)
+            # Where another step is in flight, it samples the first of the forced tokens, which saves no step then.
+            least = self.scheduler.least_jump + (1 if is_waited_for else 0)
+            self.acceptor.begin(masks if tokens else (), tokens, least)
             self.stages.mark("commit")
         return collected
 

@@ -23,9 +23,9 @@ Invariants, cited elsewhere by number:
 - I6  A slot is free only after its step has *committed*: its pinned buffers are read until then.
 - I7  Nothing on the launch path synchronises with the device.
 - I8  Every accepted request gets exactly one terminal event; every page and row comes back.
-- I9  Positions of decode rows live on the device. The host counts twice how long a sequence that goes on is there, at
-      least and at most: once what was launched has run, `min_device_len <= lengths[row] <= max_device_len`. That holds
-      from the launch of its last known token on, and both are equal when nothing is in flight.
+- I9  Positions of decode rows live on the device. The host keeps a lower and an upper bound of the length that a
+      running sequence has there: once what was launched has run, `min_device_len <= lengths[row] <= max_device_len`.
+      That holds from the launch of its last known token on, and the bounds are equal when nothing is in flight.
 
 A step goes LAUNCHED -> SAMPLED -> COMMITTING -> gone. Release is two-phase (I6): `begin_commit` takes the step out of
 the queue, `finish_commit` frees its slot.
