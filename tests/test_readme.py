@@ -103,7 +103,10 @@ def test_paths_in_code_spans_exist(page: str) -> None:
         assert span in MODEL_FILES or any(place.exists() for place in places), f"{page} names {span}"
 
 
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "vocab.json"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+)
 """Files of a user's model folder."""
 
 

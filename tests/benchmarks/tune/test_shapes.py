@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+from msgspec import structs
+
 from benchmarks.tune.shapes import decode_keys, layer_key, model_folder, product_keys, read_models, runs_on
 from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey
 from tests.fakes.gpus import A100, H200
@@ -49,6 +52,27 @@ def test_gate_and_rounding_are_part_of_a_product_where_the_engine_fuses_them() -
         assert isinstance(key, ByteProductKey)
         assert key.gated is fused, (name, rows)
         assert key.outputs == model.intermediate_size * (1 if fused else 2)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("int8", False), ("blocks", False), ("tensor", True)])
+def test_no_gate_rounds_where_down_takes_no_bytes(name: str, fused: bool) -> None:
+    """The width is no multiple of 128: only the library multiplies such bytes, with one scale for all."""
+    model = structs.replace(read_models(["8b"])[0], intermediate_size=14_400)
+    keys = product_keys(layer_key(model, name, 64), H200)
+    assert isinstance(keys["down"], ByteProductKey) is fused
+    gate_up = keys["gate_up"]
+    assert isinstance(gate_up, ByteProductKey)
+    assert (gate_up.gated, gate_up.outputs) == (fused, 14_400 * (1 if fused else 2))
+
+
+@pytest.mark.parametrize("name", ["blocks", "tensor", "outputs"])
+@pytest.mark.parametrize("rows", [2, 64, 128])
+def test_float8_keeps_its_inputs_where_the_gpu_does_not_multiply_it(name: str, rows: int) -> None:
+    layer = layer_key(read_models(["8b"])[0], name, rows)
+    old, new = (product_keys(layer, gpu) for gpu in (A100, H200))
+    operations = [key.operation for key in old.values() if isinstance(key, ProductKey)]
+    assert operations == ["gated", "product", "product", "product"]
+    assert {type(key) for key in new.values()} == {ByteProductKey}
 
 
 def test_bytes_keep_the_inputs_that_the_gpu_multiplies() -> None:

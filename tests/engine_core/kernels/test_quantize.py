@@ -1,17 +1,20 @@
 """The Triton kernels that round a product's inputs to one byte, against their oracles."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine_core.kernels import quantize as kernel
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gated_activation import quantized_gate
 from tandem.engine_core.kernels.norm import quantized_norm
 from tandem.engine_core.kernels.quantize import quantize, quantize_by_maxima
 from tandem.engine_core.kernels.reference import byte_rows as reference
+from tests.fakes.launched_kernel import LaunchedKernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -68,6 +71,37 @@ def test_rows_whose_largest_numbers_are_known_tile_by_tile_are_rounded_alike(dty
     x, to = rows_of(3, 1280 + 40, device), ByteFormat(dtype)
     maxima = torch.stack([part.abs().amax(1) for part in x.split(48, 1)], 1).contiguous()
     check(quantize_by_maxima(x, maxima, to), reference.quantize(x, to))
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_rows_of_known_numbers_are_launched_behind_another_kernel_if_asked(
+    pdl: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    launched = LaunchedKernel()
+    monkeypatch.setattr(kernel, "_finish_rows_kernel", launched)
+    x = rows_of(3, 256, device)
+    quantize_by_maxima(x, x[:, :2].contiguous(), ByteFormat(torch.int8), pdl)
+    assert (launched.options["PDL"], launched.options.get("launch_pdl", False)) == (pdl, pdl)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel before is a Python function")
+def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, to = rows_of(2, 400, "cpu")[:1], ByteFormat(torch.int8)
+    maxima = torch.stack([part.abs().amax(1) for part in x.split(100, 1)], 1)
+    expected = quantize_by_maxima(x, maxima, to)
+    shown = [torch.full_like(part, torch.nan) for part in (x, maxima)]
+    waits = []
+
+    def wait(pdl: Any) -> None:
+        """Stand in for `wait_for_previous`, behind a kernel that writes at the latest possible time."""
+        waits.append(bool(pdl))
+        for part, written in zip(shown, (x, maxima), strict=True):
+            part.copy_(written)
+
+    monkeypatch.setattr(kernel, "wait_for_previous", wait)
+    found = quantize_by_maxima(shown[0], shown[1], to)
+    assert waits == [False]
+    assert torch.equal(found.values, expected.values) and torch.equal(found.scales, expected.scales)
 
 
 def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:

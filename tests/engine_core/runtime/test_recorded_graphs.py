@@ -12,7 +12,7 @@ from msgspec import structs
 
 from tandem.engine_core.attention import triton as triton_attention
 from tandem.engine_core.attention.base import ForwardBatch
-from tandem.engine_core.attention.triton import RaggedGraphPlanner
+from tandem.engine_core.attention.triton import DecodeStep, MixedStep, RaggedGraphPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
@@ -343,3 +343,22 @@ def test_tokens_are_the_same_where_attention_rotates_heads_itself(tmp_path: Path
     others = {len(call.args[0]) for call in decoded.call_args_list if call.kwargs["rotation"] is None}
     assert rotated == {4}
     assert 1 in others
+
+
+def test_only_steps_without_prompts_may_rotate_and_round_in_their_attention(
+    driven: DrivenEngine, runtime: TorchRuntime
+) -> None:
+    seen = set[tuple[type, bool, bool]]()
+    forward = runtime.model.forward
+
+    def note(batch: ForwardBatch, kv: KVStorage) -> torch.Tensor:
+        step: object = batch.attention
+        seen.add((type(step), batch.fused is step, batch.fused is None))
+        return forward(batch, kv)
+
+    with patch.object(runtime.model, "forward", note):
+        answer(driven, [GREEDY, DRAWN, FULL])
+    assert {each for each in seen if each[0] in (DecodeStep, MixedStep)} == {
+        (DecodeStep, True, False),
+        (MixedStep, False, True),
+    }

@@ -124,6 +124,19 @@ def test_models_that_are_not_supported_say_so(folder: Path) -> None:
     assert "has no config.json" in forecast_of(folder / "nothing").problems[0]
 
 
+def test_formats_of_weights_keys_and_values_are_named(folder: Path) -> None:
+    plain, quantized = (
+        forecast_of(folder, device="cpu"),
+        forecast_of(folder, device="cpu", quantize="fp8", kv_dtype="fp8"),
+    )
+    assert plain.model["weights"].endswith("GiB in float32")
+    assert quantized.model["weights"].endswith(
+        "GiB, linear layers in fp8, the rest in float32; slow on a CPU, where each product dequantizes them"
+    )
+    assert "GiB of float8_e4m3fn (" in quantized.choices["KV cache"]
+    assert "float8" not in plain.choices["KV cache"]
+
+
 def test_a_multimodal_model_is_forecast_as_its_text_half(folder: Path) -> None:
     plain = forecast_of(folder)
     text = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine_core.kernels.attention import paged_decode as kernel
 from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan, choose_splits, choose_tile, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
-from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.reference import attention as reference
-from tandem.engine_core.kernels.reference.byte_rows import quantize
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, TileTable
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_4090, RTX_5090
+from tests.fakes.launched_kernel import LaunchedKernel
 from tests.support.thinned import thinned
 
 SMALL = Tile(16, 4, 1)
@@ -126,34 +126,6 @@ def test_a_window_reads_no_key_outside_it(device: str) -> None:
     given.keys[slots], given.values[slots] = torch.nan, torch.nan
     given.page_table.pages[row, : 50 // 8] = 0
     assert torch.equal(paged_decode(*given, 0.2, 2, window=20, tile=SMALL), expected)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("heads", "head_dim", "group"), [(4, 32, None), (3, 96, None), (4, 128, 128), (2, 64, 64)])
-def test_a_result_is_rounded_as_a_kernel_behind_it_would(
-    heads: int, head_dim: int, group: int | None, splits: int, device: str
-) -> None:
-    """To int8, since the interpreter rounds float8 otherwise than torch does."""
-    given = inputs([1, 16, 17, 70, 40], heads, 1, head_dim, 8, device)
-    to = ByteFormat(torch.int8, group, torch.full((1,), 0.02, device=device) if group is None else None)
-    expected = quantize(paged_decode(*given, 0.2, splits, tile=SMALL).flatten(1), to)
-    rounded = empty_byte_rows(5, heads * head_dim, torch.float32, to, given.query.device)
-    found = paged_decode(*given, 0.2, splits, tile=SMALL, rounded=rounded)
-    assert found.data_ptr() == rounded.values.data_ptr()
-    assert (rounded.values[:5].float() - expected.values[:5].float()).abs().max() <= 1
-    torch.testing.assert_close(rounded.scales[:5], expected.scales[:5], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 96)])
-def test_the_largest_numbers_of_heads_are_those_of_the_result(
-    heads: int, kv_heads: int, head_dim: int, splits: int, device: str
-) -> None:
-    given = inputs([1, 16, 17, 70, 40], heads, kv_heads, head_dim, 8, device)
-    maxima = torch.full((5, heads), torch.nan, device=device)
-    found = paged_decode(*given, 0.2, splits, tile=SMALL, maxima=maxima)
-    assert torch.equal(found, paged_decode(*given, 0.2, splits, tile=SMALL))
-    assert torch.equal(maxima, found.abs().amax(2))
 
 
 def test_a_launch_leaves_its_counters_at_zero(device: str) -> None:
@@ -350,3 +322,11 @@ def test_a_page_size_that_is_no_power_of_two_is_refused(device: str) -> None:
     given = inputs([4], 2, 1, 32, 3, device)
     with pytest.raises(ValueError, match="pages of 3 positions"):
         paged_decode(*given, 1.0, 1)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_launch_is_chained_if_asked(pdl: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    launched = LaunchedKernel()
+    monkeypatch.setattr(kernel, "_paged_decode_kernel", launched)
+    paged_decode(*inputs([4], 2, 1, 32, 4, device), 1.0, 1, pdl=pdl)
+    assert (launched.options["PDL"], launched.options.get("launch_pdl", False)) == (pdl, pdl)

@@ -12,6 +12,7 @@ from tandem.engine_core.kernels.linear.byte_gemm import byte_gemm
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
+from tests.support.noted_reads import count_strays, noted_reads, with_room
 
 PLAN = ByteGemmPlan(32, 32, 1, 2, 4, group_m=2)
 SPLIT = replace(PLAN, split=3, block_m=64)
@@ -66,6 +67,25 @@ def test_padding_changes_no_row(device: str) -> None:
     x.values[5:] = 448.0
     x.scales[5:] = float("nan")
     assert torch.equal(byte_gemm(x, values, scales, None, PLAN, *space(device)), expected)
+
+
+def rows_with_room(x: ByteRows) -> ByteRows:
+    """The same rows in memory that ends far behind them."""
+    room = 64 * x.values.shape[1]
+    return replace(x, values=with_room(x.values, room), scales=with_room(x.scales, room))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells what is read")
+@pytest.mark.parametrize(("kind", "plan"), list(product(KINDS, [PLAN, SPLIT])))
+def test_nothing_but_the_operands_is_read(kind: str, plan: ByteGemmPlan) -> None:
+    """Neither rows past the last one nor outputs past the last one."""
+    x, values, scales, _ = case_of(kind, 5, 80, 512, "cpu")
+    bias = with_room(torch.randn(80), 64)
+    x, values, scales = rows_with_room(x), with_room(values, 64 * 512), with_room(scales, 64 * 512)
+    partials, counters = space("cpu")
+    with noted_reads() as reads:
+        byte_gemm(x, values, scales, bias, plan, partials, counters)
+    assert count_strays(reads, x.values[:5], x.scales[:5], values, scales, bias, partials) == 0
 
 
 def test_no_rows_have_no_product_and_wrong_operands_are_refused(device: str) -> None:

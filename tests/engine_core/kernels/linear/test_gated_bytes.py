@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from tandem.engine_core.kernels import quantize
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.linear import gated_bytes as kernel
 from tandem.engine_core.kernels.linear.gated_bytes import gated_bytes
 from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantized_gate
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
-from tests.engine_core.kernels.linear.test_byte_gemm import KINDS, case_of
+from tests.engine_core.kernels.linear.test_byte_gemm import KINDS, case_of, rows_with_room
+from tests.fakes.launched_kernel import LaunchedKernel
+from tests.support.noted_reads import count_strays, noted_reads, with_room
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -84,3 +89,72 @@ def test_what_a_tile_cannot_hold_is_refused(device: str) -> None:
     blocks = torch.ones(16, 2, device=device)
     with pytest.raises(AssertionError, match="share their scales"):
         gated_bytes(x, values, blocks, None, replace(PLAN, block_m=32, block_n=256), Activation.SILU, static)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "width", "weight", "split", "message"),
+    [
+        ("fp8 outputs", 384, "fp8 outputs", 1, None),
+        ("fp8 outputs", 256, "fp8 blocks", 1, None),
+        ("fp8 blocks", 256, "fp8 outputs", 1, None),
+        ("int8 outputs", 256, "fp8 outputs", 1, None),
+        ("fp8 outputs", 256, "fp8 outputs", 2, "one program makes both halves"),
+    ],
+    ids=["wide", "of rows for blocks", "of groups for outputs", "of another dtype", "split"],
+)
+def test_inputs_that_do_not_fit_the_weight_or_are_divided_are_refused(
+    inputs: str, width: int, weight: str, split: int, message: str | None, device: str
+) -> None:
+    x, *_ = case_of(inputs, 5, 2 * 128, width, device)
+    _, values, scales, _ = case_of(weight, 5, 2 * 128, 256, device, whole=True)
+    to = format_of(values.dtype, "static", device)
+    with pytest.raises(AssertionError, match=message):
+        gated_bytes(x, values, scales, None, replace(BLOCK_PLAN, split=split), Activation.SILU, to)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_both_launches_are_chained_if_asked(pdl: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    launched = [LaunchedKernel(), LaunchedKernel()]
+    monkeypatch.setattr(kernel, "gated_bytes_kernel", launched[0])
+    monkeypatch.setattr(quantize, "_finish_rows_kernel", launched[1])
+    x, values, scales, _ = case_of("fp8 outputs", 5, 2 * 128, 256, device)
+    gated_bytes(x, values, scales, None, PLAN, Activation.SILU, format_of(values.dtype, "row", device), pdl)
+    for each in launched:
+        assert (each.options["PDL"], each.options.get("launch_pdl", False)) == (pdl, pdl)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel before is a Python function")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_waits_once_and_before_it_reads_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, values, scales, _ = case_of(kind, 5, 2 * 128, 256, "cpu", whole=True)
+    given = (values, scales, None, BLOCK_PLAN, Activation.SILU, format_of(values.dtype, "static", "cpu"))
+    expected = gated_bytes(x, *given)
+    shown = replace(x, values=torch.zeros_like(x.values), scales=torch.full_like(x.scales, torch.nan))
+    waits = []
+
+    def wait(_pdl: Any) -> None:
+        """Stand in for `wait_for_previous`, behind a kernel that writes at the latest possible time."""
+        waits.append(1)
+        shown.values.copy_(x.values)
+        shown.scales.copy_(x.scales)
+
+    monkeypatch.setattr(kernel, "wait_for_previous", wait)
+    found = gated_bytes(shown, *given)
+    assert waits == [1]
+    assert torch.equal(found.numbers(), expected.numbers())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells what is read")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_the_operands_is_read(kind: str) -> None:
+    """Neither rows past the last one nor outputs past the last one."""
+    blocks = kind == "fp8 blocks"
+    width, plan = (256, BLOCK_PLAN) if blocks else (80, PLAN)
+    x, values, scales, _ = case_of(kind, 5, 2 * width, 256, "cpu", whole=True)
+    bias = with_room(torch.randn(2 * width), 64)
+    x, values, scales = rows_with_room(x), with_room(values, 64 * 256), with_room(scales, 64 * 256)
+    to = format_of(values.dtype, "static", "cpu")
+    assert to.scale is not None
+    with noted_reads() as reads:
+        gated_bytes(x, values, scales, bias, plan, Activation.SILU, to)
+    assert count_strays(reads, x.values[:5], x.scales[:5], values, scales, bias, to.scale) == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS
@@ -120,18 +121,32 @@ def test_many_rows_are_rounded_in_every_path(case: tuple[ByteScheme, GpuTraits],
     assert y.shape == (MANY_ROWS, 40)
 
 
-@pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
-def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(scheme: ByteScheme, device: str) -> None:
-    gate_up, down = linear(scheme, L4, 512, device), linear(scheme, L4, 48, device)
-    for part in (gate_up, down):
+def network_of(scheme: ByteScheme, gpu: GpuTraits, device: str) -> tuple[TritonByteLinear, TritonByteLinear]:
+    """A gate with its up projection, and what follows.
+
+    Scales of inputs differ so much that numbers rounded with the other's are cut off, or are not.
+    """
+    gate_up, down = linear(scheme, gpu, 512, device), linear(scheme, gpu, 48, device)
+    for part, scale in ((gate_up, 0.02), (down, 5e-4)):
         if part.input_scale is not None:
-            part.input_scale.fill_(0.02)
-    network = GatedMLP(gate_up, down, 256, Activation.SILU, torch_kernels())
+            part.input_scale.fill_(scale)
+    return gate_up, down
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
+def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(
+    scheme: ByteScheme, activation: Activation, device: str
+) -> None:
+    gate_up, down = network_of(scheme, L4, device)
+    network = GatedMLP(gate_up, down, 256, activation, torch_kernels())
     x = torch.randn(MANY_ROWS, 256, generator=torch.Generator().manual_seed(5)).to(device, torch.float16)
     norm = norm_of(device)
-    found, stream = network(x, x, norm)
+    with patch.object(triton_byte_linear, "gated_bytes") as fused:
+        found, stream = network(x, x, norm)
+    assert not fused.called
     normed, expected_stream = norm(x, x)
-    hidden = torch_kernels().gated_activation(expected_of_rounded(gate_up, normed), Activation.SILU)
+    hidden = torch_kernels().gated_activation(expected_of_rounded(gate_up, normed), activation)
     # A last bit of the first product may move an input of the second to the next of few numbers.
     torch.testing.assert_close(found, expected_of_rounded(down, hidden), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(stream, expected_stream)
@@ -187,18 +202,27 @@ def test_scales_of_whole_blocks_are_found_where_every_eighth_is_repeated(device:
     assert torch.equal(found.wide_scales, found.scales[::8])
 
 
+def close_bytes(found: ByteRows, expected: ByteRows) -> bool:
+    """Tell whether rows stand for the same numbers but for few that are rounded to their neighbour."""
+    assert (found.values.shape, found.scales.shape) == (expected.values.shape, expected.scales.shape)
+    difference = (found.numbers() - expected.numbers()).square().mean().sqrt()
+    return bool(difference < 0.02 * expected.numbers().square().mean().sqrt())
+
+
+def hidden_rows(device: str) -> torch.Tensor:
+    return torch.randn(MANY_ROWS, 256, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
+
+
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
-def test_a_wide_network_gates_and_rounds_in_its_product(scheme: ByteScheme, device: str) -> None:
+def test_a_wide_network_gates_and_rounds_in_its_product(
+    scheme: ByteScheme, activation: Activation, device: str
+) -> None:
     """Wide for a GPU of one multiprocessor; blocks of unequal scales, and of half of one, stay apart."""
-    gpu = replace(L4, multiprocessors=1)
-    gate_up, down = linear(scheme, gpu, 512, device), linear(scheme, gpu, 48, device)
-    for part in (gate_up, down):
-        if part.input_scale is not None:
-            part.input_scale.fill_(0.02)
-    x = torch.randn(MANY_ROWS, 256, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
-    to = down.input_format(MANY_ROWS)
+    gate_up, down = network_of(scheme, replace(L4, multiprocessors=1), device)
+    x, to = hidden_rows(device), down.input_format(MANY_ROWS)
     assert to is not None
-    given = (x, x, norm_of(device), Activation.SILU, to)
+    given = (x, x, norm_of(device), activation, to)
     with patch.object(triton_byte_linear, "gated_bytes", wraps=triton_byte_linear.gated_bytes) as fused:
         apart = gate_up.apply_normed_to_bytes(*given)
         assert fused.called == (scheme is not BLOCKS)
@@ -208,7 +232,40 @@ def test_a_wide_network_gates_and_rounds_in_its_product(scheme: ByteScheme, devi
         rows, stream = gate_up.apply_normed_to_bytes(*given)
         expected, expected_stream = UnfusedLinear.apply_normed_to_bytes(gate_up, *given)
         assert fused.call_count == (1 if scheme is BLOCKS else 2)
-    assert apart[0].values.shape == rows.values.shape == expected.values.shape
+    assert apart[0].values.shape == rows.values.shape
     torch.testing.assert_close(stream, expected_stream)
-    difference = (rows.numbers() - expected.numbers()).square().mean().sqrt()
-    assert difference < 0.05 * expected.numbers().square().mean().sqrt()
+    assert close_bytes(rows, expected)
+
+
+def test_a_gate_rounds_in_groups_for_what_follows_though_its_weight_has_scales_of_outputs(device: str) -> None:
+    gate_up, _ = network_of(FP8, replace(L4, multiprocessors=1), device)
+    x, to = hidden_rows(device), linear(BLOCKS, L4, 48, device).input_format(MANY_ROWS)
+    assert to is not None and to.group == 128
+    given = (x, x, norm_of(device), Activation.SILU, to)
+    with patch.object(triton_byte_linear, "gated_bytes", wraps=triton_byte_linear.gated_bytes) as fused:
+        rows, _ = gate_up.apply_normed_to_bytes(*given)
+    assert fused.called
+    assert close_bytes(rows, UnfusedLinear.apply_normed_to_bytes(gate_up, *given)[0])
+
+
+@pytest.mark.parametrize(("multiprocessors", "fused"), [(5, True), (10, False)])
+def test_a_gate_rounds_in_its_product_where_tiles_of_its_width_keep_a_gpu_busy(
+    multiprocessors: int, fused: bool, device: str
+) -> None:
+    """Four tiles of 64 outputs, where all outputs of gate and up would be eight."""
+    gate_up, down = network_of(STATIC, replace(L4, multiprocessors=multiprocessors), device)
+    x, to = hidden_rows(device), down.input_format(MANY_ROWS)
+    assert to is not None
+    with patch.object(triton_byte_linear, "gated_bytes") as product:
+        gate_up.apply_normed_to_bytes(x, x, norm_of(device), Activation.SILU, to)
+    assert product.called == fused
+
+
+@pytest.mark.parametrize("gpu", [L4, H200], ids=lambda gpu: gpu.name)
+def test_a_gate_in_its_product_is_chained_where_the_gpu_can(gpu: GpuTraits, device: str) -> None:
+    gate_up, down = network_of(STATIC, replace(gpu, multiprocessors=1), device)
+    x, to = hidden_rows(device), down.input_format(MANY_ROWS)
+    assert to is not None
+    with patch.object(triton_byte_linear, "gated_bytes") as product:
+        gate_up.apply_normed_to_bytes(x, x, norm_of(device), Activation.SILU, to)
+    assert product.call_args.args[-1] is gpu.pdl

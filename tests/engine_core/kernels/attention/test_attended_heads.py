@@ -1,0 +1,153 @@
+"""Results of decode attention in one byte, against a kernel behind it that rounds them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.attention import paged_decode as kernel
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.kv_dtype import to_pool
+from tandem.engine_core.kernels.quantize import quantize_by_maxima
+from tandem.engine_core.kernels.reference.byte_rows import quantize
+from tests.engine_core.kernels.attention.test_newest_token import projected, rotation_of
+from tests.engine_core.kernels.attention.test_paged_decode import SMALL, Inputs, inputs
+from tests.engine_core.kernels.test_quantize import check
+from tests.fakes.launched_kernel import LaunchedKernel
+from tests.support.thinned import thinned
+
+# Rows of a tile beyond the heads are divided too, though not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in divide")
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+LENGTHS = [1, 16, 17, 70, 40]
+HEADS = [(4, 2, 32), (8, 8, 32), (3, 1, 96), (4, 1, 128)]
+"""Query heads, KV heads and elements of a head."""
+
+
+def format_of(dtype: torch.dtype, known: bool, head_dim: int, device: str) -> ByteFormat:
+    """The format with a known scale, past which some numbers are, or with one for each head."""
+    top = 20 if dtype == INT8 else 200
+    return ByteFormat(dtype, scale=torch.full((1,), 1 / top, device=device)) if known else ByteFormat(dtype, head_dim)
+
+
+def stored_in(given: Inputs, dtype: torch.dtype) -> Inputs:
+    """The same with query, keys and values in another dtype."""
+    keys, values = (part.nan_to_num().to(dtype) for part in (given.keys, given.values))
+    return given._replace(query=given.query.to(dtype), keys=keys, values=values)
+
+
+def attend(given: Inputs, splits: int, **options: Any) -> Tensor:
+    return paged_decode(*given, 0.2, splits, tile=SMALL, **options)
+
+
+def assert_same(found: ByteRows, expected: ByteRows) -> None:
+    """Check for equality, but for what a division's last bit moves on a GPU."""
+    check(found, expected)
+    if found.values.device.type == "cpu":
+        count = found.count
+        assert torch.equal(found.values[:count].float(), expected.values[:count].float())
+        assert torch.equal(found.scales[:count], expected.scales[:count])
+
+
+def assert_rounded(given: Inputs, to: ByteFormat, splits: int, **options: Any) -> None:
+    numbers = attend(given, splits, **options).flatten(1)
+    rounded = empty_byte_rows(len(numbers), numbers.shape[1], numbers.dtype, to, numbers.device)
+    found = attend(given, splits, rounded=rounded, **options)
+    assert found.data_ptr() == rounded.values.data_ptr()
+    assert_same(rounded, quantize(numbers, to))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "known", "splits"), thinned(HEADS, [INT8, FP8], [False, True], [1, 3]))
+def test_a_result_is_rounded_as_a_kernel_behind_it_would(
+    shape: tuple[int, int, int], dtype: torch.dtype, known: bool, splits: int, device: str
+) -> None:
+    assert_rounded(inputs(LENGTHS, *shape, 8, device), format_of(dtype, known, shape[2], device), splits)
+
+
+@pytest.mark.parametrize(
+    ("query_dtype", "dtype", "known"), thinned([torch.bfloat16, torch.float16], [INT8, FP8], [False, True])
+)
+def test_numbers_are_rounded_to_the_dtype_of_the_query_before_they_become_bytes(
+    query_dtype: torch.dtype, dtype: torch.dtype, known: bool, device: str
+) -> None:
+    given = stored_in(inputs(LENGTHS, 4, 2, 64, 8, device), query_dtype)
+    assert_rounded(given, format_of(dtype, known, 64, device), 1)
+
+
+@pytest.mark.parametrize(
+    ("byte_pool", "turns", "known", "splits"), thinned([False, True], [False, True], [False, True], [1, 3])
+)
+def test_bytes_are_those_of_rotated_heads_and_of_values_times_their_scale(
+    byte_pool: bool, turns: bool, known: bool, splits: int, device: str
+) -> None:
+    """Attention that rotates stores the newest keys and values, the same at each call."""
+    given = inputs(LENGTHS, 4, 2, 32, 8, device)
+    options: dict[str, Any] = {"rotation": rotation_of(given, 32)} if turns else {}
+    if turns:
+        given = given._replace(query=projected(given, 4))
+    if byte_pool:
+        keys, values = (to_pool(part.nan_to_num(), FP8) for part in (given.keys, given.values))
+        given, options["scales"] = given._replace(keys=keys, values=values), torch.tensor((0.5, 3.0), device=device)
+    assert_rounded(given, format_of(INT8, known, 32, device), splits, **options)
+
+
+@pytest.mark.parametrize(("shape", "splits"), thinned(HEADS, [1, 3]))
+def test_the_largest_numbers_of_heads_are_those_of_the_result(
+    shape: tuple[int, int, int], splits: int, device: str
+) -> None:
+    given = inputs(LENGTHS, *shape, 8, device)
+    maxima = torch.full((5, shape[0]), torch.nan, device=device)
+    found = attend(given, splits, maxima=maxima)
+    assert torch.equal(found, attend(given, splits))
+    assert torch.equal(maxima, found.abs().amax(2))
+
+
+@pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_the_largest_numbers_are_rounded_to_the_dtype_of_the_query_and_serve_whole_rows(
+    dtype: torch.dtype, query_dtype: torch.dtype, device: str
+) -> None:
+    given = stored_in(inputs(LENGTHS, 4, 2, 64, 8, device), query_dtype)
+    maxima = torch.full((5, 4), torch.nan, device=device)
+    found = attend(given, 1, maxima=maxima)
+    assert torch.equal(maxima, found.float().abs().amax(2))
+    numbers, to = found.flatten(1), ByteFormat(dtype)
+    assert_same(quantize_by_maxima(numbers, maxima, to), quantize(numbers, to))
+
+
+def rows_of(to: ByteFormat, count: int = 5) -> ByteRows:
+    return empty_byte_rows(count, 128, torch.float32, to, torch.device("cpu"))
+
+
+def scattered() -> ByteRows:
+    """Rows of heads whose scales lie token by token."""
+    rows = rows_of(ByteFormat(INT8, 32))
+    return ByteRows(rows.values, rows.scales.contiguous(), rows.count, rows.dtype)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "maxima"),
+    [
+        (lambda: rows_of(ByteFormat(INT8)), None),
+        (lambda: rows_of(ByteFormat(INT8, 64)), None),
+        (lambda: rows_of(ByteFormat(INT8, 32), 4), None),
+        (scattered, None),
+        (None, (5, 2)),
+        (None, (4, 4)),
+        (lambda: rows_of(ByteFormat(INT8, 32)), (5, 4)),
+    ],
+    ids=["a scale a row", "groups of two heads", "fewer rows", "scales of a token", "of groups", "rows", "both"],
+)
+def test_results_that_have_no_place_are_refused(
+    rounded: Callable[[], ByteRows] | None, maxima: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a kernel that does nothing, since a real one would write to other memory."""
+    monkeypatch.setattr(kernel, "_paged_decode_kernel", LaunchedKernel())
+    given = inputs(LENGTHS, 4, 2, 32, 8, "cpu")
+    places = {"rounded": rounded and rounded(), "maxima": maxima and torch.empty(maxima)}
+    with pytest.raises(AssertionError):
+        attend(given, 1, **places)
