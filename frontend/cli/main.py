@@ -196,7 +196,8 @@ def _add_config_argument(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--check", action="store_true",
-        help="say whether the command would start, with every problem, and exit with 0 or 2; nothing is started",
+        help="say whether the command would start, with every problem that shows before weights are read, and exit "
+        "with 0 or 2; nothing is started",
     )  # fmt: skip
 
 

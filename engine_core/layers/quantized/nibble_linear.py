@@ -132,7 +132,10 @@ class NibbleLinear(QuantizedLinear):
             low, high = int(groups.min()), int(groups.max())
             raise ConfigError(f"{name}: g_idx must have values from 0 to {count - 1}, not from {low} to {high}")
         if (groups != first).any():
-            raise ConfigError(f"{name}: its parts have inputs in different groups (g_idx); they cannot be fused")
+            raise ConfigError(
+                f"{name}: its parts have inputs in different groups (g_idx) and cannot be fused; quantize the model "
+                "again with one order for all layers that share an input, as GPTQ tools do"
+            )
         order = first.argsort(stable=True)
         if not torch.equal(first[order], self._usual_groups()):
             sizes = torch.bincount(first.clamp(min=0).long())
