@@ -37,6 +37,10 @@ class ModelFacts(Struct, frozen=True, array_like=True):
     """Unix time of the engine's start, in seconds."""
     template_fingerprint: str = ""
     """SHA-256 of the checkpoint's own chat templates in hex; "" if it has none."""
+    weight_format: str = ""
+    """Format of quantized weights, such as "fp8" or "4 bits (gptq)"; "" if they have the dtype."""
+    kv_dtype: str = ""
+    """Data type of keys and values, such as "float8_e4m3fn"; "" if it is the dtype."""
 
 
 class Limits(Struct, frozen=True, array_like=True):

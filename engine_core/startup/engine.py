@@ -147,7 +147,7 @@ def build_engine(
         raise DeviceBusyError(f"{error}; another process holds memory of the device (nvidia-smi shows it)") from error
     costs = measure_costs(runtime, config, source.model, source.layout)
     log.mark("timing of steps")
-    facts = _facts(config, source.model, source.directory)
+    facts = _facts(config, source)
     engine = _build_loop(config, resolved.groups, runtime, costs, mailbox, constraints, status, facts)
     _log_settings(config, source)
     if options.page_size == "max" and config.page_size > config.max_len:
@@ -308,7 +308,8 @@ def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
     return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions)
 
 
-def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFacts:
+def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
+    model, directory, kv_dtype = source.model, source.directory, source.layout.dtype
     tokenizer = directory / "tokenizer.json"
     fingerprint = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     return ModelFacts(
@@ -321,4 +322,6 @@ def _facts(config: EngineConfig, model: ModelConfig, directory: Path) -> ModelFa
         dtype=config.dtype,
         created=int(time.time()),
         template_fingerprint=template_fingerprint(directory),
+        weight_format="" if model.quantization is None else str(model.quantization),
+        kv_dtype="" if kv_dtype == source.dtype else str(kv_dtype).removeprefix("torch."),
     )

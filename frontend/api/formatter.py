@@ -1,5 +1,6 @@
 """Formatters, which turn the pieces of a generation into the bytes of a response."""
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -49,8 +50,14 @@ def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
         object=kind,
         created=int(time.time()),
         model=model.name,
-        system_fingerprint=f"tandem-{distribution_version()}-{model.device}-{model.dtype}",
+        system_fingerprint=system_fingerprint(model),
     )
+
+
+def system_fingerprint(model: ModelFacts) -> str:
+    """Name what output depends on beside the request: version, device and formats."""
+    formats = "-".join(name for name in (model.dtype, model.weight_format, model.kv_dtype) if name)
+    return f"tandem-{distribution_version()}-{model.device}-{re.sub('[^a-z0-9_]+', '-', formats).strip('-')}"
 
 
 class UsageSoFar:

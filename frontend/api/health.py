@@ -49,6 +49,8 @@ def health_router(service: Service) -> APIRouter:
                     "model": engine.model.name,
                     "device": engine.model.device,
                     "dtype": engine.model.dtype,
+                    "weights": engine.model.weight_format or engine.model.dtype,
+                    "kv_dtype": engine.model.kv_dtype or engine.model.dtype,
                     "max_len": engine.model.max_len,
                     "kv_tokens": engine.limits.kv_tokens,
                 }

@@ -32,6 +32,7 @@ KeyUsage 8: name limit_requests remaining_requests limit_tokens remaining_tokens
 Launched 9: request_ids
 Limits: max_rows kv_tokens page_size max_step_tokens max_waiting max_concurrent max_queued_tokens
 ModelFacts: name vocab_size max_len end_ids tokenizer_fingerprint device dtype created template_fingerprint
+    weight_format kv_dtype
 Ready 0: protocol_version engine_epoch model limits
 Refused 1: message
 SequenceTimes: request_id admitted launched first_token ended num_steps preemptions
