@@ -44,6 +44,10 @@ from tandem.engine_core.kernels.tiles.table import (
 logger = logging.getLogger(__name__)
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""Rows, outputs, inputs or positions of a tile."""
+Few = Annotated[int, Meta(ge=1, le=64)]
+"""Warps, stages, parts, or tiles one after the other."""
 FEWEST_INPUTS_OF_A_DOT = 16
 LOADED_BYTES, LEVEL_BLOCK = 16, 128
 """Weights of one byte that a thread loads at once, and inputs of a block of `linear.nibble_order`, where they divide
@@ -55,20 +59,20 @@ SCALED_INPUTS = 128
 class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
     """A `GemvPlan` in a file."""
 
-    rows: Count
-    block_k: Count
-    tiles: Count
-    warps: Count
+    rows: Size
+    block_k: Size
+    tiles: Few
+    warps: Few
 
 
 class SplitK(Struct, forbid_unknown_fields=True, tag="splitk", tag_field="kernel"):
     """A `SplitKPlan` in a file."""
 
-    block_n: Count
-    block_k: Count
-    split: Count
-    stages: Count
-    warps: Count
+    block_n: Size
+    block_k: Size
+    split: Few
+    stages: Few
+    warps: Few
 
 
 class ProductEntry(Struct, forbid_unknown_fields=True):
@@ -85,13 +89,13 @@ class ProductEntry(Struct, forbid_unknown_fields=True):
 class ByteGemm(Struct, forbid_unknown_fields=True):
     """A `ByteGemmPlan` in a file."""
 
-    block_m: Count
-    block_n: Count
-    split: Count
-    stages: Count
-    warps: Count
-    block_k: Count
-    group_m: Count
+    block_m: Size
+    block_n: Size
+    split: Few
+    stages: Few
+    warps: Few
+    block_k: Size
+    group_m: Few
 
 
 class ByteEntry(Struct, forbid_unknown_fields=True):
@@ -110,9 +114,9 @@ class ByteEntry(Struct, forbid_unknown_fields=True):
 class Attention(Struct, forbid_unknown_fields=True):
     """A `DecodePlan` in a file."""
 
-    positions: Count
-    warps: Count
-    stages: Count
+    positions: Size
+    warps: Few
+    stages: Few
     least: Count
     splits: Count
     early: bool = False

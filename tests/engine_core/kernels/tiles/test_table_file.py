@@ -36,6 +36,7 @@ from tandem.engine_core.kernels.tiles.table_file import (
 from tests.fakes.gpus import H200, SUPPORTED
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 1024, 2048, 4096])
+WARPS = st.sampled_from([1, 2, 4, 8, 16, 32])
 OPERATIONS: list[Operation] = ["product", "gated", "normed", "normed_gated"]
 KEYS = st.builds(
     ProductKey,
@@ -47,8 +48,8 @@ KEYS = st.builds(
 )
 PLANS: st.SearchStrategy[Plan] = st.one_of(
     st.none(),
-    st.builds(GemvPlan, POWERS, POWERS, st.sampled_from([1, 2, 4]), POWERS),
-    st.builds(SplitKPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), POWERS),
+    st.builds(GemvPlan, POWERS, POWERS, st.sampled_from([1, 2, 4]), WARPS),
+    st.builds(SplitKPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), WARPS),
 )
 PRODUCTS = st.lists(st.tuples(KEYS, PLANS)).map(
     lambda found: {key: plan for key, plan in found if not product_problem(key, plan)}
@@ -77,7 +78,7 @@ BYTE_PRODUCTS = st.dictionaries(
     ),
     st.one_of(
         st.none(),
-        st.builds(ByteGemmPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), POWERS, st.just(128), POWERS),
+        st.builds(ByteGemmPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), WARPS, st.just(128), WARPS),
     ),
 ).map(lambda found: {key: plan for key, plan in found.items() if not byte_product_problem(key, plan)})
 
@@ -209,6 +210,8 @@ def attention(**changes: object) -> dict[str, object]:
         (attention(splits=65), "splits 65 must be at most 64"),
         (attention() | {"pairs": 500}, "head_dim 64 and pairs 500 must be powers of two"),
         (attention(stages=0), "Expected `int` >= 1"),
+        (attention(stages=65), "Expected `int` <= 64"),
+        (attention(positions=1 << 17), "Expected `int` <= 65536"),
     ],
 )
 def test_a_malformed_decode_plan_is_named_by_file_and_entry(
