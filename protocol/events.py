@@ -38,9 +38,9 @@ class ModelFacts(Struct, frozen=True, array_like=True):
     template_fingerprint: str = ""
     """SHA-256 of the checkpoint's own chat templates in hex; "" if it has none."""
     weight_format: str = ""
-    """Format of quantized weights, such as "fp8" or "4 bits (gptq)"; "" if they have the dtype."""
+    """Format of the linear layers' weights, such as "bfloat16", "fp8" or "4 bits (gptq)"; "" if it is not known."""
     kv_dtype: str = ""
-    """Data type of keys and values, such as "float8_e4m3fn"; "" if it is the dtype."""
+    """Data type of keys and values, such as "bfloat16" or "float8_e4m3fn"; "" if it is not known."""
 
 
 class Limits(Struct, frozen=True, array_like=True):

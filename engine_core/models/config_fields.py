@@ -138,16 +138,15 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         generation = directory / "generation_config.json"
         fields = _decode(path, dict[str, Any])
         ends = _decode(generation, _Generation).eos_token_id if generation.is_file() else None
-        sidecar = find_sidecar(directory)
-        if sidecar is not None and not (fields.get("quantization_config") or fields.get("compression_config")):
-            fields["quantization_config"] = as_quantization_config(sidecar.name, _decode(sidecar, dict[str, Any]))
-        else:
-            sidecar = None
+        quantized_by = _take_sidecar(directory, fields)
         match fields.get("architectures"):
             case [str(architecture)]:
-                named = "" if sidecar is None else sidecar.name
                 return cls(
-                    path=path, architecture=architecture, fields=fields, quantized_by=named, generation_ends=ends
+                    path=path,
+                    architecture=architecture,
+                    fields=fields,
+                    quantized_by=quantized_by,
+                    generation_ends=ends,
                 )
         found = fields.get("architectures")
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
@@ -266,6 +265,21 @@ def without_idle_window(layer: LayerAttention, positions: int) -> LayerAttention
 
 class _Generation(Struct):
     eos_token_id: int | list[int] | None = None
+
+
+def _take_sidecar(directory: Path, fields: dict[str, Any]) -> str:
+    """Add the quantization that a file beside config.json describes.
+
+    Return the name of the file. It is empty if there is none, or if config.json itself names a quantization.
+    """
+    text, sidecar = fields.get("text_config"), find_sidecar(directory)
+    tables = (fields, text if isinstance(text, dict) else {})
+    named = any(table.get(name) for table in tables for name in ("quantization_config", "compression_config"))
+    found = None if sidecar is None or named else as_quantization_config(sidecar.name, _decode(sidecar, dict[str, Any]))
+    if sidecar is None or found is None:
+        return ""
+    fields["quantization_config"] = found
+    return sidecar.name
 
 
 def _decode(path: Path, kind: type[T]) -> T:

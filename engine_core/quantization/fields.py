@@ -12,6 +12,8 @@ PROJECTIONS = (
     "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.down_proj",
 )  # fmt: skip
 """Names of a layer's linear maps, those of fused checkpoints among them."""
+_OWNERS = ("model.", "model.language_model.", "language_model.model.")
+"""What stands before the names of layers, those of multimodal checkpoints among them."""
 
 
 class Fields:
@@ -103,11 +105,11 @@ def check_unquantized(names: Collection[str], layers: int) -> None:
     for entry in names:
         for index in range(layers):
             for projection in PROJECTIONS:
-                module = f"model.layers.{index}.{projection}"
-                if _names(entry, module):
+                module = f"layers.{index}.{projection}"
+                if any(_names(entry, owner + module) for owner in _OWNERS):
                     raise unsupported(
-                        f"quantization_config leaves {_quoted(module)} unquantized (entry {_quoted(entry)}); all "
-                        "projections of the layers must have one format"
+                        f"quantization_config leaves {_quoted(f'model.{module}')} unquantized (entry "
+                        f"{_quoted(entry)}); all projections of the layers must have one format"
                     )
 
 

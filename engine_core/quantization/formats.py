@@ -63,11 +63,11 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
     It is FP8, INT8 or four bits, the same for all linear maps; or None for a checkpoint of 16-bit weights with scales
     of keys and values alone.
     """
-    if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
-        return None
     sparsity = fields.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"):
         raise fields.error("sparsity_config", 'none, or its format "dense"')
+    if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
+        return None
     groups = fields.table("config_groups")
     names = list(fields.get("config_groups"))
     if len(names) != 1:
@@ -107,7 +107,8 @@ def modelopt(fields: Fields) -> Scheme | None:
     It is FP8 for each tensor with static inputs, or for each output with dynamic ones; or None for a checkpoint of
     16-bit weights with scales of keys and values alone.
     """
-    if fields.get("quant_algo") is None and fields.get("kv_cache_quant_algo") is not None:
+    has_kv_scales = any(fields.get(name) is not None for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
+    if fields.get("quant_algo") == "NO_QUANT" or (fields.get("quant_algo") is None and has_kv_scales):
         return None
     by_tensor = fields.expect("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")) == "FP8"
     return ByteScheme("fp8", Activations.STATIC if by_tensor else Activations.TOKEN, per_tensor=by_tensor)

@@ -19,7 +19,7 @@ READERS: Mapping[str, Callable[[Fields], Scheme | None]] = {
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rotation": ("",),
     "adapter": ({},),
-    "transform_config": ({},),
+    "transform_config": ({}, {"config_groups": {}}),
     "is_marlin_format": (False,),
 }
 """Fields that change what the tensors of any method stand for, with the values that do not."""
@@ -44,7 +44,7 @@ def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme |
         )
     for name, neutral in NEUTRAL.items():
         if fields.get(name) not in (None, *neutral):
-            raise fields.error(name, "none")
+            raise fields.error(name, "false" if neutral == (False,) else "none")
     scheme = reader(fields)
     if scheme is None:
         return None

@@ -17,10 +17,15 @@ def find_sidecar(directory: Path) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def as_quantization_config(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+def as_quantization_config(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the content of such a file as a `quantization_config` of config.json.
 
-    name: of the file.
+    It is None for a file of another tool, and of weights that are not quantized. name: of the file.
     """
-    inner = content.get("quantization") if name == "hf_quant_config.json" else content
-    return {"quant_method": SIDECARS[name], **(inner if isinstance(inner, Mapping) else content)}
+    found = content.get("quantization", content) if name == "hf_quant_config.json" else content
+    if not isinstance(found, Mapping):
+        return None
+    method, described = found.get("quant_method") or SIDECARS[name], found.get("bits", found.get("w_bit"))
+    if name == "hf_quant_config.json":
+        described = found.get("quant_algo")
+    return None if described is None else {**found, "quant_method": method}

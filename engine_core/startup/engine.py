@@ -322,6 +322,6 @@ def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
         dtype=config.dtype,
         created=int(time.time()),
         template_fingerprint=template_fingerprint(directory),
-        weight_format="" if model.quantization is None else str(model.quantization),
-        kv_dtype="" if kv_dtype == source.dtype else str(kv_dtype).removeprefix("torch."),
+        weight_format=str(model.quantization or config.dtype),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
     )

@@ -56,7 +56,7 @@ def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
 
 def system_fingerprint(model: ModelFacts) -> str:
     """Name what output depends on beside the request: version, device and formats."""
-    formats = "-".join(name for name in (model.dtype, model.weight_format, model.kv_dtype) if name)
+    formats = "-".join(dict.fromkeys(filter(None, (model.dtype, model.weight_format, model.kv_dtype))))
     return f"tandem-{distribution_version()}-{model.device}-{re.sub('[^a-z0-9_]+', '-', formats).strip('-')}"
 
 

@@ -43,14 +43,14 @@ def health_router(service: Service) -> APIRouter:
         health = service.health()
         if health.ready:
             engine = service.ready()
+            formats = {"weights": engine.model.weight_format, "kv_dtype": engine.model.kv_dtype}
             return JSONResponse(
                 {
                     "status": "ready",
                     "model": engine.model.name,
                     "device": engine.model.device,
                     "dtype": engine.model.dtype,
-                    "weights": engine.model.weight_format or engine.model.dtype,
-                    "kv_dtype": engine.model.kv_dtype or engine.model.dtype,
+                    **{name: form for name, form in formats.items() if form},
                     "max_len": engine.model.max_len,
                     "kv_tokens": engine.limits.kv_tokens,
                 }

@@ -70,7 +70,9 @@ class FakeEngine:
     ) -> None:
         self.endpoint = endpoint
         self.script = script
-        self.facts = ModelFacts(name, vocab_size, max_len, [END_ID], fingerprint, "cpu", "float32", 1_700_000_000)
+        self.facts = ModelFacts(
+            name, vocab_size, max_len, [END_ID], fingerprint, "cpu", "float32", 1_700_000_000, "", "fp8"
+        )
         self.protocol_version = PROTOCOL_VERSION
         self.phase = Phase.READY
         self.percent = 100

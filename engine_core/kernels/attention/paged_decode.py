@@ -273,7 +273,7 @@ def paged_decode(
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
     _check(query, heads, keys, values, page_table, splits, rotation, window, softcap)
-    out = _result(query, heads, rounded, maxima) if out is None else out
+    out = _result(query, heads, rounded, maxima, out)
     if batch == 0:
         return out
     tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
@@ -291,9 +291,11 @@ def paged_decode(
     return out
 
 
-def _result(query: Tensor, heads: int, rounded: ByteRows | None, maxima: Tensor | None) -> Tensor:
+def _result(query: Tensor, heads: int, rounded: ByteRows | None, maxima: Tensor | None, out: Tensor | None) -> Tensor:
     """Return where to write the result, after a check of what is written beside it."""
     check_rounding(len(query), heads, rounded, maxima)
+    if out is not None:
+        return out
     if rounded is not None:
         return rounded.values.view(-1, heads, query.shape[2])
     return torch.empty((len(query), heads, query.shape[2]), dtype=query.dtype, device=query.device)

@@ -21,7 +21,7 @@ class ForeignFlag(Struct, frozen=True):
 _ONE_GPU = ForeignFlag(reason="one GPU per engine; tensor and pipeline parallelism are not supported")
 _WEIGHTS = ForeignFlag("--quantize", "fp8 for 16-bit checkpoints; those in FP8, INT8, GPTQ or AWQ need no flag")
 _KV = ForeignFlag("--kv-dtype", "auto or fp8, which is e4m3")
-_COMPILED = ForeignFlag("--graph-rows", "nothing goes through torch.compile; --graph-rows off runs without CUDA graphs")
+_COMPILED = ForeignFlag(reason="nothing goes through torch.compile; --graph-rows off runs without CUDA graphs")
 _LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the weights")
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
@@ -63,7 +63,7 @@ FOREIGN_FLAGS = {
     "--block-size": ForeignFlag("--page-size"),
     "--enable-prefix-caching": _CACHE, "--no-enable-prefix-caching": _CACHE, "--disable-radix-cache": _CACHE,
     "--calculate-kv-scales": ForeignFlag("--kv-dtype fp8", "which calibrates the scales that a checkpoint lacks"),
-    "--kv-cache-dtype": _KV, "--cache-type-k": _KV,
+    "--kv-cache-dtype": _KV, "--cache-type-k": _KV, "--cache-type-v": _KV,
     "--compilation-config": _COMPILED, "-O": _COMPILED,
     "--attention-backend": ForeignFlag(reason="the GPU and the model decide on the kernels of attention"),
     "--hf-overrides": ForeignFlag(reason="nothing overrides a checkpoint's config.json; edit it"),

@@ -65,7 +65,11 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
         ),
         (AWQ | {"format": "gemm"}, NibbleScheme("awq", 128, False)),
         (
-            packed() | {"transform_config": {}, "sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+            packed()
+            | {
+                "transform_config": {"config_groups": {}},
+                "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
+            },
             NibbleScheme("compressed-tensors", 128, True),
         ),
         (MODELOPT, ByteScheme("fp8", Activations.STATIC, per_tensor=True)),
@@ -130,7 +134,20 @@ def test_a_config_is_read(config: dict[str, Any], scheme: ByteScheme | NibbleSch
         (GPTQ | {"format": "marlin"}, 'format is "marlin"'),
         (GPTQ | {"rotation": "hadamard"}, 'rotation is "hadamard", supported is none'),
         (GPTQ | {"adapter": {"name": "lora", "rank": 64}}, "adapter is {"),
-        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True, supported is false"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "kv_cache_scheme": {},
+                "sparsity_config": {"format": "sparse-bitmask"},
+            },
+            "sparsity_config is",
+        ),
+        (
+            MODELOPT | {"exclude_modules": ["language_model.model.layers.1.mlp*"]},
+            'leaves "model.layers.1.mlp.gate_proj" unquantized',
+        ),
+        (packed() | {"ignore": ["re:model.language_model.layers.0.*"]}, 'leaves "model.layers.0.self_attn.q_proj"'),
         (packed() | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, "transform_config is {"),
         (packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is {"),
         (packed() | {"sparsity_config": "2:4"}, "sparsity_config is"),
@@ -176,8 +193,22 @@ def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], words: st
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("fields", [{"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": 8}}])
+def test_scales_of_keys_and_values_alone_are_no_quantization_of_weights(fields: dict[str, Any]) -> None:
+    for config in ({"quant_algo": None} | fields, {"quant_algo": "NO_QUANT"}):
+        assert read_scheme({"quant_method": "modelopt"} | config, 2) is None
+
+
 def test_lists_of_other_modules_are_fine() -> None:
-    others = ["lm_head", "re:.*vision_tower.*", "re:.*lm_head", "multi_modal_projector", "model.layers.7.mlp.up_proj"]
+    others = [
+        "lm_head",
+        "vision_tower*",
+        "model.visual.*",
+        "re:.*vision_tower.*",
+        "re:.*lm_head",
+        "multi_modal_projector",
+        "model.layers.7.mlp.up_proj",
+    ]
     assert read_scheme(packed() | {"ignore": others}, 2) is not None
 
 

@@ -34,6 +34,13 @@ def with_sidecar(directory: Path, name: str, content: Any) -> Path:
             ByteScheme("fp8", Activations.STATIC, per_tensor=True),
         ),
         ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, None),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}, None),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NO_QUANT"}}, None),
+        ("hf_quant_config.json", {"quantization": "none"}, None),
+        ("quantize_config.json", GPTQ | {"quant_method": None}, NibbleScheme("gptq", 32, False, True, 1)),
+        ("quantize_config.json", {"per_channel": True, "reduce_range": True, "per_model_config": {}}, None),
+        ("quant_config.json", {"quant_type": "int8"}, None),
+        ("quant_config.json", {}, None),
         ("other_config.json", GPTQ, None),
     ],
 )
@@ -43,12 +50,25 @@ def test_a_file_beside_config_json_tells_the_format(
     assert read_config(with_sidecar(tmp_path, name, content)).quantization == scheme
 
 
-def test_config_json_comes_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_config_json_comes_first(name: str, tmp_path: Path) -> None:
     with_sidecar(tmp_path, "quantize_config.json", GPTQ)
     path = tmp_path / "config.json"
     own = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": own}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: own}))
     assert read_config(tmp_path).quantization == ByteScheme("fp8", Activations.TOKEN)
+
+
+def test_the_text_half_of_config_json_comes_first_too(tmp_path: Path) -> None:
+    """Its errors do not name the file beside it."""
+    with_sidecar(tmp_path, "quantize_config.json", GPTQ)
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text()) | {"model_type": "mistral", "quantization_config": {"quant_method": "exl2"}}
+    nested = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    path.write_text(json.dumps(nested))
+    with pytest.raises(ConfigError, match='quant_method "exl2"') as raised:
+        read_config(tmp_path)
+    assert "quantize_config.json" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

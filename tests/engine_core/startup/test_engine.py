@@ -111,7 +111,10 @@ def test_ready_names_the_facts_and_limits(folder: Path) -> None:
     facts, limits = ready.model, ready.limits
     assert (facts.name, facts.vocab_size, facts.max_len, facts.end_ids) == ("mine", CONFIG.vocab_size, 64, [1])
     assert facts.tokenizer_fingerprint == hashlib.sha256(b"{}").hexdigest()
-    assert (facts.device, facts.dtype, facts.weight_format, facts.kv_dtype) == ("cpu", "float32", "", "")
+    assert (facts.device, facts.dtype, facts.weight_format, facts.kv_dtype) == (
+        *("cpu", "float32"),
+        *("float32", "float32"),
+    )
     assert (limits.max_rows, limits.kv_tokens, limits.page_size) == (4, 96, 16)
     assert (limits.max_step_tokens, limits.max_waiting) == (33, 7)
     assert (status.stats.rows_total, status.stats.pages_total) == (4, 6)

@@ -12,7 +12,8 @@ from tests.fakes.engine_link import FACTS
     ("weights", "kv", "expected"),
     [
         ("", "", "cpu-float32"),
-        ("fp8", "", "cpu-float32-fp8"),
+        ("float32", "float32", "cpu-float32"),
+        ("fp8", "float32", "cpu-float32-fp8"),
         ("4 bits (gptq)", "float8_e4m3fn", "cpu-float32-4-bits-gptq-float8_e4m3fn"),
         ("fp8 in blocks of 128x128", "", "cpu-float32-fp8-in-blocks-of-128x128"),
     ],

@@ -20,8 +20,7 @@ def test_readiness_describes_the_served_model(server: RunningServer) -> None:
         "model": "fake-model",
         "device": "cpu",
         "dtype": "float32",
-        "weights": "float32",
-        "kv_dtype": "float32",
+        "weights": "fp8",
         "max_len": 2048,
         "kv_tokens": 65536,
     }
