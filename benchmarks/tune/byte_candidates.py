@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.tune.candidates import splits
+from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.quantized_plans import (
     LIBRARY_BLOCK_INPUTS,
@@ -14,7 +15,6 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     fits_byte_workspace,
     library_multiplies,
 )
-from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, Scaling
 from tandem.engine_core.kernels.tiles.table_file import byte_product_problem

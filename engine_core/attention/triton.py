@@ -22,10 +22,10 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
 )
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
-from tandem.engine_core.kernels.quantize import KNOWN, WHOLE, group_of, quantize_by_maxima
+from tandem.engine_core.kernels.quantize import group_of, quantize_by_maxima
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 

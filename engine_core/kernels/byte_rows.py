@@ -10,6 +10,8 @@ from tandem.engine_core.integers import ceil_div
 FP8_MAX = 448.0
 """Largest number of float8 e4m3."""
 INT8_MAX = 127.0
+KNOWN, WHOLE = -1, 0
+"""Values of the kernels' GROUP beside a number of inputs: the scale is given, or the whole row shares one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,12 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import larger
 
-KNOWN, WHOLE = -1, 0
-"""Values of the kernels' GROUP beside a number of inputs: the scale is given, or the whole row shares one."""
 MAX_INPUTS = 65536
 """Largest number of inputs for which one program finds the scale of a row."""
 GROUP_BLOCK = 1024

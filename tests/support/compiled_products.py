@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, empty_byte_rows
+from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, empty_byte_rows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
@@ -27,7 +27,6 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 )
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.linear.word_gemv import word_gemv
-from tandem.engine_core.kernels.quantize import KNOWN, WHOLE
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import ByteKind, Scaling
 

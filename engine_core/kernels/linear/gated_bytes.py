@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import larger
 from tandem.engine_core.kernels.linear.byte_gemm import check_factors, scaled_tile
 from tandem.engine_core.kernels.linear.gemv import gated
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS
-from tandem.engine_core.kernels.quantize import KNOWN, WHOLE, group_of, quantize_by_maxima, store_byte_tile
+from tandem.engine_core.kernels.quantize import group_of, quantize_by_maxima, store_byte_tile
 from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan
 
 
