@@ -4,6 +4,7 @@ A family names the fields that it reads in a struct. Whatever it does not suppor
 change the output is never ignored.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tandem.engine_core.quantization.scheme import Scheme
 from tandem.engine_core.quantization.sidecar import as_quantization_config, find_sidecar
 from tandem.engine_core.rope_config import FULL, Base, Count, Positive, RopeConfig, RopeReader
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
@@ -279,6 +281,7 @@ def _take_sidecar(directory: Path, fields: dict[str, Any]) -> str:
     if sidecar is None or found is None:
         return ""
     fields["quantization_config"] = found
+    logger.info("config.json names no quantization, but %s does; delete it if the weights are not quantized", sidecar)
     return sidecar.name
 
 

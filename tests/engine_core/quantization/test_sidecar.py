@@ -1,6 +1,7 @@
 """Formats that a file beside config.json describes are read as if config.json did."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,13 @@ def with_sidecar(directory: Path, name: str, content: Any) -> Path:
     ],
 )
 def test_a_file_beside_config_json_tells_the_format(
-    name: str, content: dict[str, Any], scheme: Scheme | None, tmp_path: Path
+    name: str, content: dict[str, Any], scheme: Scheme | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert read_config(with_sidecar(tmp_path, name, content)).quantization == scheme
+    with caplog.at_level(logging.INFO):
+        assert read_config(with_sidecar(tmp_path, name, content)).quantization == scheme
+    said = f"config.json names no quantization, but {tmp_path / name} does; delete it if the weights are not quantized"
+    assert caplog.messages in ([], [said])
+    assert scheme is None or caplog.messages
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
