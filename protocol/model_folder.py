@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files in which tools describe a quantization beside config.json, with the `quant_method` that they stand for."""
 _UNSTRETCHED = ("default", "llama3")
 """Kinds of rotary embeddings for which `max_position_embeddings` is the whole number of positions."""
 

@@ -138,11 +138,16 @@ def accuracy(logits: Tensor, sample: Sample) -> Accuracy:
 
 
 def measured(name: str, model: Model, samples: list[Sample], kv_dtype: torch.dtype = torch.float32) -> Figures:
-    """Measure a model with each sample, and print a line for each."""
+    """Measure a model with each sample."""
+    return compared(name, [answer_logits(model, sample.texts, kv_dtype) for sample in samples], samples)
+
+
+def compared(name: str, logits: list[Tensor], samples: list[Sample]) -> Figures:
+    """Compare the logits of each sample, and print a line for each."""
     figures = {}
-    for sample in samples:
+    for found, sample in zip(logits, samples, strict=True):
         line = f"{name}: {sample.name}"
-        figures[line] = accuracy(answer_logits(model, sample.texts, kv_dtype), sample)
+        figures[line] = accuracy(found, sample)
         print(f"{line:52} {figures[line]}", flush=True)
     return figures
 
@@ -218,7 +223,7 @@ def main() -> None:
         Sample(name, found, answer_logits(model, found))
         for name, found in (("answers", texts()), ("licence", windows()))
     ]
-    figures = measured("16 bits", model, samples)
+    figures = compared("16 bits", [sample.exact for sample in samples], samples)
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.only != "weights":
             figures |= measure_kv(Path(scratch), samples)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.tune.candidates import splits
-from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE
+from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, rounds_in_tiles
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.quantized_plans import (
     LIBRARY_BLOCK_INPUTS,
@@ -94,7 +94,7 @@ def byte_plans(key: ByteProductKey, gpu: GpuTraits) -> Iterator[ByteGemmPlan]:
 def _tiles(key: ByteProductKey) -> list[tuple[int, int, int, int, int]]:
     if key.gated:
         group = GATE_GROUPS[key.scaling]
-        return [(key.rows, *tile) for tile in GATED_TILES if group in (KNOWN, WHOLE, tile[0])]
+        return [(key.rows, *tile) for tile in GATED_TILES if rounds_in_tiles(group, tile[0])]
     if key.rows <= SPLITK_ROWS:
         return [(key.rows, *tile) for tile in FEW_ROW_TILES]
     return [(*tile, SCALE_COLUMNS) for tile in TILES if tile[0] > 64 or key.rows <= 512]

@@ -22,7 +22,7 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
 )
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
-from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.byte_rows import WHOLE, ByteFormat, ByteRows, empty_byte_rows, rounds_in_tiles
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.quantize import group_of, quantize_by_maxima
@@ -98,7 +98,7 @@ class DecodeStep:
 
     def rounds(self, to: ByteFormat, head_dim: int) -> bool:
         """Implement `FusedStep.rounds`."""
-        return group_of(to) in (KNOWN, WHOLE, head_dim)
+        return rounds_in_tiles(group_of(to), head_dim)
 
     def run_to_bytes(
         self,

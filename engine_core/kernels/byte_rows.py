@@ -14,6 +14,15 @@ KNOWN, WHOLE = -1, 0
 """Values of the kernels' GROUP beside a number of inputs: the scale is given, or the whole row shares one."""
 
 
+def rounds_in_tiles(group: int, columns: int) -> bool:
+    """Return whether tiles of a number of columns suffice for rounding.
+
+    They do with a known scale, with a scale for each row by their largest numbers, and with groups that are tiles.
+    group: as in the kernels.
+    """
+    return group in (columns, KNOWN, WHOLE)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteFormat:
     """The way in which a product takes its inputs in one byte."""

@@ -27,6 +27,11 @@ class KVLayout(Struct, frozen=True, kw_only=True):
     dtype: torch.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """Name of the dtype, such as "float8_e4m3fn"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
         """Shape of a page, [layers, 2, page_size, kv_heads, head_dim]."""
         return len(self.group.layers), 2, self.page_size, self.kv_heads, self.head_dim

@@ -46,7 +46,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1.0,),
 }
 """Fields that change the output of some family, with the values besides null that change nothing."""
-_OUTER_FIELDS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
+_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+_OUTER_FIELDS = ("eos_token_id", "dtype", "torch_dtype", *_QUANTIZATION_FIELDS)
 """Fields of a multimodal config.json that hold for its text half, unless that says otherwise."""
 
 
@@ -276,9 +277,10 @@ def _take_sidecar(directory: Path, fields: dict[str, Any]) -> str:
     """
     text, sidecar = fields.get("text_config"), find_sidecar(directory)
     tables = (fields, text if isinstance(text, dict) else {})
-    named = any(table.get(name) for table in tables for name in ("quantization_config", "compression_config"))
-    found = None if sidecar is None or named else as_quantization_config(sidecar.name, _decode(sidecar, dict[str, Any]))
-    if sidecar is None or found is None:
+    if sidecar is None or any(table.get(name) for table in tables for name in _QUANTIZATION_FIELDS):
+        return ""
+    found = as_quantization_config(sidecar.name, _decode(sidecar, dict[str, Any]))
+    if found is None:
         return ""
     fields["quantization_config"] = found
     logger.info("config.json names no quantization, but %s does; delete it if the weights are not quantized", sidecar)

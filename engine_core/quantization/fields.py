@@ -1,8 +1,8 @@
 """Typed access to the fields of a `quantization_config`."""
 
 import re
-from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import translate
 from typing import Any
 
 from tandem.engine_core.errors import ConfigError
@@ -12,7 +12,7 @@ PROJECTIONS = (
     "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.down_proj",
 )  # fmt: skip
 """Names of a layer's linear maps, those of fused checkpoints among them."""
-_OWNERS = ("model.", "model.language_model.", "language_model.model.")
+_ROOTS = ("model.", "model.language_model.", "language_model.model.")
 """What stands before the names of layers, those of multimodal checkpoints among them."""
 
 
@@ -102,33 +102,31 @@ def check_unquantized(names: Collection[str], layers: int) -> None:
     Its entries are names, parts of names at dots, patterns with "*", or regular expressions after "re:". All
     projections of the layers have one format here: raises ConfigError if an entry names one of them.
     """
+    modules = [f"layers.{index}.{projection}" for index in range(layers) for projection in PROJECTIONS]
     for entry in names:
-        for index in range(layers):
-            for projection in PROJECTIONS:
-                module = f"layers.{index}.{projection}"
-                if any(_names(entry, owner + module) for owner in _OWNERS):
-                    raise unsupported(
-                        f"quantization_config leaves {_quoted(f'model.{module}')} unquantized (entry "
-                        f"{_quoted(entry)}); all projections of the layers must have one format"
-                    )
+        is_named = _matcher(entry)
+        for module in modules:
+            if any(is_named(root + module) for root in _ROOTS):
+                raise unsupported(
+                    f"quantization_config leaves {_quoted(f'model.{module}')} unquantized (entry {_quoted(entry)}); "
+                    "all projections of the layers must have one format"
+                )
 
 
-def _names(entry: str, module: str) -> bool:
-    """Return whether an entry names a module."""
+def _matcher(entry: str) -> Callable[[str], bool]:
+    """Return a function that tells whether an entry names a module."""
     if entry.startswith("re:"):
         try:
-            return re.match(entry[3:], module) is not None
+            pattern = re.compile(entry[3:])
         except re.error:
             raise unsupported(f"quantization_config has an invalid regular expression, {_quoted(entry)}") from None
+        return lambda module: pattern.match(module) is not None
     if "*" in entry:
-        return fnmatchcase(module, entry) or any(fnmatchcase(part, entry) for part in _owners(module))
-    return f".{entry}." in f".{module}."
-
-
-def _owners(module: str) -> list[str]:
-    """Return the modules that a module is part of."""
-    names = module.split(".")
-    return [".".join(names[:count]) for count in range(1, len(names))]
+        # The module, or one that it is part of.
+        whole_or_start = re.compile(rf"(?:{translate(entry)})|(?:{translate(entry + '.*')})")
+        return lambda module: whole_or_start.match(module) is not None
+    part = f".{entry}."
+    return lambda module: part in f".{module}."
 
 
 def _quoted(value: object) -> str:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SIDECARS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Names of such files, with the `quant_method` that they stand for."""
+from tandem.protocol.model_folder import QUANTIZATION_FILES
 
 
 def find_sidecar(directory: Path) -> Path | None:
     """Return the first such file of a model folder."""
-    found = (directory / name for name in SIDECARS)
+    found = (directory / name for name in QUANTIZATION_FILES)
     return next((path for path in found if path.is_file()), None)
 
 
@@ -22,10 +21,10 @@ def as_quantization_config(name: str, content: Mapping[str, Any]) -> dict[str, A
 
     It is None for a file of another tool, and of weights that are not quantized. name: of the file.
     """
-    found = content.get("quantization", content) if name == "hf_quant_config.json" else content
+    of_modelopt = QUANTIZATION_FILES[name] == "modelopt"
+    found = content.get("quantization", content) if of_modelopt else content
     if not isinstance(found, Mapping):
         return None
-    method, described = found.get("quant_method") or SIDECARS[name], found.get("bits", found.get("w_bit"))
-    if name == "hf_quant_config.json":
-        described = found.get("quant_algo")
+    described = found.get("quant_algo") if of_modelopt else found.get("bits", found.get("w_bit"))
+    method = found.get("quant_method") or QUANTIZATION_FILES[name]
     return None if described is None else {**found, "quant_method": method}

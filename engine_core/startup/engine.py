@@ -178,7 +178,7 @@ def _formats(config: EngineConfig, source: ModelSource) -> str:
         if config.device == "cpu":
             logger.warning("quantized weights are slow on a CPU, where each product dequantizes them")
     if source.layout.dtype != source.dtype:
-        names.append(f"keys and values in {str(source.layout.dtype).removeprefix('torch.')}")
+        names.append(f"keys and values in {source.layout.dtype_name}")
     return ", ".join(names)
 
 
@@ -186,7 +186,7 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
     """Log all settings of this engine on one line of JSON."""
     settings = {name: value for name, value in structs.asdict(config).items() if name != "options"} | {
         "kv_tokens": config.kv_tokens,
-        "kv_dtype": str(source.layout.dtype).removeprefix("torch."),
+        "kv_dtype": source.layout.dtype_name,
         "quantization": None if source.model.quantization is None else str(source.model.quantization),
     }
     if config.device == "cpu":
@@ -309,7 +309,7 @@ def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
 
 
 def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
-    model, directory, kv_dtype = source.model, source.directory, source.layout.dtype
+    model, directory = source.model, source.directory
     tokenizer = directory / "tokenizer.json"
     fingerprint = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     return ModelFacts(
@@ -323,5 +323,5 @@ def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:
         created=int(time.time()),
         template_fingerprint=template_fingerprint(directory),
         weight_format=str(model.quantization or config.dtype),
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_dtype=source.layout.dtype_name,
     )

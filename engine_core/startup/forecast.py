@@ -152,7 +152,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     kept = f"auto on {device}; the checkpoint is {resolved.source.model.dtype or 'float32'}"
     size = f"{pool.kv_tokens} tokens, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
     if layout.dtype != resolved.source.dtype:
-        size += f" of {str(layout.dtype).removeprefix('torch.')}"
+        size += f" of {layout.dtype_name}"
     sized = next(
         (flag for flag, value in (("--kv-tokens", options.kv_tokens), ("--kv-memory", options.kv_memory)) if value), ""
     )

@@ -241,5 +241,5 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         )  # fmt: skip
     logger.info(
         "KV pool: %.2f GiB, %d pages, %d tokens of %d bytes in %s",
-        gib(pool), config.pages, config.kv_tokens, layout.token_bytes, str(layout.dtype).removeprefix("torch."),
+        gib(pool), config.pages, config.kv_tokens, layout.token_bytes, layout.dtype_name,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import msgspec
@@ -50,14 +51,18 @@ def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
         object=kind,
         created=int(time.time()),
         model=model.name,
-        system_fingerprint=system_fingerprint(model),
+        system_fingerprint=system_fingerprint(model.device, model.dtype, model.weight_format, model.kv_dtype),
     )
 
 
-def system_fingerprint(model: ModelFacts) -> str:
-    """Name what output depends on beside the request: version, device and formats."""
-    formats = "-".join(dict.fromkeys(filter(None, (model.dtype, model.weight_format, model.kv_dtype))))
-    return f"tandem-{distribution_version()}-{model.device}-{re.sub('[^a-z0-9_]+', '-', formats).strip('-')}"
+@cache
+def system_fingerprint(device: str, *formats: str) -> str:
+    """Name what output depends on beside the request: version, device and formats.
+
+    Cached, because every response has it. formats: each is named once, and an empty one not at all.
+    """
+    names = "-".join(filter(None, dict.fromkeys(formats)))
+    return f"tandem-{distribution_version()}-{device}-{re.sub('[^a-z0-9_]+', '-', names).strip('-')}"
 
 
 class UsageSoFar:

@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from tandem.protocol.model_folder import QUANTIZATION_FILES
+
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -17,7 +19,7 @@ TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
 _SMALL_FILES = frozenset(
     {CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
      "merges.txt", "chat_template.jinja", "chat_template.json", TOKENIZER, *TOKENIZER_SOURCES,
-     "quantize_config.json", "quant_config.json", "hf_quant_config.json"}
+     *QUANTIZATION_FILES}
 )  # fmt: skip
 _MORE_TEMPLATES = re.compile(r"additional_chat_templates/[\w-][\w.-]*\.jinja")
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors")

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, ByteRows, empty_byte_rows
+from tandem.engine_core.kernels.byte_rows import WHOLE, ByteFormat, ByteRows, empty_byte_rows, rounds_in_tiles
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import larger
 from tandem.engine_core.kernels.linear.byte_gemm import check_factors, scaled_tile
@@ -154,7 +154,7 @@ def _check(x: ByteRows, weight: Tensor, scales: Tensor, plan: ByteGemmPlan, grou
     width = weight.shape[0] // 2
     assert 0 < x.count <= plan.block_m, f"{x.count} rows do not fit a tile of {plan.block_m}"
     assert plan.split == 1 and weight.shape[0] % 2 == 0, "one program makes both halves of its outputs"
-    assert group in (KNOWN, WHOLE, plan.block_n), f"tiles of {plan.block_n} outputs hold no groups of {group}"
+    assert rounds_in_tiles(group, plan.block_n), f"tiles of {plan.block_n} outputs hold no groups of {group}"
     whole = width % SCALE_COLUMNS == 0 == SCALE_COLUMNS % plan.block_n and plan.block_k == SCALE_COLUMNS
     assert scales.ndim == 1 or whole, "a tile's outputs share their scales"
     check_factors(x, weight, scales, plan)

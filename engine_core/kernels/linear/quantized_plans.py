@@ -7,7 +7,7 @@ of the bytes. None stands for a library's product.
 from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE
+from tandem.engine_core.kernels.byte_rows import rounds_in_tiles
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.linear.nibble_order import run_of
 from tandem.engine_core.kernels.linear.plans import (
@@ -166,7 +166,7 @@ def choose_gated_bytes(
     rule = _gated_rule(rows, width, group, gpu)
     measured = rule if key is None else gpu.tiles.byte_products.get(key, rule)
     # Measured with the groups that a format of weights comes with.
-    return measured if measured is None or group in (measured.block_n, KNOWN, WHOLE) else rule
+    return measured if measured is None or rounds_in_tiles(group, measured.block_n) else rule
 
 
 def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> ByteGemmPlan | None:
@@ -178,7 +178,7 @@ def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> ByteGemmPl
     block_n = 2 * TILE if group > 0 or block_m == _LOW_M else TILE
     tiles = ceil_div(width, block_n)
     waves = ceil_div(tiles, gpu.multiprocessors)
-    if group not in (block_n, KNOWN, WHOLE) or tiles < _NEARLY_FULL * waves * gpu.multiprocessors:
+    if not rounds_in_tiles(group, block_n) or tiles < _NEARLY_FULL * waves * gpu.multiprocessors:
         return None
     # Scales of blocks are loaded with each step.
     stage_bytes = (block_m + 2 * block_n) * _BLOCK_K + 4 * (block_m + 2)

@@ -369,7 +369,9 @@ def _written(plan: Plan) -> dict[str, object] | None:
 
 def _written_key(key: ByteProductKey) -> dict[str, object]:
     fields = key._asdict()
-    return fields if fields.pop("gated") is False else {**fields, "gated": True}
+    if not key.gated:
+        del fields["gated"]
+    return fields
 
 
 def _written_attention(plan: DecodePlan) -> dict[str, object]:

@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
-from tandem.engine_core.layers.quantized.finite_scales import finite
+from tandem.engine_core.layers.quantized.finite_numbers import finite
 from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot

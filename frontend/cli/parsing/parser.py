@@ -157,10 +157,14 @@ class CommandParser(argparse.ArgumentParser):
         answer = f" {foreign[near[0]].explain(near[0])}" if near[0] in foreign else ""
         return f"unknown flag {flag}; did you mean {near[0]}?{answer}"
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hints = (f"; {VALUE_HINTS[flag]}" for flag in action.option_strings if flag in VALUE_HINTS)
+            raise argparse.ArgumentError(action, error.message + next(hints, "")) from None
+
     def error(self, message: str) -> NoReturn:
         """Exit with two lines: what was wrong, and where the flags are listed."""
-        flag = message.partition(":")[0].removeprefix("argument ").rpartition("/")[2]
-        if "invalid choice" in message and flag in VALUE_HINTS:
-            message += f"; {VALUE_HINTS[flag]}"
         every = "--help-all" if self._rare else "--help"
         self.exit(ExitCode.CONFIG, f"{self.prog}: error: {message}\nSee {self.prog} {every}\n")
