@@ -1,4 +1,4 @@
-"""What imports what, how large things may grow, and what a process may load."""
+"""Import levels of the modules, and the packages that each process may load."""
 
 import ast
 import subprocess
@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "engine_core", "frontend")
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 L0 = {"tandem.protocol"}
 L1 = {
@@ -183,41 +182,6 @@ def test_packages_of_the_engine_re_export_nothing() -> None:
 def test_product_code_never_imports_tests_or_benchmarks() -> None:
     for module, path in MODULES.items():
         assert not [name for name in imported(path) if within(name, {"tests", "benchmarks"})], module
-
-
-def long_functions(path: Path) -> list[tuple[str, int]]:
-    """Names and lengths of those that are too long; Triton kernels are exempt."""
-    found = []
-    # A statement that is short enough has no function in it that is too long.
-    places: list[ast.AST] = [tree_of(path)]
-    while places:
-        for node in ast.iter_child_nodes(places.pop()):
-            length = (node.end_lineno or 0) - node.lineno + 1 if isinstance(node, ast.stmt) else 0
-            if isinstance(node, ast.expr) or 0 < length <= MAX_FUNCTION_LINES:
-                continue
-            places.append(node)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
-                if not kernel:
-                    found.append((f"{path.name}:{node.lineno} {node.name}", length))
-    return found
-
-
-SOURCES = [
-    path
-    for folder in (*PACKAGES, "tests", "benchmarks")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if "__pycache__" not in path.parts
-]
-
-
-def test_files_stay_small() -> None:
-    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
-    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
-
-
-def test_functions_stay_small() -> None:
-    assert [entry for path in SOURCES for entry in long_functions(path)] == []
 
 
 def test_nothing_is_called_utils() -> None:
