@@ -1,12 +1,12 @@
 """Durations of a shape's steps, as an engine measures them at its start.
 
     python -m benchmarks.kernels.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 1024]
-        [--profile 256:0 256:512] [--save NAME]
+        [--quantize fp8] [--profile 256:0 256:512] [--save NAME]
 
 Random weights. Milliseconds of each captured step by prompt positions and decoding rows, with next to no context: the
-table by which prompts are limited beside rows that decode (`engine_core/scheduler/step_costs.py`). The last column has
-the multiplications of the prompts alone, at 790 TFLOP/s. --profile lists the kernels of single steps, named by rows and
-positions of one prompt, with the microseconds and the number of launches of each.
+table by which prompts are limited while rows decode (`engine_core/scheduler/step_costs.py`). The last column has the
+matmuls of the prompts alone at 790 TFLOP/s, twice that with --quantize fp8. --profile lists the kernels of single
+steps, named by rows and positions of one prompt, with the microseconds and the number of launches of each.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tests.fakes.mailbox import FakeMailbox
 
-FLOPS = 7.9e14
+FLOPS = {"off": 7.9e14, "fp8": 15.8e14}
+"""Floating-point operations a second that matmuls reach at best."""
 REPLAYS, KERNELS = 10, 24
 """Replays of a profiled step, and kernels that are listed of it."""
 
@@ -66,27 +67,30 @@ def main() -> None:
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--max-rows", type=int, help="as of `tandem serve`")
+    parser.add_argument("--quantize", default="off", choices=tuple(FLOPS), help="as of `tandem serve`")
     parser.add_argument("--profile", nargs="+", default=[], metavar="ROWS:TOKENS", help="captured steps to profile")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args()
     model = read_config(arguments.shape)
     options = EngineOptions(
         model=str(arguments.shape), load_format="dummy", device=arguments.device, max_rows=arguments.max_rows,
-        max_len=min(4096, model.max_positions), kv_tokens=65_536,
+        max_len=min(4096, model.max_positions), kv_tokens=65_536, quantize=arguments.quantize,
     )  # fmt: skip
     engine = build_engine(options, FakeMailbox(), Status(1, new_stats()))
     found = engine.scheduler.planner.costs.table
     rows = sorted({rows for rows, tokens in found if tokens})
     print("decode steps: " + ", ".join(f"{size} rows {found[size, 0]:.2f}" for size, none in sorted(found) if not none))
+    flops = FLOPS[arguments.quantize]
     print("tokens" + "".join(f"{count:>9}" for count in rows) + "  ceiling")
     for tokens in sorted({tokens for _, tokens in found if tokens}):
         cells = "".join(f"{found[count, tokens]:>9.2f}" if (count, tokens) in found else f"{'-':>9}" for count in rows)
-        print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * model.layer_weights / FLOPS:>9.2f}", flush=True)
+        print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * model.layer_weights / flops:>9.2f}", flush=True)
     for step in arguments.profile:
         profile(engine.runtime, *map(int, step.split(":")))
     if arguments.save:
         steps = [{"rows": rows, "tokens": tokens, "ms": ms} for (rows, tokens), ms in sorted(found.items())]
         config = {"shape": arguments.shape.name, "max_rows": arguments.max_rows, "device": arguments.device}
+        config |= {"quantize": arguments.quantize}
         config |= {"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}
         print(save(arguments.save, config, {"steps": steps}))
 
