@@ -160,7 +160,8 @@ class EngineOptions(Struct, frozen=True):
         float | None,
         EngineFlag(
             "milliseconds that prompts may make a step take in which others decode, as expected from measured steps "
-            "(default: 5, or 2.5 times a decode step of all sequences that run; up to a quarter more while many wait)",
+            "(default: 5, or 2.5 times a decode step of all running sequences; up to 40 where larger steps compute "
+            "prompts at much less cost per token)",
             bounds=(0.01, 1e6),
             metavar="MS",
             is_everyday=True,

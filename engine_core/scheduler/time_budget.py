@@ -10,6 +10,9 @@ LEAST_MS, SLOWDOWN = 5.0, 2.5
 those of prompts among them; `--max-itl` replaces both."""
 MOST_STRETCH = 1.25
 """How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
+EFFICIENT_MS, MAX_POSITION_COST = 40.0, 1.3
+"""Milliseconds up to which a step may exceed that limit to use the device better, and the cost of a prompt position
+relative to the cheapest below which a larger step is not worth the wait; not with `--max-itl`."""
 IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
 """Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
 at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
@@ -36,18 +39,27 @@ def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int
 def fitting_tokens(
     costs: StepCosts, rows: int, context: int, prompts: Sequence[tuple[int, int]], max_itl: float | None
 ) -> int:
-    """Return the positions of prompts that a step may compute.
+    """Return the number of prompt positions that a step may compute.
 
-    It is the largest size of the table that is short enough, and at least the smallest, so that prompts always go on.
+    It is the largest size of the table that `allowed_milliseconds` admits, and at least the smallest, so that prompts
+    always advance. Where that leaves much of the device unused, it is a larger one: the smallest size for which a
+    position costs at most `MAX_POSITION_COST` times what it costs at the best size of up to `EFFICIENT_MS`.
 
     prompts: start and lacking positions of each; the others as for `allowed_milliseconds`.
     """
     sizes = costs.mixed_token_sizes if rows else costs.token_sizes
+
+    def milliseconds(size: int) -> float:
+        return costs.milliseconds(StepWork(rows, context, size, most_pairs(prompts, size)))
+
+    def fitting(limit: float) -> int:
+        return bisect_left(sizes, True, lo=1, key=lambda size: milliseconds(size) > limit)
+
     allowed = allowed_milliseconds(costs, rows, context, len(prompts), max_itl)
-    fitting = bisect_left(
-        sizes,
-        True,
-        lo=1,
-        key=lambda size: costs.milliseconds(StepWork(rows, context, size, most_pairs(prompts, size))) > allowed,
-    )
-    return sizes[fitting - 1]
+    count = fitting(allowed)
+    if rows and not max_itl and allowed < EFFICIENT_MS:
+        larger = sizes[count - 1 : fitting(EFFICIENT_MS)]
+        position_costs = [milliseconds(size) / size for size in larger]
+        efficient = MAX_POSITION_COST * min(position_costs)
+        return next(size for size, cost in zip(larger, position_costs, strict=True) if cost <= efficient)
+    return sizes[count - 1]

@@ -9,12 +9,15 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, num_pairs
 from tandem.engine_core.scheduler.time_budget import (
+    EFFICIENT_MS,
     IDLE_MS,
     IDLE_SLOWDOWN,
     LEAST_MS,
+    MAX_POSITION_COST,
     MOST_STRETCH,
     SLOWDOWN,
     allowed_milliseconds,
+    fitting_tokens,
 )
 from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import new, sequence
@@ -127,7 +130,8 @@ def test_no_step_takes_longer_than_streams_may_wait(streams: int, max_itl: float
         smallest = run.costs.milliseconds(StepWork(len(decoding), context, SIZES[0], num_pairs(LONG, SIZES[0])))
         alone = run.costs.milliseconds(StepWork(present, context))
         stretch = min(MOST_STRETCH, present / len(decoding))
-        assert milliseconds <= max(max_itl or stretch * max(LEAST_MS, SLOWDOWN * alone), smallest) * 1.0001
+        limit = max_itl or max(EFFICIENT_MS, stretch * max(LEAST_MS, SLOWDOWN * alone))
+        assert milliseconds <= max(limit, smallest) * 1.0001
         assert len(decoding) >= streams, "every stream is in every step"
 
 
@@ -167,6 +171,41 @@ def test_rows_that_wait_for_prompts_count_toward_the_limit(rows: int, prompts: i
     table = {(1, 0): 1.0, (8, 0): 1.5, (64, 0): 4.0, (128, 0): 5.0, (0, 64): 2.0}
     costs = StepCosts(table, AttentionShare())
     assert allowed_milliseconds(costs, rows, 0, prompts, None) == pytest.approx(expected)
+
+
+def costs_of(fixed: float, position: float, decode: float = 1.0) -> StepCosts:
+    """Return the costs of steps that take `fixed` milliseconds, and `position` more for each prompt position."""
+    mixed = {(rows, size): fixed + position * size for rows in (0, 4) for size in SIZES}
+    return StepCosts({(4, 0): decode} | mixed, AttentionShare())
+
+
+@pytest.mark.parametrize(
+    ("costs", "max_itl", "expected"),
+    [
+        # Cheapest position at 40 ms: (2 + 0.01 * 2048) / 2048 = 0.0110; within 1.3 of it: 0.0139 at 512, not 0.0178.
+        (costs_of(2.0, 0.01), None, 512),
+        (costs_of(2.0, 0.01), 5.0, 256),
+        (costs_of(2.0, 0.01), 100.0, 8192),
+        # The limit of 6.25 ms already admits a size within 1.3 of the cheapest: 1024 at 0.0045, against 0.0034.
+        (costs_of(0.5, 0.003), None, 1024),
+        # 1024 positions would take 40.7 ms and are not compared: 512 is the best, and 256 costs 1.4 times as much.
+        (costs_of(10.0, 0.03), None, 512),
+        # Decode steps of 20 ms allow 50 ms and more already.
+        (costs_of(10.0, 0.01, decode=20.0), None, 4096),
+        # Even the smallest size takes more than 40 ms.
+        (costs_of(100.0, 0.01), None, 64),
+    ],
+)
+def test_a_larger_size_is_taken_where_its_positions_are_much_cheaper(
+    costs: StepCosts, max_itl: float | None, expected: int
+) -> None:
+    found = fitting_tokens(costs, 4, 0, [(0, LONG)], max_itl)
+    assert found == expected
+    limit = allowed_milliseconds(costs, 4, 0, 1, max_itl)
+    if SIZES[0] < found and costs.milliseconds(StepWork(4, 0, found)) > limit:
+        cost = {size: costs.milliseconds(StepWork(4, 0, size)) / size for size in SIZES}
+        best = min(cost[size] for size in SIZES if cost[size] * size <= EFFICIENT_MS)
+        assert cost[found] <= MAX_POSITION_COST * best < cost[SIZES[SIZES.index(found) - 1]]
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(1, 0), (1, 60), (60, 1)])
@@ -257,7 +296,7 @@ def test_a_short_prompt_is_in_the_next_step_behind_any_number_of_long_ones() -> 
 
 
 def test_a_step_slower_than_expected_makes_the_next_ones_smaller() -> None:
-    run = Simulation()
+    run = Simulation(max_itl=6.0)
     run.streams(4)
     run.add(4 * LONG)
     before = run.step().total_tokens
@@ -277,4 +316,4 @@ def test_chunks_and_their_number_remain_limits() -> None:
 
 def test_limits_are_those_that_users_are_told() -> None:
     """The help of `--max-itl` and engine_core/README.md."""
-    assert (LEAST_MS, SLOWDOWN, IDLE_MS) == (5.0, 2.5, 100.0)
+    assert (LEAST_MS, SLOWDOWN, EFFICIENT_MS, IDLE_MS) == (5.0, 2.5, 40.0, 100.0)
