@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from tandem.protocol.text_files import decode_text, without_bom
+
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which tools describe a quantization beside config.json, with the `quant_method` that they stand for."""
 _UNSTRETCHED = ("default", "llama3")
@@ -87,8 +89,8 @@ def max_positions(folder: Path) -> int | None:
 def read_template(path: Path) -> str:
     """Read the text of a template. Raises TemplateFileError."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return decode_text(path.read_bytes())
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise TemplateFileError(f"the chat template {path} cannot be read: {why}") from None
 
@@ -119,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
     The result is {} if the file is missing or contains anything else.
     """
     try:
-        value = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        value = msgspec.json.decode(without_bom(path.read_bytes()))
+    except (OSError, msgspec.MsgspecError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -21,6 +21,7 @@ from tandem.engine_core.quantization.reading import read_scheme
 from tandem.engine_core.quantization.scheme import Scheme
 from tandem.engine_core.quantization.sidecar import as_quantization_config, find_sidecar
 from tandem.engine_core.rope_config import FULL, Base, Count, Positive, RopeConfig, RopeReader
+from tandem.protocol.text_files import without_bom
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -289,10 +290,10 @@ def _take_sidecar(directory: Path, fields: dict[str, Any]) -> str:
 
 def _decode(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(without_bom(path.read_bytes()), type=kind)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct it or download it again") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.frontend.access.api_key import NO_KEY, ApiKey, KeyLimits, Right
 from tandem.protocol.commands import MAX_PRIORITY
+from tandem.protocol.text_files import decode_text
 
 MAX_COUNT = 2**31 - 1
 """Greatest value of a limit."""
@@ -58,7 +59,7 @@ def load_key_file(path: Path) -> list[ApiKey]:
         # Opening a pipe would wait for someone to write it.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             _check_mode(path, os.fstat(file.fileno()).st_mode)
-            tables = _tables(tomllib.load(file))
+            tables = _tables(tomllib.loads(decode_text(file.read())))
     except FileNotFoundError:
         raise ValueError(
             f"--api-keys {path} does not exist; run tandem api-key NAME >> {path}, or name another file"

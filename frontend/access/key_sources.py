@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tandem.protocol.text_files import decode_text
+
 ENVIRONMENT = "TANDEM_API_KEY"
 """Environment variable of keys separated by blanks or commas. Unlike a flag it is hidden in the process list."""
 
@@ -36,8 +38,8 @@ def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.envi
     keys += re.split(r"[\s,]+", environ.get(ENVIRONMENT, "").strip(" ,\t\r\n")) if environ.get(ENVIRONMENT) else []
     if arguments.api_key_file is not None:
         try:
-            lines = arguments.api_key_file.read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = decode_text(arguments.api_key_file.read_bytes()).split()
+        except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"--api-key-file {arguments.api_key_file} cannot be read: {why}") from None
         if not lines:

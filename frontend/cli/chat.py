@@ -78,7 +78,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             fields = {"model": model, **sampling_fields(arguments)}
             session = ChatSession(server, fields, arguments.system, arguments.usage)
             if not sys.stdin.isatty():
-                return session.ask(sys.stdin.read())
+                return session.ask(sys.stdin.read().removeprefix("\ufeff"))
             print(f"{model} on {shown_url(arguments.url)}; /help for help", file=sys.stderr)
             _run_session(session, LineHistory(None if arguments.no_history else history_path()))
     except ServerError as error:

@@ -46,10 +46,10 @@ def run_complete(arguments: argparse.Namespace) -> int:
 
 
 def _read_prompt() -> str:
-    """Read the prompt from stdin; on a terminal, say that it is awaited."""
+    """Read the prompt from stdin, without a byte order mark; on a terminal, say that it is awaited."""
     if sys.stdin.isatty():
         print("type a prompt, then Ctrl-D on a line of its own", file=sys.stderr)
-    return sys.stdin.read()
+    return sys.stdin.read().removeprefix("\ufeff")
 
 
 def _follow(server: Connection, body: dict[str, Any], answer: StreamedAnswer, by_default: bool) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.params import SAMPLING_FIELDS
+from tandem.protocol.text_files import without_bom
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ def load_sampling_defaults(model_dir: Path) -> Mapping[str, float]:
     if not path.is_file():
         return {}
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        config = msgspec.json.decode(without_bom(path.read_bytes()), type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, OSError) as error:
         logger.warning("%s is not used for sampling defaults: %s", path, error)
         return {}
     if config.get("do_sample") is False:

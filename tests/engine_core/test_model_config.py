@@ -232,6 +232,16 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         read(tmp_path, {"eos_token_id": 1.5})
 
 
+def test_a_config_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
+    assert read_config(tmp_path) == config
+    (tmp_path / "config.json").write_text(text, encoding="utf-16")
+    with pytest.raises(ConfigError, match="UTF-16"):
+        read_config(tmp_path)
+
+
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"GPT2LMHeadModel is not supported; supported: {', '.join(FAMILIES)}, and"):
         read(tmp_path, architectures=["GPT2LMHeadModel"], vocab_size=..., hidden_act="unheard of")

@@ -13,6 +13,7 @@ from tandem.protocol.model_folder import (
     find_templates,
     max_positions,
     read_settings,
+    read_template,
     template_fingerprint,
 )
 
@@ -115,3 +116,15 @@ def test_positions_are_those_of_the_configuration(
 
 def test_a_folder_without_a_configuration_states_no_positions(tmp_path: Path) -> None:
     assert max_positions(tmp_path) is None
+
+
+def test_files_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32}', encoding="utf-8-sig")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}', encoding="utf-8-sig")
+    (tmp_path / "template.jinja").write_text("{{ 1 }}", encoding="utf-8-sig")
+    assert max_positions(tmp_path) == 32
+    assert read_settings(tmp_path / "tokenizer_config.json") == {"bos_token": "<s>"}
+    assert read_template(tmp_path / "template.jinja") == "{{ 1 }}"
+    (tmp_path / "template.jinja").write_text("{{ 1 }}", encoding="utf-16")
+    with pytest.raises(TemplateFileError, match="UTF-16"):
+        read_template(tmp_path / "template.jinja")

@@ -3,6 +3,7 @@
 The format is OpenAI's JSONL, with one request or result per line.
 """
 
+import codecs
 import fcntl
 import os
 import secrets
@@ -13,6 +14,8 @@ from typing import BinaryIO
 
 import msgspec
 from msgspec import Raw, Struct
+
+from tandem.protocol.text_files import without_bom
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MAX_ID_CHARS = 512
@@ -45,7 +48,7 @@ class _Body(Struct):
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
-    """Read all requests of a file in order, skipping blank lines.
+    """Read all requests of a file in order, skipping blank lines and byte order marks.
 
     Raises BatchError that lists the invalid lines.
     """
@@ -54,7 +57,7 @@ def read_requests(path: Path) -> list[BatchRequest]:
     lines: dict[str, int] = {}
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_lines(file, path), 1):
                 if not line.strip():
                     continue
                 try:
@@ -70,6 +73,19 @@ def read_requests(path: Path) -> list[BatchRequest]:
     if bad:
         raise BatchError(_list_lines(bad, path))
     return requests
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file without byte order marks, which each of several joined files may have.
+
+    Raises BatchError for UTF-16 and UTF-32.
+    """
+    try:
+        yield without_bom(file.readline())
+    except ValueError as error:
+        raise BatchError(f"{path} cannot be read: {error}") from None
+    for line in file:
+        yield line.removeprefix(codecs.BOM_UTF8)
 
 
 def _list_lines(bad: list[str], path: Path) -> str:
@@ -205,8 +221,8 @@ def _recover(file: BinaryIO, path: Path) -> dict[str, bool]:
             break
         end += len(line)
         try:
-            earlier = msgspec.json.decode(line, type=BatchResult)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            earlier = msgspec.json.decode(without_bom(line), type=BatchResult)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise BatchError(f"{path}:{number} is not a batch result ({error}); choose another output") from None
         if earlier.custom_id in done:
             raise BatchError(f"{path}:{number}: custom_id {earlier.custom_id!r} has an earlier result in this file")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.protocol.text_files import decode_text
+
 NOT_IN_FILES = frozenset(("config", "check", "help", "help_all", "listener_fds", "slot", "supervisor_fd"))
 """Names, among the parsed arguments, of flags that no file may have."""
 SECRETS = frozenset(("api_key", "hf_token"))
@@ -71,10 +73,10 @@ def config_words(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return decode_text(path.read_bytes())
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of UTF-8
+    except ValueError as error:  # of the encoding
         raise ValueError(f"--config {path} is not TOML: {error}") from None
 
 

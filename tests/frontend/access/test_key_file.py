@@ -147,3 +147,12 @@ def test_each_key_is_compared_with_those_of_its_digest_or_name_only() -> None:
     for number in range(500):
         known.add(ApiKey(f"key{number}", Digest(digest_of(b"%d" % number))), number)
     assert len(known.keys) == 500 and compared < 500
+
+
+def test_a_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    file = write(tmp_path, ALICE)
+    file.write_bytes(ALICE.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert [key.name for key in load_key_file(file)] == ["alice"]
+    file.write_bytes(ALICE.encode("utf-16"))
+    with pytest.raises(ValueError, match="UTF-16"):
+        load_key_file(file)

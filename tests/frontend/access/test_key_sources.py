@@ -47,3 +47,12 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             api_keys(parsed("--api-key-file", str(path)), {})
+
+
+def test_a_key_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes("one\r\ntwo\r\n".encode("utf-8-sig"))
+    assert api_keys(parsed("--api-key-file", str(file)), {}) == ("one", "two")
+    file.write_bytes("one\r\n".encode("utf-16"))
+    with pytest.raises(ValueError, match="UTF-16"):
+        api_keys(parsed("--api-key-file", str(file)), {})

@@ -111,7 +111,7 @@ def test_chat_answers_one_question_from_a_pipe(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(engine, "use os.path.join")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("how do I\njoin two paths?"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffhow do I\njoin two paths?"))
     assert main(["chat", "--url", server.url, "--system", "you know Python"]) == 0
     assert capsys.readouterr() == ("use os.path.join\n", "")
     assert prompts(engine) == ["system: you know Python\nuser: how do I\njoin two paths?\nassistant:"]

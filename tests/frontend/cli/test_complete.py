@@ -54,7 +54,7 @@ def test_complete_reads_stdin_and_writes_usage_to_stderr(
     server: RunningServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(engine, "one two\n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick brown fox"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffthe quick brown fox"))
     assert complete(server, "--max-tokens", "100", "--usage") == 0
     out, err = capsys.readouterr()
     assert out == "one two\n"
@@ -213,9 +213,10 @@ def test_api_key_is_read_from_the_flag_or_the_environment(
         assert server.headers[0]["authorization"] == f"Bearer {sent}"
 
 
-def test_json_schema_flag_becomes_response_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["utf-8", "utf-8-sig", "utf-16"])
+def test_json_schema_flag_becomes_response_format(codec: str, tmp_path: Path) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    (tmp_path / "schema").write_text(json.dumps(schema))
+    (tmp_path / "schema").write_text(json.dumps(schema), encoding=codec)
     with scripted_server(Answer(200, events({"choices": []}, b"[DONE]"))) as server:
         main(["complete", "--url", server.url, "--model", "m", "--json-schema", str(tmp_path / "schema"), "x"])
         body = json.loads(server.requests[0][1])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tandem.frontend.generation.sampling_defaults import load_sampling_defaults
+from tandem.frontend.generation.sampling_defaults import CONFIG_NAME, load_sampling_defaults
 from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer, get, post
@@ -111,3 +111,8 @@ def test_defaults_can_be_turned_off(shared: SharedFrontend, engine: FakeEngine) 
     post(running.url + "/v1/completions", json={"model": "fake-model", "prompt": "a"})
     assert (engine.submits[0].sampling.temperature, engine.submits[0].sampling.top_k) == (1.0, 0)
     running.stop()
+
+
+def test_a_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_NAME).write_bytes(b'\xef\xbb\xbf{"top_k": 7}')
+    assert load_sampling_defaults(tmp_path) == {"top_k": 7}

@@ -1,5 +1,6 @@
 """Valid and invalid batch files, and resuming from an interrupted output."""
 
+import codecs
 import json
 import resource
 from pathlib import Path
@@ -157,3 +158,50 @@ def test_output_on_a_full_disk_is_named(tmp_path: Path) -> None:
         assert output.done == {"a": True}
         output.add(result("b", answer))
     assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("joint", ["\n", "\r\n", "\n\ufeff", "\r\n\ufeff\r\n\ufeff"])
+def test_byte_order_marks_are_skipped(joint: str, tmp_path: Path) -> None:
+    """Each of several files that were joined may have one."""
+    lines = [json.dumps({**LINE, "custom_id": name}) for name in "ab"]
+    (tmp_path / "in").write_bytes((joint.join(lines) + "\n").encode("utf-8-sig"))
+    requests = read_requests(tmp_path / "in")
+    assert [request.custom_id for request in requests] == ["a", "b"]
+    assert bytes(memoryview(requests[0].body)) == json.dumps(LINE["body"]).encode()
+
+
+def test_file_of_only_a_byte_order_mark_has_no_request(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(codecs.BOM_UTF8)
+    assert read_requests(tmp_path / "in") == []
+
+
+def test_byte_order_mark_within_a_line_is_malformed(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(json.dumps(LINE) + "\ufeff\n")
+    with pytest.raises(BatchError, match=":1: "):
+        read_requests(tmp_path / "in")
+
+
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_named_once(codec: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes("".join(json.dumps(LINE) + "\n" for _ in range(3)).encode(codec))
+    with pytest.raises(BatchError) as caught:
+        read_requests(tmp_path / "in")
+    assert str(caught.value).count("\n") == 0
+    assert codec[:6].upper() in str(caught.value)
+
+
+def test_output_with_a_byte_order_mark_is_resumed(tmp_path: Path) -> None:
+    """An editor may add one to an output, of which lines are deleted to send their requests again."""
+    path = tmp_path / "out"
+    with open_output(path) as output:
+        output.add(result("a", BatchFailure("code", "text")))
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    with open_output(path) as output:
+        output.add(result("b", BatchFailure("code", "text")))
+    with open_output(path) as output:
+        assert output.done == {"a": False, "b": False}
+    path.write_bytes(path.read_text().encode("utf-16"))
+    before = path.read_bytes()
+    with pytest.raises(BatchError, match="UTF-16"), open_output(path):
+        pass
+    assert path.read_bytes() == before

@@ -175,3 +175,24 @@ def test_missing_file_and_missing_name_are_told(file: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit):
             build_parser().parse_args(["serve", "--config", *words])
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_byte_order_mark_and_line_ends_of_windows_are_taken(file: Path, newline: str) -> None:
+    file.write_bytes(FILE.replace("\n", newline).encode("utf-8-sig"))
+    found = build_parser().parse_args(["serve", "--config", str(file)])
+    assert (found.model, found.max_len, found.served_model_name) == ("folder", 4096, ["a", "b"])
+
+
+def test_lines_of_mistakes_count_behind_a_byte_order_mark(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes("max-len = 7\r\nwrong = 1\r\n".encode("utf-8-sig"))
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--config", str(file)])
+    assert f"{file}:2:" in capsys.readouterr().err
+
+
+def test_file_in_utf_16_is_refused_by_name(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(FILE, encoding="utf-16")
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--config", str(file)])
+    assert "UTF-16" in capsys.readouterr().err
