@@ -19,6 +19,7 @@ from benchmarks.matrix.figures import Measured
 from benchmarks.matrix.tables import beside_table, cell_tables, count, held_table, rows_bind, servers, spread
 from benchmarks.measuring.plots import PlottingUnavailableError, pyplot
 from benchmarks.serving.table import number
+from tandem.protocol.installing import install_extra
 
 
 class Saved(Struct):
@@ -165,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         charts = draw_all(path, saved.figures)
     except PlottingUnavailableError:
-        sys.exit("report: charts need matplotlib: pip install 'tandem-llm[bench]'")
+        sys.exit(f"report: charts need matplotlib, which is not installed; run {install_extra('bench')}")
     report = path.with_suffix(".md")
     report.write_text(markdown(saved, charts))
     print(report)

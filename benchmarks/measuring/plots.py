@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.serving.reference import Reference, ReferenceRow
 from tandem.frontend.cli.bench.level import Level
+from tandem.protocol.installing import install_extra
 
 Panel = tuple[str, list[tuple[str, Callable[[Level], float | None]]], Callable[[ReferenceRow], float]]
 
@@ -36,7 +37,9 @@ def pyplot() -> Any:
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise PlottingUnavailableError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from None
+        raise PlottingUnavailableError(
+            f"--plot needs matplotlib, which is not installed; run {install_extra('bench')}, or leave --plot out"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
 

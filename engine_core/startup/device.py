@@ -30,6 +30,7 @@ from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer, TorchScorer
 from tandem.engine_core.sampling.torch_sampler import TorchSampler
 from tandem.engine_core.startup.attention import GraphPlanners, eager_planners, further_graph_bytes
+from tandem.protocol.installing import install_extra
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 def check_installed() -> None:
     """Raise ConfigError if the compiler of the CUDA kernels is not installed."""
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError("--device cuda needs triton: pip install 'tandem-llm[cuda]'")
+        raise ConfigError(f"--device cuda needs triton, which is not installed; run {install_extra('cuda')}")
 
 
 def check_gpu(gpu: GpuTraits) -> None:

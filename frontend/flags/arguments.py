@@ -28,6 +28,7 @@ from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
+from tandem.protocol.installing import install_extra
 from tandem.protocol.sockets import check_port
 from tandem.protocol.transport_options import transport
 
@@ -148,7 +149,7 @@ def check_traces(endpoint: str) -> None:
     except ModuleNotFoundError:
         missing = True
     if missing:
-        raise ValueError("--otlp-traces-endpoint needs packages that are not installed: pip install 'tandem-llm[otel]'")
+        raise ValueError(f"--otlp-traces-endpoint needs packages that are not installed; run {install_extra('otel')}")
 
 
 def _no_password() -> str:

@@ -40,6 +40,7 @@ from tandem.frontend.supervisor.status_log import StatusLog
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
+from tandem.protocol.installing import install_extra
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
 from tandem.protocol.sockets import Transport, check_ipc_place, check_port
 from tandem.protocol.transport_options import transport, transport_argv
@@ -65,7 +66,7 @@ def default_frontends(cores: int) -> int:
 def check_engine_installed() -> None:
     """Raise LaunchError if the packages of the engine core are not installed."""
     if importlib.util.find_spec("torch") is None:
-        raise LaunchError("the engine core needs torch, which is not installed: pip install 'tandem-llm[engine]'")
+        raise LaunchError(f"the engine core needs torch, which is not installed; run {install_extra('engine')}")
 
 
 def check_length(max_len: int | None, folder: Path) -> None:

@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from tandem.frontend.hub.selection import TOKENIZER, TOKENIZER_SOURCES
 from tandem.frontend.process import bare_environment, die_with_parent
+from tandem.protocol.installing import install_packages
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _OTHERS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "ad
 """Files that are read with those that a tokenizer is converted from."""
 MAX_SECONDS = 300.0
 """Longest time of a conversion; a busy machine takes a minute to import transformers."""
-_PACKAGES = "pip install transformers sentencepiece protobuf tiktoken"
+_PACKAGES = ("transformers", "sentencepiece", "protobuf", "tiktoken")
 _MAX_REASON_CHARS = 300
 MAX_SOURCE_BYTES = 2**28
 """Most bytes of the files that a tokenizer is converted from; those of large vocabularies have 20 MB."""
@@ -98,7 +99,9 @@ def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
     Its name there is the hash of the files and of the version of transformers.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise _refusal(folder, sources, f"its conversion needs packages that are not installed: {_PACKAGES}")
+        raise _refusal(
+            folder, sources, f"its conversion needs packages that are not installed; run {install_packages(*_PACKAGES)}"
+        )
     digest = hashlib.sha256(version("transformers").encode())
     for path in sources:
         content = path.read_bytes()
@@ -137,7 +140,7 @@ def _run(folder: Path, sources: list[Path], work: Path) -> None:
         reason = "".join(char if char.isprintable() else "?" for char in said)
         if child.returncode < 0:
             reason = "its conversion exceeded the limits on time or memory"
-        hint = f". It may need packages: {_PACKAGES}" if _lacks_package(reason) else ""
+        hint = f". It may need packages; run {install_packages(*_PACKAGES)}" if _lacks_package(reason) else ""
         raise _refusal(folder, sources, reason.rstrip(".") + hint)
 
 

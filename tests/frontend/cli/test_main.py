@@ -16,6 +16,7 @@ from tandem.frontend.store.store import StoreLimits
 from tandem.frontend.supervisor import launch, model
 from tandem.frontend.supervisor.addresses import service_sockets
 from tandem.protocol.engine_options import engine_options
+from tandem.protocol.installing import install_extra
 from tandem.protocol.transport_options import transport_argv
 from tandem.protocol.version import distribution_version
 from tests.fakes.tokenizer import write_tokenizer
@@ -36,7 +37,7 @@ def test_serve_without_torch_names_the_extra(
 ) -> None:
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
     assert main(["serve"]) == 2
-    assert "pip install 'tandem-llm[engine]'" in capsys.readouterr().err
+    assert install_extra("engine") in capsys.readouterr().err
 
 
 def test_start_failure_prints_one_line(

@@ -68,7 +68,7 @@ def test_forwarded_flags_give_the_same_settings_except_the_address(monkeypatch: 
         ("http://localhost:4318", True, ""),
         ("https://host/v1/traces", True, ""),
         ("localhost:4317", True, "is not a URL of OTLP/HTTP"),
-        ("http://localhost:4318", False, r"pip install 'tandem-llm\[otel\]'"),
+        ("http://localhost:4318", False, "opentelemetry-sdk"),
     ],
 )
 def test_traces_need_a_url_and_their_packages(
