@@ -331,10 +331,9 @@ def _supervisor(
     times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
     is_tls = frontends is not None and arguments.tls_cert is not None
     names = [*default_allowed_hosts([ops_socket.getsockname()[0]]), *(getattr(arguments, "allowed_hosts", None) or ())]
-    announcement = Announcement(
-        engine, frontends, listeners.urls(is_tls), url_of(ops_socket), commit, arguments.endpoint
-    )
-    ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names))
+    urls = listeners.urls(is_tls)
+    announcement = Announcement(engine, frontends, urls, url_of(ops_socket), commit, arguments.endpoint)
+    ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names), urls)
     manager = ServiceManager()
     reloader = Reloader(arguments, engine, frontends, manager)
     return Supervisor(engine, frontends, listeners.all, times, announcement, ops, ops_socket, manager, reloader)

@@ -3,7 +3,7 @@
 Their supervisor serves them, not the processes themselves.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,8 +57,13 @@ class FrontendCollector(Collector):
         yield restarts
 
 
-def ops_app(watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition) -> Starlette:
-    """Build the app of `GET /metrics` and of a frontend's routes of health."""
+def ops_app(
+    watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition, http_urls: Sequence[str] = ()
+) -> Starlette:
+    """Build the app of `GET /metrics` and of a frontend's routes of health.
+
+    http_urls: where the API is, for those who ask for its routes here; none without frontends.
+    """
 
     async def metrics(_: Request) -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
@@ -75,13 +80,20 @@ def ops_app(watch: EngineWatch | None, frontends: Frontends | None, exposition: 
     async def answer_live(_: Request) -> Response:
         return JSONResponse({"status": "live"})
 
+    api = f"is on {' and '.join(http_urls)}" if http_urls else "is served by the frontends, `tandem frontend`"
+
+    async def answer_missing(_request: Request, _error: Exception) -> Response:
+        message = f"this is the ops port, which serves /metrics and /health only; the API {api}"
+        return JSONResponse({"error": {"message": message, "code": "unknown_url"}}, 404)
+
     return Starlette(
+        exception_handlers={404: answer_missing},
         routes=[
             Route("/metrics", metrics),
             Route("/health", answer_health),
             Route("/health/ready", answer_health),
             Route("/health/live", answer_live),
-        ]
+        ],
     )
 
 
@@ -132,11 +144,15 @@ class CheckOpsHost:
 
 
 def ops_server(
-    watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition, allowed: AllowedHosts
+    watch: EngineWatch | None,
+    frontends: Frontends | None,
+    exposition: Exposition,
+    allowed: AllowedHosts,
+    http_urls: Sequence[str] = (),
 ) -> QuietServer:
     """Build the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
-        CheckOpsHost(ops_app(watch, frontends, exposition), allowed),
+        CheckOpsHost(ops_app(watch, frontends, exposition, http_urls), allowed),
         log_level="error",  # a warning for each malformed request would be a line that strangers write
         log_config=None,
         access_log=False,

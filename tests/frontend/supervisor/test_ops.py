@@ -124,6 +124,26 @@ def test_metrics_have_a_series_for_each_slot() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("urls", "named"),
+    [
+        ((), "`tandem frontend`"),
+        (("http://127.0.0.1:8000", "http://[::1]:8000"), "http://127.0.0.1:8000 and http://[::1]:8000"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/admin/scheduler"), ("GET", "/v1/models"), ("POST", "/v1/completions")]
+)
+def test_routes_of_the_api_are_answered_with_its_address(
+    urls: tuple[str, ...], named: str, method: str, path: str
+) -> None:
+    answer = TestClient(ops_app(watch(READY), None, Exposition((), str), urls)).request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "unknown_url")
+    assert "ops port" in error["message"]
+    assert named in error["message"]
+
+
 def test_malformed_requests_write_nothing_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def ask(sock: socket.socket) -> bytes:
         server = ops_server(watch(READY), None, Exposition([], lambda: ""), AllowedHosts(()))
