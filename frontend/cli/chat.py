@@ -10,7 +10,9 @@ from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.ending import INTERRUPTED
 from tandem.frontend.cli.flags import api_key, sampling_fields, trust
 from tandem.frontend.cli.server_address import shown_url
+from tandem.frontend.cli.stdin_prompt import NoPromptError, read_prompt
 from tandem.frontend.cli.streamed_answer import StreamedAnswer
+from tandem.protocol.errors import ExitCode
 
 HELP = '''\
 /system       show the system prompt
@@ -69,18 +71,23 @@ class ChatSession:
 def run_chat(arguments: argparse.Namespace) -> int:
     """Run the command `chat` and return its exit code.
 
-    The code is 0 for success, 1 if the server could not be reached or JSON was cut, and 130 for an interrupted
-    question.
+    The code is 0 for success, 1 if the server could not be reached or JSON was cut, 2 for a pipe without a question,
+    and 130 for an interrupted question.
     """
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     try:
+        question = "" if is_terminal else read_prompt()
         with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
             model = arguments.model or server.first_model()
             fields = {"model": model, **sampling_fields(arguments)}
             session = ChatSession(server, fields, arguments.system, arguments.usage)
-            if not sys.stdin.isatty():
-                return session.ask(sys.stdin.read().removeprefix("\ufeff"))
+            if not is_terminal:
+                return session.ask(question)
             print(f"{model} on {shown_url(arguments.url)}; /help for help", file=sys.stderr)
             _run_session(session, LineHistory(None if arguments.no_history else history_path()))
+    except NoPromptError as error:
+        _print_error(error)
+        return ExitCode.CONFIG
     except ServerError as error:
         _print_error(error)
         return 1
@@ -161,5 +168,5 @@ def _set_system(session: ChatSession, text: str) -> None:
         print("the system prompt is empty; /system TEXT sets one")
 
 
-def _print_error(error: ServerError) -> None:
+def _print_error(error: Exception) -> None:
     print(f"tandem: {error}", file=sys.stderr)

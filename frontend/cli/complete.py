@@ -8,8 +8,9 @@ from typing import Any
 from tandem.frontend.cli.connection import Connection, ServerError, connect
 from tandem.frontend.cli.ending import INTERRUPTED
 from tandem.frontend.cli.flags import api_key, sampling_fields, trust
+from tandem.frontend.cli.stdin_prompt import NoPromptError, read_prompt
 from tandem.frontend.cli.streamed_answer import StreamedAnswer
-from tandem.protocol.errors import ErrorCode
+from tandem.protocol.errors import ErrorCode, ExitCode
 
 DEFAULT_MAX_TOKENS = 1024
 """Limit of an answer without `--max-tokens`: the server's own, OpenAI's 16, ends within a sentence."""
@@ -20,9 +21,14 @@ _NO_ROOM = (ErrorCode.CONTEXT_LENGTH.value, ErrorCode.KV_CAPACITY.value)
 def run_complete(arguments: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to stdout and return the exit code.
 
-    The code is 0 for success, 1 for a server error and for JSON that was cut, and 130 for an interrupt.
+    The code is 0 for success, 1 for a server error and for JSON that was cut, 2 for a pipe without a prompt, and 130
+    for an interrupt.
     """
-    prompt = arguments.prompt if arguments.prompt is not None else _read_prompt()
+    try:
+        prompt = arguments.prompt if arguments.prompt is not None else _read_prompt()
+    except NoPromptError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return ExitCode.CONFIG
     answer = StreamedAnswer(sys.stdout, time.monotonic)
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
@@ -46,10 +52,10 @@ def run_complete(arguments: argparse.Namespace) -> int:
 
 
 def _read_prompt() -> str:
-    """Read the prompt from stdin, without a byte order mark; on a terminal, say that it is awaited."""
-    if sys.stdin.isatty():
+    """Read the prompt from stdin; on a terminal, say that it is awaited."""
+    if sys.stdin is not None and sys.stdin.isatty():
         print("type a prompt, then Ctrl-D on a line of its own", file=sys.stderr)
-    return sys.stdin.read().removeprefix("\ufeff")
+    return read_prompt()
 
 
 def _follow(server: Connection, body: dict[str, Any], answer: StreamedAnswer, by_default: bool) -> bool:

@@ -85,7 +85,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, aliases: Sequence[str]
         default=DEFAULT_URL,
         type=_server_url,
         metavar="URL",
-        help=f"address, http+unix://PATH for a Unix socket (default: {DEFAULT_URL})",
+        help=f"address such as HOST:PORT or https://HOST, http+unix://PATH for a Unix socket (default: {DEFAULT_URL})",
     )
     group.add_argument(
         "--api-key",

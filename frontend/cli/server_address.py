@@ -6,18 +6,26 @@ from urllib.parse import quote, unquote, urlsplit
 from tandem.frontend.listening import UNIX_SCHEME
 
 _SCHEMES = ("http://", "https://", UNIX_SCHEME)
+_NO_SCHEME = re.compile(r"(?!\d+$)([\w.-]+|\[[\da-fA-F:.]+\])(:[^/@]*)?(/[^@]*)?")
+"""HOST:PORT or a host alone, which stands for http. A password, a port alone or a mistyped scheme do not match."""
 _PASSWORD = re.compile(r"^((?:[^/?#:@]*:)?/+)?([^/?#:@]*):[^/?#]*(?=@)")
 
 
 def server_url(text: str) -> str:
     """Return the address of a server without OpenAI's `/v1` at its end.
 
-    The path of a Unix socket may have its slashes as they are: `http+unix:///run/tandem.sock`. Raises ValueError for an
-    address that is not valid.
+    HOST:PORT means `http://HOST:PORT`. The path of a Unix socket may have its slashes as they are:
+    `http+unix:///run/tandem.sock`. Raises ValueError for an address that is not valid.
     """
+    if not text.startswith(_SCHEMES) and ":/" not in text and _NO_SCHEME.fullmatch(text):
+        text = f"http://{text}"
     if not text.startswith(_SCHEMES):
         shown = shown_url(text)
-        raise ValueError(f"{shown!r} must start with http:// or https://, or with {UNIX_SCHEME} for a Unix socket")
+        if shown == text:  # a password with a slash is not found there
+            shown = text.rpartition("@")[2]
+        raise ValueError(
+            f"{shown!r} must be HOST:PORT or start with http:// or https://, or with {UNIX_SCHEME} for a Unix socket"
+        )
     url = text.rstrip("/").removesuffix("/v1")
     if (path := unix_path(url)) is None:
         _check_host(url)

@@ -229,7 +229,7 @@ def test_invalid_flag_value_is_a_usage_error(tmp_path: Path, capsys: pytest.Capt
     for flags, reason in (
         (("--json-schema", str(tmp_path / "schema")), "is not JSON"),
         (("--json-schema", str(tmp_path / "none")), "cannot be read"),
-        (("--url", "127.0.0.1:8000"), "must start with http:// or https://"),
+        (("--url", "ftp://127.0.0.1:8000"), "start with http:// or https://"),
         (("--temperature", "9"), "argument --temperature: must be between 0 and 2, not 9.0"),
         (("--top-k", "-2"), "argument --top-k: must be between -1 and"),
         (("--max-tokens", "0"), "argument --max-tokens: must be between 1 and"),

@@ -15,6 +15,11 @@ UNIX = "http+unix://%2Frun%2Fapi.sock"
         ("http+unix:///run/api.sock", UNIX),
         ("http+unix:///run/api.sock/v1/", UNIX),
         (UNIX, UNIX),
+        ("host:8000", "http://host:8000"),
+        ("127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("localhost", "http://localhost"),
+        ("my-host.example.org/tandem", "http://my-host.example.org/tandem"),
     ],
 )
 def test_url_of_a_server_is_brought_to_one_form(given: str, url: str) -> None:
@@ -24,8 +29,15 @@ def test_url_of_a_server_is_brought_to_one_form(given: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("host:8000", "must start with http://"),
-        ("ftp://x", "must start"),
+        ("", "HOST:PORT or start with http://"),
+        ("8000", "HOST:PORT or start with http://"),
+        (":8000", "HOST:PORT"),
+        ("host:80x0", "host or port of 'http://host:80x0'"),
+        ("host:99999", "host or port"),
+        ("http:/host:8000", "must be HOST:PORT"),
+        ("one two:80", "must be HOST:PORT"),
+        ("/run/api.sock", "must be HOST:PORT"),
+        ("ftp://x", "must be HOST:PORT"),
         ("http+unix://api.sock", "absolute path"),
         ("http://", "host or port"),
         ("http://host:80x0", "host or port of 'http://host:80x0' is not valid; write http://HOST:PORT$"),
@@ -68,12 +80,13 @@ def test_shown_url_hides_only_a_password(url: str, shown: str) -> None:
     [
         "ftp://user:secret@host",
         "user:secret@host",
+        "user:secret/x@host",
         "http:/user:secret@host",
         "http://user:secret@host:port",
         "http://user:secret/@host",
     ],
 )
 def test_refused_address_does_not_repeat_its_password(url: str) -> None:
-    with pytest.raises(ValueError, match=r"must start|is not valid") as refused:
+    with pytest.raises(ValueError, match=r"must be|is not valid") as refused:
         server_url(url)
     assert "secret" not in str(refused.value)
