@@ -27,8 +27,8 @@ GenerationConfigSource = Literal["auto", "off"]
 class ChatOptions(Struct, frozen=True):
     """Options of rendering and parsing conversations; "auto" depends on the model."""
 
-    default_max_tokens: int = 1024
-    """Limit on the tokens of an answer whose request sets none; lower if the context has less room."""
+    default_max_tokens: int | None = None
+    """Limit on the tokens of an answer whose request sets none; None for the rest of the context."""
     template: Path | None = None
     """Template file to use instead of the checkpoint's template."""
     tool_parser: ToolParserName = "auto"

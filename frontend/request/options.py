@@ -244,17 +244,20 @@ _SAME_NAME = GenerationOptions.__struct_fields__
 def generation_options(
     values: Mapping[str, Any],
     max_tokens: int | None,
-    default_max_tokens: int,
+    default_max_tokens: int | None,
     logprobs: int | None,
     ignored: IgnoredFields,
 ) -> GenerationOptions:
     """Build the options from the parsed fields of a body.
 
     `max_tokens`, which may be UNLIMITED, and `logprobs` are the values of fields that each route names in its own way.
+    Without `max_tokens` an answer may have `default_max_tokens`; None for as many as the context has room for.
     Raises ApiError 400 for fields that contradict each other.
     """
     has_limit = max_tokens not in (None, UNLIMITED)
-    length = INT32_MAX if max_tokens == UNLIMITED else default_max_tokens if max_tokens is None else max_tokens
+    length = default_max_tokens if max_tokens is None else max_tokens
+    if length is None or length == UNLIMITED:
+        length = INT32_MAX
     if values["min_tokens"] > length:
         raise unsupported(f"{{param}} must be between 0 and {length}, not {values['min_tokens']}", "min_tokens")
     if values.get("stream_format") is not None and not values["stream"]:

@@ -36,7 +36,7 @@ BODY = BodyFormat(
         Field(
             "max_completion_tokens",
             Integer(UNLIMITED, INT32_MAX),
-            "By default as many as there is room for, at most the server's --default-max-tokens; -1 for no such limit.",
+            "By default as many as the context has room for, at most --default-max-tokens if set; -1 for no limit.",
         ),
         Field("logprobs", Boolean(), "Return the log-probability of each token."),
         Field("top_logprobs", Integer(0, MAX_TOP_LOGPROBS), "Number of alternatives reported with each token."),
@@ -65,7 +65,7 @@ class ChatRequest(Struct, frozen=True):
     tool_use: ToolUse
 
 
-def parse_chat(body: bytes, default_max_tokens: int, ignored: IgnoredFields) -> ChatRequest:
+def parse_chat(body: bytes, default_max_tokens: int | None, ignored: IgnoredFields) -> ChatRequest:
     """Parse the body of `/v1/chat/completions`.
 
     Raises ApiError 400 if it is malformed, and for a value out of range or not supported.

@@ -173,7 +173,7 @@ _OWN_FIELDS = (
     Field(
         "max_output_tokens",
         Integer(1, INT32_MAX),
-        "By default as many as there is room for, at most the server's --default-max-tokens.",
+        "By default as many as the context has room for, at most --default-max-tokens if set.",
     ),
     Field("text", Typed(_Text), "Constrain the output to JSON, or to a JSON Schema."),
     Field("tools", Parsed(parse_tools, TOOLS), "Functions that the model may call."),
@@ -204,7 +204,7 @@ _OWN_NAMES = {field.name for field in _OWN_FIELDS}
 BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in _OWN_NAMES), *_OWN_FIELDS))
 
 
-def parse_responses(body: bytes, default_max_tokens: int, ignored: IgnoredFields) -> ResponsesRequest:
+def parse_responses(body: bytes, default_max_tokens: int | None, ignored: IgnoredFields) -> ResponsesRequest:
     """Parse the body of `/v1/responses`.
 
     Raises ApiError 400 if it is malformed, and for a value out of range or not supported.

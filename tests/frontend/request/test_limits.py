@@ -3,18 +3,20 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from msgspec import structs
 
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.engine.streams import ReadySet, TokenStream
 from tandem.frontend.request.limits import RequestLimits
+from tandem.protocol.codec import unpack_ids
 from tests.fakes.engine import FakeEngine
 from tests.frontend.api.test_errors import error_of
-from tests.frontend.conftest import DEADLINE, RunningServer, until
+from tests.frontend.conftest import DEADLINE, RunningServer, post, until
 from tests.support.stream_client import request as http_request
 
 LIMITS = RequestLimits(max_n=2, max_top_logprobs=3, max_stop_strings=1, max_prompt_tokens=20)
@@ -149,3 +151,35 @@ def test_prompt_longer_than_the_kv_pool_is_rejected(
     assert f"the prompt has {length}" in error["message"]
     assert "this server's KV pool holds 512 (--kv-tokens)" in error["message"]
     assert engine.submits == []
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "limit"),
+    [
+        ("chat/completions", CHAT, "max_completion_tokens"),
+        ("chat/completions", CHAT, "max_tokens"),
+        ("responses", {"input": "hi"}, "max_output_tokens"),
+    ],
+)
+@pytest.mark.parametrize("default", [None, 40, 10**6])
+def test_chats_without_a_limit_may_fill_the_context_up_to_the_default(
+    engine: FakeEngine, config: FrontendConfig, tmp_path: Path, route: str, fields: Any, limit: str, default: int | None
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    engine.kv_tokens = 99
+    engine.start()
+    chat = ChatOptions(default_max_tokens=default, template=template)
+    running = RunningServer(structs.replace(config, chat=chat)).start().ready()
+    try:
+        for given in ({}, {limit: None}, {limit: 7}):
+            body = {"model": "fake-model", **fields, **given}
+            assert post(f"{running.url}/v1/{route}", json=body).status_code == 200
+    finally:
+        running.stop()
+    room = 100 - len(unpack_ids(engine.submits[0].prompt_ids))
+    expected = min(room, default or room)
+    assert [submit.sampling.max_tokens for submit in engine.submits] == [expected, expected, 7]
