@@ -44,9 +44,9 @@ from benchmarks.measuring.results import save
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.quantization.scheme import ONLINE_FP8, ByteScheme, Scheme
+from tandem.engine_core.quantization.scheme import ONLINE_FP8, EightBitScheme, Scheme
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
-from tandem.engine_core.startup.kv_calibration import settle_kv_scales
+from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
 from tests.support.paged_model import PagedRun, load
 from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
@@ -171,7 +171,7 @@ def measure(name: str, scratch: Path, samples: list[Sample]) -> Figures:
         scheme = None
     model = load(directory, scheme=scheme)
     figures = measured(name, model, samples)
-    if isinstance(scheme or model.config.quantization, ByteScheme):
+    if isinstance(scheme or model.config.quantization, EightBitScheme):
         calibrate(lambda: answer_logits(model, samples[0].texts[::5]))
         with rounded_inputs():
             figures |= measured(f"{name}, inputs too", model, samples)
@@ -207,7 +207,7 @@ def measure_kv(scratch: Path, samples: list[Sample]) -> Figures:
                 model.kv_scales.values.fill_(1.0)
             else:
                 model.kv_scales.values.zero_()
-                settle_kv_scales(model, layout, torch.float32, config.max_positions)
+                calibrate_kv_scales(model, layout, torch.float32, config.max_positions)
             figures |= measured(f"FP8 KV, {scales}{size}", model, samples, dtype)
     return figures
 

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import FP8_MAX
-from tandem.engine_core.kernels.reference.byte_rows import quantize
-from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
+from tandem.engine_core.kernels.quantized_activation import FP8_MAX
+from tandem.engine_core.kernels.reference.quantized_activation import quantize
+from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear
 
 
@@ -19,12 +19,12 @@ from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear
 def rounded_inputs() -> Iterator[None]:
     """Round the inputs of all weights of one byte whose checkpoint expects that."""
 
-    def apply(linear: ByteLinear, x: Tensor, out: Tensor | None = None) -> Tensor:
-        to = linear.rounded_format()
+    def apply(linear: EightBitLinear, x: Tensor, out: Tensor | None = None) -> Tensor:
+        to = linear.activation_format()
         rounded = x if to is None else quantize(x, to).numbers().to(x.dtype)
         return QuantizedLinear.apply(linear, rounded, out)
 
-    with patch.object(ByteLinear, "apply", apply):
+    with patch.object(EightBitLinear, "apply", apply):
         yield
 
 
@@ -33,13 +33,13 @@ def calibrate(run: Callable[[], object]) -> None:
 
     The largest number becomes the largest of the format.
     """
-    largest: dict[ByteLinear, float] = {}
+    largest: dict[EightBitLinear, float] = {}
 
-    def apply(linear: ByteLinear, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def apply(linear: EightBitLinear, x: Tensor, out: Tensor | None = None) -> Tensor:
         largest[linear] = max(largest.get(linear, 0.0), x.abs().max().item())
         return QuantizedLinear.apply(linear, x, out)
 
-    with patch.object(ByteLinear, "apply", apply):
+    with patch.object(EightBitLinear, "apply", apply):
         run()
     for linear, number in largest.items():
         if linear.input_scale is not None:

@@ -18,16 +18,16 @@ from benchmarks.kernels.bench_linear import CEILING, LAYERS, MODELS, Shape, grap
 from benchmarks.measuring.linear_layers import PRODUCTS, LinearLayers, Name
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.loader.weights import fill_with_noise
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 SCHEMES: dict[str, Scheme | None] = {
     "16 bits": None,
-    "fp8 per output": ByteScheme("fp8", Activations.TOKEN),
-    "fp8 per tensor": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
-    "fp8 in blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
-    "int8": ByteScheme("int8", Activations.TOKEN),
-    "four bits": NibbleScheme("gptq", 128, False),
+    "fp8 per output": EightBitScheme("fp8", Activations.TOKEN),
+    "fp8 per tensor": EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
+    "fp8 in blocks": EightBitScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "int8": EightBitScheme("int8", Activations.TOKEN),
+    "four bits": Int4Scheme("gptq", 128, False),
 }
 
 

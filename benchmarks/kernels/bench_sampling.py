@@ -15,13 +15,13 @@ from torch import Tensor
 
 from benchmarks.measuring.graph_timing import graph_seconds
 from benchmarks.measuring.results import save
-from tandem.engine_core.kernels.sampling.draw import draw, row_best
 from tandem.engine_core.kernels.sampling.greedy import sample_greedy
+from tandem.engine_core.kernels.sampling.gumbel_draw import draw, row_best
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.penalties import adjust, mark
-from tandem.engine_core.kernels.sampling.settle import settle
-from tandem.engine_core.kernels.sampling.weigh import weigh
+from tandem.engine_core.kernels.sampling.prefix_mass import prefix_mass
+from tandem.engine_core.kernels.sampling.rejection_resample import rejection_resample
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import TritonSampler
@@ -144,8 +144,8 @@ def kernels_of(mode: Mode, sampler: TritonSampler, batch: SamplingBatch) -> dict
         "mark": lambda: mark(batch, tables, scratch),
         "adjust": lambda: adjust(batch, tables, scratch),
         "draw": lambda: draw(batch, tables, scratch, full=True),
-        "weigh": lambda: weigh(batch, tables, scratch),
-        "settle": lambda: settle(batch, tables, scratch),
+        "prefix_mass": lambda: prefix_mass(batch, tables, scratch),
+        "rejection_resample": lambda: rejection_resample(batch, tables, scratch),
     }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteRows
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.norm import RMSNorm
@@ -16,7 +16,7 @@ from tandem.engine_core.loader.slots import WeightSlot
 Name: TypeAlias = Literal["qkv", "o", "gate_up", "down", "head"]
 Shape: TypeAlias = tuple[int, int]
 """Outputs and inputs of a map."""
-Update: TypeAlias = Tensor | ByteRows
+Update: TypeAlias = Tensor | QuantizedActivation
 """What a product returns; before the last of a layer, what the gate rounded."""
 PRODUCTS: tuple[Name, ...] = ("qkv", "o", "gate_up", "down")
 """The maps of a layer, in order."""
@@ -93,7 +93,7 @@ class LinearLayers:
         x: what the product before it returned. Returns the product and the residual stream.
         """
         rows = stream.shape[0]
-        if isinstance(x, ByteRows):
+        if isinstance(x, QuantizedActivation):
             return layer["down"].apply_quantized(x), stream
         if name == "o":
             # Attention's output has as many elements as there are queries.
@@ -103,7 +103,7 @@ class LinearLayers:
             return layer["down"].apply(x), stream
         to = layer["down"].input_format(rows)
         if name == "gate_up" and to is not None:
-            return layer["gate_up"].apply_normed_to_bytes(x, stream, self.norm, Activation.SILU, to)
+            return layer["gate_up"].apply_normed_quantized(x, stream, self.norm, Activation.SILU, to)
         return layer[name].apply_normed(x, stream, self.norm, Activation.SILU if name == "gate_up" else None)
 
     def inputs_of(self, name: Name, rows: int) -> tuple[Update, Tensor]:

@@ -26,14 +26,13 @@ from torch import version as torch_version
 
 from benchmarks.measuring.processes import CUT_OFF
 from benchmarks.tune.attention import KV_DTYPES, DecodeTimer
-from benchmarks.tune.byte_candidates import byte_candidates, byte_chosen
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates
 from benchmarks.tune.compiling import Job, compile_all, identity, jobs_of
 from benchmarks.tune.descent import Found, LayerTask, Round, incomplete, search
 from benchmarks.tune.layers import LayerTimer
 from benchmarks.tune.shapes import (
     BITS,
-    BYTE_FORMATS,
+    EIGHT_BIT_FORMATS,
     LayerKey,
     decode_keys,
     layer_key,
@@ -42,16 +41,17 @@ from benchmarks.tune.shapes import (
     runs_on,
 )
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
+from benchmarks.tune.w8a8_candidates import w8a8_candidates, w8a8_chosen
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
-    BYTE_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
-    ByteProductKey,
+    W8A8_BUCKETS,
     ProductKey,
     TileTable,
+    W8A8GemmKey,
 )
 from tandem.engine_core.kernels.tiles.table_file import file_name, packaged, write_table
 from tandem.engine_core.model_config import ModelConfig
@@ -85,11 +85,11 @@ def arguments_parser() -> argparse.ArgumentParser:
         help="rows of decode attention",
     )  # fmt: skip
     parser.add_argument(
-        "--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=BYTE_BUCKETS,
+        "--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=W8A8_BUCKETS,
         help="rows of products of 8-bit weights with 8-bit inputs, which --bits 8 includes",
     )  # fmt: skip
     parser.add_argument(
-        "--formats", nargs="+", default=list(BYTE_FORMATS), choices=BYTE_FORMATS,
+        "--formats", nargs="+", default=list(EIGHT_BIT_FORMATS), choices=EIGHT_BIT_FORMATS,
         help="formats of those products: FP8 with a scale for each tensor, block or output, and INT8",
     )  # fmt: skip
     parser.add_argument(
@@ -138,14 +138,14 @@ def _layers(models: list[ModelConfig], formats: list[str], rows: int | None) -> 
 
 def layer_task(layer: LayerKey, gpu: GpuTraits) -> LayerTask:
     """Return what to try in a layer; nothing where no product has a choice."""
-    candidates: dict[ProductKey | ByteProductKey, list[Any]] = {}
-    today: dict[ProductKey | ByteProductKey, Any] = {}
+    candidates: dict[ProductKey | W8A8GemmKey, list[Any]] = {}
+    today: dict[ProductKey | W8A8GemmKey, Any] = {}
     for key in product_keys(layer, gpu).values():
-        is_bytes = isinstance(key, ByteProductKey)
-        plans: list[Any] = byte_candidates(key, gpu) if is_bytes else product_candidates(key, gpu)  # type: ignore[arg-type]
+        is_bytes = isinstance(key, W8A8GemmKey)
+        plans: list[Any] = w8a8_candidates(key, gpu) if is_bytes else product_candidates(key, gpu)  # type: ignore[arg-type]
         if len(plans) > 1:
             candidates[key] = plans
-            today[key] = byte_chosen(key, gpu) if is_bytes else chosen(key, gpu)  # type: ignore[arg-type]
+            today[key] = w8a8_chosen(key, gpu) if is_bytes else chosen(key, gpu)  # type: ignore[arg-type]
     return LayerTask(layer, candidates, today)
 
 
@@ -187,14 +187,14 @@ def lines_of(found: Found, timings: Timings) -> list[str]:
     return lines
 
 
-def _operation(key: ProductKey | ByteProductKey) -> str:
+def _operation(key: ProductKey | W8A8GemmKey) -> str:
     if isinstance(key, ProductKey):
         return key.operation
     return f"{'gated ' if key.gated else ''}{key.kind} by {key.scaling}"
 
 
-def _without_plan(key: ProductKey | ByteProductKey) -> str:
-    return "separate kernels" if isinstance(key, ByteProductKey) and key.gated else "library"
+def _without_plan(key: ProductKey | W8A8GemmKey) -> str:
+    return "separate kernels" if isinstance(key, W8A8GemmKey) and key.gated else "library"
 
 
 def _times(name: str, today: float, rule: float | None, best: float) -> str:

@@ -11,11 +11,11 @@ from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import MAX_SPLIT, PIECE, choose, choose_gated, choose_normed, split_inputs
 from tandem.engine_core.kernels.linear.quantized_plans import (
     FEWEST_INPUTS,
-    choose_bytes,
-    choose_bytes_gated,
-    choose_nibbles,
-    choose_nibbles_gated,
-    choose_nibbles_normed,
+    choose_eight_bit,
+    choose_eight_bit_gated,
+    choose_int4,
+    choose_int4_gated,
+    choose_int4_normed,
 )
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductKey, TileTable
@@ -38,7 +38,7 @@ SPLITK_TILES = (
     *((128, 128, 3, 8), (128, 64, 4, 4)),
 )
 """block_n, block_k, stages and warps."""
-NIBBLE_TILES = (
+INT4_TILES = (
     *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 3, 4), (64, 64, 6, 4), (64, 128, 4, 8), (128, 128, 4, 4)),
     *((128, 128, 4, 8), (128, 128, 3, 8), (32, 128, 6, 4), (32, 128, 4, 2)),
 )
@@ -59,12 +59,12 @@ def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
     gated = operation in ("gated", "normed_gated")
     if operation in ("normed", "normed_gated"):
         if bits == 4:
-            return choose_nibbles_normed(outputs, inputs, GROUP, gated, gpu)
+            return choose_int4_normed(outputs, inputs, GROUP, gated, gpu)
         return choose_normed(outputs, inputs, gated, gpu, bits)
     if bits == 4:
-        return (choose_nibbles_gated if gated else choose_nibbles)(rows, outputs, inputs, GROUP, gpu)
+        return (choose_int4_gated if gated else choose_int4)(rows, outputs, inputs, GROUP, gpu)
     if bits == 8:
-        return (choose_bytes_gated if gated else choose_bytes)(rows, outputs, inputs, gpu)
+        return (choose_eight_bit_gated if gated else choose_eight_bit)(rows, outputs, inputs, gpu)
     return (choose_gated if gated else choose)(rows, outputs, inputs, 2, gpu)
 
 
@@ -144,7 +144,7 @@ def _tiles(key: ProductKey, block_k: int, rows: int, gpu: GpuTraits) -> tuple[in
 
 
 def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
-    for block_n, block_k, stages, warps in NIBBLE_TILES if key.bits == 4 else SPLITK_TILES:
+    for block_n, block_k, stages, warps in INT4_TILES if key.bits == 4 else SPLITK_TILES:
         if key.inputs % block_k == 0:
             for split in splits(ceil_div(key.outputs, block_n), key.inputs, gpu):
                 yield SplitKPlan(block_n, block_k, split, stages, warps)

@@ -18,8 +18,8 @@ from benchmarks.tune.layers import run_product
 from benchmarks.tune.shapes import LayerKey, product_keys
 from benchmarks.tune.timings import AnyPlan, Key, Task, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, DecodeKey
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, SplitKPlan, W8A8GemmPlan
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, W8A8GemmKey
 
 MOST_PROCESSES = 15
 Identity = tuple[object, ...]
@@ -43,7 +43,7 @@ def identity(job: Job) -> Identity:
         assert isinstance(plan, DecodePlan)
         return key.head_dim, key.kv_bits, plan.tile, plan.early, plan.splits > 1 or key.pairs < 256
     assert layer is not None
-    if isinstance(key, ByteProductKey):
+    if isinstance(key, W8A8GemmKey):
         return layer.format, key.inputs, key.gated, plan
     rows = max(16, key.rows) if isinstance(plan, SplitKPlan) else 1
     return layer.format, key.operation, key.bits, key.inputs, rows, plan
@@ -74,7 +74,7 @@ def _launch(job: Job, gpu: GpuTraits) -> None:
         return
     assert layer is not None and not isinstance(plan, DecodePlan)
     names = {found: name for name, found in product_keys(layer, gpu).items()}
-    run_product(layer, names[key], {key: cast("Plan | ByteGemmPlan", plan)}, gpu, "cpu")
+    run_product(layer, names[key], {key: cast("Plan | W8A8GemmPlan", plan)}, gpu, "cpu")
 
 
 def jobs_of(tasks: Iterable[Task], layers: Iterable[LayerTask], timings: Timings) -> dict[Identity, Job]:

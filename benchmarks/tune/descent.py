@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.tune.layers import LayerPlans
 from benchmarks.tune.shapes import Key, LayerKey
 from benchmarks.tune.timings import Timings
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, Plan
+from tandem.engine_core.kernels.tiles.plan_types import Plan, W8A8GemmPlan
 
 TURNS = 2
 FEW = 4
@@ -40,7 +40,7 @@ class LayerTask:
     """One layer to tune."""
 
     key: LayerKey
-    candidates: Mapping[Key, Sequence[Plan | ByteGemmPlan]]
+    candidates: Mapping[Key, Sequence[Plan | W8A8GemmPlan]]
     """The plans to try of each product, the longest product first. The first is the rule's."""
     today: LayerPlans
 
@@ -90,7 +90,7 @@ class Descent:
 
     def __init__(
         self, task: LayerTask, settled: LayerPlans, time: Callable[[LayerPlans, int], float],
-        usable: Callable[[Key, Plan | ByteGemmPlan], bool],
+        usable: Callable[[Key, Plan | W8A8GemmPlan], bool],
     ) -> None:  # fmt: skip
         """Search for one layer.
 
@@ -101,7 +101,7 @@ class Descent:
         self.time = time
         self.usable = usable
         self.settled = settled
-        self.plans: dict[Key, Plan | ByteGemmPlan] = {
+        self.plans: dict[Key, Plan | W8A8GemmPlan] = {
             key: settled.get(key, listed[0]) for key, listed in task.candidates.items()
         }
         """The best that were found so far."""
@@ -144,8 +144,8 @@ class Descent:
                 return
 
     def _timed(
-        self, key: Key, plans: Sequence[Plan | ByteGemmPlan]
-    ) -> list[tuple[float, int, Plan | ByteGemmPlan]]:  # fmt: skip
+        self, key: Key, plans: Sequence[Plan | W8A8GemmPlan]
+    ) -> list[tuple[float, int, Plan | W8A8GemmPlan]]:  # fmt: skip
         """Return the layer's time with each plan of a product, the fastest first."""
         now = self.plans[key]
         tried = [plan for plan in plans if plan == now or self.usable(key, plan)]
@@ -175,7 +175,7 @@ def search(
     tasks: Iterable[LayerTask],
     timings: Timings,
     measure: Callable[[LayerKey, LayerPlans], float],
-    usable: Callable[[LayerTask, Key, Plan | ByteGemmPlan], bool],
+    usable: Callable[[LayerTask, Key, Plan | W8A8GemmPlan], bool],
     out_of_time: Callable[[], bool],
 ) -> list[Found]:
     """Search for the plans of layers, one after the other.
@@ -183,7 +183,7 @@ def search(
     A product that several of them have keeps the plan that the first one found. measure, out_of_time: as in
     `LayerTimes`; usable: whether a plan of a product was compiled.
     """
-    settled: dict[Key, Plan | ByteGemmPlan] = {}
+    settled: dict[Key, Plan | W8A8GemmPlan] = {}
     found = []
     for task in tasks:
         times = LayerTimes(task.key, timings, measure, out_of_time)

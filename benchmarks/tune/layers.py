@@ -16,13 +16,13 @@ from benchmarks.measuring.linear_layers import LinearLayers, Name
 from benchmarks.tune.shapes import FORMATS, Key, LayerKey
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import workspace_size
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import ByteProductKey, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.plan_types import Plan, SplitKPlan, W8A8GemmPlan
+from tandem.engine_core.kernels.tiles.table import ProductKey, TileTable, W8A8GemmKey
 from tandem.engine_core.layers.linear_choice import triton_build_context
-from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
 from tandem.engine_core.loader.weights import fill_with_noise
 
-LayerPlans: TypeAlias = Mapping[Key, Plan | ByteGemmPlan]
+LayerPlans: TypeAlias = Mapping[Key, Plan | W8A8GemmPlan]
 WORKING_SET = 256e6
 """Bytes of weights that one replay reads at least: several times what the second-level cache holds."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 16
@@ -35,7 +35,7 @@ def table_of(name: str, plans: LayerPlans) -> TileTable:
         name,
         products={key: cast("Plan", plan) for key, plan in plans.items() if isinstance(key, ProductKey)},
         byte_products={
-            key: cast("ByteGemmPlan | None", plan) for key, plan in plans.items() if isinstance(key, ByteProductKey)
+            key: cast("W8A8GemmPlan | None", plan) for key, plan in plans.items() if isinstance(key, W8A8GemmKey)
         },
     )
 
@@ -68,7 +68,7 @@ def run_product(layer: LayerKey, name: Name, plans: LayerPlans, gpu: GpuTraits, 
     """
     layers = build_layers(layer, 1, gpu, device)
     for linear in layers.linears:
-        if isinstance(linear, TritonByteLinear):
+        if isinstance(linear, TritonEightBitLinear):
             linear.scales.fill_(1.0)
             linear.find_wide_scales()
     take_plans(layers, plans, gpu)

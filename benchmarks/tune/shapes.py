@@ -5,42 +5,42 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from benchmarks.measuring.linear_layers import Name, Shape
-from benchmarks.tune.byte_candidates import byte_ruled
 from benchmarks.tune.candidates import GROUP, chosen
+from benchmarks.tune.w8a8_candidates import w8a8_ruled
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.linear.quantized_plans import rounds_inputs
+from tandem.engine_core.kernels.linear.quantized_plans import quantizes_activations
 from tandem.engine_core.kernels.tiles.table import (
-    ByteProductKey,
     DecodeKey,
     Operation,
     ProductKey,
     Scaling,
+    W8A8GemmKey,
 )
-from tandem.engine_core.layers.quantized.byte_linear import multiplies_bytes
+from tandem.engine_core.layers.quantized.eight_bit_linear import uses_w8a8
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 
 SHAPES = Path(__file__).parent.parent / "shapes"
 SHORT_NAMES = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "4b": "qwen3-4b"}
-BYTE_FORMATS: dict[str, ByteScheme] = {
-    "tensor": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
-    "blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
-    "int8": ByteScheme("int8", Activations.TOKEN),
-    "outputs": ByteScheme("fp8", Activations.TOKEN),
+EIGHT_BIT_FORMATS: dict[str, EightBitScheme] = {
+    "tensor": EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
+    "blocks": EightBitScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "int8": EightBitScheme("int8", Activations.TOKEN),
+    "outputs": EightBitScheme("fp8", Activations.TOKEN),
 }
 """Formats whose inputs are rounded to bytes."""
 BITS = {16: "16 bits", 8: "8 bits", 4: "4 bits"}
 """Formats whose inputs keep their 16 bits, by the bits of a weight."""
 FORMATS: dict[str, Scheme | None] = {
     "16 bits": None,
-    "8 bits": ByteScheme("fp8", Activations.UNQUANTIZED),
-    "4 bits": NibbleScheme("gptq", GROUP, False),
-    **BYTE_FORMATS,
+    "8 bits": EightBitScheme("fp8", Activations.UNQUANTIZED),
+    "4 bits": Int4Scheme("gptq", GROUP, False),
+    **EIGHT_BIT_FORMATS,
 }
 TUNING_ORDER: tuple[Name, ...] = ("gate_up", "down", "qkv", "o", "head")
 """Products of a step, the longest first."""
-Key: TypeAlias = ProductKey | ByteProductKey
+Key: TypeAlias = ProductKey | W8A8GemmKey
 
 
 class LayerKey(NamedTuple):
@@ -74,7 +74,7 @@ class LayerKey(NamedTuple):
     def bits(self) -> int:
         """Bits of a weight."""
         scheme = FORMATS[self.format]
-        return 16 if scheme is None else 8 if isinstance(scheme, ByteScheme) else 4
+        return 16 if scheme is None else 8 if isinstance(scheme, EightBitScheme) else 4
 
     def __str__(self) -> str:
         return f"{self.format}, {self.hidden} wide, {self.rows} row{'s' if self.rows > 1 else ''}"
@@ -97,13 +97,13 @@ def product_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
 def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     scheme, rows = FORMATS[layer.format], layer.rows
     outputs, inputs = layer.shapes[name]
-    if isinstance(scheme, ByteScheme) and rounds_inputs(rows, scheme.kind, gpu):
-        key = ByteProductKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
+    if isinstance(scheme, EightBitScheme) and quantizes_activations(rows, scheme.kind, gpu):
+        key = W8A8GemmKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
         gated = key._replace(outputs=outputs // 2, gated=True)
         # Whether gate and rounding are part of the product depends on the shapes and the device.
-        rounds = name == "gate_up" and multiplies_bytes(layer.hidden, layer.width, scheme)
-        if multiplies_bytes(outputs, inputs, scheme):
-            return gated if rounds and byte_ruled(gated, gpu) is not None else key
+        rounds = name == "gate_up" and uses_w8a8(layer.hidden, layer.width, scheme)
+        if uses_w8a8(outputs, inputs, scheme):
+            return gated if rounds and w8a8_ruled(gated, gpu) is not None else key
     plain: Operation = "product"
     normed: Operation = "normed"
     if name == "gate_up":
@@ -115,7 +115,7 @@ def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     return ProductKey(plain, layer.bits, outputs, inputs, rows)
 
 
-def _scaling(scheme: ByteScheme) -> Scaling:
+def _scaling(scheme: EightBitScheme) -> Scaling:
     if scheme.block is not None:
         return "block"
     return "tensor" if scheme.per_tensor else "output"
@@ -123,7 +123,7 @@ def _scaling(scheme: ByteScheme) -> Scaling:
 
 def runs_on(name: str, gpu: GpuTraits) -> bool:
     """Return whether a GPU multiplies the bytes of a format."""
-    return BYTE_FORMATS[name].kind == "int8" or gpu.capability >= FP8_CAPABILITY
+    return EIGHT_BIT_FORMATS[name].kind == "int8" or gpu.capability >= FP8_CAPABILITY
 
 
 def model_folder(name: str) -> Path:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan
-from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, W8A8GemmPlan
+from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable, W8A8GemmKey
 
-Key: TypeAlias = ProductKey | DecodeKey | ByteProductKey
-AnyPlan: TypeAlias = Plan | DecodePlan | ByteGemmPlan
+Key: TypeAlias = ProductKey | DecodeKey | W8A8GemmKey
+AnyPlan: TypeAlias = Plan | DecodePlan | W8A8GemmPlan
 MARGIN = 0.02
 """Share of today's time that another plan has to save: less is noise."""
 
@@ -131,11 +131,11 @@ def merged(
     It keeps what this run did not measure. A plan that the rule takes anyway has no entry.
     """
     lists: dict[type, dict] = {  # type: ignore[type-arg]
-        ProductKey: dict(table.products), DecodeKey: dict(table.decode), ByteProductKey: dict(table.byte_products),
+        ProductKey: dict(table.products), DecodeKey: dict(table.decode), W8A8GemmKey: dict(table.byte_products),
     }  # fmt: skip
     for key, plan in plans.items():
         entries = lists[type(key)]
         entries.pop(key, None)
         if plan != rules[key]:
             entries[key] = plan
-    return TileTable(device, lists[ProductKey], lists[DecodeKey], lists[ByteProductKey])
+    return TileTable(device, lists[ProductKey], lists[DecodeKey], lists[W8A8GemmKey])

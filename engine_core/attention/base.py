@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class FusedStep(Protocol):
     follows.
     """
 
-    def rotates(self, keys: Tensor) -> bool:
+    def fuses_rope(self, keys: Tensor) -> bool:
         """Return whether this step had better rotate the heads of its tokens.
 
         keys: of a layer, as in `AttentionStep.run`; queries have their dtype unless it is one of 8 bits.
         """
 
-    def run_rotating(
+    def run_with_rope(
         self,
         qkv: Tensor,
         rotation: Rotation,
@@ -94,10 +94,10 @@ class FusedStep(Protocol):
         head_dim], heads contiguous.
         """
 
-    def rounds(self, to: ByteFormat, head_dim: int) -> bool:
+    def rounds(self, to: ActivationFormat, head_dim: int) -> bool:
         """Return whether it can round to a format, whose groups have to be heads."""
 
-    def run_to_bytes(
+    def run_quantized(
         self,
         heads: Tensor,
         rotation: Rotation | None,
@@ -105,11 +105,11 @@ class FusedStep(Protocol):
         values: Tensor,
         layer: LayerAttention,
         scales: Tensor | None,
-        to: ByteFormat,
-    ) -> ByteRows:
+        to: ActivationFormat,
+    ) -> QuantizedActivation:
         """Attend, and return the result in one byte, [T, heads * head_dim].
 
-        heads: the query of `AttentionStep.run`, or with a rotation the heads of `run_rotating`; to: a format that it
+        heads: the query of `AttentionStep.run`, or with a rotation the heads of `run_with_rope`; to: a format that it
         rounds to.
         """
 

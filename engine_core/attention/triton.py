@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
 from tandem.engine_core.kernels.attention.decode_plans import HELD_WIDTH, choose_plan, choose_rotating, fit_plan
+from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode, split_scratch
 from tandem.engine_core.kernels.attention.paged_prefill import (
     TILE_WORDS,
@@ -21,11 +22,16 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
     paged_prefill,
 )
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
-from tandem.engine_core.kernels.byte_rows import WHOLE, ByteFormat, ByteRows, empty_byte_rows, rounds_in_tiles
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.quantize import group_of, quantize_by_maxima
+from tandem.engine_core.kernels.quantized_activation import (
+    WHOLE,
+    ActivationFormat,
+    QuantizedActivation,
+    empty_quantized_activation,
+    quantizes_in_tiles,
+)
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 
@@ -45,7 +51,7 @@ class DecodeStep:
     splits: int
     """Programs that share one row's positions."""
     gpu: GpuTraits
-    spares: SparePrograms | None = None
+    spares: ExtraSplits | None = None
     """Further programs of long rows."""
 
     def run(
@@ -70,14 +76,14 @@ class DecodeStep:
         rows, heads, head_dim = query.shape
         return choose_plan(head_dim, rows * keys.shape[1], query.dtype, keys.dtype, self.gpu), heads
 
-    def rotates(self, keys: Tensor) -> bool:
-        """Implement `FusedStep.rotates`."""
-        return self._rotating_plan(keys) is not None
+    def fuses_rope(self, keys: Tensor) -> bool:
+        """Implement `FusedStep.fuses_rope`."""
+        return self._rope_plan(keys) is not None
 
-    def _rotating_plan(self, keys: Tensor) -> DecodePlan | None:
+    def _rope_plan(self, keys: Tensor) -> DecodePlan | None:
         return choose_rotating(keys.shape[2], len(self.rows) * keys.shape[1], keys.dtype, self.gpu)
 
-    def run_rotating(
+    def run_with_rope(
         self,
         qkv: Tensor,
         rotation: Rotation,
@@ -86,21 +92,21 @@ class DecodeStep:
         layer: LayerAttention,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """Implement `FusedStep.run_rotating`."""
-        plan, heads = self._plan_rotating(qkv, keys)
+        """Implement `FusedStep.run_with_rope`."""
+        plan, heads = self._plan_with_rope(qkv, keys)
         return self._run(plan, qkv, heads, keys, values, layer, scales, rotation=rotation)
 
-    def _plan_rotating(self, qkv: Tensor, keys: Tensor) -> tuple[DecodePlan, int]:
-        """Return the plan of a step that rotates, and the number of query heads."""
+    def _plan_with_rope(self, qkv: Tensor, keys: Tensor) -> tuple[DecodePlan, int]:
+        """Return the plan of a step with RoPE, and the number of query heads."""
         (rows, all_heads, head_dim), kv_heads = qkv.shape, keys.shape[1]
-        plan = self._rotating_plan(keys) or choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
+        plan = self._rope_plan(keys) or choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
         return plan, all_heads - 2 * kv_heads
 
-    def rounds(self, to: ByteFormat, head_dim: int) -> bool:
+    def rounds(self, to: ActivationFormat, head_dim: int) -> bool:
         """Implement `FusedStep.rounds`."""
-        return rounds_in_tiles(group_of(to), head_dim)
+        return quantizes_in_tiles(group_of(to), head_dim)
 
-    def run_to_bytes(
+    def run_quantized(
         self,
         heads: Tensor,
         rotation: Rotation | None,
@@ -108,16 +114,16 @@ class DecodeStep:
         values: Tensor,
         layer: LayerAttention,
         scales: Tensor | None,
-        to: ByteFormat,
-    ) -> ByteRows:
-        """Implement `FusedStep.run_to_bytes`, in two launches with a scale for each row."""
-        plan, count = self._plan_rotating(heads, keys) if rotation is not None else self._plan(heads, keys)
+        to: ActivationFormat,
+    ) -> QuantizedActivation:
+        """Implement `FusedStep.run_quantized`, in two launches with a scale for each row."""
+        plan, count = self._plan_with_rope(heads, keys) if rotation is not None else self._plan(heads, keys)
         given = (plan, heads, count, keys, values, layer, scales)
         if group_of(to) == WHOLE:
             maxima = torch.empty(len(heads), count, device=heads.device)
             attended = self._run(*given, rotation=rotation, maxima=maxima)
             return quantize_by_maxima(attended.flatten(1), maxima, to, self.gpu.pdl)
-        rounded = empty_byte_rows(len(heads), count * heads.shape[2], heads.dtype, to, heads.device)
+        rounded = empty_quantized_activation(len(heads), count * heads.shape[2], heads.dtype, to, heads.device)
         self._run(*given, rotation=rotation, rounded=rounded)
         return rounded
 
@@ -134,7 +140,7 @@ class DecodeStep:
         out: Tensor | None = None,
         scratch: tuple[Tensor, Tensor] | None = None,
         rotation: Rotation | None = None,
-        rounded: ByteRows | None = None,
+        rounded: QuantizedActivation | None = None,
         maxima: Tensor | None = None,
     ) -> Tensor:
         plan = fit_plan(plan, query[:, :heads], keys, self.gpu)

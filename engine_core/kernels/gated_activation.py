@@ -1,7 +1,7 @@
 """Products of gated feed-forward networks in Triton: SwiGLU and GeGLU.
 
-Paper: Shazeer, 2020. Oracles: `reference.layer.gated_activation`, and `reference.byte_rows.quantized_gate`. For `pdl`,
-see the head of `kernels.norm`.
+Paper: Shazeer, 2020. Oracles: `reference.layer.gated_activation`, and `reference.quantized_activation.quantized_gate`.
+For `pdl`, see the head of `kernels.norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -12,9 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.quantize import group_of, row_block, store_bytes
+from tandem.engine_core.kernels.quantize import group_of, row_block, store_quantized
+from tandem.engine_core.kernels.quantized_activation import (
+    ActivationFormat,
+    QuantizedActivation,
+    empty_quantized_activation,
+)
 
 BLOCK, WARPS = 1024, 4
 SMALL_BLOCK, SMALL_WARPS = 256, 1
@@ -58,7 +62,7 @@ def _gated_activation_kernel(
     product = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32) * up
     if BYTES:
         numbers = product.to(gate.dtype).to(tl.float32)
-        store_bytes(out_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
+        store_quantized(out_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
     else:
         tl.store(out_ptr + row * width + offs, product.to(gate.dtype), mask=mask)
 
@@ -77,14 +81,16 @@ def gated_activation(gate_up: Tensor, activation: Activation, pdl: bool = False)
     return out
 
 
-def quantized_gate(gate_up: Tensor, activation: Activation, to: ByteFormat, pdl: bool = False) -> ByteRows:
+def quantized_gate(
+    gate_up: Tensor, activation: Activation, to: ActivationFormat, pdl: bool = False
+) -> QuantizedActivation:
     """Return activation(gate) * up rounded to one byte.
 
     It is not written in its own dtype. gate_up: as in `gated_activation`, which says what raises ValueError. So does
-    `quantize`. Oracle: `reference.byte_rows.quantized_gate`.
+    `quantize`. Oracle: `reference.quantized_activation.quantized_gate`.
     """
     width = _checked_width(gate_up)
-    rows = empty_byte_rows(gate_up.shape[0], width, gate_up.dtype, to, gate_up.device)
+    rows = empty_quantized_activation(gate_up.shape[0], width, gate_up.dtype, to, gate_up.device)
     group = group_of(to)
     block, warps = row_block(width, group)
     _launch(rows.values, rows.scales, gate_up, activation, block, warps, pdl, group)

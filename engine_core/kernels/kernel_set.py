@@ -7,15 +7,15 @@ from functools import partial
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
-from tandem.engine_core.kernels.reference import byte_rows, layer
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
+from tandem.engine_core.kernels.reference import layer, quantized_activation
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """Fused operations of a transformer layer.
 
-    They have the signatures and the meaning of `kernels.reference.layer` and `byte_rows`.
+    They have the signatures and the meaning of `kernels.reference.layer` and `quantized_activation`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
@@ -28,9 +28,11 @@ class KernelSet:
     """Includes the norms of queries and keys, where the model has them, and the scales of an 8-bit pool."""
     gated_activation: Callable[[Tensor, Activation], Tensor]
     soft_cap: Callable[[Tensor, float], Tensor]
-    quantize: Callable[[Tensor, ByteFormat], ByteRows]
-    quantized_norm: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, float, ByteFormat], tuple[ByteRows, Tensor]]
-    quantized_gate: Callable[[Tensor, Activation, ByteFormat], ByteRows]
+    quantize: Callable[[Tensor, ActivationFormat], QuantizedActivation]
+    quantized_norm: Callable[
+        [Tensor, Tensor | None, Tensor | None, Tensor, float, ActivationFormat], tuple[QuantizedActivation, Tensor]
+    ]
+    quantized_gate: Callable[[Tensor, Activation, ActivationFormat], QuantizedActivation]
 
 
 def torch_kernels() -> KernelSet:
@@ -43,9 +45,9 @@ def torch_kernels() -> KernelSet:
         layer.qk_norm_rope_and_kv_write,
         layer.gated_activation,
         layer.soft_cap,
-        byte_rows.quantize,
-        byte_rows.quantized_norm,
-        byte_rows.quantized_gate,
+        quantized_activation.quantize,
+        quantized_activation.quantized_norm,
+        quantized_activation.quantized_gate,
     )
 
 

@@ -2,7 +2,7 @@
 
 The addition to the residual stream comes before it, and rounding to one byte after it. Each program holds one row in
 registers, so memory is read once. Oracles: `reference.layer.rms_norm`, `add_rms_norm` and `norm_add_rms_norm`, and
-`reference.byte_rows.quantized_norm`.
+`reference.quantized_activation.quantized_norm`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -12,9 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.quantize import group_of, store_bytes
+from tandem.engine_core.kernels.quantize import group_of, store_quantized
+from tandem.engine_core.kernels.quantized_activation import (
+    ActivationFormat,
+    QuantizedActivation,
+    empty_quantized_activation,
+)
 
 MAX_HIDDEN = 16384
 WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
@@ -76,7 +80,7 @@ def _rms_norm_kernel(
         normed = tl.gather(normed, order, 0)
     if BYTES:
         numbers = tl.where(mask, normed.to(tl.float32), 0.0)
-        store_bytes(normed_ptr, scales_ptr, row, 0, numbers, hidden, scale_stride, GROUP, BLOCK)
+        store_quantized(normed_ptr, scales_ptr, row, 0, numbers, hidden, scale_stride, GROUP, BLOCK)
     else:
         tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
 
@@ -133,16 +137,16 @@ def quantized_norm(
     x_weight: Tensor | None,
     weight: Tensor,
     eps: float,
-    to: ByteFormat,
+    to: ActivationFormat,
     pdl: bool = False,
-) -> tuple[ByteRows, Tensor]:
+) -> tuple[QuantizedActivation, Tensor]:
     """Add x to the residual stream, and normalise and round the sum.
 
     The norm is not written in x's dtype. Returns the rounded rows, and the sum as in `add_rms_norm` (x itself
     without a residual). x_weight: x is normalised with these factors before it is added. Oracle:
-    `reference.byte_rows.quantized_norm`.
+    `reference.quantized_activation.quantized_norm`.
     """
-    rows = empty_byte_rows(x.shape[0], x.shape[1], x.dtype, to, x.device)
+    rows = empty_quantized_activation(x.shape[0], x.shape[1], x.dtype, to, x.device)
     total = None if residual is None else _empty_like(x)
     _launch(rows.values, total, x, residual, x_weight, weight, eps, pdl, rows.scales, group_of(to))
     return rows, x if total is None else total

@@ -1,7 +1,7 @@
 """Rounding of a product's inputs to one byte in Triton.
 
-It is a kernel of its own, or the end of another. Oracle: `reference.byte_rows`. Numbers are first rounded to the dtype
-that a separate kernel would read, so that fusing changes no result but for the last bit of a division.
+It is a kernel of its own, or the end of another. Oracle: `reference.quantized_activation`. Numbers are first rounded to
+the dtype that a separate kernel would read, so that fusing changes no result but for the last bit of a division.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -10,9 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import KNOWN, WHOLE, ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import larger
+from tandem.engine_core.kernels.quantized_activation import (
+    KNOWN,
+    WHOLE,
+    ActivationFormat,
+    QuantizedActivation,
+    empty_quantized_activation,
+)
 
 MAX_INPUTS = 65536
 """Largest number of inputs for which one program finds the scale of a row."""
@@ -32,7 +38,7 @@ def scale_of(largest, dtype: tl.constexpr):
 
 
 @triton.jit
-def rounded_bytes(quotient, dtype: tl.constexpr):
+def quantized_values(quotient, dtype: tl.constexpr):
     """Round float32 numbers to a dtype of one byte, those past its top to the top."""
     TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
     quotient = tl.minimum(larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
@@ -43,7 +49,7 @@ def rounded_bytes(quotient, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_bytes(
+def store_quantized(
     values_ptr,
     scales_ptr,
     row,
@@ -74,14 +80,14 @@ def store_bytes(
         group = first // GROUP + tl.arange(0, GROUPS)
         tl.store(scales_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=group < width // GROUP)
         quotient = tl.reshape(grouped / scale[:, None], [BLOCK])
-    tl.store(values_ptr + row * width + offs, rounded_bytes(quotient, dtype), mask=offs < width)
+    tl.store(values_ptr + row * width + offs, quantized_values(quotient, dtype), mask=offs < width)
 
 
 @triton.jit
-def store_byte_tile(
+def store_quantized_tile(
     values_ptr, scales_ptr, offs_m, first, numbers, M, width, scale_stride, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Do what `store_bytes` does for parts of several rows.
+    """Do what `store_quantized` does for parts of several rows.
 
     The scale is known, or each row's part is a group.
     numbers: [rows, columns] float32, of rows `offs_m`, of which M exist; first: column of the first.
@@ -96,7 +102,7 @@ def store_byte_tile(
         quotient = numbers / scale[:, None]
     places = values_ptr + offs_m.to(tl.int64)[:, None] * width + columns[None, :]
     mask = (offs_m < M)[:, None] & (columns < width)[None, :]
-    tl.store(places, rounded_bytes(quotient, dtype), mask=mask)
+    tl.store(places, quantized_values(quotient, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -121,7 +127,7 @@ def _finish_rows_kernel(
     scale = scale_of(tl.reduce(maxima, 0, larger), dtype)
     if tl.program_id(1) == 0:
         tl.store(scales_ptr + row, scale)
-    tl.store(values_ptr + row * width + offs, rounded_bytes(numbers / scale, dtype), mask=offs < width)
+    tl.store(values_ptr + row * width + offs, quantized_values(numbers / scale, dtype), mask=offs < width)
 
 
 @triton.jit
@@ -141,10 +147,10 @@ def _quantize_kernel(
     offs = first + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     numbers = tl.load(x_ptr + row * row_stride + offs, mask=offs < width, other=0.0).to(tl.float32)
-    store_bytes(values_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
+    store_quantized(values_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
 
 
-def group_of(to: ByteFormat) -> int:
+def group_of(to: ActivationFormat) -> int:
     """Return the kernels' GROUP of a format."""
     if to.scale is not None:
         return KNOWN
@@ -166,16 +172,17 @@ def row_block(width: int, group: int) -> tuple[int, int]:
     return whole, min(16, max(1, whole // 512))
 
 
-def quantize(x: Tensor, to: ByteFormat, pdl: bool = False) -> ByteRows:
+def quantize(x: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedActivation:
     """Round rows to one byte.
 
     x: [T, inputs], its rows contiguous, float32, bfloat16 or float16. Raises ValueError for other rows, for groups that
-    do not divide the inputs, and for more than 65536 inputs with one scale. Oracle: `reference.byte_rows.quantize`.
+    do not divide the inputs, and for more than 65536 inputs with one scale. Oracle:
+    `reference.quantized_activation.quantize`.
     """
     count, inputs = x.shape
     if x.stride(1) != 1:
         raise ValueError(f"quantize needs contiguous rows, found {tuple(x.shape)} with strides {x.stride()}")
-    rows = empty_byte_rows(count, inputs, x.dtype, to, x.device)
+    rows = empty_quantized_activation(count, inputs, x.dtype, to, x.device)
     if count == 0:
         return rows
     group = group_of(to)
@@ -196,15 +203,15 @@ def quantize(x: Tensor, to: ByteFormat, pdl: bool = False) -> ByteRows:
     return rows
 
 
-def quantize_by_maxima(x: Tensor, maxima: Tensor, to: ByteFormat, pdl: bool = False) -> ByteRows:
+def quantize_by_maxima(x: Tensor, maxima: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedActivation:
     """Round rows with a scale each, whose largest numbers are known.
 
     Several programs share a row, for which `quantize` has one. x: [T, inputs], contiguous; maxima: [T, tiles] float32,
-    the largest absolute numbers of tiles of columns. Oracle: `reference.byte_rows.quantize`.
+    the largest absolute numbers of tiles of columns. Oracle: `reference.quantized_activation.quantize`.
     """
     (count, inputs), tiles = x.shape, maxima.shape[1]
     assert group_of(to) == WHOLE and x.is_contiguous() and maxima.is_contiguous() and len(maxima) == count
-    rows = empty_byte_rows(count, inputs, x.dtype, to, x.device)
+    rows = empty_quantized_activation(count, inputs, x.dtype, to, x.device)
     block, warps = row_block(inputs, KNOWN)
     _finish_rows_kernel[(count, triton.cdiv(inputs, block))](
         *(rows.values, rows.scales, x, maxima, inputs, tiles),

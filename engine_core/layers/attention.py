@@ -33,15 +33,15 @@ def attend_and_project(
     """
     tokens, _, head_dim = qkv.shape
     heads, fused, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.fused, rotation
-    rotates = fused is not None and fused.rotates(keys)
-    if not rotates:
+    fuses_rope = fused is not None and fused.fuses_rope(keys)
+    if not fuses_rope:
         heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
     to = None if fused is None else output.input_format(tokens)
     if fused is not None and to is not None and fused.rounds(to, head_dim):
-        own = rotation if rotates else None
-        return output.apply_quantized(fused.run_to_bytes(heads, own, keys, values, layer, scales, to))
-    if fused is not None and rotates:
-        attended = fused.run_rotating(qkv, rotation, keys, values, layer, scales)
+        own = rotation if fuses_rope else None
+        return output.apply_quantized(fused.run_quantized(heads, own, keys, values, layer, scales, to))
+    if fused is not None and fuses_rope:
+        attended = fused.run_with_rope(qkv, rotation, keys, values, layer, scales)
     else:
         attended = batch.attention.run(heads, keys, values, layer, scales)
     return output.apply(attended.reshape(tokens, -1))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.loader.slots import WeightSlot
 
 
@@ -32,7 +32,9 @@ class Norm(Protocol):
         it, [hidden] int32.
         """
 
-    def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
+    def quantized(
+        self, update: Tensor, residual: Tensor | None, to: ActivationFormat
+    ) -> tuple[QuantizedActivation, Tensor]:
         """Do the same with the normalised stream rounded to one byte."""
 
 
@@ -58,25 +60,25 @@ class LinearWeights(Protocol):
         product's first half is a gate, and activation(gate) * rest, [T, outputs / 2], is returned in its place.
         """
 
-    def apply_normed_to_bytes(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ByteFormat
-    ) -> tuple[ByteRows, Tensor]:
+    def apply_normed_quantized(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ActivationFormat
+    ) -> tuple[QuantizedActivation, Tensor]:
         """Do what `apply_normed` does with an activation, and round the result.
 
         to: the format that the product behind the gate takes.
         """
 
-    def input_format(self, rows: int) -> ByteFormat | None:
+    def input_format(self, rows: int) -> ActivationFormat | None:
         """Return the format of the inputs of a product of a number of rows.
 
         None stands for the model's dtype. What computes the inputs may write them in it, for `apply_quantized`; `apply`
         rounds them itself.
         """
 
-    def apply_quantized(self, x: ByteRows) -> Tensor:
+    def apply_quantized(self, x: QuantizedActivation) -> Tensor:
         """Return the product of inputs in `input_format`, [T, outputs]."""
 
-    def take_gated(self, source: "LinearWeights") -> None:
+    def reorder_producer(self, source: "LinearWeights") -> None:
         """Note that the inputs are activation(gate) * up of the product of another map.
 
         Nothing else reads that product, so weights that want their inputs in another order may sort the other map's

@@ -9,10 +9,10 @@ import torch
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels, triton_kernels
 from tandem.engine_core.layers.build_context import BuildContext, LinearMethod
-from tandem.engine_core.layers.quantized.byte_linear import ByteMethod
-from tandem.engine_core.layers.quantized.nibble_linear import NibbleMethod
+from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitMethod
+from tandem.engine_core.layers.quantized.int4_linear import Int4Method
 from tandem.engine_core.layers.torch_linear import CpuMethod, TorchMethod
-from tandem.engine_core.quantization.scheme import ByteScheme, Scheme
+from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
 
 
 def torch_build_context(device: torch.device, dtype: torch.dtype, scheme: Scheme | None = None) -> BuildContext:
@@ -25,18 +25,18 @@ def triton_build_context(
     device: torch.device, dtype: torch.dtype, gpu: GpuTraits, scheme: Scheme | None = None
 ) -> BuildContext:
     """Return a context of Triton kernels for a GPU."""
-    from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteMethod
-    from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleMethod
+    from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitMethod
+    from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Method
     from tandem.engine_core.layers.triton_linear import TritonMethod
 
     plain = TritonMethod(gpu)
     chosen: LinearMethod = plain
-    if isinstance(scheme, ByteScheme):
-        chosen = TritonByteMethod(scheme, gpu, plain.workspace)
+    if isinstance(scheme, EightBitScheme):
+        chosen = TritonEightBitMethod(scheme, gpu, plain.workspace)
     elif scheme is not None:
-        chosen = TritonNibbleMethod(scheme, gpu, plain.workspace)
+        chosen = TritonInt4Method(scheme, gpu, plain.workspace)
     return BuildContext(device, dtype, chosen, plain, triton_kernels(gpu.pdl))
 
 
 def _any_device(scheme: Scheme) -> LinearMethod:
-    return ByteMethod(scheme) if isinstance(scheme, ByteScheme) else NibbleMethod(scheme)
+    return EightBitMethod(scheme) if isinstance(scheme, EightBitScheme) else Int4Method(scheme)

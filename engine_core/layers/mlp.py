@@ -35,7 +35,7 @@ class GatedMLP:
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         gate_up = context.linear_method.build(2 * width, hidden, bias, context)
         down = context.linear_method.build(hidden, width, bias, context)
-        down.take_gated(gate_up)
+        down.reorder_producer(gate_up)
         return cls(gate_up, down, width, config.activation, context.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class GatedMLP:
         if to is None:
             hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
             return self.down.apply(hidden), residual
-        rows, residual = self.gate_up.apply_normed_to_bytes(update, residual, norm, self.activation, to)
+        rows, residual = self.gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
         return self.down.apply_quantized(rows), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.slots import WeightSlot
 
@@ -39,7 +39,9 @@ class RMSNorm:
             return self.kernels.rms_norm(update, self.weight, self.eps, order), update
         return self.kernels.add_rms_norm(update, residual, self.weight, self.eps, order)
 
-    def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
+    def quantized(
+        self, update: Tensor, residual: Tensor | None, to: ActivationFormat
+    ) -> tuple[QuantizedActivation, Tensor]:
         """Implement `Norm.quantized`."""
         return self.kernels.quantized_norm(update, residual, self.update_weight, self.weight, self.eps, to)
 
@@ -75,7 +77,9 @@ class SandwichNorm:
         assert residual is not None and self.update_weight is not None, "the first block has a plain norm before it"
         return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps, order)
 
-    def quantized(self, update: Tensor, residual: Tensor | None, to: ByteFormat) -> tuple[ByteRows, Tensor]:
+    def quantized(
+        self, update: Tensor, residual: Tensor | None, to: ActivationFormat
+    ) -> tuple[QuantizedActivation, Tensor]:
         """Implement `Norm.quantized`."""
         return self.kernels.quantized_norm(update, residual, self.update_weight, self.weight, self.eps, to)
 

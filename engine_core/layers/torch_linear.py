@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
 from tandem.engine_core.loader.slots import WeightSlot
@@ -43,10 +43,10 @@ class UnfusedLinear(ABC):
         normed, stream = norm(x, residual)
         return (self.apply(normed) if activation is None else self.apply_gated(normed, activation)), stream
 
-    def apply_normed_to_bytes(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ByteFormat
-    ) -> tuple[ByteRows, Tensor]:
-        """Implement `LinearWeights.apply_normed_to_bytes` in separate launches."""
+    def apply_normed_quantized(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ActivationFormat
+    ) -> tuple[QuantizedActivation, Tensor]:
+        """Implement `LinearWeights.apply_normed_quantized` in separate launches."""
         gate_up, stream = self.apply_normed(x, residual, norm)
         return self.kernels.quantized_gate(gate_up, activation, to), stream
 
@@ -57,16 +57,16 @@ class UnfusedLinear(ABC):
         """
         return self.kernels.gated_activation(self.apply(x), activation)
 
-    def input_format(self, rows: int) -> ByteFormat | None:
+    def input_format(self, rows: int) -> ActivationFormat | None:
         """Implement `LinearWeights.input_format`: the inputs keep the model's dtype."""
         return None
 
-    def apply_quantized(self, x: ByteRows) -> Tensor:
+    def apply_quantized(self, x: QuantizedActivation) -> Tensor:
         """Implement `LinearWeights.apply_quantized` with the inputs' numbers."""
         return self.apply(x.numbers().to(x.dtype))
 
-    def take_gated(self, source: LinearWeights) -> None:  # noqa: B027
-        """Implement `LinearWeights.take_gated`: inputs keep their order."""
+    def reorder_producer(self, source: LinearWeights) -> None:  # noqa: B027
+        """Implement `LinearWeights.reorder_producer`: inputs keep their order."""
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """Implement `LinearWeights.slots`."""

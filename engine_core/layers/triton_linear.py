@@ -13,8 +13,8 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.gemv import gemv
-from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed, workspace_size
+from tandem.engine_core.kernels.linear.rmsnorm_gemv import normed_product
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import BUCKETS

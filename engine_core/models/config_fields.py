@@ -155,7 +155,7 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         found = fields.get("architectures")
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
 
-    def text_half(self) -> "ConfigSource":
+    def text_backbone(self) -> "ConfigSource":
         """Return the source of a multimodal checkpoint's text half, its `text_config`.
 
         Whether the embeddings are tied is said outside it, by default that they are, as in transformers.

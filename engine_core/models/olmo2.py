@@ -137,7 +137,7 @@ class Olmo2MLP:
         width, hidden, linear = config.intermediate_size, config.hidden_size, context.linear_method
         gate_up = linear.build(2 * width, hidden, False, context)
         down = linear.build(hidden, width, False, context)
-        down.take_gated(gate_up)
+        down.reorder_producer(gate_up)
         return cls(gate_up, down, width, config.activation, context.kernels)
 
     def __call__(self, update: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
-from tandem.engine_core.models.text_half import TEXT_HALVES, text_name
+from tandem.engine_core.models.text_backbone import TEXT_HALVES, text_name
 from tandem.engine_core.models.unsupported import describe
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def resolve_source(source: ConfigSource) -> ModelConfig:
     """Return the facts of a model. Raises ConfigError as `read_config` does."""
     try:
         family = _find_family(source)
-        return family.read_config(source.text_half() if source.architecture in TEXT_HALVES else source)
+        return family.read_config(source.text_backbone() if source.architecture in TEXT_HALVES else source)
     except ConfigError as error:
         raise ConfigError(f"{source.path}: {error}") from None
 

@@ -6,7 +6,7 @@ compressed-tensors and ModelOpt.
 """
 
 from tandem.engine_core.quantization.fields import Fields, unsupported
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 
 PACKED_BITS = 4
 
@@ -18,13 +18,13 @@ def fp8(fields: Fields) -> Scheme:
     size = fields.get("weight_block_size")
     if size is None:
         activations = Activations.STATIC if scheme == "static" else Activations.TENSOR
-        return ByteScheme("fp8", activations, per_tensor=True)
+        return EightBitScheme("fp8", activations, per_tensor=True)
     if not isinstance(size, list) or size != [128, 128] or scheme == "static":
         raise unsupported(
             f"quantization_config.weight_block_size is {size} with {scheme} activations, supported is [128, 128] with "
             "dynamic ones"
         )
-    return ByteScheme("fp8", Activations.TOKEN, scale_name="weight_scale_inv", block=(128, 128))
+    return EightBitScheme("fp8", Activations.TOKEN, scale_name="weight_scale_inv", block=(128, 128))
 
 
 def gptq(fields: Fields) -> Scheme:
@@ -36,7 +36,7 @@ def gptq(fields: Fields) -> Scheme:
         raise fields.error("dynamic", "none, the same settings for all linear layers")
     named = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     layout = fields.expect(named, ("gptq", "gptq_v2"), "gptq")
-    return NibbleScheme(
+    return Int4Scheme(
         "gptq",
         _group(fields.number("group_size")),
         fields.flag("sym", True),
@@ -54,7 +54,7 @@ def awq(fields: Fields) -> Scheme:
             raise fields.error(name, '"gemm"')
     if not fields.flag("zero_point", True):
         raise fields.error("zero_point", "true")
-    return NibbleScheme("awq", _group(fields.number("group_size", fields.get("q_group_size"))), False)
+    return Int4Scheme("awq", _group(fields.number("group_size", fields.get("q_group_size"))), False)
 
 
 def compressed_tensors(fields: Fields) -> Scheme | None:
@@ -93,7 +93,7 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
     block = weights.get("block_structure")
     if strategy == "block" and block != [128, 128]:
         raise weights.error("block_structure", "[128, 128]")
-    return ByteScheme(
+    return EightBitScheme(
         "fp8" if kind == "float" else "int8",
         _activations(inputs, kind, bits),
         per_tensor=strategy == "tensor",
@@ -111,10 +111,10 @@ def modelopt(fields: Fields) -> Scheme | None:
     if fields.get("quant_algo") == "NO_QUANT" or (fields.get("quant_algo") is None and has_kv_scales):
         return None
     by_tensor = fields.expect("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")) == "FP8"
-    return ByteScheme("fp8", Activations.STATIC if by_tensor else Activations.TOKEN, per_tensor=by_tensor)
+    return EightBitScheme("fp8", Activations.STATIC if by_tensor else Activations.TOKEN, per_tensor=by_tensor)
 
 
-def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> NibbleScheme:
+def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> Int4Scheme:
     """Read four-bit weights of compressed-tensors."""
     fields.expect("format", ("pack-quantized",))
     if inputs is not None:
@@ -122,7 +122,7 @@ def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> NibbleSch
     strategy = weights.expect("strategy", ("group", "channel"))
     ordered = weights.get("actorder") not in (None, False, "weight", "static")
     group = _group(weights.number("group_size")) if strategy == "group" else None
-    return NibbleScheme("compressed-tensors", group, weights.flag("symmetric", True), ordered)
+    return Int4Scheme("compressed-tensors", group, weights.flag("symmetric", True), ordered)
 
 
 def _activations(inputs: Fields | None, kind: str, bits: int) -> Activations:

@@ -18,7 +18,7 @@ class Activations(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ByteScheme:
+class EightBitScheme:
     """Weights of one byte each, that are multiplied by a scale."""
 
     kind: Literal["fp8", "int8"]
@@ -46,7 +46,7 @@ class ByteScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class NibbleScheme:
+class Int4Scheme:
     """Weights of four bits each.
 
     Groups of inputs share a scale and a zero point.
@@ -68,6 +68,6 @@ class NibbleScheme:
         return f"4 bits ({self.packing})"
 
 
-Scheme = ByteScheme | NibbleScheme
-ONLINE_FP8 = ByteScheme("fp8", Activations.TOKEN, from_floats=True)
+Scheme = EightBitScheme | Int4Scheme
+ONLINE_FP8 = EightBitScheme("fp8", Activations.TOKEN, from_floats=True)
 """Scheme of `--quantize fp8`: a scale for each output."""

@@ -7,7 +7,7 @@ from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
-from tandem.engine_core.kernels.attention.spare_programs import choose_spares, reach_without_spares, share_spares
+from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_spares, reach_without_spares
 from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
@@ -97,7 +97,7 @@ class CudaForward:
 
     def _decode_step(self, rows: Tensor, positions: Tensor, long: bool = True) -> DecodeStep:
         splits, count = self._programs(len(rows))
-        spares = share_spares(positions, splits, count if long else 0, pdl=self.gpu.pdl)
+        spares = assign_extra_splits(positions, splits, count if long else 0, pdl=self.gpu.pdl)
         return DecodeStep(rows, positions, self.page_table, splits, self.gpu, spares)
 
     def _programs(self, rows: int) -> tuple[int, int]:

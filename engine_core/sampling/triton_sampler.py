@@ -6,14 +6,14 @@ one of them applies. Semantics, in order: `kernels.reference.sampling.sample`.
 """
 
 from tandem.engine_core.kernels.reference.sampling import SEGMENT
-from tandem.engine_core.kernels.sampling.draw import draw, row_best
 from tandem.engine_core.kernels.sampling.greedy import sample_greedy
+from tandem.engine_core.kernels.sampling.gumbel_draw import draw, row_best
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.penalties import adjust, mark
-from tandem.engine_core.kernels.sampling.rank import check_logits
+from tandem.engine_core.kernels.sampling.prefix_mass import prefix_mass
+from tandem.engine_core.kernels.sampling.rejection_resample import rejection_resample
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
-from tandem.engine_core.kernels.sampling.settle import settle
-from tandem.engine_core.kernels.sampling.weigh import weigh
+from tandem.engine_core.kernels.sampling.sort_key import check_logits
 from tandem.engine_core.sampling.sampler import Mode
 
 TILE = 4096
@@ -67,8 +67,8 @@ class TritonSampler:
             mark(batch, self.tables, self.scratch)
             adjust(batch, self.tables, self.scratch)
             draw(batch, self.tables, self.scratch, full=True)
-            weigh(batch, self.tables, self.scratch)
-            settle(batch, self.tables, self.scratch)
+            prefix_mass(batch, self.tables, self.scratch)
+            rejection_resample(batch, self.tables, self.scratch)
 
     def _check(self, mode: Mode, batch: SamplingBatch) -> None:
         logits, count = batch.logits, len(batch.rows)

@@ -52,7 +52,7 @@ def num_pairs(start: int, length: int) -> int:
     return length * start + length * (length + 1) // 2
 
 
-def most_pairs(prompts: Iterable[tuple[int, int]], tokens: int) -> int:
+def max_qk_pairs(prompts: Iterable[tuple[int, int]], tokens: int) -> int:
     """Return the most pairs that a step's prompts can have in all.
 
     It bounds every division of positions among them; for one prompt it is exact, for prompts of like lengths close.

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, most_pairs
+from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, max_qk_pairs
 
 LEAST_MS, SLOWDOWN = 5.0, 2.5
 """Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
@@ -50,7 +50,7 @@ def fitting_tokens(
     sizes = costs.mixed_token_sizes if rows else costs.token_sizes
 
     def milliseconds(size: int) -> float:
-        return costs.milliseconds(StepWork(rows, context, size, most_pairs(prompts, size)))
+        return costs.milliseconds(StepWork(rows, context, size, max_qk_pairs(prompts, size)))
 
     def fitting(limit: float) -> int:
         return bisect_left(sizes, True, lo=1, key=lambda size: milliseconds(size) > limit)

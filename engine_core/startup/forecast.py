@@ -180,7 +180,11 @@ def main() -> None:
     arguments = parser.parse_args()
     cpu = CpuDevice()
     found = forecast(
-        engine_options(arguments), read_gpus(), cpu.free_bytes, cpu.total_bytes, stored_bytes=arguments.weight_bytes
+        engine_options(arguments),
+        read_gpus(),
+        cpu.free_bytes,
+        cpu.total_bytes,
+        stored_bytes=arguments.weight_bytes,
     )
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 

@@ -32,7 +32,7 @@ It costs no precision: all numbers above 2^-14 of the largest that is stored kee
 PAGE_SIZE = 16
 
 
-def settle_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> None:
+def calibrate_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> None:
     """Check the scales that a checkpoint gave, and calibrate those that it lacks.
 
     For a pool of the model's own dtype they are not used. layout: of the pool; dtype: of the model; max_len: most

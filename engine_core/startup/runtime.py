@@ -29,7 +29,7 @@ from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import TokenScorer
 from tandem.engine_core.startup import kv_sizing
 from tandem.engine_core.startup.device import DeviceParts
-from tandem.engine_core.startup.kv_calibration import settle_kv_scales
+from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
 from tandem.engine_core.startup.kv_sizing import Memory
 from tandem.engine_core.startup.loading_progress import LoadingProgress
 from tandem.engine_core.startup.memory_trial import decode_trial, measure_graph_bytes, measure_step_bytes, mixed_trial
@@ -198,7 +198,7 @@ def _new_builder(
     parts.check_kv(source.layout.dtype)
     model = _load_model(config.options, source, parts.build_context(source.model, source.dtype), status)
     log.mark("weights")
-    settle_kv_scales(model, source.layout, source.dtype, config.max_len)
+    calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     vocab_size = source.model.vocab_size
     tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.torch_device)
     words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, config.max_uploads)

@@ -5,22 +5,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.default_model.rounded_inputs import calibrate, rounded_inputs
-from tandem.engine_core.kernels.byte_rows import FP8_MAX
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
-from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize
+from tandem.engine_core.kernels.quantized_activation import FP8_MAX
+from tandem.engine_core.kernels.reference.quantized_activation import quantize, quantized_matmul
 from tandem.engine_core.layers.linear_choice import torch_build_context
-from tandem.engine_core.layers.quantized.byte_linear import ByteLinear, ByteMethod
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme
+from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear, EightBitMethod
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 
-CHANNEL = ByteScheme("fp8", Activations.TOKEN)
-STATIC = ByteScheme("fp8", Activations.STATIC, per_tensor=True)
-INT8 = ByteScheme("int8", Activations.TOKEN)
-BLOCKS = ByteScheme("fp8", Activations.TOKEN, block=(128, 128))
+CHANNEL = EightBitScheme("fp8", Activations.TOKEN)
+STATIC = EightBitScheme("fp8", Activations.STATIC, per_tensor=True)
+INT8 = EightBitScheme("int8", Activations.TOKEN)
+BLOCKS = EightBitScheme("fp8", Activations.TOKEN, block=(128, 128))
 
 
-def linear(scheme: ByteScheme) -> ByteLinear:
-    built = ByteMethod(scheme).build(48, 256, False, torch_build_context(torch.device("cpu"), torch.float32))
-    assert isinstance(built, ByteLinear)
+def linear(scheme: EightBitScheme) -> EightBitLinear:
+    built = EightBitMethod(scheme).build(48, 256, False, torch_build_context(torch.device("cpu"), torch.float32))
+    assert isinstance(built, EightBitLinear)
     built.values.copy_((torch.randn(48, 256) * 20).clamp(-127, 127).to(built.values.dtype))
     built.scales.uniform_(0.01, 0.02)
     return built
@@ -31,21 +31,21 @@ def numbers() -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", [CHANNEL, STATIC, INT8, BLOCKS], ids=str)
-def test_the_product_is_that_of_the_rounded_inputs(scheme: ByteScheme) -> None:
+def test_the_product_is_that_of_the_rounded_inputs(scheme: EightBitScheme) -> None:
     built, x = linear(scheme), numbers()
-    exact, to = built.apply(x), built.rounded_format()
+    exact, to = built.apply(x), built.activation_format()
     assert to is not None
     with rounded_inputs():
         rounded = built.apply(x)
     block_rows = None if scheme.block is None else SCALE_ROWS
-    expected = byte_product(quantize(x, to), built.values, built.scales, None, block_rows)
+    expected = quantized_matmul(quantize(x, to), built.values, built.scales, None, block_rows)
     torch.testing.assert_close(rounded, expected, rtol=1e-5, atol=1e-4)
     assert not torch.equal(rounded, exact)
     assert torch.equal(built.apply(x), exact), "they are rounded beyond the block"
 
 
 def test_inputs_that_a_checkpoint_leaves_as_they_are_stay_so() -> None:
-    built, x = linear(ByteScheme("fp8", Activations.UNQUANTIZED)), numbers()
+    built, x = linear(EightBitScheme("fp8", Activations.UNQUANTIZED)), numbers()
     exact = built.apply(x)
     with rounded_inputs():
         assert torch.equal(built.apply(x), exact)

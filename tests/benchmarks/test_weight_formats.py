@@ -6,18 +6,18 @@ import pytest
 
 from benchmarks.measuring.weight_formats import FORMATS, write_shape
 from tandem.engine_core.models.registry import read_config
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 
 SHAPE = Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"
 EXPECTED = {
     "16-bit": None,
-    "fp8-channel": ByteScheme("fp8", Activations.TOKEN),
-    "fp8-tensor": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
-    "fp8-blocks": ByteScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128)),
-    "int8": ByteScheme("int8", Activations.TOKEN),
-    "gptq": NibbleScheme("gptq", 128, True, zero_offset=1),
-    "gptq-act-order": NibbleScheme("gptq", 128, True, ordered=True, zero_offset=1),
-    "awq": NibbleScheme("awq", 128, False),
+    "fp8-channel": EightBitScheme("fp8", Activations.TOKEN),
+    "fp8-tensor": EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
+    "fp8-blocks": EightBitScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128)),
+    "int8": EightBitScheme("int8", Activations.TOKEN),
+    "gptq": Int4Scheme("gptq", 128, True, zero_offset=1),
+    "gptq-act-order": Int4Scheme("gptq", 128, True, ordered=True, zero_offset=1),
+    "awq": Int4Scheme("awq", 128, False),
 }
 
 

@@ -11,7 +11,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import FAMILIES, read_config
-from tandem.engine_core.quantization.scheme import NibbleScheme
+from tandem.engine_core.quantization.scheme import Int4Scheme
 from tandem.engine_core.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
 LLAMA = {
@@ -200,7 +200,7 @@ def test_unsupported_and_malformed_fields_are_refused_by_name(
 def test_quantization_is_read_from_either_field(name: str, tmp_path: Path) -> None:
     assert read(tmp_path).quantization is None
     found = read(tmp_path, **{name: {"quant_method": "awq", "bits": 4, "group_size": 64}}).quantization
-    assert found == NibbleScheme("awq", 64, symmetric=False)
+    assert found == Int4Scheme("awq", 64, symmetric=False)
 
 
 @pytest.mark.parametrize("found", [{}, {"quant_method": "bitsandbytes"}, {"quant_method": 8}])

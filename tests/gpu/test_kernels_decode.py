@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
 from tandem.engine_core.kernels.attention.decode_plans import choose_splits
+from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_spares
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
-from tandem.engine_core.kernels.attention.spare_programs import choose_spares, share_spares
 from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
@@ -188,7 +188,7 @@ def test_spare_programs_of_long_rows_equal_the_oracle(
         given = paged([*long, *range(1, rows - len(long) + 1)], heads, kv_heads, head_dim, 16, torch.bfloat16)
         exact = reference_attention.paged_decode(*given, head_dim**-0.5)
         for _ in range(2):
-            spares = share_spares(given.positions, splits, count, pdl=pdl)
+            spares = assign_extra_splits(given.positions, splits, count, pdl=pdl)
             # As in a step, where the kernel right before is another one: spares are read before it has finished.
             torch.empty(1, device="cuda").zero_()
             found = paged_decode(*given, head_dim**-0.5, splits, pdl=pdl, spares=spares)

@@ -9,8 +9,8 @@ if not torch.cuda.is_available():
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gemv, norm_gemv
-from tandem.engine_core.kernels.linear.pieced_gemv import normed_product
 from tandem.engine_core.kernels.linear.plans import workspace_size
+from tandem.engine_core.kernels.linear.rmsnorm_gemv import normed_product
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.reference import layer as oracle
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm

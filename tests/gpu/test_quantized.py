@@ -19,26 +19,26 @@ from tokenizers import Tokenizer
 from benchmarks.default_model.quantization import plain_folder
 from tandem.engine_core.attention import triton as attention_steps
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear import quantized_plans
-from tandem.engine_core.kernels.linear.byte_splitk import multiply_bytes
-from tandem.engine_core.kernels.linear.nibble_order import restored
-from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS, choose_byte_gemm
-from tandem.engine_core.kernels.reference import byte_rows as oracle
-from tandem.engine_core.kernels.reference.byte_rows import byte_product
+from tandem.engine_core.kernels.linear.int4_layout import restored
+from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS, choose_w8a8_gemm
+from tandem.engine_core.kernels.linear.w8a8_splitk import w8a8_matmul
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat
+from tandem.engine_core.kernels.reference import quantized_activation as oracle
+from tandem.engine_core.kernels.reference.quantized_activation import quantized_matmul
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
-from tandem.engine_core.layers.quantized import triton_byte_linear
-from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
-from tandem.engine_core.layers.quantized.byte_products import library_product
-from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
-from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
-from tandem.engine_core.layers.quantized.triton_nibble_linear import TritonNibbleLinear
+from tandem.engine_core.layers.quantized import triton_eight_bit_linear
+from tandem.engine_core.layers.quantized.byte_products import library_matmul
+from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
+from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
+from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Linear
 from tandem.engine_core.layers.torch_linear import UnfusedLinear
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.quantization.nibbles import pack, unpack
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tandem.engine_core.quantization.int4 import pack, unpack
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
@@ -53,30 +53,30 @@ from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 pytestmark = pytest.mark.gpu
 
 SCHEMES = {
-    "fp8": ByteScheme("fp8", Activations.TOKEN),
-    "fp8_block": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
-    "fp8_static": ByteScheme("fp8", Activations.STATIC, per_tensor=True),
-    "fp8_weights_only": ByteScheme("fp8", Activations.UNQUANTIZED),
-    "int8": ByteScheme("int8", Activations.TOKEN),
-    "gptq": NibbleScheme("gptq", 128, False),
-    "gptq_64": NibbleScheme("gptq", 64, False),
-    "gptq_32": NibbleScheme("gptq", 32, True),
+    "fp8": EightBitScheme("fp8", Activations.TOKEN),
+    "fp8_block": EightBitScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "fp8_static": EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
+    "fp8_weights_only": EightBitScheme("fp8", Activations.UNQUANTIZED),
+    "int8": EightBitScheme("int8", Activations.TOKEN),
+    "gptq": Int4Scheme("gptq", 128, False),
+    "gptq_64": Int4Scheme("gptq", 64, False),
+    "gptq_32": Int4Scheme("gptq", 32, True),
 }
 ROWS = (1, 2, 16, 33, 64, 65, 100, 191, 256, 300, 1000)
 SHAPES = [(6144, 4096), (4096, 14336), (1040, 1024)]
 MANY_ROWS = (2, 16, 21, 32, 33, 64, 65, 100, 191, 192, 256, 1000, 2048, 8192)
 MANY_SHAPES = [(6144, 4096), (28672, 4096), (4096, 4096), (4096, 14336), (1024, 1024), (1040, 640)]
-Linear = TritonByteLinear | TritonNibbleLinear
+Linear = TritonEightBitLinear | TritonInt4Linear
 
 
 def linear_of(
-    scheme: ByteScheme | NibbleScheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16
+    scheme: EightBitScheme | Int4Scheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16
 ) -> Linear:
     """Build random weights whose numbers have about the size of a trained layer's."""
     context = triton_build_context(torch.device("cuda"), dtype, read_gpu_traits(), scheme)
     linear = context.linear_method.build(outputs, inputs, True, context)
     torch.manual_seed(outputs + inputs)
-    if isinstance(linear, TritonByteLinear):
+    if isinstance(linear, TritonEightBitLinear):
         linear.values.copy_((torch.randn(outputs, inputs, device="cuda") * 30).clamp(-127, 127).to(linear.values.dtype))
         linear.scales.uniform_(0.5, 1.5).mul_(inputs**-0.5 / 30)
         if linear.scheme.block is not None and outputs % 128 == 0:
@@ -87,7 +87,7 @@ def linear_of(
             linear.input_scale.fill_(6 / 448)
         linear.find_wide_scales()
     else:
-        assert isinstance(linear, TritonNibbleLinear)
+        assert isinstance(linear, TritonInt4Linear)
         linear.words.random_(-(2**31), 2**31 - 1)
         linear.scales.uniform_(0.5, 1.5).mul_(inputs**-0.5 / 5)
         linear.zeros.random_(5, 11)
@@ -96,12 +96,12 @@ def linear_of(
     return linear
 
 
-def plain(linear: Linear) -> ByteLinear | NibbleLinear:
+def plain(linear: Linear) -> EightBitLinear | Int4Linear:
     """Return the same weights for any device."""
-    if isinstance(linear, TritonByteLinear):
-        return ByteLinear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
+    if isinstance(linear, TritonEightBitLinear):
+        return EightBitLinear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
     words = pack(restored(unpack(linear.words), linear.group_size))
-    return NibbleLinear(words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
+    return Int4Linear(words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -109,9 +109,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt())
 
 
-def tolerance(scheme: ByteScheme | NibbleScheme, rows: int) -> float:
+def tolerance(scheme: EightBitScheme | Int4Scheme, rows: int) -> float:
     """Return the rounding of 16-bit outputs, or that of inputs of one byte."""
-    rounds = isinstance(scheme, ByteScheme) and scheme.activations is not Activations.UNQUANTIZED
+    rounds = isinstance(scheme, EightBitScheme) and scheme.activations is not Activations.UNQUANTIZED
     return 0.04 if rounds and rows > FEW_ROWS else 0.006
 
 
@@ -150,15 +150,15 @@ def test_norm_and_gate_equal_separate_operations(name: str, activation: Activati
 @pytest.mark.parametrize("shape", [(4096, 2048), (28672, 4096), (2080, 640)])
 def test_gate_and_rounding_in_the_product_equal_separate_launches(name: str, shape: tuple[int, int]) -> None:
     linear = linear_of(SCHEMES[name], *shape)
-    assert isinstance(linear, TritonByteLinear)
+    assert isinstance(linear, TritonEightBitLinear)
     norm = RMSNorm(torch.rand(shape[1], device="cuda", dtype=torch.bfloat16) + 0.5, 1e-5, linear.kernels)
     dtype = linear.values.dtype
-    formats = [ByteFormat(dtype), ByteFormat(dtype, scale=torch.full((1,), 0.02, device="cuda"))]
-    formats += [ByteFormat(dtype, 128)] if shape[0] % 256 == 0 else []
+    formats = [ActivationFormat(dtype), ActivationFormat(dtype, scale=torch.full((1,), 0.02, device="cuda"))]
+    formats += [ActivationFormat(dtype, 128)] if shape[0] % 256 == 0 else []
     for rows, to in product((2, 16, 17, 33, 64, 65), formats):
         x, residual = (torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        found, total = linear.apply_normed_to_bytes(x, residual, norm, Activation.SILU, to)
-        expected, _ = UnfusedLinear.apply_normed_to_bytes(linear, x, residual, norm, Activation.SILU, to)
+        found, total = linear.apply_normed_quantized(x, residual, norm, Activation.SILU, to)
+        expected, _ = UnfusedLinear.apply_normed_quantized(linear, x, residual, norm, Activation.SILU, to)
         assert torch.equal(total, x + residual)
         assert found.values.shape == expected.values.shape and found.scales.stride() == expected.scales.stride()
         assert error(found.numbers(), expected.numbers()) < 0.02, (rows, to)
@@ -173,7 +173,7 @@ def test_act_order_equals_sorted_weights(
     inputs = shape[1]
     found = linear_of(SCHEMES["gptq_32"], *shape, dtype)
     usual = copy(found)
-    assert isinstance(found, TritonNibbleLinear) and isinstance(usual, TritonNibbleLinear)
+    assert isinstance(found, TritonInt4Linear) and isinstance(usual, TritonInt4Linear)
     order = found.order = torch.randperm(inputs, device="cuda").int()
     factors = torch.rand(2, inputs, device="cuda", dtype=dtype) + 0.5
     plain_norm, update_norm = (RMSNorm(weight, 1e-5, found.kernels) for weight in factors)
@@ -202,25 +202,25 @@ def rounded_cases() -> list[tuple[str, tuple[int, int]]]:
 @pytest.mark.parametrize(("name", "shape"), rounded_cases())
 def test_products_of_bytes_equal_their_oracle_in_the_library_and_in_triton(name: str, shape: tuple[int, int]) -> None:
     linear = linear_of(SCHEMES[name], *shape)
-    assert isinstance(linear, TritonByteLinear)
+    assert isinstance(linear, TritonEightBitLinear)
     scale_rows = None if linear.scheme.block is None else SCALE_ROWS
     for rows in MANY_ROWS:
         x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
         to = linear.input_format(rows)
         assert to is not None
         quantized = linear.kernels.quantize(x, to)
-        expected = byte_product(quantized, linear.values, linear.scales, linear.bias, scale_rows)
+        expected = quantized_matmul(quantized, linear.values, linear.scales, linear.bias, scale_rows)
         assert error(linear.apply_quantized(quantized), expected) < 0.004, rows
         scaling = "output" if scale_rows is None else "block"
-        plan = choose_byte_gemm(rows, *shape, linear.scheme.kind, scaling, linear.gpu)
+        plan = choose_w8a8_gemm(rows, *shape, linear.scheme.kind, scaling, linear.gpu)
         assert plan is not None
         space = linear.workspace.take(*plan.workspace(rows, shape[0]))
         assert space is not None
         for whole in {False, linear.wide_scales is not None}:
             given = (linear.values, linear.scales, linear.bias, plan, *space, whole, linear.gpu.pdl)
-            assert error(multiply_bytes(quantized, *given), expected) < 0.004, (rows, plan, whole)
+            assert error(w8a8_matmul(quantized, *given), expected) < 0.004, (rows, plan, whole)
         if linear.wide_scales is not None and shape[1] % 512 == 0:
-            product = library_product(quantized, linear.values, linear.wide_scales, linear.bias)
+            product = library_matmul(quantized, linear.values, linear.wide_scales, linear.bias)
             assert error(product, expected) < 0.004, rows
 
 
@@ -279,7 +279,9 @@ def test_an_engine_that_gates_and_rounds_inside_products_says_what_one_with_16_b
         quantized = structs.replace(options, model=str(tmp_path / "model"))
     with (
         patch.object(quantized_plans, "_NEARLY_FULL", 0.0),
-        patch.object(triton_byte_linear, "gated_bytes", wraps=triton_byte_linear.gated_bytes) as gated,
+        patch.object(
+            triton_eight_bit_linear, "gated_w8a8_gemm", wraps=triton_eight_bit_linear.gated_w8a8_gemm
+        ) as gated,
         patch.object(attention_steps, "quantize_by_maxima", wraps=attention_steps.quantize_by_maxima) as rounded,
     ):
         said = DrivenEngine.build(quantized).generate(prompts, params)

@@ -25,17 +25,17 @@ from tandem.engine_core.attention.triton import DecodeStep, RaggedStep
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import TILES, choose_plan
+from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits, assign_extra_splits
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.attention.spare_programs import SparePrograms, share_spares
 from tandem.engine_core.kernels.attention.table_updates import update_tables
-from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
+from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv_kernel
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm_kernel
-from tandem.engine_core.kernels.linear.word_gemv import word_gemv_kernel
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import HEAD_DIMS, head_width
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference.sampling import SEGMENT
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
@@ -44,20 +44,20 @@ from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
 from tests.fakes.gpus import A100, B200, H200, L4, RTX_3090, RTX_5090
-from tests.support.compiled_products import (
+from tests.support.compiled_matmuls import (
     BOTH,
     FP8,
     SHAPES,
     Launch,
     byte_products,
     dequantized,
-    gated_products_of_bytes,
+    gated_w8a8_matmuls,
     half,
-    nibble_products,
+    int4_matmuls,
     normed_products,
     products,
-    products_of_bytes,
     rounding,
+    w8a8_matmuls,
 )
 from tests.support.length_tables import tables_of
 from tests.support.sampling_case import make_case
@@ -80,7 +80,7 @@ class Compiler:
         self.seen: set[object] = set()
 
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        several = {splitk_gemm_kernel.__name__, word_gemv_kernel.__name__, "_paged_decode_kernel"}
+        several = {splitk_gemm_kernel.__name__, quantized_gemv_kernel.__name__, "_paged_decode_kernel"}
         variant = kernel.__name__, options.get("ORDERED")
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return
@@ -147,14 +147,14 @@ def decode(
     table = PageTable(torch.zeros(rows, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(rows, dtype=torch.int32), half(64, kv_heads, head_dim, dtype=kv_dtype)
     query, layer = half(rows, kv_heads * group, head_dim), kind_of(head_dim)
-    shared = SparePrograms(torch.zeros(2 * rows + spares, dtype=torch.int32), spares) if spares else None
+    shared = ExtraSplits(torch.zeros(2 * rows + spares, dtype=torch.int32), spares) if spares else None
     step = DecodeStep(index, index, table, splits, gpu, shared)
     if rotary_dim is None:
         return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
     qkv, angles = half(rows, kv_heads * (group + 2), head_dim), torch.zeros(rows, 1, rotary_dim)
     norms = (half(head_dim), half(head_dim)) if norm else (None, None)
     rotation = Rotation(angles, angles, torch.zeros(rows, dtype=torch.int64), *norms)
-    return lambda: step.run_rotating(qkv, rotation, pool, pool, layer, scales_for(kv_dtype))
+    return lambda: step.run_with_rope(qkv, rotation, pool, pool, layer, scales_for(kv_dtype))
 
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
@@ -206,7 +206,7 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: decode_inputs(tables, table, index, index, (index, index), pdl=gpu.pdl)
     yield lambda: update_tables(index.new_zeros(9, 2), index, table.pages, tables)
     yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
-    yield lambda: share_spares(index, 1, 17, pdl=gpu.pdl)
+    yield lambda: assign_extra_splits(index, 1, 17, pdl=gpu.pdl)
 
 
 def decodes_before_products(gpu: GpuTraits) -> Iterator[Launch]:
@@ -228,12 +228,12 @@ def rounding_decodes(gpu: GpuTraits) -> Iterator[Launch]:
     """With a known scale, one for each head and one for each row, by one program a row and by several."""
     index, pool = torch.zeros(8, dtype=torch.int32), half(64, 8, 128)
     table = PageTable(torch.zeros(8, 8, dtype=torch.int32), 16, 64)
-    formats = ByteFormat(FP8, scale=torch.ones(1)), ByteFormat(FP8, 128), ByteFormat(torch.int8)
+    formats = ActivationFormat(FP8, scale=torch.ones(1)), ActivationFormat(FP8, 128), ActivationFormat(torch.int8)
     for to, splits in product(formats, (1, 2)):
         given = (half(8, 32, 128), None, pool, pool, LayerAttention(0.1), None, to)
         step = DecodeStep(index, index, table, splits, gpu)
         if to.dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
-            yield lambda step=step, given=given: step.run_to_bytes(*given)
+            yield lambda step=step, given=given: step.run_quantized(*given)
 
 
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
@@ -247,15 +247,15 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield list(rounding(gpu))[-3]
     yield from dequantized(gpu)
     for rows in (32, 256):
-        yield list(products_of_bytes(gpu, rows, 4096, 4096))[-1]
+        yield list(w8a8_matmuls(gpu, rows, 4096, 4096))[-1]
     for rows in (1, 16):
-        yield from nibble_products(gpu, rows, 3072, 2048, (True,))
-    yield list(nibble_products(gpu, 1, 3072, 2048, (False,), group=32))[-1]
+        yield from int4_matmuls(gpu, rows, 3072, 2048, (True,))
+    yield list(int4_matmuls(gpu, 1, 3072, 2048, (False,), group=32))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
     yield from decodes_before_products(gpu)
     yield from rotating_decodes(gpu)
     yield from islice(rounding_decodes(gpu), 3, None)
-    yield from islice(gated_products_of_bytes(gpu, 64), 0, None, 2)
+    yield from islice(gated_w8a8_matmuls(gpu, 64), 0, None, 2)
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -269,9 +269,9 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         for rows in (1, 16, 32, 64, 128):
             yield from products(gpu, rows, outputs, inputs, (gated,))
             yield from byte_products(gpu, rows, outputs, inputs, (gated,))
-            yield from nibble_products(gpu, rows, outputs, inputs, (gated,))
+            yield from int4_matmuls(gpu, rows, outputs, inputs, (gated,))
         for rows in (16, 32, 64, 128, 2048):
-            yield from products_of_bytes(gpu, rows, outputs, inputs)
+            yield from w8a8_matmuls(gpu, rows, outputs, inputs)
         yield from normed_products(gpu, outputs, inputs, (gated,))
     for head_dim in HEAD_DIMS:
         tiles = TILES[head_width(head_dim)]
@@ -290,7 +290,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     yield from rotating_decodes(gpu, HEAD_DIMS)
     yield from rounding_decodes(gpu)
     for rows in (16, 32, 64):
-        yield from gated_products_of_bytes(gpu, rows)
+        yield from gated_w8a8_matmuls(gpu, rows)
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 

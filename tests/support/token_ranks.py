@@ -1,10 +1,10 @@
-"""Ranks of tokens in plain torch, as `kernels.sampling.rank` defines them."""
+"""Ranks of tokens in plain torch, as `kernels.sampling.sort_key` defines them."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.engine_core.kernels.sampling.rank import EMPTY, ID_BITS, ID_MASK
+from tandem.engine_core.kernels.sampling.sort_key import EMPTY, ID_BITS, ID_MASK
 
 
 def rank_of(logits: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.fast_math import larger
 from tandem.engine_core.kernels.paged_pool import in_head
-from tandem.engine_core.kernels.quantize import rounded_bytes, scale_of
+from tandem.engine_core.kernels.quantize import quantized_values, scale_of
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 
 
 @triton.jit
@@ -33,17 +33,17 @@ def store_heads(
     if BYTES > 1:
         largest = tl.reduce(tl.abs(tl.where(mask, numbers.to(tl.float32), 0.0)), 1, larger)
     if BYTES == 1:
-        numbers = rounded_bytes(numbers.to(tl.float32) / tl.load(scales_ptr), stored)
+        numbers = quantized_values(numbers.to(tl.float32) / tl.load(scales_ptr), stored)
     elif BYTES == 2:
         scale = scale_of(largest, stored)
         tl.store(scales_ptr + (head * GROUP + g).to(tl.int64) * scale_stride + token, scale, mask=g < GROUP)
-        numbers = rounded_bytes(numbers.to(tl.float32) / scale[:, None], stored)
+        numbers = quantized_values(numbers.to(tl.float32) / scale[:, None], stored)
     elif BYTES == 3:
         tl.store(scales_ptr + first + g, largest, mask=g < GROUP)
     tl.store(out_ptr + first * D + g[:, None] * D + d[None, :], numbers, mask=mask)
 
 
-def check_rounding(batch: int, heads: int, rounded: ByteRows | None, maxima: Tensor | None) -> None:
+def check_rounding(batch: int, heads: int, rounded: QuantizedActivation | None, maxima: Tensor | None) -> None:
     """Assert that a result in bytes has a known scale or one for each head.
 
     The largest numbers of heads have a place, if they are wanted. batch: rows; heads: of a row's query.

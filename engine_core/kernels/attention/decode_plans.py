@@ -35,7 +35,7 @@ TILES = {
 With few pairs only latency counts; with many, the number of programs that fit side by side does, since the last ones
 run alone. Measured in bfloat16 on an H200, in a graph; the rule where the GPU's tile table has nothing.
 """
-BYTE_TILES = {
+W8A8_TILES = {
     64: {MANY: Tile(128, 4, 2), 512: Tile(128, 4, 2)},
     128: {32: Tile(32, 1, 3), MANY: Tile(128, 4, 2), 512: Tile(64, 4, 3), 1024: Tile(32, 1, 3)},
 }
@@ -62,7 +62,7 @@ rows of INT8 instead, a step of 64 rows of the 8B took 3.93 ms instead of 3.95."
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int, at_least: int = 1) -> int:
     """Return how many programs may share a row's KV head.
 
-    They are enough to fill the device when rows are few; for long rows among many see `spare_programs`. longest: the
+    They are enough to fill the device when rows are few; for long rows among many see `extra_splits`. longest: the
     longest context possible, in positions; at_least: from `choose_plan`. Programs without work return at once, but
     cost time all the same: with one beside each that has some, 32 rows of 448 positions and 8 KV heads of 64
     elements took 15.1 us instead of 11.5 on an H200. So there are none from `MANY` pairs on.
@@ -82,7 +82,7 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
         return Tile(16, 4, 1)
     tiles = TILES[head_width(head_dim)]
     if kv_dtype.itemsize == 1:
-        tiles = tiles | BYTE_TILES.get(head_width(head_dim), {})
+        tiles = tiles | W8A8_TILES.get(head_width(head_dim), {})
     return tiles[max(least for least in tiles if pairs >= least)]
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.attention.attended_heads import check_rounding, store_heads
 from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, least_positions, tile_rows
+from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits
 from tandem.engine_core.kernels.attention.newest_token import begin, newest_of
 from tandem.engine_core.kernels.attention.online_softmax import (
     attend,
@@ -34,10 +35,8 @@ from tandem.engine_core.kernels.attention.online_softmax import (
     query_over,
 )
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
 from tandem.engine_core.kernels.attention.split_blocks import combine_splits, split_blocks
 from tandem.engine_core.kernels.attention.split_counters import COUNTERS, split_counters
-from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.paged_pool import (
@@ -49,6 +48,7 @@ from tandem.engine_core.kernels.paged_pool import (
     in_head,
     slots_of,
 )
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 
 CHUNK, SHORT_CHUNK = 1024, 512
@@ -247,11 +247,11 @@ def paged_decode(
     out: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
     scales: Tensor | None = None,
-    spares: SparePrograms | None = None,
+    spares: ExtraSplits | None = None,
     early: bool = False,
     hold: bool = False,
     rotation: Rotation | None = None,
-    rounded: ByteRows | None = None,
+    rounded: QuantizedActivation | None = None,
     maxima: Tensor | None = None,
 ) -> Tensor:
     """Attend with one new token a row to the row's positions up to its own.
@@ -291,7 +291,9 @@ def paged_decode(
     return out
 
 
-def _result(query: Tensor, heads: int, rounded: ByteRows | None, maxima: Tensor | None, out: Tensor | None) -> Tensor:
+def _result(
+    query: Tensor, heads: int, rounded: QuantizedActivation | None, maxima: Tensor | None, out: Tensor | None
+) -> Tensor:
     """Return where to write the result, after a check of what is written beside it."""
     check_rounding(len(query), heads, rounded, maxima)
     if out is not None:
@@ -302,7 +304,7 @@ def _result(query: Tensor, heads: int, rounded: ByteRows | None, maxima: Tensor 
 
 
 def _optional(
-    rotation: Rotation | None, rounded: ByteRows | None, maxima: Tensor | None, unused: Tensor
+    rotation: Rotation | None, rounded: QuantizedActivation | None, maxima: Tensor | None, unused: Tensor
 ) -> tuple[Tensor | int | float, ...]:
     """Return the kernel's arguments of a rotation and of a result that is rounded.
 
@@ -323,7 +325,7 @@ def _variant(
     scales: Tensor | None,
     rotation: Rotation | None,
     hold: bool,
-    rounded: ByteRows | None,
+    rounded: QuantizedActivation | None,
     maxima: Tensor | None,
 ) -> dict[str, int | float | None]:
     return {

@@ -1,7 +1,7 @@
 """Quantized weights as numbers in 16 bits, for a library's product.
 
-A program makes part of an output's weights. Oracles: `dequantized` of `layers.quantized.byte_linear.ByteLinear` and of
-`nibble_linear.NibbleLinear`.
+A program makes part of an output's weights. Oracles: `dequantized` of
+`layers.quantized.eight_bit_linear.EightBitLinear` and of `int4_linear.Int4Linear`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.nibble_order import PER_WORD, group_and_run
-from tandem.engine_core.kernels.linear.nibble_pairs import eight_levels
-from tandem.engine_core.kernels.linear.stored_bytes import numbers_of
+from tandem.engine_core.kernels.linear.eight_bit_weights import numbers_of
+from tandem.engine_core.kernels.linear.int4_layout import PER_WORD, group_and_run
+from tandem.engine_core.kernels.linear.int4_unpack import eight_levels
 
 BLOCK, WARPS = 2048, 4
 
 
 @triton.jit
-def _dequantize_bytes_kernel(
+def _dequantize_eight_bit_kernel(
     out_ptr, values_ptr, scales_ptr, inputs, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -37,7 +37,7 @@ def _dequantize_bytes_kernel(
 
 
 @triton.jit
-def _dequantize_nibbles_kernel(
+def _dequantize_int4_kernel(
     out_ptr,
     words_ptr,
     scales_ptr,
@@ -69,7 +69,7 @@ def _dequantize_nibbles_kernel(
     tl.store(out_ptr + row * inputs + offs, tl.reshape(numbers, [BLOCK]), mask=offs < inputs)
 
 
-def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
+def dequantize_eight_bit(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
     """Return weights as numbers, [outputs, inputs].
 
     values: [outputs, inputs], int8, float8_e4m3fn or the bits of that as uint8; scales: float32, of each output or of
@@ -77,7 +77,7 @@ def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bo
     """
     outputs, inputs = values.shape
     out = torch.empty(outputs, inputs, device=values.device, dtype=dtype)
-    _dequantize_bytes_kernel[(outputs, triton.cdiv(inputs, BLOCK))](
+    _dequantize_eight_bit_kernel[(outputs, triton.cdiv(inputs, BLOCK))](
         out,
         values,
         scales,
@@ -91,15 +91,15 @@ def dequantize_bytes(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bo
     return out
 
 
-def dequantize_nibbles(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
+def dequantize_int4(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
     """Return weights of four bits as numbers, [outputs, inputs].
 
-    words, scales, zeros: as `word_gemv` takes them, with groups of any size that is a multiple of 8.
+    words, scales, zeros: as `quantized_gemv` takes them, with groups of any size that is a multiple of 8.
     """
     outputs, inputs = words.shape[0], words.shape[1] * PER_WORD
     group, run = group_and_run(words, scales, zeros)
     out = torch.empty(outputs, inputs, device=words.device, dtype=dtype)
-    _dequantize_nibbles_kernel[(outputs, triton.cdiv(inputs, BLOCK))](
+    _dequantize_int4_kernel[(outputs, triton.cdiv(inputs, BLOCK))](
         out,
         words,
         scales,

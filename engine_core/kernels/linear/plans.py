@@ -68,7 +68,7 @@ def choose_normed(
     outputs: of the product, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight; norms:
     2 if x is normalised before it is added, too. None stands for separate kernels.
     """
-    pieced = _pieced_rule(inputs, gated) if bits == 16 and norms == 2 else None
+    pieced = _rmsnorm_rule(inputs, gated) if bits == 16 and norms == 2 else None
     rule = pieced or normed_rule(inputs, gated, bits)
     if rule is None:
         return None
@@ -142,7 +142,7 @@ def _wide_rule(inputs: int, gated: bool) -> GemvPlan:
     return GemvPlan(2, whole, 1, 8)
 
 
-def _pieced_rule(inputs: int, gated: bool) -> GemvPlan | None:
+def _rmsnorm_rule(inputs: int, gated: bool) -> GemvPlan | None:
     """Return the plan of one row's fused norm in pieces, None where it saves nothing.
 
     For products behind two norms, not timed but counted in registers: of 2560 inputs three programs of a gated product

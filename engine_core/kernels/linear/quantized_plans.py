@@ -7,9 +7,8 @@ of the bytes. None stands for a library's product.
 from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.byte_rows import rounds_in_tiles
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.linear.nibble_order import run_of
+from tandem.engine_core.kernels.linear.int4_layout import run_of
 from tandem.engine_core.kernels.linear.plans import (
     MAX_NORM,
     TILE,
@@ -17,20 +16,21 @@ from tandem.engine_core.kernels.linear.plans import (
     normed_rule,
     split_inputs,
 )
+from tandem.engine_core.kernels.quantized_activation import quantizes_in_tiles
 from tandem.engine_core.kernels.tiles.plan_types import (
-    NIBBLE_STRIDE,
-    ByteGemmPlan,
+    INT4_STRIDE,
     GemvPlan,
     Plan,
     SplitKPlan,
+    W8A8GemmPlan,
 )
 from tandem.engine_core.kernels.tiles.table import (
-    BYTE_BUCKETS,
-    ByteKind,
-    ByteProductKey,
+    W8A8_BUCKETS,
+    EightBitKind,
     Operation,
     ProductKey,
     Scaling,
+    W8A8GemmKey,
 )
 
 MAX_ROWS = 64
@@ -64,7 +64,7 @@ LIBRARY_BLOCK_INPUTS = 512
 """Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
 _BLOCK_M, _LOW_M = 128, 64
 SPLITK_ROWS = 32
-"""Most rows for which the weights are the left operand of a product of bytes with bytes, in `byte_splitk`."""
+"""Most rows for which the weights are the left operand of a product of bytes with bytes, in `w8a8_splitk`."""
 STEP_INPUTS = 2048
 """Inputs that a program for one row takes at a time, if not all."""
 _NEARLY_FULL = 0.7
@@ -74,7 +74,7 @@ _LONE_BYTES, _PAIRED_BYTES = 122880, 98304
 does."""
 
 
-def rounds_inputs(rows: int, kind: ByteKind, gpu: GpuTraits) -> bool:
+def quantizes_activations(rows: int, kind: EightBitKind, gpu: GpuTraits) -> bool:
     """Return whether a product of a number of rows takes inputs of one byte.
 
     It does so only if its checkpoint expects that. Else weights are decoded inside the product, or before it where the
@@ -83,8 +83,10 @@ def rounds_inputs(rows: int, kind: ByteKind, gpu: GpuTraits) -> bool:
     return rows > FEW_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
 
 
-def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gpu: GpuTraits) -> bool:
-    """Return whether a library multiplies bytes with bytes, not `multiply_bytes`.
+def uses_library_matmul(
+    rows: int, outputs: int, inputs: int, kind: EightBitKind, scaling: Scaling, gpu: GpuTraits
+) -> bool:
+    """Return whether a library multiplies bytes with bytes, not `w8a8_matmul`.
 
     The rule was measured on one H200 with the shapes of Llama-3.1-8B.
     """
@@ -94,7 +96,7 @@ def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, sca
     if scaling == "block" and (gpu.capability[0] != 9 or inputs % LIBRARY_BLOCK_INPUTS):
         # Only on Hopper does it know blocks.
         return False
-    key = _byte_key(rows, outputs, inputs, kind, scaling)
+    key = _w8a8_key(rows, outputs, inputs, kind, scaling)
     if key is not None and key in gpu.tiles.byte_products:
         return gpu.tiles.byte_products[key] is None
     if inputs % _BLOCK_K:
@@ -103,33 +105,33 @@ def library_multiplies(rows: int, outputs: int, inputs: int, kind: ByteKind, sca
     return rows > _LOW_M and (scaling == "tensor" or rows > 128 or not _one_wave(rows, outputs, gpu))
 
 
-def choose_byte_gemm(
-    rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gpu: GpuTraits
-) -> ByteGemmPlan | None:
-    """Choose the plan of `multiply_bytes`, None for inputs that it does not divide."""
+def choose_w8a8_gemm(
+    rows: int, outputs: int, inputs: int, kind: EightBitKind, scaling: Scaling, gpu: GpuTraits
+) -> W8A8GemmPlan | None:
+    """Choose the plan of `w8a8_matmul`, None for inputs that it does not divide."""
     if inputs % _BLOCK_K:
         return None
-    key = _byte_key(rows, outputs, inputs, kind, scaling)
+    key = _w8a8_key(rows, outputs, inputs, kind, scaling)
     measured = None if key is None else gpu.tiles.byte_products.get(key)
-    if measured is not None and fits_byte_workspace(measured, rows, outputs, gpu):
+    if measured is not None and fits_w8a8_workspace(measured, rows, outputs, gpu):
         return measured
-    return _byte_rule(rows, outputs, inputs, scaling, gpu)
+    return _w8a8_rule(rows, outputs, inputs, scaling, gpu)
 
 
-def _byte_key(
-    rows: int, outputs: int, inputs: int, kind: ByteKind, scaling: Scaling, gated: bool = False
-) -> ByteProductKey | None:
-    size = next((size for size in BYTE_BUCKETS if rows <= size), None)
-    return None if size is None else ByteProductKey(kind, scaling, outputs, inputs, size, gated)
+def _w8a8_key(
+    rows: int, outputs: int, inputs: int, kind: EightBitKind, scaling: Scaling, gated: bool = False
+) -> W8A8GemmKey | None:
+    size = next((size for size in W8A8_BUCKETS if rows <= size), None)
+    return None if size is None else W8A8GemmKey(kind, scaling, outputs, inputs, size, gated)
 
 
-def _byte_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> ByteGemmPlan:
+def _w8a8_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> W8A8GemmPlan:
     if rows <= _LOW_M:
         return _low_rule(rows, outputs, inputs, scaling, gpu)
     narrow = _one_wave(rows, outputs, gpu)
     block_n, stages = (64, 5 if rows <= 128 else 4) if narrow else (128, 3)
     stages = min(stages, gpu.max_stages((_BLOCK_M + block_n) * _BLOCK_K, warpgroup=True))
-    plan = ByteGemmPlan(_BLOCK_M, block_n, 1, stages, 4 if narrow else 8)
+    plan = W8A8GemmPlan(_BLOCK_M, block_n, 1, stages, 4 if narrow else 8)
     split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
     if narrow and split == 1 and inputs >= LONG_INPUTS:
         # Two programs fit a multiprocessor side by side.
@@ -137,7 +139,7 @@ def _byte_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuT
     return replace(plan, split=split)
 
 
-def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> ByteGemmPlan:
+def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> W8A8GemmPlan:
     block_m = next(size for size in (16, SPLITK_ROWS, _LOW_M) if rows <= size)
     lone = ceil_div(outputs, TILE) <= gpu.multiprocessors
     # Two blocks of outputs halve what 64 rows of inputs are read again.
@@ -148,28 +150,28 @@ def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTr
     stages = ceil_div(_LONE_BYTES, stage_bytes) if lone else _PAIRED_BYTES // stage_bytes
     # Scales of blocks are loaded with each step.
     stages = min(stages, gpu.max_stages(stage_bytes + 4 * (block_m + block_n), warpgroup=True))
-    plan = ByteGemmPlan(block_m, block_n, 1, stages, 4, block_k)
+    plan = W8A8GemmPlan(block_m, block_n, 1, stages, 4, block_k)
     split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
     return replace(plan, split=min(split, inputs // block_k))
 
 
-def choose_gated_bytes(
-    rows: int, width: int, inputs: int, kind: ByteKind, scaling: Scaling, group: int, gpu: GpuTraits
-) -> ByteGemmPlan | None:
-    """Choose the plan of `gated_bytes`, None for separate kernels.
+def choose_gated_w8a8_gemm(
+    rows: int, width: int, inputs: int, kind: EightBitKind, scaling: Scaling, group: int, gpu: GpuTraits
+) -> W8A8GemmPlan | None:
+    """Choose the plan of `gated_w8a8_gemm`, None for separate kernels.
 
     width: number of outputs; group: outputs that share a scale, less than 1 if none or whole rows do.
     """
     if not FEW_ROWS < rows <= _LOW_M or inputs % _BLOCK_K:
         return None
-    key = _byte_key(rows, width, inputs, kind, scaling, gated=True)
+    key = _w8a8_key(rows, width, inputs, kind, scaling, gated=True)
     rule = _gated_rule(rows, width, group, gpu)
     measured = rule if key is None else gpu.tiles.byte_products.get(key, rule)
     # Measured with the groups that a format of weights comes with.
-    return measured if measured is None or rounds_in_tiles(group, measured.block_n) else rule
+    return measured if measured is None or quantizes_in_tiles(group, measured.block_n) else rule
 
 
-def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> ByteGemmPlan | None:
+def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> W8A8GemmPlan | None:
     """Return the plan of a gated product whose tiles keep most of a GPU busy.
 
     Measured on one H200 with the shapes of Llama-3.1-8B at 16 and 64 rows, where a step took about 2 % less.
@@ -178,18 +180,18 @@ def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> ByteGemmPl
     block_n = 2 * TILE if group > 0 or block_m == _LOW_M else TILE
     tiles = ceil_div(width, block_n)
     waves = ceil_div(tiles, gpu.multiprocessors)
-    if not rounds_in_tiles(group, block_n) or tiles < _NEARLY_FULL * waves * gpu.multiprocessors:
+    if not quantizes_in_tiles(group, block_n) or tiles < _NEARLY_FULL * waves * gpu.multiprocessors:
         return None
     # Scales of blocks are loaded with each step.
     stage_bytes = (block_m + 2 * block_n) * _BLOCK_K + 4 * (block_m + 2)
     stages = min(MAX_STAGES, gpu.max_stages(stage_bytes, warpgroup=True))
-    return ByteGemmPlan(block_m, block_n, 1, stages, 8 if block_n > TILE and block_m > 16 else 4)
+    return W8A8GemmPlan(block_m, block_n, 1, stages, 8 if block_n > TILE and block_m > 16 else 4)
 
 
-def fits_byte_workspace(plan: ByteGemmPlan, rows: int, outputs: int, gpu: GpuTraits) -> bool:
+def fits_w8a8_workspace(plan: W8A8GemmPlan, rows: int, outputs: int, gpu: GpuTraits) -> bool:
     """Return whether the partial sums of a measured plan have a place."""
     floats, counters = plan.workspace(rows, outputs)
-    most_floats, most_counters = byte_gemm_workspace(gpu)
+    most_floats, most_counters = w8a8_workspace(gpu)
     return floats <= most_floats and counters <= most_counters
 
 
@@ -198,7 +200,7 @@ def _one_wave(rows: int, outputs: int, gpu: GpuTraits) -> bool:
     return ceil_div(rows, _BLOCK_M) * ceil_div(outputs, 64) <= gpu.multiprocessors
 
 
-def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
+def w8a8_workspace(gpu: GpuTraits) -> tuple[int, int]:
     """Return the floats and counters that suffice for every plan.
 
     Tiles are divided only while all, or twice as many narrow ones, find a multiprocessor.
@@ -206,7 +208,7 @@ def byte_gemm_workspace(gpu: GpuTraits) -> tuple[int, int]:
     return gpu.multiprocessors * 128 * 128, gpu.multiprocessors
 
 
-def choose_bytes(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
+def choose_eight_bit(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of y = x W^T for 16-bit x."""
     if rows == 1 and inputs % 16 == 0:
         rule: Plan = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
@@ -214,7 +216,7 @@ def choose_bytes(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=8)
 
 
-def choose_bytes_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -> Plan:
+def choose_eight_bit_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of activation(x G^T) * (x U^T) in one kernel.
 
     width: number of outputs.
@@ -224,7 +226,7 @@ def choose_bytes_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -> Pl
     return _splitk(rows, width, inputs, gpu, gated=True, bits=8)
 
 
-def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
+def choose_int4(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
     """Choose the plan of y = x W^T with W of four bits in groups of inputs.
 
     ordered: one row is brought into the order of the columns by the product.
@@ -234,36 +236,36 @@ def choose_nibbles(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTra
     if rows == 1:
         rule = GemvPlan(_height(8, inputs, group), min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         if ordered and inputs <= MAX_NORM:
-            rule = _whole_nibbles(inputs, group, gated=False)
+            rule = _whole_row_int4(inputs, group, gated=False)
         return _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu, ordered)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
 
-def choose_nibbles_gated(rows: int, width: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
+def choose_int4_gated(rows: int, width: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
     """Choose the plan of activation(x G^T) * (x U^T) with weights of four bits.
 
-    width: number of outputs; group: number of inputs of a group; ordered: as in `choose_nibbles`.
+    width: number of outputs; group: number of inputs of a group; ordered: as in `choose_int4`.
     """
     if not run_of(inputs, group):
         return None
     if rows == 1 and inputs <= MAX_NORM:
-        rule = _whole_nibbles(inputs, group, gated=True, ordered=ordered)
+        rule = _whole_row_int4(inputs, group, gated=True, ordered=ordered)
         return _one_row(ProductKey("gated", 4, width, inputs, 1), rule, group, gpu, ordered)
     return _splitk(rows, width, inputs, gpu, gated=True, bits=4, group=group)
 
 
-def choose_nibbles_normed(
+def choose_int4_normed(
     outputs: int, inputs: int, group: int, gated: bool, gpu: GpuTraits, ordered: bool = False
 ) -> GemvPlan | None:
     """Choose the plan of one row's product, fused with the norm before it.
 
-    The weights have four bits; outputs: as in `choose_normed`; ordered: as in `choose_nibbles`. None stands for
+    The weights have four bits; outputs: as in `choose_normed`; ordered: as in `choose_int4`. None stands for
     separate kernels.
     """
     if inputs > MAX_NORM or not run_of(inputs, group):
         return None
     operation: Operation = "normed_gated" if gated else "normed"
-    rule = _whole_nibbles(inputs, group, gated=gated, ordered=ordered)
+    rule = _whole_row_int4(inputs, group, gated=gated, ordered=ordered)
     return _one_row(ProductKey(operation, 4, outputs, inputs, 1), rule, group, gpu, ordered)
 
 
@@ -281,7 +283,7 @@ def _in_short_groups(inputs: int, group: int) -> bool:
 
     Each has a scale and a zero point of its own.
     """
-    return group % (NIBBLE_STRIDE * run_of(inputs, group)) > 0
+    return group % (INT4_STRIDE * run_of(inputs, group)) > 0
 
 
 def _height(rows: int, inputs: int, group: int) -> int:
@@ -293,7 +295,7 @@ def _height(rows: int, inputs: int, group: int) -> int:
     return rows // 2 if _in_short_groups(inputs, group) else rows
 
 
-def _whole_nibbles(inputs: int, group: int, *, gated: bool, ordered: bool = False) -> GemvPlan:
+def _whole_row_int4(inputs: int, group: int, *, gated: bool, ordered: bool = False) -> GemvPlan:
     """Return the plan of programs that hold whole rows.
 
     With several tiles each, fewer of them prepare the same inputs. Those of a gated product have more where they bring
@@ -327,7 +329,7 @@ def _splitk(
     if bits == 4:
         # A step's inputs are of one group.
         block = next(
-            part for part in (_BLOCK_K, 64, 32) if group % part == NIBBLE_STRIDE * run_of(inputs, group) % part == 0
+            part for part in (_BLOCK_K, 64, 32) if group % part == INT4_STRIDE * run_of(inputs, group) % part == 0
         )
     if size is None or size > MAX_ROWS or inputs % block:
         return None

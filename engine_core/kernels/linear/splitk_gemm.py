@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.linear.eight_bit_weights import numbers_of, scaled
 from tandem.engine_core.kernels.linear.gemv import gated, with_bias
 from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
-from tandem.engine_core.kernels.linear.stored_bytes import numbers_of, scaled
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import (
+from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.sort_key import (
     best_of_tile,
     combine_tiles,
     judge,
@@ -18,7 +19,6 @@ from tandem.engine_core.kernels.sampling.rank import (
     token_of,
     write_token,
 )
-from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 
 
 @triton.jit

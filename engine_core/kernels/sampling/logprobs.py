@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.fast_math import INTERPRETED
-from tandem.engine_core.kernels.sampling.rank import check_logits, rank_id, rank_value, to_rank
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, num_warps_for
+from tandem.engine_core.kernels.sampling.sort_key import check_logits, rank_id, rank_value, to_rank
 
 TILE = 4096
 """Tokens that a program holds."""

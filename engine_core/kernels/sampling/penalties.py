@@ -18,8 +18,8 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import quotient
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
-from tandem.engine_core.kernels.sampling.rank import best_of_tile, load_logits
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
+from tandem.engine_core.kernels.sampling.sort_key import best_of_tile, load_logits
 from tandem.engine_core.kernels.sampling.weights import store_tile
 
 PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))

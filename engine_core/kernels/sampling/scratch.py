@@ -63,7 +63,7 @@ class SamplingScratch:
     """[B] int32, nonzero where the tokens ahead of the candidates decide which of them stays: 1 by the model's logits,
     2 by those in `adjusted`."""
     ahead: Tensor
-    """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate (`weigh` says of which)."""
+    """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate (`prefix_mass` says of which)."""
     counts: Tensor
     """[B, T, CANDIDATES] float32, number of tokens ahead of each of these candidates."""
     retry_masses: Tensor

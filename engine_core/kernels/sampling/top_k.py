@@ -11,8 +11,15 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.fast_math import fast_exp2
-from tandem.engine_core.kernels.sampling.rank import EMPTY, ID_BITS, rank_value, sortable_bits, to_rank, value_of_bits
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
+from tandem.engine_core.kernels.sampling.sort_key import (
+    EMPTY,
+    ID_BITS,
+    rank_value,
+    sortable_bits,
+    to_rank,
+    value_of_bits,
+)
 from tandem.engine_core.kernels.sampling.weights import fixed_total, load_adjusted, log_weights
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TOP_K, TOP_P
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS
-from tandem.engine_core.kernels.sampling.rank import rank_id, rank_value
+from tandem.engine_core.kernels.sampling.sort_key import rank_id, rank_value
 
 MIN_P = tl.constexpr(FLOAT_COLUMNS.index("min_p"))
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.fast_math import fast_exp2
-from tandem.engine_core.kernels.sampling.rank import judge, load_logits, rank_value
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
+from tandem.engine_core.kernels.sampling.sort_key import judge, load_logits, rank_value
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(float(1 << 40))

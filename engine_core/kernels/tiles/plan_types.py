@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tandem.engine_core.integers import ceil_div
 
-NIBBLE_STRIDE = 32
+INT4_STRIDE = 32
 """Divisor of the inputs of a product with weights of four bits, and of those of a group."""
 
 
@@ -41,7 +41,7 @@ Plan = GemvPlan | SplitKPlan | None
 
 
 @dataclass(frozen=True, slots=True)
-class ByteGemmPlan:
+class W8A8GemmPlan:
     """Launch parameters of a product of bytes with bytes.
 
     Its tiles are `block_m` rows by `block_n` outputs, and `split` programs share the inputs of one.

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, Plan
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, W8A8GemmPlan
 
 BUCKETS = (1, 16, 32, 64, 128)
 """Row counts for which products are planned; a plan serves every number of rows up to its bucket."""
-BYTE_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+W8A8_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 """Row counts for which products of bytes with bytes are planned; the rules alone serve more."""
 KERNEL_VERSION = 3
 """Version of the kernels that tables are measured with; raise it when a change makes other tiles the best ones."""
 
 Operation = Literal["product", "gated", "normed", "normed_gated"]
 """Work of a kernel: a product, one with a gated activation behind it, either of them with a norm before it."""
-ByteKind = Literal["fp8", "int8"]
+EightBitKind = Literal["fp8", "int8"]
 """Numbers that weights of one byte are."""
 Scaling = Literal["tensor", "output", "block"]
 """What shares a scale of the weights."""
@@ -37,15 +37,15 @@ class ProductKey(NamedTuple):
     """One of `BUCKETS`."""
 
 
-class ByteProductKey(NamedTuple):
+class W8A8GemmKey(NamedTuple):
     """Key of the launch parameters of a product of bytes with bytes."""
 
-    kind: ByteKind
+    kind: EightBitKind
     scaling: Scaling
     outputs: int
     inputs: int
     rows: int
-    """One of `BYTE_BUCKETS`."""
+    """One of `W8A8_BUCKETS`."""
     gated: bool = False
     """Whether gate and rounding are part of the product. Its outputs are what the gate leaves, half as many."""
 
@@ -69,7 +69,7 @@ class TileTable:
     """Name of the GPU, as CUDA gives it."""
     products: Mapping[ProductKey, Plan] = field(default_factory=dict)
     decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=dict)
-    byte_products: Mapping[ByteProductKey, ByteGemmPlan | None] = field(default_factory=dict)
+    byte_products: Mapping[W8A8GemmKey, W8A8GemmPlan | None] = field(default_factory=dict)
     """Plans of products of bytes with bytes; None stands for the library's, or for separate gates."""
 
     def __hash__(self) -> int:

@@ -2,7 +2,7 @@
 
 They are packaged beside this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
 torch and Triton), and the lists `products`, `byte_products` and `decode`, whose entries are the fields of `ProductKey`,
-`ByteProductKey` or `DecodeKey` and a `plan`. The plan of a product is `null` for the library's, or, where a gate is
+`W8A8GemmKey` or `DecodeKey` and a `plan`. The plan of a product is `null` for the library's, or, where a gate is
 part of it, for separate kernels.
 """
 
@@ -19,26 +19,26 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.engine_core.kernels.tiles.plan_types import (
-    NIBBLE_STRIDE,
-    ByteGemmPlan,
+    INT4_STRIDE,
     DecodePlan,
     GemvPlan,
     Plan,
     SplitKPlan,
     Tile,
+    W8A8GemmPlan,
 )
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
-    BYTE_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
-    ByteKind,
-    ByteProductKey,
+    W8A8_BUCKETS,
     DecodeKey,
+    EightBitKind,
     Operation,
     ProductKey,
     Scaling,
     TileTable,
+    W8A8GemmKey,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ Few = Annotated[int, Meta(ge=1, le=64)]
 """Warps, stages, parts, or tiles one after the other."""
 FEWEST_INPUTS_OF_A_DOT = 16
 LOADED_BYTES, LEVEL_BLOCK = 16, 128
-"""Weights of one byte that a thread loads at once, and inputs of a block of `linear.nibble_order`, where they divide
+"""Weights of one byte that a thread loads at once, and inputs of a block of `linear.int4_layout`, where they divide
 into such blocks."""
 SCALED_INPUTS = 128
 """Inputs of a block of scales."""
@@ -86,8 +86,8 @@ class ProductEntry(Struct, forbid_unknown_fields=True):
     plan: Gemv | SplitK | None
 
 
-class ByteGemm(Struct, forbid_unknown_fields=True):
-    """A `ByteGemmPlan` in a file."""
+class W8A8Gemm(Struct, forbid_unknown_fields=True):
+    """A `W8A8GemmPlan` in a file."""
 
     block_m: Size
     block_n: Size
@@ -98,15 +98,15 @@ class ByteGemm(Struct, forbid_unknown_fields=True):
     group_m: Few
 
 
-class ByteEntry(Struct, forbid_unknown_fields=True):
+class W8A8Entry(Struct, forbid_unknown_fields=True):
     """One measured product of bytes with bytes."""
 
-    kind: ByteKind
+    kind: EightBitKind
     scaling: Scaling
     outputs: Count
     inputs: Count
     rows: Count
-    plan: ByteGemm | None
+    plan: W8A8Gemm | None
     gated: bool = False
     """Files leave it out where the product alone was measured."""
 
@@ -140,7 +140,7 @@ class TableFile(Struct, forbid_unknown_fields=True):
     measured_with: dict[str, str]
     products: list[ProductEntry]
     decode: list[DecodeEntry]
-    byte_products: list[ByteEntry] = []
+    byte_products: list[W8A8Entry] = []
     """Files written before these were measured lack them."""
 
 
@@ -221,12 +221,12 @@ def _decode(place: Traversable, found: TableFile) -> dict[DecodeKey, DecodePlan]
     return plans
 
 
-def _byte_products(place: Traversable, found: TableFile) -> dict[ByteProductKey, ByteGemmPlan | None]:
-    plans: dict[ByteProductKey, ByteGemmPlan | None] = {}
+def _byte_products(place: Traversable, found: TableFile) -> dict[W8A8GemmKey, W8A8GemmPlan | None]:
+    plans: dict[W8A8GemmKey, W8A8GemmPlan | None] = {}
     for number, entry in enumerate(found.byte_products):
-        key = ByteProductKey(entry.kind, entry.scaling, entry.outputs, entry.inputs, entry.rows, entry.gated)
-        plans[key] = None if entry.plan is None else ByteGemmPlan(**msgspec.structs.asdict(entry.plan))
-        _check(place, f"byte_products[{number}]", byte_product_problem(key, plans[key]), len(plans) == number + 1)
+        key = W8A8GemmKey(entry.kind, entry.scaling, entry.outputs, entry.inputs, entry.rows, entry.gated)
+        plans[key] = None if entry.plan is None else W8A8GemmPlan(**msgspec.structs.asdict(entry.plan))
+        _check(place, f"byte_products[{number}]", w8a8_gemm_problem(key, plans[key]), len(plans) == number + 1)
     return plans
 
 
@@ -279,8 +279,8 @@ def product_problem(key: ProductKey, plan: Plan) -> str:
             return f"{key.inputs} inputs are not divisible into {plan.split} parts of blocks of {plan.block_k}"
         if key.bits < 16 and 128 % plan.block_k:
             return f"block_k {plan.block_k} does not divide the 128 inputs of a block of scales"
-        if key.bits == 4 and plan.block_k % NIBBLE_STRIDE:
-            return f"block_k {plan.block_k} must be a multiple of the {NIBBLE_STRIDE} inputs whose words lie together"
+        if key.bits == 4 and plan.block_k % INT4_STRIDE:
+            return f"block_k {plan.block_k} must be a multiple of the {INT4_STRIDE} inputs whose words lie together"
     return ""
 
 
@@ -294,7 +294,7 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
         return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
     if key.bits == 8 and 16 % plan.rows:
         return f"{plan.rows} rows do not divide the 16 rows of a block of scales"
-    divisor = {16: 1, 8: LOADED_BYTES, 4: NIBBLE_STRIDE}[key.bits]
+    divisor = {16: 1, 8: LOADED_BYTES, 4: INT4_STRIDE}[key.bits]
     if key.inputs % divisor:
         return f"{key.inputs} inputs with weights of {key.bits} bits are not divisible by {divisor}"
     fewest = LEVEL_BLOCK if key.bits == 4 and key.inputs % LEVEL_BLOCK == 0 else divisor
@@ -303,13 +303,13 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
     return ""
 
 
-def byte_product_problem(key: ByteProductKey, plan: ByteGemmPlan | None) -> str:
+def w8a8_gemm_problem(key: W8A8GemmKey, plan: W8A8GemmPlan | None) -> str:
     """Return the reason for which a product of bytes with bytes refuses a plan.
 
     It is empty if it takes it.
     """
-    if key.rows not in BYTE_BUCKETS:
-        return f"rows {key.rows} must be one of {', '.join(map(str, BYTE_BUCKETS))}"
+    if key.rows not in W8A8_BUCKETS:
+        return f"rows {key.rows} must be one of {', '.join(map(str, W8A8_BUCKETS))}"
     if key.kind == "int8" and key.scaling != "output":
         return f"int8 weights have a scale for each output, not for each {key.scaling}"
     if plan is None:
@@ -367,7 +367,7 @@ def _written(plan: Plan) -> dict[str, object] | None:
     return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **asdict(plan)}
 
 
-def _written_key(key: ByteProductKey) -> dict[str, object]:
+def _written_key(key: W8A8GemmKey) -> dict[str, object]:
     fields = key._asdict()
     if not key.gated:
         del fields["gated"]

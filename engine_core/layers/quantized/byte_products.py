@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.byte_rows import ByteRows
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 
 
-def library_product(x: ByteRows, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def library_matmul(x: QuantizedActivation, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b, [T, outputs], in the dtype that x was rounded from.
 
     values: [outputs, inputs], float8_e4m3fn or int8, inputs and outputs multiples of 16; scales: float32, of each
     output, [outputs]; of all, [1], where x has one scale too; or of blocks, [outputs / 128, inputs / 128], rounded up,
     with x in groups of 128, inputs a multiple of 512, and a Hopper GPU. bias: [outputs]. Oracle:
-    `kernels.reference.byte_rows.byte_product`.
+    `kernels.reference.quantized_activation.quantized_matmul`.
     """
     weight, dtype = values.t(), x.dtype
     if values.dtype == torch.int8:

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from benchmarks.tune.byte_candidates import byte_candidates, byte_chosen, byte_ruled
 from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled, splits
-from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, decode_keys, layer_key, product_keys, read_models
+from benchmarks.tune.shapes import EIGHT_BIT_FORMATS, FORMATS, decode_keys, layer_key, product_keys, read_models
+from benchmarks.tune.w8a8_candidates import w8a8_candidates, w8a8_chosen, w8a8_ruled
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import BUCKETS, BYTE_BUCKETS, ByteProductKey, DecodeKey, ProductKey
-from tandem.engine_core.kernels.tiles.table_file import byte_product_problem, decode_problem, product_problem
+from tandem.engine_core.kernels.tiles.table import BUCKETS, W8A8_BUCKETS, DecodeKey, ProductKey, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem, w8a8_gemm_problem
 from tests.fakes.gpus import H200, L4, RTX_5090
 
 GPUS = (H200, L4, RTX_5090)
@@ -22,7 +22,7 @@ DOWN = ProductKey("product", 4, 4096, 14336, 32)
 @pytest.mark.parametrize("model", ["1b", "8b", "4b", "phi-4-mini"])
 def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: GpuTraits) -> None:
     for rows in BUCKETS:
-        for name in set(FORMATS) - set(BYTE_FORMATS):
+        for name in set(FORMATS) - set(EIGHT_BIT_FORMATS):
             for key in product_keys(layer_key(read_models([model])[0], name, rows), gpu).values():
                 assert isinstance(key, ProductKey)
                 plans = product_candidates(key, gpu)
@@ -42,15 +42,15 @@ def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: GpuTrai
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_candidates_of_bytes_are_accepted_and_fit(gpu: GpuTraits) -> None:
     model = read_models(["8b"])[0]
-    for rows in BYTE_BUCKETS:
-        for name in BYTE_FORMATS:
+    for rows in W8A8_BUCKETS:
+        for name in EIGHT_BIT_FORMATS:
             for key in product_keys(layer_key(model, name, rows), gpu).values():
-                assert isinstance(key, ByteProductKey)
-                plans = byte_candidates(key, gpu)
-                assert plans[0] == byte_ruled(key, gpu)
-                assert byte_chosen(key, gpu) in plans
+                assert isinstance(key, W8A8GemmKey)
+                plans = w8a8_candidates(key, gpu)
+                assert plans[0] == w8a8_ruled(key, gpu)
+                assert w8a8_chosen(key, gpu) in plans
                 assert 2 < len(set(plans)) == len(plans) <= 40
-                assert not any(byte_product_problem(key, plan) for plan in plans)
+                assert not any(w8a8_gemm_problem(key, plan) for plan in plans)
                 own = [plan for plan in plans if plan is not None]
                 heights = [plan.block_m + plan.block_n * (1 + key.gated) for plan in own]
                 stages = [(plan.stages - 1) * height * plan.block_k for plan, height in zip(own, heights, strict=True)]
@@ -91,7 +91,7 @@ def test_long_inputs_are_divided_into_as_many_parts_as_fit_side_by_side() -> Non
     assert {plan.split for plan in plans if isinstance(plan, SplitKPlan) and plan.block_n == 64} == {2, 4, 8}
     assert {plan.split for plan in plans if isinstance(plan, SplitKPlan) and plan.block_n == 128} == {4, 8}
     for rows in (16, 32, 64):
-        bytes_ = byte_candidates(ByteProductKey("fp8", "block", 4096, 14336, rows), H200)
+        bytes_ = w8a8_candidates(W8A8GemmKey("fp8", "block", 4096, 14336, rows), H200)
         assert {plan.split for plan in bytes_ if plan is not None and plan.block_n == 64} == {2, 4, 8}
 
 

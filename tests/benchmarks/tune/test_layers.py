@@ -14,13 +14,13 @@ from benchmarks.measuring.linear_layers import LinearLayers, Name
 from benchmarks.tune import layers as tuned_layers
 from benchmarks.tune.__main__ import layer_task
 from benchmarks.tune.layers import LayerPlans, LayerTimer, build_layers, table_of, take_plans
-from benchmarks.tune.shapes import BYTE_FORMATS, FORMATS, Key, LayerKey, product_keys
+from benchmarks.tune.shapes import EIGHT_BIT_FORMATS, FORMATS, Key, LayerKey, product_keys
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.reference.byte_rows import byte_product, quantize, quantized_gate
+from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
+from tandem.engine_core.kernels.reference.quantized_activation import quantize, quantized_gate, quantized_matmul
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ByteProductKey, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, ProductKey, TileTable, W8A8GemmKey
 from tandem.engine_core.loader.weights import fill_with_noise
 from tests.fakes.gpus import L4
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 SMALL = replace(L4, multiprocessors=8, tiles=NO_TABLE)
 """A GPU so small that products of the small layer are divided; interpreted kernels are not chained."""
-CASES = [(name, rows) for name in FORMATS for rows in ((16, 64) if name in BYTE_FORMATS else (1, 16))]
+CASES = [(name, rows) for name in FORMATS for rows in ((16, 64) if name in EIGHT_BIT_FORMATS else (1, 16))]
 
 
 def small_layer(name: str, rows: int, width: int = 1024) -> LayerKey:
@@ -99,7 +99,7 @@ def computed(layers: LinearLayers, layer: LayerKey, name: Name, plans: LayerPlan
         assert layers.head is not None
         return layers.head.apply_normed(*given, layers.norm)[0]
     product = layers.run(name, layers.maps[0], *given)[0]
-    return product.numbers() if isinstance(product, ByteRows) else product
+    return product.numbers() if isinstance(product, QuantizedActivation) else product
 
 
 def expected(layers: LinearLayers, layer: LayerKey, name: Name) -> Tensor:
@@ -109,15 +109,15 @@ def expected(layers: LinearLayers, layer: LayerKey, name: Name) -> Tensor:
     linear = cast("Any", layers.head if name == "head" else layers.maps[0][name])
     to = linear.input_format(layer.rows)
     blocks = 16 if to is not None and linear.scales.ndim == 2 else None
-    if isinstance(x, ByteRows):
-        return byte_product(x, linear.values, linear.scales, None, blocks)
+    if isinstance(x, QuantizedActivation):
+        return quantized_matmul(x, linear.values, linear.scales, None, blocks)
     if name == "o":
         x = x.reshape(-1)[: layer.rows * layer.queries].view(layer.rows, layer.queries)
     if name in ("qkv", "gate_up", "head"):
         x = (x.float() + stream.float()).half().float()
         x = (x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)).half()
     if to is not None:
-        y = byte_product(quantize(x, to), linear.values, linear.scales, None, blocks)
+        y = quantized_matmul(quantize(x, to), linear.values, linear.scales, None, blocks)
         rounded = cast("Any", layers.maps[0]["down"]).input_format(layer.rows)
         return quantized_gate(y, Activation.SILU, rounded).numbers() if name == "gate_up" else y
     weight = linear.weight if layer.bits == 16 or name == "head" else linear.dequantized(torch.float32)
@@ -139,7 +139,7 @@ def check(layer: LayerKey, share: slice) -> int:
             found = computed(layers, layer, names[key], {key: plan}).float()
             worst = (found - wanted).abs().max() / wanted.abs().max()
             # A last bit may move a number that is rounded to the next of few.
-            rounded = names[key] == "gate_up" and isinstance(key, ByteProductKey)
+            rounded = names[key] == "gate_up" and isinstance(key, W8A8GemmKey)
             assert worst < (0.07 if rounded else 4e-3), f"{key} {plan}: {worst}"
             count += 1
     return count
@@ -192,6 +192,6 @@ def test_a_timer_keeps_the_weights_of_a_layer_for_any_number_of_rows(monkeypatch
 
 
 def test_tables_hold_each_kind_of_product() -> None:
-    one, other = ProductKey("gated", 4, 512, 256, 1), ByteProductKey("int8", "output", 512, 256, 16)
+    one, other = ProductKey("gated", 4, 512, 256, 1), W8A8GemmKey("int8", "output", 512, 256, 16)
     table = table_of("some", {one: GemvPlan(8, 512, 1, 1), other: None})
     assert (dict(table.products), dict(table.byte_products)) == ({one: GemvPlan(8, 512, 1, 1)}, {other: None})

@@ -16,7 +16,7 @@ from benchmarks.tune.shapes import LayerKey, layer_key, read_models
 from benchmarks.tune.timings import Choice, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey
+from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, W8A8GemmKey
 from tandem.engine_core.kernels.tiles.table_file import read_table
 from tests.fakes.gpus import H200, L4
 
@@ -107,7 +107,7 @@ def test_products_of_bytes_are_written_too(tmp_path: Path, monkeypatch: pytest.M
     assert tune.main([*command, "--out", str(out), "--timings", str(tmp_path / "t.jsonl")]) == 0
     found = {key: plan for key, plan in read_table(out).byte_products.items() if key.rows == 128}
     ours = ((6144, 4096), (4096, 14336), (4096, 4096))
-    assert found == {ByteProductKey("fp8", "block", *shape, 128): None for shape in ours}
+    assert found == {W8A8GemmKey("fp8", "block", *shape, 128): None for shape in ours}
 
 
 @pytest.mark.usefixtures("made_up")
@@ -156,8 +156,8 @@ def test_a_share_of_the_tasks_can_be_asked_for() -> None:
         keys = [key for task in list_layers(options, H200) for key in task.candidates]
         keys += [task.key for task in list_tasks(options, H200)]
         names.append({type(key).__name__ for key in keys})
-    every = {"ProductKey", "DecodeKey", "ByteProductKey"}
-    assert names == [{"ProductKey", "DecodeKey"}, {"DecodeKey"}, {"ProductKey"}, {"ByteProductKey"}, every]
+    every = {"ProductKey", "DecodeKey", "W8A8GemmKey"}
+    assert names == [{"ProductKey", "DecodeKey"}, {"DecodeKey"}, {"ProductKey"}, {"W8A8GemmKey"}, every]
 
 
 def test_layers_come_by_their_rows_for_all_models() -> None:

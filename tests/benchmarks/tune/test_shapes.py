@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from benchmarks.tune.shapes import decode_keys, layer_key, model_folder, product_keys, read_models, runs_on
-from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey
+from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, W8A8GemmKey
 from tests.fakes.gpus import A100, H200
 
 
@@ -20,10 +20,10 @@ def test_the_products_of_a_layer_are_those_of_its_step() -> None:
         "head": ProductKey("product", 16, 128256, 2048, 64),
     }
     assert product_keys(layer_key(model, "blocks", 64), H200) == {
-        "gate_up": ByteProductKey("fp8", "block", 16384, 2048, 64),
-        "down": ByteProductKey("fp8", "block", 2048, 8192, 64),
-        "qkv": ByteProductKey("fp8", "block", 3072, 2048, 64),
-        "o": ByteProductKey("fp8", "block", 2048, 2048, 64),
+        "gate_up": W8A8GemmKey("fp8", "block", 16384, 2048, 64),
+        "down": W8A8GemmKey("fp8", "block", 2048, 8192, 64),
+        "qkv": W8A8GemmKey("fp8", "block", 3072, 2048, 64),
+        "o": W8A8GemmKey("fp8", "block", 2048, 2048, 64),
     }
 
 
@@ -49,7 +49,7 @@ def test_gate_and_rounding_are_part_of_a_product_where_the_engine_fuses_them() -
         (large, "int8", 128, False), (small, "blocks", 64, False),
     ):  # fmt: skip
         key = product_keys(layer_key(model, name, rows), H200)["gate_up"]
-        assert isinstance(key, ByteProductKey)
+        assert isinstance(key, W8A8GemmKey)
         assert key.gated is fused, (name, rows)
         assert key.outputs == model.intermediate_size * (1 if fused else 2)
 
@@ -59,9 +59,9 @@ def test_no_gate_rounds_where_down_takes_no_bytes(name: str, fused: bool) -> Non
     """The width is no multiple of 128: only the library multiplies such bytes, with one scale for all."""
     model = structs.replace(read_models(["8b"])[0], intermediate_size=14_400)
     keys = product_keys(layer_key(model, name, 64), H200)
-    assert isinstance(keys["down"], ByteProductKey) is fused
+    assert isinstance(keys["down"], W8A8GemmKey) is fused
     gate_up = keys["gate_up"]
-    assert isinstance(gate_up, ByteProductKey)
+    assert isinstance(gate_up, W8A8GemmKey)
     assert (gate_up.gated, gate_up.outputs) == (fused, 14_400 * (1 if fused else 2))
 
 
@@ -72,12 +72,12 @@ def test_float8_keeps_its_inputs_where_the_gpu_does_not_multiply_it(name: str, r
     old, new = (product_keys(layer, gpu) for gpu in (A100, H200))
     operations = [key.operation for key in old.values() if isinstance(key, ProductKey)]
     assert operations == ["gated", "product", "product", "product"]
-    assert {type(key) for key in new.values()} == {ByteProductKey}
+    assert {type(key) for key in new.values()} == {W8A8GemmKey}
 
 
 def test_bytes_keep_the_inputs_that_the_gpu_multiplies() -> None:
     layer = layer_key(read_models(["8b"])[0], "int8", 16)
-    assert {type(key) for key in product_keys(layer, A100).values()} == {ByteProductKey}
+    assert {type(key) for key in product_keys(layer, A100).values()} == {W8A8GemmKey}
     assert [runs_on(name, A100) for name in ("int8", "blocks", "tensor")] == [True, False, False]
     assert runs_on("blocks", H200)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, GemvPlan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import ByteProductKey, DecodeKey, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile, W8A8GemmPlan
+from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable, W8A8GemmKey
 
 KEY = DecodeKey(64, 16, 512)
 TODAY, OTHER, BEST, LAST = (DecodePlan(Tile(positions, 4, 3), 1024) for positions in (16, 32, 64, 128))
@@ -87,15 +87,15 @@ def test_plans_that_were_not_compiled_wait_for_a_later_run(tmp_path: Path) -> No
 
 def test_a_table_gets_what_differs_from_the_rule_and_keeps_the_rest() -> None:
     product, one_row = ProductKey("product", 16, 3072, 2048, 64), ProductKey("product", 16, 3072, 2048, 1)
-    of_bytes = ByteProductKey("int8", "output", 3072, 2048, 64)
+    of_bytes = W8A8GemmKey("int8", "output", 3072, 2048, 64)
     small, large = SplitKPlan(64, 128, 2), SplitKPlan(64, 64, 4)
     old = TileTable("NVIDIA Test", {one_row: GemvPlan(4, 1024), product: large}, {})
-    plans: dict[Key, AnyPlan] = {product: None, KEY: BEST, of_bytes: ByteGemmPlan(16, 64, 8, 4, 4)}
+    plans: dict[Key, AnyPlan] = {product: None, KEY: BEST, of_bytes: W8A8GemmPlan(16, 64, 8, 4, 4)}
     rules: dict[Key, AnyPlan] = {product: small, KEY: TODAY, of_bytes: None}
     found = merged(old, "NVIDIA Test", plans, rules)
     assert dict(found.products) == {one_row: GemvPlan(4, 1024), product: None}
     assert dict(found.decode) == {KEY: BEST}
-    assert dict(found.byte_products) == {of_bytes: ByteGemmPlan(16, 64, 8, 4, 4)}
+    assert dict(found.byte_products) == {of_bytes: W8A8GemmPlan(16, 64, 8, 4, 4)}
     assert dict(old.products)[product] == large
     back = merged(found, "NVIDIA Test", {product: small}, rules)
     assert dict(back.products) == {one_row: GemvPlan(4, 1024)}

@@ -9,8 +9,8 @@ from tandem.engine_core.attention import triton
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import DecodeStep
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.byte_rows import ByteFormat
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tests.fakes.gpus import H200
 
 PAGES = PageTable(torch.zeros(2, 4, dtype=torch.int32), page_size=16, page_stride=64)
@@ -39,7 +39,7 @@ def test_heads_are_rotated_inside_by_the_plan_for_that(rows: int, head_dim: int,
     angles = torch.zeros(rows, 1, head_dim)
     rotation = Rotation(angles, angles, index.long())
     with patch.object(triton, "paged_decode") as launched:
-        DecodeStep(index, index, PAGES, 1, H200).run_rotating(qkv, rotation, pool, pool, LayerAttention(1.0))
+        DecodeStep(index, index, PAGES, 1, H200).run_with_rope(qkv, rotation, pool, pool, LayerAttention(1.0))
     call = launched.call_args
     assert call.args[0] is qkv
     assert call.kwargs["rotation"] is rotation
@@ -55,20 +55,20 @@ def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
     angles = torch.zeros(rows, 1, 64)
     step = DecodeStep(index, index, PAGES, 1, H200)
     with patch.object(triton, "paged_decode") as launched:
-        step.run_rotating(qkv, Rotation(angles, angles, index.long()), pool, pool, LayerAttention(1.0))
-    assert step.rotates(pool)
+        step.run_with_rope(qkv, Rotation(angles, angles, index.long()), pool, pool, LayerAttention(1.0))
+    assert step.fuses_rope(pool)
     assert launched.call_args.kwargs["early"], "off where a tile has more than 16 rows"
 
 
-@pytest.mark.parametrize("rotates", [False, True])
-def test_a_result_is_rounded_for_the_heads_of_queries(rotates: bool) -> None:
+@pytest.mark.parametrize("fuses_rope", [False, True])
+def test_a_result_is_rounded_for_the_heads_of_queries(fuses_rope: bool) -> None:
     index = torch.zeros(2, dtype=torch.int32)
-    heads, pool = torch.zeros(2, 48 if rotates else 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
+    heads, pool = torch.zeros(2, 48 if fuses_rope else 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
     angles = torch.zeros(2, 1, 128)
-    rotation = Rotation(angles, angles, index.long()) if rotates else None
-    step, to = DecodeStep(index, index, PAGES, 1, H200), ByteFormat(torch.float8_e4m3fn, 128)
+    rotation = Rotation(angles, angles, index.long()) if fuses_rope else None
+    step, to = DecodeStep(index, index, PAGES, 1, H200), ActivationFormat(torch.float8_e4m3fn, 128)
     with patch.object(triton, "paged_decode") as launched:
-        found = step.run_to_bytes(heads, rotation, pool, pool, LayerAttention(1.0), None, to)
+        found = step.run_quantized(heads, rotation, pool, pool, LayerAttention(1.0), None, to)
     call = launched.call_args
     assert call.args[0] is heads
     assert call.kwargs["rotation"] is rotation
@@ -79,12 +79,12 @@ def test_a_result_is_rounded_for_the_heads_of_queries(rotates: bool) -> None:
 def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_largest_of_each_head() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     heads, pool = torch.zeros(2, 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
-    step, to = DecodeStep(index, index, PAGES, 1, H200), ByteFormat(torch.int8)
+    step, to = DecodeStep(index, index, PAGES, 1, H200), ActivationFormat(torch.int8)
     with (
         patch.object(triton, "paged_decode", return_value=heads) as attended,
         patch.object(triton, "quantize_by_maxima") as rounded,
     ):
-        found = step.run_to_bytes(heads, None, pool, pool, LayerAttention(1.0), None, to)
+        found = step.run_quantized(heads, None, pool, pool, LayerAttention(1.0), None, to)
     assert found is rounded.return_value
     call = attended.call_args.kwargs
     assert (call["maxima"].shape, call["maxima"].dtype, call["rounded"]) == ((2, 32), torch.float32, None)
@@ -97,6 +97,6 @@ def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_large
 def test_groups_of_other_sizes_than_heads_are_rounded_behind_attention() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     step, fp8 = DecodeStep(index, index, PAGES, 1, H200), torch.float8_e4m3fn
-    known, rows, heads = ByteFormat(fp8, scale=torch.ones(1)), ByteFormat(fp8), ByteFormat(fp8, 128)
+    known, rows, heads = ActivationFormat(fp8, scale=torch.ones(1)), ActivationFormat(fp8), ActivationFormat(fp8, 128)
     assert [step.rounds(to, 128) for to in (known, rows, heads)] == [True, True, True]
     assert not step.rounds(heads, 64), "two heads share a scale"

@@ -101,7 +101,7 @@ def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, arc
 
 def test_quantized_weights_of_one_row_become_numbers_within_their_threads(one_tile_each: Lines) -> None:
     """Only a step's inputs pass through shared memory, two bytes each, or four where they are sorted."""
-    lines = [line for line in one_tile_each if line["kernel"] == "word_gemv_kernel"]
+    lines = [line for line in one_tile_each if line["kernel"] == "quantized_gemv_kernel"]
     assert {line["ordered"] for line in lines} == {False, True}
     for line in lines:
         assert line["shared_memory"] <= line["inputs"] * (4 if line["ordered"] else 2), line

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tandem.engine_core.kernels import quantize as kernel
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
 from tandem.engine_core.kernels.gated_activation import quantized_gate
 from tandem.engine_core.kernels.norm import quantized_norm
 from tandem.engine_core.kernels.quantize import quantize, quantize_by_maxima
-from tandem.engine_core.kernels.reference import byte_rows as reference
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
+from tandem.engine_core.kernels.reference import quantized_activation as reference
 from tests.fakes.launched_kernel import LaunchedKernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -22,10 +22,10 @@ DTYPES = (torch.float8_e4m3fn, torch.int8)
 KINDS = ("row", "group", "static")
 
 
-def format_of(dtype: torch.dtype, kind: str, device: str) -> ByteFormat:
+def format_of(dtype: torch.dtype, kind: str, device: str) -> ActivationFormat:
     if kind == "group":
-        return ByteFormat(dtype, 128)
-    return ByteFormat(dtype, scale=torch.full((1,), 0.01, device=device) if kind == "static" else None)
+        return ActivationFormat(dtype, 128)
+    return ActivationFormat(dtype, scale=torch.full((1,), 0.01, device=device) if kind == "static" else None)
 
 
 def rows_of(count: int, inputs: int, device: str) -> Tensor:
@@ -38,7 +38,7 @@ def rows_of(count: int, inputs: int, device: str) -> Tensor:
     return x.to(device)
 
 
-def check(found: ByteRows, expected: ByteRows) -> None:
+def check(found: QuantizedActivation, expected: QuantizedActivation) -> None:
     """Check for equality, but for few values that a division's last bit moves by one step."""
     assert (found.values.dtype, found.count, found.dtype) == (expected.values.dtype, expected.count, expected.dtype)
     assert found.scales.shape == expected.scales.shape
@@ -59,7 +59,7 @@ def test_rounding_equals_its_oracle(dtype: torch.dtype, kind: str, count: int, i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype, device: str) -> None:
-    to = ByteFormat(dtype)
+    to = ActivationFormat(dtype)
     x = rows_of(3, 400, device)[:, 7:300]
     check(quantize(x, to), reference.quantize(x, to))
     assert quantize(x[:0], to).values.shape == (0, 293)
@@ -68,7 +68,7 @@ def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_whose_largest_numbers_are_known_tile_by_tile_are_rounded_alike(dtype: torch.dtype, device: str) -> None:
     """Tiles do not end where a program's part of a row does."""
-    x, to = rows_of(3, 1280 + 40, device), ByteFormat(dtype)
+    x, to = rows_of(3, 1280 + 40, device), ActivationFormat(dtype)
     maxima = torch.stack([part.abs().amax(1) for part in x.split(48, 1)], 1).contiguous()
     check(quantize_by_maxima(x, maxima, to), reference.quantize(x, to))
 
@@ -80,13 +80,13 @@ def test_rows_of_known_numbers_are_launched_behind_another_kernel_if_asked(
     launched = LaunchedKernel()
     monkeypatch.setattr(kernel, "_finish_rows_kernel", launched)
     x = rows_of(3, 256, device)
-    quantize_by_maxima(x, x[:, :2].contiguous(), ByteFormat(torch.int8), pdl)
+    quantize_by_maxima(x, x[:, :2].contiguous(), ActivationFormat(torch.int8), pdl)
     assert (launched.options["PDL"], launched.options.get("launch_pdl", False)) == (pdl, pdl)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel before is a Python function")
 def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, to = rows_of(2, 400, "cpu")[:1], ByteFormat(torch.int8)
+    x, to = rows_of(2, 400, "cpu")[:1], ActivationFormat(torch.int8)
     maxima = torch.stack([part.abs().amax(1) for part in x.split(100, 1)], 1)
     expected = quantize_by_maxima(x, maxima, to)
     shown = [torch.full_like(part, torch.nan) for part in (x, maxima)]
@@ -107,7 +107,7 @@ def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch
 def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:
     x = torch.tensor([[1e9, -1e9, 3.0, float("inf")]], device=device)
     for dtype, top in ((torch.float8_e4m3fn, 448.0), (torch.int8, 127.0)):
-        rows = quantize(x, ByteFormat(dtype, scale=torch.ones(1, device=device)))
+        rows = quantize(x, ActivationFormat(dtype, scale=torch.ones(1, device=device)))
         assert rows.values.float().tolist() == [[top, -top, 3.0, top]]
 
 
@@ -127,25 +127,25 @@ def test_nan_is_not_rounded_to_a_number(dtype: torch.dtype, kind: str, device: s
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounded_rows_stand_for_about_the_same_numbers_and_zeros_stay(dtype: torch.dtype, device: str) -> None:
     x = torch.tensor([[1e-30, -1e-30], [3e4, 1.0], [0.0, 0.0], [-7.0, 3.5]], device=device)
-    for rows in (quantize(x, ByteFormat(dtype)), reference.quantize(x, ByteFormat(dtype))):
+    for rows in (quantize(x, ActivationFormat(dtype)), reference.quantize(x, ActivationFormat(dtype))):
         error = (rows.numbers() - x).abs()
         assert (error <= x.abs().amax(1, keepdim=True) / (250 if dtype == torch.int8 else 2**4)).all()
         assert (rows.numbers()[2] == 0).all()
 
 
 def test_groups_pad_rows_to_four_and_lie_one_after_another(device: str) -> None:
-    rows = quantize(rows_of(5, 256, device), ByteFormat(torch.int8, 128))
+    rows = quantize(rows_of(5, 256, device), ActivationFormat(torch.int8, 128))
     assert rows.values.shape == (8, 256)
     assert (rows.scales.shape, rows.scales.stride()) == ((8, 2), (1, 8))
 
 
 def test_wrong_rows_and_groups_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        quantize(torch.zeros(4, 8, device=device).t(), ByteFormat(torch.int8))
+        quantize(torch.zeros(4, 8, device=device).t(), ActivationFormat(torch.int8))
     with pytest.raises(ValueError, match="200 inputs do not divide into groups of 128"):
-        quantize(torch.zeros(4, 200, device=device), ByteFormat(torch.int8, 128))
+        quantize(torch.zeros(4, 200, device=device), ActivationFormat(torch.int8, 128))
     with pytest.raises(ValueError, match="70000 inputs is too wide"):
-        quantize(torch.zeros(1, 70000, device=device), ByteFormat(torch.int8))
+        quantize(torch.zeros(1, 70000, device=device), ActivationFormat(torch.int8))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))

@@ -15,11 +15,11 @@ from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
 from tandem.engine_core.layers.attention import attend_and_project
-from tandem.engine_core.layers.quantized.triton_byte_linear import TritonByteLinear
-from tandem.engine_core.quantization.scheme import ByteScheme
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
+from tandem.engine_core.quantization.scheme import EightBitScheme
 from tests.engine_core.kernels.attention.test_newest_token import forget_newest, projected, rotation_of
 from tests.engine_core.kernels.attention.test_paged_decode import Inputs, inputs
-from tests.engine_core.kernels.linear.test_triton_byte_linear import BLOCKS, INT8, STATIC, linear
+from tests.engine_core.kernels.linear.test_triton_eight_bit_linear import BLOCKS, INT8, STATIC, linear
 from tests.fakes.gpus import L4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ FORMATS = {"static": (STATIC, 4, 2, 64), "blocks": (BLOCKS, 2, 2, 128), "rows": 
 """Schemes of the projection, with query heads, KV heads and elements of a head."""
 
 
-def output_of(scheme: ByteScheme) -> TritonByteLinear:
+def output_of(scheme: EightBitScheme) -> TritonEightBitLinear:
     found = linear(scheme, L4, 80, DEVICE)
     if found.input_scale is not None:
         # Some numbers are past the top.
@@ -53,7 +53,7 @@ def rotated_exactly(given: Inputs, head_dim: int) -> Rotation:
 
 
 def assert_same_result(
-    scheme: ByteScheme, heads: int, kv_heads: int, head_dim: int, lengths: list[int], turns: bool, byte_pool: bool
+    scheme: EightBitScheme, heads: int, kv_heads: int, head_dim: int, lengths: list[int], turns: bool, byte_pool: bool
 ) -> bool:
     """Compare a step with the same one in separate kernels. Return whether it rounded its result."""
     given = inputs(lengths, heads, kv_heads, head_dim, 16, DEVICE)
@@ -65,7 +65,7 @@ def assert_same_result(
     output, kernels = output_of(scheme), triton_kernels(pdl=False)
     step = DecodeStep(given.rows, given.positions, given.page_table, 2, L4)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    rounding = patch.object(DecodeStep, "run_to_bytes", autospec=True, side_effect=DecodeStep.run_to_bytes)
+    rounding = patch.object(DecodeStep, "run_quantized", autospec=True, side_effect=DecodeStep.run_quantized)
     rotating = patch.object(triton_attention, "choose_rotating", return_value=PLAN if turns else None)
     with rounding as rounded, rotating:
         for fused in (step, None):
@@ -88,7 +88,7 @@ def assert_same_result(
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("case", FORMATS.values(), ids=FORMATS)
 def test_a_step_that_rounds_for_its_projection_equals_separate_kernels(
-    case: tuple[ByteScheme, int, int, int], turns: bool, byte_pool: bool
+    case: tuple[EightBitScheme, int, int, int], turns: bool, byte_pool: bool
 ) -> None:
     assert assert_same_result(*case, LENGTHS, turns, byte_pool)
 

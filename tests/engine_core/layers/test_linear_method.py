@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
 from tandem.engine_core.layers.linear_choice import torch_build_context
@@ -44,13 +44,13 @@ class Int8Linear:
         product = self.apply(normed)
         return (product if activation is None else self.context.kernels.gated_activation(product, activation)), stream
 
-    def input_format(self, rows: int) -> ByteFormat | None:
+    def input_format(self, rows: int) -> ActivationFormat | None:
         return None
 
-    def apply_quantized(self, x: ByteRows) -> Tensor:
+    def apply_quantized(self, x: QuantizedActivation) -> Tensor:
         raise AssertionError("the inputs have no format of their own")
 
-    def take_gated(self, source: LinearWeights) -> None:
+    def reorder_producer(self, source: LinearWeights) -> None:
         pass
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:

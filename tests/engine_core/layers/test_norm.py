@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.byte_rows import ByteFormat
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference import layer as reference
-from tandem.engine_core.kernels.reference.byte_rows import quantize
+from tandem.engine_core.kernels.reference.quantized_activation import quantize
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
@@ -46,7 +46,7 @@ def test_a_sandwich_normalises_the_update_and_the_sum() -> None:
 
 def test_norms_that_round_equal_norms_whose_rows_are_rounded() -> None:
     update, residual = streams(3, 32)
-    to = ByteFormat(torch.int8)
+    to = ActivationFormat(torch.int8)
     for norm, stream in ((filled(32), None), (filled(32), residual), (SandwichNorm(filled(32), filled(32)), residual)):
         (found, total), (normed, expected_total) = norm.quantized(update, stream, to), norm(update, stream)
         expected = quantize(normed, to)

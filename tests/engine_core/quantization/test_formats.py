@@ -6,7 +6,7 @@ import pytest
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.reading import read_scheme
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tests.support.quantized_checkpoint import LAYOUTS
 
 QWEN3_FP8 = {
@@ -48,39 +48,39 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "scheme"),
     [
-        (QWEN3_FP8, ByteScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128))),
+        (QWEN3_FP8, EightBitScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128))),
         (
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-            ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+            EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
         ),
         (
             {"quant_method": "fp8", "activation_scheme": "dynamic"},
-            ByteScheme("fp8", Activations.TENSOR, per_tensor=True),
+            EightBitScheme("fp8", Activations.TENSOR, per_tensor=True),
         ),
-        (GPTQ | {"format": "gptq_v2"}, NibbleScheme("gptq", 128, True, True)),
-        (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, NibbleScheme("gptq", 128, True, True, 1)),
+        (GPTQ | {"format": "gptq_v2"}, Int4Scheme("gptq", 128, True, True)),
+        (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, Int4Scheme("gptq", 128, True, True, 1)),
         (
             GPTQ | {"rotation": None, "adapter": {}, "is_marlin_format": False, "meta": {"quantizer": ["x"]}},
-            NibbleScheme("gptq", 128, True, True, 1),
+            Int4Scheme("gptq", 128, True, True, 1),
         ),
-        (AWQ | {"format": "gemm"}, NibbleScheme("awq", 128, False)),
+        (AWQ | {"format": "gemm"}, Int4Scheme("awq", 128, False)),
         (
             packed()
             | {
                 "transform_config": {"config_groups": {}},
                 "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
             },
-            NibbleScheme("compressed-tensors", 128, True),
+            Int4Scheme("compressed-tensors", 128, True),
         ),
-        (MODELOPT, ByteScheme("fp8", Activations.STATIC, per_tensor=True)),
-        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ByteScheme("fp8", Activations.TOKEN)),
+        (MODELOPT, EightBitScheme("fp8", Activations.STATIC, per_tensor=True)),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, EightBitScheme("fp8", Activations.TOKEN)),
         (
             compressed("float-quantized", byte("float"), inputs("float", "token", True)),
-            ByteScheme("fp8", Activations.TOKEN),
+            EightBitScheme("fp8", Activations.TOKEN),
         ),
         (
             compressed("float-quantized", byte("float", "tensor"), inputs("float", "tensor", False)),
-            ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+            EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
         ),
         (
             compressed(
@@ -88,29 +88,29 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
                 byte("float", "block", block_structure=[128, 128]),
                 inputs("float", "group", True),
             ),
-            ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
+            EightBitScheme("fp8", Activations.TOKEN, block=(128, 128)),
         ),
-        (compressed("naive-quantized", byte("float")), ByteScheme("fp8", Activations.UNQUANTIZED)),
+        (compressed("naive-quantized", byte("float")), EightBitScheme("fp8", Activations.UNQUANTIZED)),
         (
             compressed("int-quantized", byte("int"), inputs("int", "token", True)),
-            ByteScheme("int8", Activations.TOKEN),
+            EightBitScheme("int8", Activations.TOKEN),
         ),
         (
             compressed("int-quantized", byte("int", "tensor"), inputs("int", "tensor", True)),
-            ByteScheme("int8", Activations.TENSOR, per_tensor=True),
+            EightBitScheme("int8", Activations.TENSOR, per_tensor=True),
         ),
-        (GPTQ, NibbleScheme("gptq", 128, True, True, 1)),
-        (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, NibbleScheme("gptq", 128, False, True, 0)),
-        (GPTQ | {"group_size": -1, "desc_act": False}, NibbleScheme("gptq", None, True, False, 1)),
-        (AWQ, NibbleScheme("awq", 128, False)),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}, NibbleScheme("awq", 64, False)),
-        (packed(), NibbleScheme("compressed-tensors", 128, True)),
-        (packed(symmetric=False, actorder="group"), NibbleScheme("compressed-tensors", 128, False, True)),
-        (packed(actorder="weight"), NibbleScheme("compressed-tensors", 128, True)),
-        (packed(strategy="channel", group_size=None), NibbleScheme("compressed-tensors", None, True)),
+        (GPTQ, Int4Scheme("gptq", 128, True, True, 1)),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, Int4Scheme("gptq", 128, False, True, 0)),
+        (GPTQ | {"group_size": -1, "desc_act": False}, Int4Scheme("gptq", None, True, False, 1)),
+        (AWQ, Int4Scheme("awq", 128, False)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}, Int4Scheme("awq", 64, False)),
+        (packed(), Int4Scheme("compressed-tensors", 128, True)),
+        (packed(symmetric=False, actorder="group"), Int4Scheme("compressed-tensors", 128, False, True)),
+        (packed(actorder="weight"), Int4Scheme("compressed-tensors", 128, True)),
+        (packed(strategy="channel", group_size=None), Int4Scheme("compressed-tensors", None, True)),
     ],
 )
-def test_a_config_is_read(config: dict[str, Any], scheme: ByteScheme | NibbleScheme) -> None:
+def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4Scheme) -> None:
     assert read_scheme(config, 2) == scheme
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.models.registry import read_config
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme, Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 
 SHAPE = Path("benchmarks/shapes/llama-3.2-1b/config.json")
 GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": True, "sym": False, "true_sequential": True}
@@ -26,19 +26,19 @@ def with_sidecar(directory: Path, name: str, content: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "scheme"),
     [
-        ("quantize_config.json", GPTQ, NibbleScheme("gptq", 32, False, True, 1)),
-        ("quantize_config.json", {"quant_method": "awq", **AWQ}, NibbleScheme("awq", 128, False)),
-        ("quant_config.json", AWQ, NibbleScheme("awq", 128, False)),
+        ("quantize_config.json", GPTQ, Int4Scheme("gptq", 32, False, True, 1)),
+        ("quantize_config.json", {"quant_method": "awq", **AWQ}, Int4Scheme("awq", 128, False)),
+        ("quant_config.json", AWQ, Int4Scheme("awq", 128, False)),
         (
             "hf_quant_config.json",
             {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": MODELOPT},
-            ByteScheme("fp8", Activations.STATIC, per_tensor=True),
+            EightBitScheme("fp8", Activations.STATIC, per_tensor=True),
         ),
         ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, None),
         ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}, None),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NO_QUANT"}}, None),
         ("hf_quant_config.json", {"quantization": "none"}, None),
-        ("quantize_config.json", GPTQ | {"quant_method": None}, NibbleScheme("gptq", 32, False, True, 1)),
+        ("quantize_config.json", GPTQ | {"quant_method": None}, Int4Scheme("gptq", 32, False, True, 1)),
         ("quantize_config.json", {"per_channel": True, "reduce_range": True, "per_model_config": {}}, None),
         ("quant_config.json", {"quant_type": "int8"}, None),
         ("quant_config.json", {}, None),
@@ -61,7 +61,7 @@ def test_config_json_comes_first(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     own = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: own}))
-    assert read_config(tmp_path).quantization == ByteScheme("fp8", Activations.TOKEN)
+    assert read_config(tmp_path).quantization == EightBitScheme("fp8", Activations.TOKEN)
 
 
 def test_the_text_half_of_config_json_comes_first_too(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention import spare_programs
-from tandem.engine_core.kernels.attention.spare_programs import SparePrograms
+from tandem.engine_core.kernels.attention import extra_splits
+from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits
 from tandem.engine_core.runtime import cuda_forward
 from tests.engine_core.runtime.test_recorded_graphs import DRAWN, FULL, GREEDY, answer, build, recorded
 from tests.fakes.recording_gpu import oracle_attention
@@ -27,13 +27,13 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
     """Rows, longest row and spare programs of each decode step or part of a step that ran."""
     found: Shared = []
 
-    def note(positions: Tensor, _splits: int, count: int, **_launch: bool) -> SparePrograms | None:
+    def note(positions: Tensor, _splits: int, count: int, **_launch: bool) -> ExtraSplits | None:
         if len(positions):
             found.append((len(positions), int(positions.max()) + 1, count))
-        return SparePrograms(torch.zeros(2 * len(positions) + count, dtype=torch.int32), count) if count else None
+        return ExtraSplits(torch.zeros(2 * len(positions) + count, dtype=torch.int32), count) if count else None
 
-    monkeypatch.setattr(spare_programs, "BALANCE", REACH)
-    with oracle_attention(), patch.object(cuda_forward, "share_spares", note):
+    monkeypatch.setattr(extra_splits, "BALANCE", REACH)
+    with oracle_attention(), patch.object(cuda_forward, "assign_extra_splits", note):
         yield found
 
 

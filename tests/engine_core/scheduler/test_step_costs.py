@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine_core.plan import ScheduledSequence
-from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, most_pairs, num_pairs
+from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, max_qk_pairs, num_pairs
 
 TABLE = {(1, 0): 1.0, (8, 0): 2.0, (0, 64): 4.0, (8, 64): 5.0, (0, 128): 6.0, (8, 128): 8.0, (0, 512): 20.0}
 SHARE = AttentionShare(context=1e-3, pairs=1e-2)
@@ -64,16 +64,16 @@ def test_no_division_of_a_step_among_prompts_has_more_pairs_than_bounded(
 ) -> None:
     lengths = [data.draw(st.integers(0, lacking)) for _, lacking in prompts]
     pairs = sum(num_pairs(start, length) for (start, _), length in zip(prompts, lengths, strict=True))
-    assert pairs <= most_pairs(prompts, sum(lengths))
+    assert pairs <= max_qk_pairs(prompts, sum(lengths))
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 60))
 def test_the_bound_of_one_prompt_is_exact(start: int, lacking: int, tokens: int) -> None:
-    assert most_pairs([(start, lacking)], tokens) == num_pairs(start, min(lacking, tokens))
+    assert max_qk_pairs([(start, lacking)], tokens) == num_pairs(start, min(lacking, tokens))
 
 
 def test_the_bound_of_whole_prompts_of_one_length_is_exact() -> None:
-    assert most_pairs([(0, 256)] * 5, 512) == 2 * num_pairs(0, 256)
+    assert max_qk_pairs([(0, 256)] * 5, 512) == 2 * num_pairs(0, 256)
 
 
 def test_sizes_beside_rows_are_those_that_the_table_combines() -> None:

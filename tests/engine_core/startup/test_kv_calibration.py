@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.kv_dtype import LARGEST
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.decoder import Decoder
-from tandem.engine_core.startup.kv_calibration import MARGIN, settle_kv_scales
+from tandem.engine_core.startup.kv_calibration import MARGIN, calibrate_kv_scales
 from tests.support.paged_model import PagedRun, chunked
 from tests.support.tiny_llama import CONFIG, MAX_LEN, random_model
 
@@ -29,7 +29,7 @@ LENGTHS, PREFILL = [23, 9], [20, 4]
 
 
 def settle(model: Decoder, layout: KVLayout = LAYOUT, max_len: int = MAX_LEN) -> None:
-    settle_kv_scales(model, layout, torch.float32, max_len)
+    calibrate_kv_scales(model, layout, torch.float32, max_len)
 
 
 def logits(model: Decoder, dtype: torch.dtype, chunk: int = 8) -> Tensor:

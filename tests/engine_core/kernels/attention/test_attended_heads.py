@@ -9,10 +9,14 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.attention import paged_decode as kernel
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
-from tandem.engine_core.kernels.byte_rows import ByteFormat, ByteRows, empty_byte_rows
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.quantize import quantize_by_maxima
-from tandem.engine_core.kernels.reference.byte_rows import quantize
+from tandem.engine_core.kernels.quantized_activation import (
+    ActivationFormat,
+    QuantizedActivation,
+    empty_quantized_activation,
+)
+from tandem.engine_core.kernels.reference.quantized_activation import quantize
 from tests.engine_core.kernels.attention.test_newest_token import projected, rotation_of
 from tests.engine_core.kernels.attention.test_paged_decode import SMALL, Inputs, inputs
 from tests.engine_core.kernels.test_quantize import check
@@ -28,10 +32,14 @@ HEADS = [(4, 2, 32), (8, 8, 32), (3, 1, 96), (4, 1, 128)]
 """Query heads, KV heads and elements of a head."""
 
 
-def format_of(dtype: torch.dtype, known: bool, head_dim: int, device: str) -> ByteFormat:
+def format_of(dtype: torch.dtype, known: bool, head_dim: int, device: str) -> ActivationFormat:
     """The format with a known scale, past which some numbers are, or with one for each head."""
     top = 20 if dtype == INT8 else 200
-    return ByteFormat(dtype, scale=torch.full((1,), 1 / top, device=device)) if known else ByteFormat(dtype, head_dim)
+    return (
+        ActivationFormat(dtype, scale=torch.full((1,), 1 / top, device=device))
+        if known
+        else ActivationFormat(dtype, head_dim)
+    )
 
 
 def stored_in(given: Inputs, dtype: torch.dtype) -> Inputs:
@@ -44,7 +52,7 @@ def attend(given: Inputs, splits: int, **options: Any) -> Tensor:
     return paged_decode(*given, 0.2, splits, tile=SMALL, **options)
 
 
-def assert_same(found: ByteRows, expected: ByteRows) -> None:
+def assert_same(found: QuantizedActivation, expected: QuantizedActivation) -> None:
     """Check for equality, but for what a division's last bit moves on a GPU."""
     check(found, expected)
     if found.values.device.type == "cpu":
@@ -53,9 +61,9 @@ def assert_same(found: ByteRows, expected: ByteRows) -> None:
         assert torch.equal(found.scales[:count], expected.scales[:count])
 
 
-def assert_rounded(given: Inputs, to: ByteFormat, splits: int, **options: Any) -> None:
+def assert_rounded(given: Inputs, to: ActivationFormat, splits: int, **options: Any) -> None:
     numbers = attend(given, splits, **options).flatten(1)
-    rounded = empty_byte_rows(len(numbers), numbers.shape[1], numbers.dtype, to, numbers.device)
+    rounded = empty_quantized_activation(len(numbers), numbers.shape[1], numbers.dtype, to, numbers.device)
     found = attend(given, splits, rounded=rounded, **options)
     assert found.data_ptr() == rounded.values.data_ptr()
     assert_same(rounded, quantize(numbers, to))
@@ -84,7 +92,7 @@ def test_numbers_are_rounded_to_the_dtype_of_the_query_before_they_become_bytes(
 def test_bytes_are_those_of_rotated_heads_and_of_values_times_their_scale(
     byte_pool: bool, turns: bool, known: bool, splits: int, device: str
 ) -> None:
-    """Attention that rotates stores the newest keys and values, the same at each call."""
+    """Attention that fuses_rope stores the newest keys and values, the same at each call."""
     given = inputs(LENGTHS, 4, 2, 32, 8, device)
     options: dict[str, Any] = {"rotation": rotation_of(given, 32)} if turns else {}
     if turns:
@@ -115,35 +123,35 @@ def test_the_largest_numbers_are_rounded_to_the_dtype_of_the_query_and_serve_who
     maxima = torch.full((5, 4), torch.nan, device=device)
     found = attend(given, 1, maxima=maxima)
     assert torch.equal(maxima, found.float().abs().amax(2))
-    numbers, to = found.flatten(1), ByteFormat(dtype)
+    numbers, to = found.flatten(1), ActivationFormat(dtype)
     assert_same(quantize_by_maxima(numbers, maxima, to), quantize(numbers, to))
 
 
-def rows_of(to: ByteFormat, count: int = 5) -> ByteRows:
-    return empty_byte_rows(count, 128, torch.float32, to, torch.device("cpu"))
+def rows_of(to: ActivationFormat, count: int = 5) -> QuantizedActivation:
+    return empty_quantized_activation(count, 128, torch.float32, to, torch.device("cpu"))
 
 
-def scattered() -> ByteRows:
+def scattered() -> QuantizedActivation:
     """Rows of heads whose scales lie token by token."""
-    rows = rows_of(ByteFormat(INT8, 32))
-    return ByteRows(rows.values, rows.scales.contiguous(), rows.count, rows.dtype)
+    rows = rows_of(ActivationFormat(INT8, 32))
+    return QuantizedActivation(rows.values, rows.scales.contiguous(), rows.count, rows.dtype)
 
 
 @pytest.mark.parametrize(
     ("rounded", "maxima"),
     [
-        (lambda: rows_of(ByteFormat(INT8)), None),
-        (lambda: rows_of(ByteFormat(INT8, 64)), None),
-        (lambda: rows_of(ByteFormat(INT8, 32), 4), None),
+        (lambda: rows_of(ActivationFormat(INT8)), None),
+        (lambda: rows_of(ActivationFormat(INT8, 64)), None),
+        (lambda: rows_of(ActivationFormat(INT8, 32), 4), None),
         (scattered, None),
         (None, (5, 2)),
         (None, (4, 4)),
-        (lambda: rows_of(ByteFormat(INT8, 32)), (5, 4)),
+        (lambda: rows_of(ActivationFormat(INT8, 32)), (5, 4)),
     ],
     ids=["a scale a row", "groups of two heads", "fewer rows", "scales of a token", "of groups", "rows", "both"],
 )
 def test_results_that_have_no_place_are_refused(
-    rounded: Callable[[], ByteRows] | None, maxima: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    rounded: Callable[[], QuantizedActivation] | None, maxima: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a kernel that does nothing, since a real one would write to other memory."""
     monkeypatch.setattr(kernel, "_paged_decode_kernel", LaunchedKernel())

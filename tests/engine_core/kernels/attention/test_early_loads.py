@@ -7,8 +7,8 @@ import torch
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention import paged_decode as kernel
+from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
-from tandem.engine_core.kernels.attention.spare_programs import share_spares
 from tandem.engine_core.kernels.attention.split_blocks import split_blocks
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.reference import attention as reference
@@ -34,7 +34,7 @@ def test_early_loads_equal_the_oracle(splits: int, window: int | None, tile: Til
 def test_early_loads_change_no_bit(device: str) -> None:
     """With a head as wide as no power of two, a soft cap, and spare programs."""
     given = inputs([200, 1, 33, 70], 4, 2, 96, 8, device)
-    spares = share_spares(given.positions, 2, 6)
+    spares = assign_extra_splits(given.positions, 2, 6)
     expected, found = (
         paged_decode(*given, 0.2, 2, softcap=3.0, tile=PIPELINED, least=BLOCK, spares=spares, early=each)
         for each in (False, True)

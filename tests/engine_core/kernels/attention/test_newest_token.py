@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.attention import paged_decode as kernel
+from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.attention.spare_programs import share_spares
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kernels.reference import attention as reference
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
@@ -91,7 +91,7 @@ def test_a_soft_cap_holds_for_the_newest_score_too(device: str) -> None:
 
 def test_a_long_row_with_spare_programs_stores_its_token_once(device: str) -> None:
     given = inputs([200, 1, 33, 70], 4, 2, 96, 8, device)
-    spares = share_spares(given.positions, 2, 6)
+    spares = assign_extra_splits(given.positions, 2, 6)
     assert_equals_the_oracles(projected(given, 4), given, rotation_of(given, 96), 2, tile=TILES[1], spares=spares)
 
 

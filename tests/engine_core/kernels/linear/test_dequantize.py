@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.kernels.linear.dequantize import dequantize_bytes, dequantize_nibbles
-from tandem.engine_core.kernels.linear.nibble_order import arranged
-from tandem.engine_core.layers.quantized.byte_linear import ByteLinear
-from tandem.engine_core.layers.quantized.nibble_linear import NibbleLinear
-from tandem.engine_core.quantization.nibbles import pack, unpack
-from tandem.engine_core.quantization.scheme import Activations, ByteScheme, NibbleScheme
+from tandem.engine_core.kernels.linear.dequantize import dequantize_eight_bit, dequantize_int4
+from tandem.engine_core.kernels.linear.int4_layout import arranged
+from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
+from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
+from tandem.engine_core.quantization.int4 import pack, unpack
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 
 SCHEMES = {
-    "fp8": ByteScheme("fp8", Activations.TOKEN),
-    "fp8 bits": ByteScheme("fp8", Activations.TOKEN),
-    "fp8 blocks": ByteScheme("fp8", Activations.TOKEN, block=(128, 128)),
-    "int8": ByteScheme("int8", Activations.TOKEN),
+    "fp8": EightBitScheme("fp8", Activations.TOKEN),
+    "fp8 bits": EightBitScheme("fp8", Activations.TOKEN),
+    "fp8 blocks": EightBitScheme("fp8", Activations.TOKEN, block=(128, 128)),
+    "int8": EightBitScheme("int8", Activations.TOKEN),
 }
 
 
@@ -28,9 +28,9 @@ def test_bytes_equal_their_numbers(name: str, outputs: int, inputs: int, device:
     values = (torch.randn(outputs, inputs, generator=generator) * 60).clamp(-127, 127).to(device, dtype)
     shape = (outputs,) if scheme.block is None else (-(-outputs // 16), -(-inputs // 128))
     scales = torch.rand(shape, generator=generator).to(device)
-    expected = ByteLinear(values, scales, scheme, None, torch_kernels()).dequantized(torch.float16)
+    expected = EightBitLinear(values, scales, scheme, None, torch_kernels()).dequantized(torch.float16)
     stored = values.view(torch.uint8) if name == "fp8 bits" else values
-    assert torch.equal(dequantize_bytes(stored, scales, torch.float16), expected)
+    assert torch.equal(dequantize_eight_bit(stored, scales, torch.float16), expected)
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(2176, 32), (2176, 128), (2080, 32), (2080, 1040), (2072, 8)])
@@ -38,7 +38,7 @@ def test_nibbles_equal_their_numbers(inputs: int, group: int, device: str) -> No
     words = torch.randint(-(2**31), 2**31 - 1, (3, inputs // 8), dtype=torch.int32, device=device)
     scales = torch.rand(inputs // group, 3, device=device).t()
     zeros = torch.randint(0, 16, (inputs // group, 3), dtype=torch.uint8, device=device).t()
-    plain = NibbleLinear(words, scales, zeros, NibbleScheme("gptq", group, False), None, torch_kernels())
+    plain = Int4Linear(words, scales, zeros, Int4Scheme("gptq", group, False), None, torch_kernels())
     expected = plain.dequantized(torch.float16)
     words = pack(arranged(unpack(words), group))
-    assert torch.equal(dequantize_nibbles(words, scales, zeros, torch.float16), expected)
+    assert torch.equal(dequantize_int4(words, scales, zeros, torch.float16), expected)

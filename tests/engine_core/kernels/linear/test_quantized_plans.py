@@ -12,26 +12,26 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     MAX_ROWS,
     SCALE_COLUMNS,
     SCALE_ROWS,
-    byte_gemm_workspace,
-    choose_byte_gemm,
-    choose_bytes,
-    choose_bytes_gated,
-    choose_gated_bytes,
-    choose_nibbles,
-    choose_nibbles_gated,
-    choose_nibbles_normed,
-    library_multiplies,
-    rounds_inputs,
+    choose_eight_bit,
+    choose_eight_bit_gated,
+    choose_gated_w8a8_gemm,
+    choose_int4,
+    choose_int4_gated,
+    choose_int4_normed,
+    choose_w8a8_gemm,
+    quantizes_activations,
+    uses_library_matmul,
+    w8a8_workspace,
 )
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan, W8A8GemmPlan
 from tandem.engine_core.kernels.tiles.table import (
     NO_TABLE,
-    ByteKind,
-    ByteProductKey,
+    EightBitKind,
     Operation,
     ProductKey,
     Scaling,
     TileTable,
+    W8A8GemmKey,
 )
 from tandem.engine_core.kernels.tiles.table_file import product_problem
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_5090
@@ -44,7 +44,7 @@ SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096)
 def test_every_plan_fits_the_gpu_and_stays_within_blocks_of_scales(gpu: object, gated: bool) -> None:
     for outputs, inputs in SHAPES:
         for rows in (1, 2, 16, 17, 33, 64):
-            choose = choose_bytes_gated if gated else choose_bytes
+            choose = choose_eight_bit_gated if gated else choose_eight_bit
             plan = choose(rows, outputs // 2 if gated else outputs, inputs, gpu)
             if isinstance(plan, GemvPlan):
                 assert rows == 1
@@ -61,9 +61,9 @@ def test_every_plan_fits_the_gpu_and_stays_within_blocks_of_scales(gpu: object, 
 
 
 def test_more_rows_and_indivisible_inputs_have_none() -> None:
-    assert choose_bytes(MAX_ROWS + 1, 4096, 4096, H200) is None
-    assert choose_bytes(8, 4096, 4096 + 64, H200) is None
-    assert choose_bytes(1, 4096, 4096 + 8, H200) is None
+    assert choose_eight_bit(MAX_ROWS + 1, 4096, 4096, H200) is None
+    assert choose_eight_bit(8, 4096, 4096 + 64, H200) is None
+    assert choose_eight_bit(1, 4096, 4096 + 8, H200) is None
 
 
 GPUS = [A100, RTX_3090, L4, H200, B200, RTX_5090]
@@ -71,10 +71,10 @@ GPUS = [A100, RTX_3090, L4, H200, B200, RTX_5090]
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -> None:
-    floats, counters = byte_gemm_workspace(gpu)
+    floats, counters = w8a8_workspace(gpu)
     for outputs, inputs in SHAPES:
         for rows in (2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 1000, 8192):
-            plan = choose_byte_gemm(rows, outputs, inputs, "fp8", "output", gpu)
+            plan = choose_w8a8_gemm(rows, outputs, inputs, "fp8", "output", gpu)
             assert plan is not None
             assert 128 % plan.block_n == 0
             assert plan.split * plan.block_k <= inputs
@@ -82,64 +82,64 @@ def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -
             assert own[0] <= floats
             assert own[1] <= counters
             assert (plan.stages - 1) * (plan.block_m + plan.block_n) * plan.block_k <= gpu.shared_memory
-    assert choose_byte_gemm(65, 4096, 4096 + 64, "fp8", "output", gpu) is None
+    assert choose_w8a8_gemm(65, 4096, 4096 + 64, "fp8", "output", gpu) is None
 
 
 def test_inputs_are_rounded_for_many_rows_where_the_gpu_multiplies_bytes() -> None:
-    assert [rounds_inputs(rows, "fp8", L4) for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == [False, False, True]
-    assert not rounds_inputs(1000, "fp8", A100)
-    assert rounds_inputs(1000, "int8", A100)
+    assert [quantizes_activations(rows, "fp8", L4) for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == [False, False, True]
+    assert not quantizes_activations(1000, "fp8", A100)
+    assert quantizes_activations(1000, "int8", A100)
 
 
 def test_the_library_multiplies_blocks_on_hopper_alone_and_never_integers() -> None:
-    blocks = [gpu.name for gpu in GPUS if library_multiplies(4096, 4096, 4096, "fp8", "block", gpu)]
+    blocks = [gpu.name for gpu in GPUS if uses_library_matmul(4096, 4096, 4096, "fp8", "block", gpu)]
     assert blocks == [H200.name]
-    assert not library_multiplies(4096, 4096, 4096 + 128, "fp8", "block", H200)
-    assert all(library_multiplies(300, 4096, 4096, "fp8", scaling, L4) for scaling in ("tensor", "output"))
-    assert not library_multiplies(300, 4096, 4096, "int8", "output", H200)
+    assert not uses_library_matmul(4096, 4096, 4096 + 128, "fp8", "block", H200)
+    assert all(uses_library_matmul(300, 4096, 4096, "fp8", scaling, L4) for scaling in ("tensor", "output"))
+    assert not uses_library_matmul(300, 4096, 4096, "int8", "output", H200)
 
 
 def test_a_measured_plan_comes_before_the_rules_where_the_workspace_holds_it() -> None:
-    plan = ByteGemmPlan(64, 64, 1, 6, 4)
+    plan = W8A8GemmPlan(64, 64, 1, 6, 4)
     large = replace(plan, split=64)
     measured = {
-        ByteProductKey("fp8", "output", 6144, 4096, 128): plan,
-        ByteProductKey("fp8", "tensor", 6144, 4096, 128): plan,
-        ByteProductKey("fp8", "output", 6144, 4096, 256): None,
-        ByteProductKey("fp8", "output", 28672, 4096, 128): large,
-        ByteProductKey("int8", "output", 6144, 4096, 8192): plan,
+        W8A8GemmKey("fp8", "output", 6144, 4096, 128): plan,
+        W8A8GemmKey("fp8", "tensor", 6144, 4096, 128): plan,
+        W8A8GemmKey("fp8", "output", 6144, 4096, 256): None,
+        W8A8GemmKey("fp8", "output", 28672, 4096, 128): large,
+        W8A8GemmKey("int8", "output", 6144, 4096, 8192): plan,
     }
     gpu = replace(H200, tiles=TileTable(H200.name, byte_products=measured))
     bare = replace(H200, tiles=NO_TABLE)
     for rows in (65, 100, 128):
-        assert choose_byte_gemm(rows, 6144, 4096, "fp8", "output", gpu) == plan
-        assert not library_multiplies(rows, 6144, 4096, "fp8", "tensor", gpu)
-        assert library_multiplies(rows, 6144, 4096, "fp8", "tensor", bare)
-    assert choose_byte_gemm(8192, 6144, 4096, "int8", "output", gpu) == plan
-    assert library_multiplies(256, 6144, 4096, "fp8", "output", gpu)
+        assert choose_w8a8_gemm(rows, 6144, 4096, "fp8", "output", gpu) == plan
+        assert not uses_library_matmul(rows, 6144, 4096, "fp8", "tensor", gpu)
+        assert uses_library_matmul(rows, 6144, 4096, "fp8", "tensor", bare)
+    assert choose_w8a8_gemm(8192, 6144, 4096, "int8", "output", gpu) == plan
+    assert uses_library_matmul(256, 6144, 4096, "fp8", "output", gpu)
     others: list[tuple[int, int, Scaling]] = [
         (64, 6144, "output"), (129, 6144, "output"), (128, 28672, "output"), (128, 6144, "block"),
     ]  # fmt: skip
     for rows, outputs, scaling in others:
-        by_rule = choose_byte_gemm(rows, outputs, 4096, "fp8", scaling, bare)
-        assert choose_byte_gemm(rows, outputs, 4096, "fp8", scaling, gpu) == by_rule
-    assert choose_byte_gemm(8193, 6144, 4096, "int8", "output", gpu) == choose_byte_gemm(
+        by_rule = choose_w8a8_gemm(rows, outputs, 4096, "fp8", scaling, bare)
+        assert choose_w8a8_gemm(rows, outputs, 4096, "fp8", scaling, gpu) == by_rule
+    assert choose_w8a8_gemm(8193, 6144, 4096, "int8", "output", gpu) == choose_w8a8_gemm(
         8193, 6144, 4096, "int8", "output", bare
     )
 
 
 def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> None:
     for scaling in ("output", "block"):
-        assert not library_multiplies(128, 6144, 4096, "fp8", scaling, H200)
-        assert library_multiplies(128, 28672, 4096, "fp8", scaling, H200)
-        assert library_multiplies(129, 4096, 4096, "fp8", scaling, H200)
-        assert not library_multiplies(64, 28672, 4096, "fp8", scaling, H200)
-    assert library_multiplies(128, 6144, 4096, "fp8", "tensor", H200)
-    assert not library_multiplies(64, 6144, 4096, "fp8", "tensor", H200)
-    assert library_multiplies(16, 6144, 4096 + 64, "fp8", "tensor", H200), "ours divide inputs by 128"
+        assert not uses_library_matmul(128, 6144, 4096, "fp8", scaling, H200)
+        assert uses_library_matmul(128, 28672, 4096, "fp8", scaling, H200)
+        assert uses_library_matmul(129, 4096, 4096, "fp8", scaling, H200)
+        assert not uses_library_matmul(64, 28672, 4096, "fp8", scaling, H200)
+    assert uses_library_matmul(128, 6144, 4096, "fp8", "tensor", H200)
+    assert not uses_library_matmul(64, 6144, 4096, "fp8", "tensor", H200)
+    assert uses_library_matmul(16, 6144, 4096 + 64, "fp8", "tensor", H200), "ours divide inputs by 128"
 
 
-def gated_format(group: int) -> tuple[ByteKind, Scaling, int]:
+def gated_format(group: int) -> tuple[EightBitKind, Scaling, int]:
     """The weights of a layer whose gates are rounded in groups."""
     return ("int8", "output", 0) if group == 0 else ("fp8", "tensor" if group < 0 else "block", group)
 
@@ -150,7 +150,7 @@ def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) 
     for width in (1024, 3072, 8192, 9728, 12288, 14336, 28672):
         for group in (-1, 0, 128):
             for rows in (2, 16, 17, 32, 33, 64):
-                plan = choose_gated_bytes(rows, width, 4096, *gated_format(group), gpu)
+                plan = choose_gated_w8a8_gemm(rows, width, 4096, *gated_format(group), gpu)
                 if plan is None:
                     continue
                 planned += 1
@@ -165,37 +165,37 @@ def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) 
 
 def test_gate_and_rounding_are_apart_for_one_row_many_rows_and_small_networks() -> None:
     bare = replace(H200, tiles=NO_TABLE)
-    assert choose_gated_bytes(64, 14336, 4096, *gated_format(128), bare) == ByteGemmPlan(64, 128, 1, 4, 8)
-    assert choose_gated_bytes(16, 14336, 4096, *gated_format(-1), bare) == ByteGemmPlan(16, 64, 1, 4, 4)
-    assert choose_gated_bytes(16, 14336, 4096, *gated_format(128), bare) == ByteGemmPlan(16, 128, 1, 4, 4)
+    assert choose_gated_w8a8_gemm(64, 14336, 4096, *gated_format(128), bare) == W8A8GemmPlan(64, 128, 1, 4, 8)
+    assert choose_gated_w8a8_gemm(16, 14336, 4096, *gated_format(-1), bare) == W8A8GemmPlan(16, 64, 1, 4, 4)
+    assert choose_gated_w8a8_gemm(16, 14336, 4096, *gated_format(128), bare) == W8A8GemmPlan(16, 128, 1, 4, 4)
     for rows, width, inputs, group in (
         (1, 14336, 4096, -1), (65, 14336, 4096, -1), (64, 3072, 1024, -1), (64, 14336, 4096 + 64, -1),
         (64, 14336, 4096, 64), (64, 8192, 2048, 128),
     ):  # fmt: skip
-        assert choose_gated_bytes(rows, width, inputs, *gated_format(group), bare) is None
+        assert choose_gated_w8a8_gemm(rows, width, inputs, *gated_format(group), bare) is None
 
 
 def test_a_measured_plan_of_a_gated_product_is_taken_for_the_groups_of_its_tiles() -> None:
-    plan = ByteGemmPlan(64, 64, 1, 6, 4)
+    plan = W8A8GemmPlan(64, 64, 1, 6, 4)
     measured = {
-        ByteProductKey("fp8", "tensor", 14336, 4096, 64, gated=True): plan,
-        ByteProductKey("int8", "output", 14336, 4096, 16, gated=True): None,
-        ByteProductKey("fp8", "output", 14336, 4096, 64): None,
+        W8A8GemmKey("fp8", "tensor", 14336, 4096, 64, gated=True): plan,
+        W8A8GemmKey("int8", "output", 14336, 4096, 16, gated=True): None,
+        W8A8GemmKey("fp8", "output", 14336, 4096, 64): None,
     }
     bare = replace(H200, tiles=NO_TABLE)
     gpu = replace(H200, tiles=TileTable(H200.name, byte_products=measured))
     for rows in (33, 64):
-        for group, expected in ((-1, plan), (0, plan), (64, plan), (128, ByteGemmPlan(64, 128, 1, 4, 8))):
-            assert choose_gated_bytes(rows, 14336, 4096, "fp8", "tensor", group, gpu) == expected
-    assert choose_gated_bytes(16, 14336, 4096, "int8", "output", 0, gpu) is None
-    assert choose_gated_bytes(65, 14336, 4096, "fp8", "tensor", -1, gpu) is None
-    others: list[tuple[int, int, ByteKind, Scaling]] = [
+        for group, expected in ((-1, plan), (0, plan), (64, plan), (128, W8A8GemmPlan(64, 128, 1, 4, 8))):
+            assert choose_gated_w8a8_gemm(rows, 14336, 4096, "fp8", "tensor", group, gpu) == expected
+    assert choose_gated_w8a8_gemm(16, 14336, 4096, "int8", "output", 0, gpu) is None
+    assert choose_gated_w8a8_gemm(65, 14336, 4096, "fp8", "tensor", -1, gpu) is None
+    others: list[tuple[int, int, EightBitKind, Scaling]] = [
         (32, 14336, "fp8", "tensor"), (17, 14336, "int8", "output"), (64, 12288, "fp8", "tensor"),
         (64, 14336, "fp8", "output"),
     ]  # fmt: skip
     for rows, width, kind, scaling in others:
-        by_rule = choose_gated_bytes(rows, width, 4096, kind, scaling, 0, bare)
-        assert choose_gated_bytes(rows, width, 4096, kind, scaling, 0, gpu) == by_rule is not None
+        by_rule = choose_gated_w8a8_gemm(rows, width, 4096, kind, scaling, 0, bare)
+        assert choose_gated_w8a8_gemm(rows, width, 4096, kind, scaling, 0, gpu) == by_rule is not None
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -204,7 +204,7 @@ def test_plans_of_nibbles_fit_the_gpu_and_the_groups(gpu: GpuTraits) -> None:
         for group in (inputs, 128, 32):
             for rows in (1, 2, 16, 17, 33, 64):
                 for gated in (False, True):
-                    choose = choose_nibbles_gated if gated else choose_nibbles
+                    choose = choose_int4_gated if gated else choose_int4
                     plan = choose(rows, outputs // (1 + gated), inputs, group, gpu)
                     if group > inputs or inputs % group:
                         continue
@@ -222,9 +222,9 @@ def test_plans_of_nibbles_fit_the_gpu_and_the_groups(gpu: GpuTraits) -> None:
 
 def test_groups_that_no_kernel_takes_have_no_plan() -> None:
     for inputs, group in ((4096, 16), (4072, 4072)):
-        assert choose_nibbles(1, 4096, inputs, group, H200) is None
-        assert choose_nibbles_gated(8, 4096, inputs, group, H200) is None
-        assert choose_nibbles_normed(4096, inputs, group, False, H200) is None
+        assert choose_int4(1, 4096, inputs, group, H200) is None
+        assert choose_int4_gated(8, 4096, inputs, group, H200) is None
+        assert choose_int4_normed(4096, inputs, group, False, H200) is None
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -232,11 +232,11 @@ def test_groups_that_no_kernel_takes_have_no_plan() -> None:
 def test_tiles_of_short_groups_have_half_the_rows_whatever_was_measured(group: int, gated: bool) -> None:
     for gpu in (H200, A100):
         plans = [
-            choose_nibbles_normed(14336, 4096, group, gated, gpu),
-            (choose_nibbles_gated if gated else choose_nibbles)(1, 4096, 4096, group, gpu),
+            choose_int4_normed(14336, 4096, group, gated, gpu),
+            (choose_int4_gated if gated else choose_int4)(1, 4096, 4096, group, gpu),
         ]
         assert [plan.rows for plan in plans if isinstance(plan, GemvPlan)] == [2 if gated else 4] * 2
-    assert choose_nibbles_normed(14336, 4096, 4096, gated, A100) == choose_nibbles_normed(14336, 4096, 128, gated, A100)
+    assert choose_int4_normed(14336, 4096, 4096, gated, A100) == choose_int4_normed(14336, 4096, 128, gated, A100)
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -247,15 +247,15 @@ def test_one_row_with_an_order_keeps_the_rules_plans_whatever_was_measured(group
     rows = 2 if group == 32 else 4
     for given in (gpu, replace(gpu, tiles=NO_TABLE)):
         for gated, plan in ((False, GemvPlan(2 * rows, 4096, 2)), (True, GemvPlan(rows, 4096, 10))):
-            assert choose_nibbles_normed(4096, 4096, group, gated, given, ordered=True) == plan
-            choose = choose_nibbles_gated if gated else choose_nibbles
+            assert choose_int4_normed(4096, 4096, group, gated, given, ordered=True) == plan
+            choose = choose_int4_gated if gated else choose_int4
             assert choose(1, 4096, 4096, group, given, ordered=True) == plan
             assert choose(16, 4096, 4096, group, given, ordered=True) == choose(16, 4096, 4096, group, given)
-    assert choose_nibbles_normed(4096, 4096, 128, True, gpu) == choose_nibbles(1, 4096, 4096, 128, gpu) == measured
+    assert choose_int4_normed(4096, 4096, 128, True, gpu) == choose_int4(1, 4096, 4096, 128, gpu) == measured
     # A product of more inputs than a program holds takes them in steps, whatever was measured.
     key = ProductKey("product", 4, 4096, 28672, 1)
     gpu = replace(H200, tiles=TileTable(H200.name, {key: GemvPlan(4, 32768, 4, 16)}))
-    assert choose_nibbles(1, 4096, 28672, group, gpu, ordered=True) == GemvPlan(2 * rows, 2048)
+    assert choose_int4(1, 4096, 28672, group, gpu, ordered=True) == GemvPlan(2 * rows, 2048)
 
 
 def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
@@ -265,9 +265,9 @@ def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
             usual: Operation = "gated" if gated else "product"
             found = [
                 (operation, 8, choose_normed(48, inputs, gated, A100, 8)),
-                (usual, 8, (choose_bytes_gated if gated else choose_bytes)(1, 48, inputs, A100)),
-                (operation, 4, choose_nibbles_normed(48, inputs, 32, gated, A100)),
-                (usual, 4, (choose_nibbles_gated if gated else choose_nibbles)(1, 48, inputs, 32, A100)),
+                (usual, 8, (choose_eight_bit_gated if gated else choose_eight_bit)(1, 48, inputs, A100)),
+                (operation, 4, choose_int4_normed(48, inputs, 32, gated, A100)),
+                (usual, 4, (choose_int4_gated if gated else choose_int4)(1, 48, inputs, 32, A100)),
             ]
             for kind, bits, plan in found:
                 if isinstance(plan, GemvPlan):
@@ -276,10 +276,10 @@ def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
 
 def test_one_row_of_four_bits_is_normalised_by_its_product_as_far_as_a_norm_reaches() -> None:
     for outputs, gated in ((8192, True), (14336, True), (14336, False)):
-        assert choose_nibbles_normed(outputs, 4096, 128, gated, H200) is not None
-        assert choose_nibbles_normed(outputs, 16384, 128, gated, H200) is None
-    assert isinstance(choose_nibbles_gated(1, 14336, 4096, 128, H200), GemvPlan)
-    assert isinstance(choose_nibbles_gated(1, 14336, 16384, 128, H200), SplitKPlan)
+        assert choose_int4_normed(outputs, 4096, 128, gated, H200) is not None
+        assert choose_int4_normed(outputs, 16384, 128, gated, H200) is None
+    assert isinstance(choose_int4_gated(1, 14336, 4096, 128, H200), GemvPlan)
+    assert isinstance(choose_int4_gated(1, 14336, 16384, 128, H200), SplitKPlan)
 
 
 @pytest.mark.parametrize("gpu", [A100, L4, H20, H200, B200, RTX_5090], ids=lambda gpu: gpu.name)
@@ -288,7 +288,7 @@ def test_parts_of_long_inputs_fill_a_gpu_whose_kernels_are_chained(gpu: GpuTrait
     gpu = replace(gpu, tiles=NO_TABLE)
     for outputs, inputs in (*SHAPES, (8192, 28672), (3584, 18944)):
         for rows in (16, 32, 64):
-            plan = choose_nibbles(rows, outputs, inputs, 128, gpu)
+            plan = choose_int4(rows, outputs, inputs, 128, gpu)
             assert isinstance(plan, SplitKPlan)
             tiles = outputs // plan.block_n
             # Weights and inputs of a step.
@@ -302,7 +302,7 @@ def test_parts_of_long_inputs_fill_a_gpu_whose_kernels_are_chained(gpu: GpuTrait
 def test_down_of_an_8b_is_divided_by_what_fits_side_by_side() -> None:
     """64 tiles: an H200 holds four programs on each of 132 multiprocessors, and two at 64 rows."""
     splits = {
-        gpu.name: [choose_nibbles(rows, 4096, 14336, 128, gpu).split for rows in (2, 16, 32, 33, 64)]  # type: ignore[union-attr]
+        gpu.name: [choose_int4(rows, 4096, 14336, 128, gpu).split for rows in (2, 16, 32, 33, 64)]  # type: ignore[union-attr]
         for gpu in (H200, L4, RTX_5090)
     }
     assert splits == {H200.name: [8, 8, 8, 4, 4], L4.name: [1] * 5, RTX_5090.name: [4] * 5}

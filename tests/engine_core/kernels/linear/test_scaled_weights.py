@@ -9,11 +9,11 @@ from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.linear.plans import workspace_size
+from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
-from tandem.engine_core.kernels.linear.word_gemv import word_gemv
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, rms_norm
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
-from tests.support.rounded_products import assert_product
+from tests.support.quantized_matmuls import assert_product
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
@@ -54,7 +54,7 @@ def test_gemv_equals_the_library(
 ) -> None:
     stored, scale, numbers = weights(kind, scales, outputs, inputs, device)
     x, bias = vectors(1, inputs, device), torch.ones(outputs, device=device)
-    y, stream = word_gemv(x, stored, scale, None, bias, plan)
+    y, stream = quantized_gemv(x, stored, scale, None, bias, plan)
     assert_product(y, x, numbers, bias)
     assert stream is x
 
@@ -64,11 +64,11 @@ def test_fused_norm_and_gate_equal_separate_operations(kind: str, scales: str, d
     stored, scale, numbers = weights(kind, scales, 256, 256, device)
     x, residual, norm_weight = vectors(1, 256, device), vectors(1, 256, device) + 1, vectors(1, 256, device)[0]
     plan = GemvPlan(8, 256, tiles=2)
-    y, stream = word_gemv(x, stored, scale, None, None, plan, Activation.SILU, False, norm_weight, EPS)
+    y, stream = quantized_gemv(x, stored, scale, None, None, plan, Activation.SILU, False, norm_weight, EPS)
     assert stream is x
     assert_product(y, rms_norm(x, norm_weight, EPS), numbers, activation=Activation.SILU)
     normed, total = add_rms_norm(x, residual, norm_weight, EPS)
-    y, stream = word_gemv(x, stored, scale, None, None, plan, None, False, norm_weight, EPS, residual)
+    y, stream = quantized_gemv(x, stored, scale, None, None, plan, None, False, norm_weight, EPS, residual)
     assert_product(y, normed, numbers)
     assert torch.equal(stream, total)
 
@@ -97,6 +97,6 @@ def test_every_float8_is_decoded_from_its_bits(device: str) -> None:
     finite = numbers[:, 0].isfinite()
     x = torch.zeros(1, 16, device=device)
     x[0, 3] = 1
-    y, _ = word_gemv(x, bits.to(device), torch.ones(256, device=device), None, None, GemvPlan(4, 16))
+    y, _ = quantized_gemv(x, bits.to(device), torch.ones(256, device=device), None, None, GemvPlan(4, 16))
     assert torch.equal(y[0].cpu()[finite], numbers[:, 3][finite])
     assert (~finite).sum() == 2, "only the two codes of NaN are none of the numbers"

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.kernels.linear import pieced_gemv
+from tandem.engine_core.kernels.linear import rmsnorm_gemv
 from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activation, norm_add_rms_norm, rms_norm
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.triton_linear import SplitKWorkspace, TritonLinear
@@ -24,8 +24,8 @@ def test_one_row_behind_its_norms_equals_separate_operations(
 ) -> None:
     """norms: 0 of the first update, 1 of the stream, 2 of the update and then of the stream."""
     in_pieces: list[int] = []
-    kernel = pieced_gemv.pieced_gemv
-    monkeypatch.setattr(pieced_gemv, "pieced_gemv", lambda *given: in_pieces.append(norms) or kernel(*given))
+    kernel = rmsnorm_gemv.rmsnorm_gemv
+    monkeypatch.setattr(rmsnorm_gemv, "rmsnorm_gemv", lambda *given: in_pieces.append(norms) or kernel(*given))
     torch.manual_seed(norms)
     x, residual = torch.randn(2, 1, INPUTS, device=device).unbind(0)
     update, stream = (RMSNorm(torch.rand(INPUTS, device=device) + 0.5, EPS, torch_kernels()) for _ in range(2))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.sampling.rank import MAX_VOCAB
+from tandem.engine_core.kernels.sampling.sort_key import MAX_VOCAB
 from tandem.engine_core.kernels.sampling.top_k import find_kth
 from tandem.engine_core.kernels.sampling.weights import ONE, load_row_best, log2_slope
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE

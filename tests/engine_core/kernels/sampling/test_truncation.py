@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS
-from tandem.engine_core.kernels.sampling.rank import EMPTY, STARVED
+from tandem.engine_core.kernels.sampling.sort_key import EMPTY, STARVED
 from tandem.engine_core.kernels.sampling.truncation import load_truncation, ranks_at_least
 from tests.support.sampling_case import MIN_P, TOP_K, TOP_P
 from tests.support.token_ranks import rank_of

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.sampling.rank import BROKEN, EMPTY, STARVED, best_of, load_logits, rank_value
+from tandem.engine_core.kernels.sampling.sort_key import BROKEN, EMPTY, STARVED, best_of, load_logits, rank_value
 from tandem.engine_core.kernels.sampling.weights import (
     ONE,
     UNIT,

@@ -12,11 +12,11 @@ from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choos
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import choose, choose_gated, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
-    choose_bytes,
-    choose_bytes_gated,
-    choose_nibbles,
-    choose_nibbles_gated,
-    choose_nibbles_normed,
+    choose_eight_bit,
+    choose_eight_bit_gated,
+    choose_int4,
+    choose_int4_gated,
+    choose_int4_normed,
 )
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
 from tandem.engine_core.kernels.tiles.table import BUCKETS, NO_TABLE, DecodeKey, Operation, ProductKey, TileTable
@@ -26,12 +26,12 @@ Chooser = Callable[[int, int, int, GpuTraits], Plan]
 CHOOSERS: dict[str, Chooser] = {
     "product": lambda rows, outputs, inputs, gpu: choose(rows, outputs, inputs, 2, gpu),
     "gated": lambda rows, outputs, inputs, gpu: choose_gated(rows, outputs, inputs, 2, gpu),
-    "product of bytes": choose_bytes,
-    "gated of bytes": choose_bytes_gated,
-    "product of nibbles": lambda rows, outputs, inputs, gpu: choose_nibbles(rows, outputs, inputs, 128, gpu),
-    "gated of nibbles": lambda rows, outputs, inputs, gpu: choose_nibbles_gated(rows, outputs, inputs, 128, gpu),
+    "product of bytes": choose_eight_bit,
+    "gated of bytes": choose_eight_bit_gated,
+    "product of int4": lambda rows, outputs, inputs, gpu: choose_int4(rows, outputs, inputs, 128, gpu),
+    "gated of int4": lambda rows, outputs, inputs, gpu: choose_int4_gated(rows, outputs, inputs, 128, gpu),
 }
-BITS = {"product": 16, "gated": 16, "bytes": 8, "nibbles": 4}
+BITS = {"product": 16, "gated": 16, "bytes": 8, "int4": 4}
 EXPECTED: dict[str, list[list[int] | None]] = json.loads((Path(__file__).parent / "h200_plans.json").read_text())
 """Plans of an H200 by the rules, for each of `BUCKETS`: the fields of a plan, or null for the library."""
 
@@ -88,7 +88,7 @@ def test_a_fused_norm_takes_a_plan_of_the_table(gated: bool) -> None:
 
         def chosen(outputs: int, gated: bool, bits: int = bits, gpu: GpuTraits = gpu) -> Plan:
             if bits == 4:
-                return choose_nibbles_normed(outputs, 2048, 128, gated, gpu)
+                return choose_int4_normed(outputs, 2048, 128, gated, gpu)
             return choose_normed(outputs, 2048, gated, gpu, bits)
 
         assert chosen(3072, gated) == plan
@@ -108,13 +108,13 @@ def test_measured_stages_are_cut_to_the_shared_memory() -> None:
 def test_scales_and_zero_points_of_a_stage_count_too() -> None:
     """Four stages of these took 167,680 bytes by Triton's assembler, of which an A100 has 166,912."""
     plan, key = SplitKPlan(128, 128, 2, 4), ProductKey("gated", 4, 14336, 4096, 64)
-    found = [choose_nibbles_gated(64, 14336, 4096, 128, with_table(gpu, key, plan)) for gpu in (A100, H200)]
+    found = [choose_int4_gated(64, 14336, 4096, 128, with_table(gpu, key, plan)) for gpu in (A100, H200)]
     assert [found_plan.stages for found_plan in found if isinstance(found_plan, SplitKPlan)] == [3, 4]
 
 
 def test_small_groups_of_nibbles_do_without_a_plan_of_large_blocks() -> None:
     gpu = with_table(H200, ProductKey("product", 4, 3072, 2048, 16), SplitKPlan(64, 128, 3))
-    large, small = (choose_nibbles(16, 3072, 2048, group, gpu) for group in (128, 32))
+    large, small = (choose_int4(16, 3072, 2048, group, gpu) for group in (128, 32))
     assert large == SplitKPlan(64, 128, 3)
     assert isinstance(small, SplitKPlan)
     assert small.block_k == 32

@@ -9,28 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine_core.kernels.tiles import table_file
-from tandem.engine_core.kernels.tiles.plan_types import ByteGemmPlan, DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile, W8A8GemmPlan
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
-    BYTE_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
-    ByteKind,
-    ByteProductKey,
+    W8A8_BUCKETS,
     DecodeKey,
+    EightBitKind,
     Operation,
     ProductKey,
     Scaling,
     TileTable,
+    W8A8GemmKey,
 )
 from tandem.engine_core.kernels.tiles.table_file import (
-    byte_product_problem,
     decode_problem,
     file_name,
     load_table,
     product_problem,
     read_table,
     table_text,
+    w8a8_gemm_problem,
     write_table,
 )
 from tests.fakes.gpus import H200, SUPPORTED
@@ -64,23 +64,23 @@ DECODE = st.dictionaries(
         st.booleans(),
     ),
 )
-KINDS: list[ByteKind] = ["fp8", "int8"]
+KINDS: list[EightBitKind] = ["fp8", "int8"]
 SCALINGS: list[Scaling] = ["tensor", "output", "block"]
 BYTE_PRODUCTS = st.dictionaries(
     st.builds(
-        ByteProductKey,
+        W8A8GemmKey,
         st.sampled_from(KINDS),
         st.sampled_from(SCALINGS),
         st.integers(1, 200000),
         st.sampled_from([2048, 4096]),
-        st.sampled_from(BYTE_BUCKETS),
+        st.sampled_from(W8A8_BUCKETS),
         st.booleans(),
     ),
     st.one_of(
         st.none(),
-        st.builds(ByteGemmPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), WARPS, st.just(128), WARPS),
+        st.builds(W8A8GemmPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), WARPS, st.just(128), WARPS),
     ),
-).map(lambda found: {key: plan for key, plan in found.items() if not byte_product_problem(key, plan)})
+).map(lambda found: {key: plan for key, plan in found.items() if not w8a8_gemm_problem(key, plan)})
 
 
 @settings(max_examples=40)
@@ -89,7 +89,7 @@ def test_a_written_table_is_read_back(
     tmp_path_factory: pytest.TempPathFactory,
     products: dict[ProductKey, Plan],
     decode: dict[DecodeKey, DecodePlan],
-    byte_products: dict[ByteProductKey, ByteGemmPlan | None],
+    byte_products: dict[W8A8GemmKey, W8A8GemmPlan | None],
 ) -> None:
     path = tmp_path_factory.mktemp("tables") / "a.json"
     write_table(path, TileTable("NVIDIA Test", products, decode, byte_products), {"torch": "2.11"})
@@ -113,7 +113,7 @@ def test_only_plans_that_load_early_write_it() -> None:
 
 def test_only_gated_products_of_bytes_write_it() -> None:
     """So files written before there were such entries stay valid."""
-    key = ByteProductKey("fp8", "block", 14336, 4096, 64)
+    key = W8A8GemmKey("fp8", "block", 14336, 4096, 64)
     plain, gated = (
         json.loads(table_text(TileTable("a", byte_products={one: None}), {}))["byte_products"][0]
         for one in (key, key._replace(gated=True))

@@ -1,0 +1,233 @@
+"""Product y = x W^T for one row, held in pieces, behind its norm.
+
+It is for rows that fill a power of two badly. `gemv` holds a row as one block of such a size: of 4096 elements for 2560
+inputs, so that more than a third of its registers and instructions are for nothing, and fewer programs fit a
+multiprocessor. Here every thread loads 16 bytes of each piece. Norm weights are loaded behind the wait for x, since
+registers that hold them earlier cost a program, too. All else is as in `gemv`, for 16-bit weights. Oracles: those of
+`norm`, `torch.nn.functional.linear` and `reference.layer.gated_activation`.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+# ruff: noqa: N803, N806, RUF005
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gated, input_mode, norm_gemv, with_bias
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
+
+
+@triton.jit
+def _pieces(row_ptr, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the pieces of one row."""
+    found = ()
+    for piece in tl.static_range(PIECES):
+        at = offs + piece * BLOCK_K
+        if (piece + 1) * BLOCK_K <= K:
+            found = found + (tl.load(row_ptr + at),)
+        else:
+            found = found + (tl.load(row_ptr + at, mask=at < K, other=0.0),)
+    return found
+
+
+@triton.jit
+def _wide(pieces, PIECES: tl.constexpr):
+    found = ()
+    for piece in tl.static_range(PIECES):
+        found = found + (pieces[piece].to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _normalised(pieces, weights, eps, K: tl.constexpr, PIECES: tl.constexpr, dtype: tl.constexpr):
+    """Return the norm of a row in float32.
+
+    Rounds as `norm.normalised` does. pieces: float32, 0 past K.
+    """
+    squares = pieces[0] * pieces[0]
+    for piece in tl.static_range(1, PIECES):
+        squares += pieces[piece] * pieces[piece]
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    found = ()
+    for piece in tl.static_range(PIECES):
+        weight = weights[piece]
+        quotient = (pieces[piece] * inverse).to(weight.dtype).to(tl.float32)
+        found = found + ((quotient * weight.to(tl.float32)).to(dtype).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _products(rows, vector, PIECES: tl.constexpr):
+    """Sum the products of weight rows and a vector, [ROWS] float32."""
+    sums = rows[0].to(tl.float32) * vector[0][None, :]
+    for piece in tl.static_range(1, PIECES):
+        sums += rows[piece].to(tl.float32) * vector[piece][None, :]
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def rmsnorm_gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    x_weight_ptr,
+    norm_weight_ptr,
+    residual_ptr,
+    y_ptr,
+    total_ptr,
+    eps,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Normalise one row and multiply it by a transposed weight.
+
+    The arguments are those of `gemv_kernel`.
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    GATED: tl.constexpr = ACTIVATION > 0
+    first = tl.program_id(0) * (ROWS * TILES)
+    last = N - 1 - first
+    rows = tl.arange(0, ROWS)
+    offs = tl.arange(0, BLOCK_K)
+    base_ptr = weight_ptr + first.to(tl.int64) * K
+    upper_ptr = base_ptr + N.to(tl.int64) * K
+    # Rows past the end repeat the last one and are not stored.
+    places = tl.minimum(rows, last)[:, None] * K + offs[None, :]
+    tile = _pieces_of_rows(base_ptr, places, offs, K, PIECES, BLOCK_K)
+    if GATED:
+        upper_tile = _pieces_of_rows(upper_ptr, places, offs, K, PIECES, BLOCK_K)
+    wait_for_previous(PDL)
+    vector = _wide(_pieces(x_ptr, offs, K, PIECES, BLOCK_K), PIECES)
+    if MODE == 3:
+        vector = _normalised(vector, _pieces(x_weight_ptr, offs, K, PIECES, BLOCK_K), eps, K, PIECES, dtype)
+    if MODE >= 2:
+        residual = _pieces(residual_ptr, offs, K, PIECES, BLOCK_K)
+        stream = ()
+        for piece in tl.static_range(PIECES):
+            total = (vector[piece] + residual[piece].to(tl.float32)).to(dtype)
+            if tl.program_id(0) == 0:
+                at = piece * BLOCK_K + offs
+                tl.store(total_ptr + at, total, mask=at < K)
+            stream = stream + (total.to(tl.float32),)
+        vector = stream
+    vector = _normalised(vector, _pieces(norm_weight_ptr, offs, K, PIECES, BLOCK_K), eps, K, PIECES, dtype)
+    for t in tl.static_range(TILES):
+        offs_n = first + t * ROWS + rows
+        mask_n = offs_n < N
+        now = tile
+        if GATED:
+            also = upper_tile
+        if t + 1 < TILES:
+            places = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs[None, :]
+            tile = _pieces_of_rows(base_ptr, places, offs, K, PIECES, BLOCK_K)
+            if GATED:
+                upper_tile = _pieces_of_rows(upper_ptr, places, offs, K, PIECES, BLOCK_K)
+        result = with_bias(_products(now, vector, PIECES), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+        if GATED:
+            up = with_bias(_products(also, vector, PIECES), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+            result = gated(result, up, ACTIVATION)
+        tl.store(y_ptr + offs_n, result, mask=mask_n)
+
+
+@triton.jit
+def _pieces_of_rows(base_ptr, places, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the pieces of weight rows.
+
+    places: of the first piece, [ROWS, BLOCK_K].
+    """
+    found = ()
+    for piece in tl.static_range(PIECES):
+        if (piece + 1) * BLOCK_K <= K:
+            found = found + (tl.load(base_ptr + places + piece * BLOCK_K),)
+        else:
+            inside = (piece * BLOCK_K + offs < K)[None, :]
+            found = found + (tl.load(base_ptr + places + piece * BLOCK_K, mask=inside, other=0.0),)
+    return found
+
+
+def rmsnorm_gemv(
+    x: Tensor,
+    residual: Tensor | None,
+    x_weight: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemvPlan,
+    activation: Activation | None = None,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream, and multiply the norm of the sum by a weight.
+
+    Returns the product, [1, N], and the sum, [1, K].
+
+    x, residual: [1, K]; without a residual the sum is x itself. x_weight: x is first normalised with these factors,
+    [K]; norm_weight: [K]; both in x's dtype or float32. weight: [N, K], with an activation [2 N, K], the gate's rows
+    first; bias: [N] or [2 N]. plan.block_k: elements of a piece. With `pdl` the kernel right before may write x and the
+    residual.
+    """
+    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    rows, inputs = x.shape
+    assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
+    assert residual is None or residual.is_contiguous()
+    assert x_weight is None or residual is not None, "x is normalised only before it is added"
+    y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
+    total = x if residual is None else torch.empty_like(x)
+    rmsnorm_gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if x_weight is None else x_weight,
+        norm_weight,
+        x if residual is None else residual,
+        y,
+        total,
+        eps,
+        outputs,
+        K=inputs,
+        ROWS=plan.rows,
+        BLOCK_K=plan.block_k,
+        PIECES=triton.cdiv(inputs, plan.block_k),
+        TILES=plan.tiles,
+        HAS_BIAS=bias is not None,
+        MODE=input_mode(norm_weight, residual, x_weight),
+        ACTIVATION=0 if activation is None else activation.value,
+        PDL=pdl,
+        num_warps=plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y, total
+
+
+def normed_product(
+    x: Tensor,
+    residual: Tensor | None,
+    x_weight: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemvPlan,
+    activation: Activation | None = None,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return what `rmsnorm_gemv` does, by the kernel that a plan is for.
+
+    That is the one of `gemv` if the plan's block holds a whole row.
+    """
+    if plan.block_k < weight.shape[1]:
+        return rmsnorm_gemv(x, residual, x_weight, norm_weight, eps, weight, bias, plan, activation, pdl)
+    if residual is None:
+        return norm_gemv(x, norm_weight, eps, weight, bias, plan, activation, pdl), x
+    return add_norm_gemv(x, residual, norm_weight, eps, weight, bias, plan, activation, pdl, x_weight)

@@ -1,0 +1,214 @@
+"""Linear weights of one byte, FP8 and INT8.
+
+They have a scale for each tensor, output or block.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
+from tandem.engine_core.kernels.quantized_activation import FP8_MAX, ActivationFormat
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.quantized.finite_numbers import finite
+from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
+from tandem.engine_core.layers.torch_linear import empty_bias
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.quantization.fields import unsupported
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
+
+_DTYPES = {"fp8": ("F8_E4M3", torch.float8_e4m3fn), "int8": ("I8", torch.int8)}
+_ROWS = 4096
+"""Outputs that are made into numbers at a time, to hold few of them in float32."""
+
+
+class EightBitLinear(QuantizedLinear):
+    """Weights of one byte, and scales in float32.
+
+    A scale of a whole tensor is kept for each output, so that parts of a fused projection may have different ones.
+    """
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, scheme: EightBitScheme, bias: Tensor | None, kernels: KernelSet
+    ) -> None:
+        """Keep the weights of a map.
+
+        values: [outputs, inputs], float8_e4m3fn or int8; scales: float32, [outputs], or of a scheme with blocks
+        [outputs / 16, inputs / 128], rounded up: those of the checkpoint repeated for each 16 outputs, so that parts of
+        a fused projection need not end where blocks do; bias: [outputs].
+        """
+        super().__init__(bias, kernels)
+        self.values = values
+        self.scales = scales
+        self.scheme = scheme
+        self.input_scale = torch.ones(1, device=values.device) if scheme.has_input_scale else None
+        """Scale of the inputs that the checkpoint holds, [1] float32; of a fused projection, its parts' largest."""
+
+    def activation_format(self) -> ActivationFormat | None:
+        """Return the format of rounded inputs, None if they always keep their dtype.
+
+        A GPU rounds them where it multiplies bytes.
+        """
+        outputs, inputs = self.values.shape
+        if not uses_w8a8(outputs, inputs, self.scheme):
+            return None
+        if self.scheme.block is not None:
+            return ActivationFormat(self.values.dtype, SCALE_COLUMNS)
+        return ActivationFormat(self.values.dtype, scale=self.input_scale)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Implement `QuantizedLinear.dequantized`."""
+        outputs, inputs = self.values.shape
+        weight = torch.empty(outputs, inputs, device=self.values.device, dtype=dtype)
+        for start in range(0, outputs, _ROWS):
+            rows = self.values[start : start + _ROWS].float()
+            weight[start : start + _ROWS] = rows * self._scales(start, rows.shape[0])
+        return weight
+
+    def _scales(self, start: int, count: int) -> Tensor:
+        """Return the scales of consecutive outputs, [count, 1 or inputs].
+
+        start: the first, a multiple of a block.
+        """
+        if self.scheme.block is None:
+            return self.scales[start : start + count, None]
+        blocks = self.scales[start // SCALE_ROWS : ceil_div(start + count, SCALE_ROWS)]
+        spread = blocks.repeat_interleave(SCALE_ROWS, 0)[:count].repeat_interleave(SCALE_COLUMNS, 1)
+        return spread[:, : self.values.shape[1]]
+
+    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """Implement `UnfusedLinear.weight_slots`: `weight` and its scales.
+
+        Raises ConfigError if a part of a fused projection ends within 16 outputs that share a scale.
+        """
+        if self.scheme.from_floats:
+            return self._float_slots(prefix, name, parts)
+        stored, _ = _DTYPES[self.scheme.kind]
+        slots = []
+        for place, start, length in places(prefix, name, parts, self.values.shape[0]):
+            slots.append(WeightSlot(f"{place}.weight", self.values, 0, start, length, dtypes=(stored,)))
+            slots.append(self._scale_slot(f"{place}.{self.scheme.scale_name}", start, length))
+        return slots if self.input_scale is None else slots + self._input_slots(prefix, name, parts)
+
+    def _input_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """List the slots of the scales of inputs, `input_scale`."""
+        count = len(parts or {}) or 1
+        found = torch.ones(count, device=self.values.device)
+        keep = partial(self._keep_input_scale, found, f"{prefix}{name}")
+        slots = []
+        for index, (place, _, length) in enumerate(places(prefix, name, parts, self.values.shape[0])):
+            first, length = (0, count) if index == len(parts or {}) else (index, 1)
+            slots.append(
+                WeightSlot(
+                    f"{place}.input_scale", found, 0, first, length, shapes=((), (1,), (1, 1)), on_filled=keep,
+                    transform=partial(_spread, length=length),
+                )
+            )  # fmt: skip
+        return slots
+
+    def _keep_input_scale(self, found: Tensor, name: str) -> None:
+        """Take the largest scale of a projection's parts, which saw the same inputs.
+
+        Raises ConfigError if one is not a positive number.
+        """
+        if not bool((found.isfinite() & (found > 0)).all()):
+            wrong = ", ".join(f"{scale:g}" for scale in found.tolist())
+            raise ConfigError(f"{name}: its input_scale is {wrong}; it must be a positive number in each part")
+        assert self.input_scale is not None
+        self.input_scale.copy_(found.max())
+
+    def _float_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """List the slots of weights that are quantized while they are loaded.
+
+        Each tensor is read twice, once for its scales.
+        """
+        slots = []
+        for place, start, length in places(prefix, name, parts, self.values.shape[0]):
+            shapes = ((length, self.values.shape[1]),)
+            for parameter, transform in (
+                (self.values, rounded),
+                (self.scales, finite(f"{place}.weight", row_scales, "weights")),
+            ):
+                slots.append(
+                    WeightSlot(f"{place}.weight", parameter, 0, start, length, transform=transform, shapes=shapes)
+                )
+        return slots
+
+    def _scale_slot(self, name: str, start: int, length: int) -> WeightSlot:
+        if self.scheme.block is not None:
+            return self._block_slot(name, start, length, self.scheme.block[0])
+
+        # Files differ in the dimensions of a single number, and compressed-tensors stores a column.
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((length, 1), (length,))
+        spread = finite(name, partial(_spread, length=length))
+        return WeightSlot(name, self.scales, 0, start, length, transform=spread, shapes=shapes)
+
+    def _block_slot(self, name: str, start: int, length: int, high: int) -> WeightSlot:
+        """Return the slot of the scales of blocks.
+
+        high: outputs of a block in the checkpoint.
+        """
+        if start % SCALE_ROWS:
+            raise unsupported(
+                f"{name}: the projection before it in a fused one ends at output {start}, which is not a multiple of "
+                f"{SCALE_ROWS}"
+            )
+        rows = ceil_div(length, SCALE_ROWS)
+        return WeightSlot(
+            name, self.scales, 0, start // SCALE_ROWS, rows, shapes=((ceil_div(length, high), self.scales.shape[1]),),
+            transform=finite(name, lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows]),
+        )  # fmt: skip
+
+
+def _spread(scale: Tensor, length: int) -> Tensor:
+    return scale.reshape(-1).expand(length)
+
+
+def uses_w8a8(outputs: int, inputs: int, scheme: EightBitScheme) -> bool:
+    """Return whether a map takes inputs of one byte where a GPU multiplies them."""
+    for_library = scheme.kind == "fp8" and scheme.block is None and outputs % 16 == inputs % 16 == 0
+    return scheme.activations is not Activations.UNQUANTIZED and (inputs % SCALE_COLUMNS == 0 or for_library)
+
+
+def row_scales(weight: Tensor) -> Tensor:
+    """Return the scales that bring the largest number of each row to FP8_MAX.
+
+    They are [outputs] float32, 1 for a row of zeros. weight: [outputs, inputs].
+    """
+    scales = weight.abs().amax(1).float() / FP8_MAX
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return weights divided by the scales of their rows.
+
+    They are [outputs, inputs], float8_e4m3fn.
+    """
+    return (weight.float() / row_scales(weight)[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+class EightBitMethod:
+    """Linear method of weights of one byte, for any device."""
+
+    def __init__(self, scheme: EightBitScheme) -> None:
+        self.scheme = scheme
+
+    def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
+        """Implement `LinearMethod.build`."""
+        values, scales = empty_eight_bit(outputs, inputs, self.scheme, context.device)
+        return EightBitLinear(values, scales, self.scheme, empty_bias(outputs, bias, context), context.kernels)
+
+
+def empty_eight_bit(outputs: int, inputs: int, scheme: EightBitScheme, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate the values and scales of a map; see `EightBitLinear`."""
+    _, dtype = _DTYPES[scheme.kind]
+    values = torch.empty(outputs, inputs, device=device, dtype=dtype)
+    if scheme.block is None:
+        return values, torch.empty(outputs, device=device)
+    return values, torch.empty(ceil_div(outputs, SCALE_ROWS), ceil_div(inputs, SCALE_COLUMNS), device=device)

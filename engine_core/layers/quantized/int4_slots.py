@@ -1,0 +1,77 @@
+"""Slots of four-bit tensors.
+
+They turn the layouts of several tools into that of `Int4Linear`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from tandem.engine_core.layers.quantized.finite_numbers import finite
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.quantization.int4 import PER_WORD, pack, unpack, unpack_awq
+from tandem.engine_core.quantization.scheme import Int4Scheme
+
+Transform = Callable[[Tensor], Tensor]
+
+
+def int4_slots(
+    place: str, start: int, length: int, words: Tensor, scales: Tensor, zeros: Tensor, scheme: Int4Scheme
+) -> list[WeightSlot]:
+    """List the slots of a projection's levels, scales and zero points.
+
+    place: name of the projection; start, length: its outputs; words, scales, zeros: those of `Int4Linear`.
+    """
+    inputs, groups = words.shape[1] * PER_WORD, scales.shape[1]
+    narrow = length // PER_WORD
+
+    def integers(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
+        return replace(numbers(name, parameter, shape, transform), dtypes=("I32",))
+
+    def numbers(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
+        return WeightSlot(f"{place}.{name}", parameter, 0, start, length, transform=transform, shapes=(shape,))
+
+    if scheme.packing == "gptq":
+        return [
+            integers("qweight", words, (inputs // PER_WORD, length), Tensor.t),
+            numbers("scales", scales, (groups, length), finite(f"{place}.scales", Tensor.t)),
+            integers("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme.zero_offset)),
+        ]
+    if scheme.packing == "awq":
+        return [
+            integers("qweight", words, (inputs, narrow), _awq_words),
+            numbers("scales", scales, (groups, length), finite(f"{place}.scales", Tensor.t)),
+            integers("qzeros", zeros, (groups, narrow), _awq_zeros),
+        ]
+    found = [
+        integers("weight_packed", words, (length, inputs // PER_WORD), None),
+        numbers("weight_scale", scales, (length, groups), finite(f"{place}.weight_scale", lambda stored: stored)),
+    ]
+    return found if scheme.symmetric else [*found, integers("weight_zero_point", zeros, (narrow, groups), _zeros)]
+
+
+def _awq_words(stored: Tensor) -> Tensor:
+    """Return words along the inputs, [outputs, inputs / 8].
+
+    stored: words along the outputs, [inputs, outputs / 8].
+    """
+    return pack(unpack_awq(stored).t())
+
+
+def _awq_zeros(stored: Tensor) -> Tensor:
+    return unpack_awq(stored).t()
+
+
+def _zeros(stored: Tensor) -> Tensor:
+    """Return zero points, [outputs, groups]. stored: [outputs / 8, groups]."""
+    return unpack(stored.t()).t()
+
+
+def _gptq_zeros(offset: int) -> Transform:
+    """Return the function from stored zero points to the true ones.
+
+    They are [groups, outputs / 8], and [outputs, groups]. GPTQ's first format stores one less, modulo 16, so a zero
+    point of 0 is stored as 15.
+    """
+    return lambda stored: ((unpack(stored) + offset) & 15).t()

@@ -1,0 +1,41 @@
+"""Four-bit integers, eight in an int32.
+
+The layouts are those of GPTQ, AWQ and compressed-tensors.
+Here and in compressed-tensors element 8 i + j of a dimension is bits 4 j to 4 j + 3 of word i. GPTQ does the same along
+the inputs, AWQ along the outputs in an order of its own.
+"""
+
+import torch
+from torch import Tensor
+
+PER_WORD = 8
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Element of eight that AutoAWQ stores in each nibble of a word, from the lowest."""
+
+
+def unpack(words: Tensor) -> Tensor:
+    """Return the levels along the last dimension, [..., 8 W] uint8.
+
+    words: [..., W] int32.
+    """
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+
+
+def pack(levels: Tensor) -> Tensor:
+    """Return words of levels along the last dimension, [..., W] int32.
+
+    levels: [..., 8 W] uint8, each at most 15.
+    """
+    low, high = levels[..., 0::2], levels[..., 1::2]
+    return (low | (high << 4)).contiguous().view(torch.int32)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """Return the elements of words in AutoAWQ's order, [..., 8 W] uint8.
+
+    words: [..., W] int32.
+    """
+    levels = unpack(words).view(*words.shape, PER_WORD)
+    place = torch.tensor(AWQ_ORDER, device=words.device).argsort()
+    return levels[..., place].flatten(-2)

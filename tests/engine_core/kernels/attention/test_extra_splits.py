@@ -1,0 +1,82 @@
+"""Spare programs of decode attention: who gets them, and that they change no result."""
+
+import pytest
+import torch
+
+from tandem.engine_core.kernels.attention import extra_splits
+from tandem.engine_core.kernels.attention.decode_plans import choose_splits
+from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_spares, reach_without_spares
+from tandem.engine_core.kernels.attention.paged_decode import paged_decode
+from tandem.engine_core.kernels.reference import attention as reference
+from tests.engine_core.kernels.attention.test_paged_decode import SMALL, inputs
+
+BALANCE = 32
+"""Positions of one program in these tests."""
+
+
+@pytest.fixture(autouse=True)
+def short_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extra_splits, "BALANCE", BALANCE)
+
+
+def shared(lengths: list[int], splits: int, count: int, device: str) -> tuple[list[int], list[int]]:
+    """Return the number of spare programs of each row, and the row of each spare program."""
+    positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+    spares = assign_extra_splits(positions, splits, count)
+    assert spares is not None and spares.count == count
+    first, more, served = spares.plan.split([len(lengths), len(lengths), count])
+    for row, (begin, number) in enumerate(zip(first.tolist(), more.tolist(), strict=True)):
+        assert served[begin : begin + number].tolist() == [row] * number
+    return more.tolist(), served.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "splits", "count", "more"),
+    [
+        ([1, 32, 5], 1, 4, [0, 0, 0]),
+        ([33, 1, 64, 65], 1, 4, [1, 0, 1, 2]),
+        ([33, 1, 64, 65], 2, 4, [0, 0, 0, 1]),
+        ([160, 1], 1, 4, [4, 0]),
+        ([161, 1], 1, 4, [2, 0]),  # 64 positions each, since five further programs are too many.
+        ([1000, 64, 1000], 1, 4, [1, 0, 1]),
+        ([1000] * 5, 1, 4, [0] * 5),
+    ],
+)
+def test_long_rows_get_the_spare_programs_and_none_too_many(
+    lengths: list[int], splits: int, count: int, more: list[int], device: str
+) -> None:
+    found, served = shared(lengths, splits, count, device)
+    assert found == more
+    assert served == [row for row, number in enumerate(more) for _ in range(number)] + [-1] * (count - sum(more))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_rows_within_the_reach_get_none(splits: int, device: str) -> None:
+    reach = reach_without_spares(splits)
+    assert shared([1, reach, reach + 1], splits, 6, device)[0] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("lengths", [[1, 20, 32], [200, 1, 33], [70, 90, 64, 100]])
+def test_spare_programs_change_no_result(lengths: list[int], splits: int, window: int | None, device: str) -> None:
+    given = inputs(lengths, 4, 2, 32, 8, device)
+    spares = assign_extra_splits(given.positions, splits, 6)
+    expected = reference.paged_decode(*given, 0.2, window)
+    for _ in range(2):  # The second launch finds its counters at zero.
+        found = paged_decode(*given, 0.2, splits, window=window, tile=SMALL, least=16, spares=spares)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_the_longest_possible_row_asks_for_spare_programs_but_not_for_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a step's usual rows are the same whatever `--max-len` is."""
+    monkeypatch.undo()
+    for rows in (16, 64, 256, 1024):
+        splits = choose_splits(rows, 8, 132, 131_072)
+        assert splits == choose_splits(rows, 8, 132, 4096)
+        assert choose_spares(rows, 8, 132, 4096, splits) == 0
+        spares = choose_spares(rows, 8, 132, 131_072, splits)
+        assert spares % splits == 0 and 132 <= 8 * spares < 132 + 8 * splits
+    assert choose_spares(1, 8, 132, 131_072, choose_splits(1, 8, 132, 131_072)) == 0
+    assert choose_spares(0, 8, 132, 131_072, 1) == 0
+    assert assign_extra_splits(torch.zeros(1, dtype=torch.int32), 1, 0) is None

@@ -1,0 +1,23 @@
+"""Nibbles in the order of the GPU's kernels."""
+
+import pytest
+import torch
+
+from tandem.engine_core.kernels.linear.int4_layout import arranged, restored, run_of
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group", "run"), [(256, 128, 4), (256, 32, 4), (160, 32, 1), (96, 96, 1), (256, 16, 0), (40, 40, 0)]
+)
+def test_each_nibble_is_where_a_thread_takes_it(inputs: int, group: int, run: int) -> None:
+    levels = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
+    found = arranged(levels, group)
+    assert run_of(inputs, group) == run
+    for place in range(inputs if run else 0):
+        word, (e, d, c) = place // 8, (place >> 2 & 1, place >> 1 & 1, place & 1)
+        block, (t, j) = word // (4 * run), divmod(word % (4 * run), run)
+        source = block * 32 * run + 32 * j + 16 * d + 8 * c + 2 * t + e
+        assert torch.equal(found[:, place], levels[:, source])
+    if not run:
+        assert torch.equal(found, levels)
+    assert torch.equal(restored(found, group), levels)
