@@ -6,7 +6,9 @@ on follow from the declaration.
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,7 +31,33 @@ ANY_NAME = "*"
 """Name of a model that stands for every name."""
 
 MAX_INT32 = 2**31 - 1
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SUFFIXES = {
+    "": 1,
+    **{"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12},
+    **{"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40},
+}
+"""Suffixes of numbers, as vLLM has them: small letters are decimal, capital ones binary."""
+_SIZES = {**_SUFFIXES, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_NUMBER = re.compile(r"\s*(-?\d[\d_]{0,24}(?:\.\d{1,24})?)([A-Za-z]*)\s*")
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of tokens or the like, such as 4096, 32k (32,000) or 32K (32,768)."""
+    count = _scaled(text, _SUFFIXES)
+    if count is None or count != int(count):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number; write one like 4096, 32k (32,000) or 32K (32,768)"
+        )
+    return int(count)
+
+
+def _scaled(text: str, units: Mapping[str, int]) -> Decimal | None:
+    """Return a number times the unit that follows it; None for another text."""
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in units:
+        return None
+    return Decimal(match[1].replace("_", "")) * units[match[2]]
 
 
 def _page_size(text: str) -> PageSize:
@@ -37,7 +65,12 @@ def _page_size(text: str) -> PageSize:
 
 
 def _prefill_chunk(text: str) -> PrefillChunk:
-    return "off" if text == "off" else _integer(text, "a number of positions, or off")
+    if text == "off":
+        return "off"
+    try:
+        return parse_count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(str(error).replace("is not a", "is neither off nor a")) from None
 
 
 def _integer(text: str, allowed: str) -> int:
@@ -48,12 +81,16 @@ def _integer(text: str, allowed: str) -> int:
 
 
 def _byte_count(text: str) -> int:
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    try:
-        return round(float(text.removesuffix(unit)) * _UNITS[unit]) if unit else int(text)
-    except (ValueError, OverflowError):
-        message = f"{text!r} is not a number of bytes; write one like 1000000, 512MiB or 4GiB"
-        raise argparse.ArgumentTypeError(message) from None
+    size = _scaled(text, _SIZES)
+    if size is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes; write one like 1000000, 512MiB, 4GiB or 4G"
+        )
+    return round(size)
+
+
+def _dtype(text: str) -> str:
+    return _DTYPE_ALIASES.get(text, text)
 
 
 class EngineFlag(Struct, frozen=True):
@@ -105,7 +142,10 @@ class EngineOptions(Struct, frozen=True):
     dtype: Annotated[
         Dtype,
         EngineFlag(
-            "data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda", is_everyday=True
+            "data type of weights and KV; auto is float32 on a CPU and the checkpoint's own on cuda; bf16, fp16 and "
+            "half are short for two of them",
+            _dtype,
+            is_everyday=True,
         ),
     ] = "auto"
     pipeline: Annotated[
@@ -126,7 +166,9 @@ class EngineOptions(Struct, frozen=True):
     max_len: Annotated[
         int | None,
         EngineFlag(
-            "maximum number of positions of one sequence, prompt and output (default: what the model allows)",
+            "maximum number of positions of one sequence, prompt and output, such as 4096, 32k (32,000) or 32K "
+            "(32,768) (default: what the model allows)",
+            parse_count,
             bounds=(2, math.inf),
             is_everyday=True,
         ),
@@ -136,6 +178,7 @@ class EngineOptions(Struct, frozen=True):
         EngineFlag(
             "maximum number of positions computed in one step (default: 8192 on cuda, 128 on cpu, or what "
             "--prefill-chunk needs)",
+            parse_count,
             bounds=(1, 2**20),
         ),
     ] = None
@@ -203,12 +246,16 @@ class EngineOptions(Struct, frozen=True):
     ] = None
     kv_tokens: Annotated[
         int | None,
-        EngineFlag("number of positions in the KV pool (default: as many as the memory allows)", bounds=(1, math.inf)),
+        EngineFlag(
+            "number of positions in the KV pool (default: as many as the memory allows)",
+            parse_count,
+            bounds=(1, math.inf),
+        ),
     ] = None
     kv_memory: Annotated[
         int | None,
         EngineFlag(
-            "memory of the KV pool, in bytes or like 4GiB or 512MiB, instead of --kv-tokens",
+            "memory of the KV pool, in bytes or like 4GiB, 4G or 512MiB, instead of --kv-tokens",
             _byte_count,
             bounds=(1, math.inf),
             metavar="SIZE",
@@ -259,6 +306,7 @@ class EngineOptions(Struct, frozen=True):
         EngineFlag(
             "maximum number of prompt tokens that wait for their first output, of all frontends together; further "
             "requests get a 429",
+            parse_count,
             bounds=(1, MAX_INT32),
         ),
     ] = 2**20

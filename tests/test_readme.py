@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.flag_tables import (
+    ALIAS_TABLE,
     FOREIGN_TABLE,
     MIGRATION,
     PAGES,
     commands,
     groups,
     render,
+    render_aliases,
     render_foreign,
     written,
 )
@@ -118,10 +120,11 @@ def test_tables_of_flags_are_the_parsers() -> None:
 
 def test_tables_of_foreign_flags_are_what_the_commands_answer() -> None:
     text = MIGRATION.read_text()
-    tables = FOREIGN_TABLE.findall(text)
-    assert [command for command, _ in tables] == ["serve", "bench"]
-    for command, table in tables:
-        assert table == render_foreign(command)
-        same = set(re.findall(r"`(--[a-z-]+)`", FOREIGN_TABLE.sub("", text)))
-        known = {flag for name in ("serve", "bench") for flag in commands()[name]._option_string_actions}
-        assert same <= known
+    for pattern, rendered in ((FOREIGN_TABLE, render_foreign), (ALIAS_TABLE, render_aliases)):
+        tables = pattern.findall(text)
+        assert [command for command, _ in tables] == ["serve", "bench"]
+        for command, table in tables:
+            assert table == rendered(command)
+    same = set(re.findall(r"`(--[a-z-]+)`", FOREIGN_TABLE.sub("", text)))
+    known = {flag for name in ("serve", "bench") for flag in commands()[name]._option_string_actions}
+    assert same <= known

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from tandem.frontend.cli.bench.flags import BENCH_FLAGS, FOREIGN_BENCH_FLAGS, add_bench_arguments
+from tandem.frontend.cli.bench.flags import BENCH_ALIASES, BENCH_FLAGS, FOREIGN_BENCH_FLAGS, add_bench_arguments
 from tandem.frontend.cli.ending import INTERRUPTED, write_out
 from tandem.frontend.cli.flags import (
     API_KEY_FLAGS,
@@ -21,7 +21,7 @@ from tandem.frontend.cli.flags import (
     hub_options,
 )
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
-from tandem.frontend.cli.parsing.foreign_flags import ForeignFlag
+from tandem.frontend.cli.parsing.foreign_flags import ALIASES, ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.flags.arguments import (
@@ -46,7 +46,7 @@ _OPS = "ops port (metrics and health of the engine)"
 # fmt: off
 OPS_FLAGS = (
     Flag("ops_host", _OPS, "address to listen on", metavar="HOST", default="127.0.0.1"),
-    Flag("ops_port", _OPS, "port to listen on, 0 for any free port", int, (0, 65535),
+    Flag("ops_port", _OPS, "port to listen on, 0 for any free port", int, (0, 65535), is_everyday=True,
          metavar="PORT", default_text="8100, or the next free one"),
     Flag("metric_aliases", _OPS, "repeat the metrics that vLLM has too under vLLM's names, on both ports",
          choices=("none", "vllm"), default="none"),
@@ -111,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_watch_arguments(serve)
     add_flags(serve, OPS_FLAGS)
     add_transport_arguments(serve, endpoint_required=False)
+    serve.add_aliases(ALIASES)
 
     engine = _add_command(commands, "engine", run_engine, rare=_RARE_FLAGS)
     _add_model_argument(engine)
@@ -120,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_watch_arguments(engine)
     add_flags(engine, OPS_FLAGS)
     add_transport_arguments(engine, endpoint_required=True)
+    engine.add_aliases(ALIASES)
 
     frontend = _add_command(commands, "frontend", run_frontend, rare=_RARE_FLAGS)
     _add_model_argument(frontend)
@@ -134,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_watch_arguments(frontend)
     add_flags(frontend, OPS_FLAGS)
     add_transport_arguments(frontend, endpoint_required=True)
+    frontend.add_aliases(ALIASES)
 
     _add_client_commands(commands)
 
@@ -144,6 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(doctor, [flag for flag in FRONTEND_FLAGS if flag.name in ("host", "port")])
     add_flags(doctor, OPS_FLAGS)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_aliases(ALIASES)
 
     api_key = _add_command(commands, "api-key", run_api_key)
     api_key.add_argument("name", metavar="NAME", help="name in metrics and logs; two keys may share one while rotating")
@@ -225,6 +229,7 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
     add_server_arguments(bench, aliases=["--base-url"])
     add_flags(bench, BENCH_FLAGS)
     add_bench_arguments(bench)
+    bench.add_aliases(BENCH_ALIASES)
     for command in (chat, complete):
         add_sampling_arguments(command)
 

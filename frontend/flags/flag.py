@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from tandem.protocol.engine_options import flag_name
+from tandem.protocol.engine_options import flag_name, parse_count
 
 MAX_INT32 = 2**31 - 1
 MAX_SECONDS = 1e7
@@ -16,7 +16,7 @@ COUNT = (1, MAX_INT32)
 SECONDS = (0.001, MAX_SECONDS)
 """Bounds of a time that is not 0."""
 
-_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "SECONDS", Path: "FILE"}
+_METAVARS: dict[Callable[[str], Any], str] = {int: "N", parse_count: "N", float: "SECONDS", Path: "FILE"}
 
 
 class Flag(Struct, frozen=True):

@@ -15,6 +15,7 @@ from tandem.frontend.config import (
     ToolParserName,
 )
 from tandem.frontend.flags.flag import COUNT, MAX_SECONDS, Flag
+from tandem.protocol.engine_options import parse_count
 
 _HTTP, _CHAT = "http", "chat"
 
@@ -66,8 +67,8 @@ HTTP_FLAGS = (
          to_field=lambda milliseconds: milliseconds / 1000),
     Flag("chat_template", _CHAT, "Jinja chat template", Path, metavar="FILE", is_everyday=True,
          struct=ChatOptions, field="template", default_text="the checkpoint's, or else a built-in one for its type"),
-    Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", int, COUNT,
-         struct=ChatOptions, default_text="the rest of the context, as in vLLM"),
+    Flag("default_max_tokens", _CHAT, "maximum number of tokens of an answer whose request sets no limit", parse_count,
+         COUNT, is_everyday=True, struct=ChatOptions, default_text="the rest of the context, as in vLLM"),
     Flag("generation_config", _HTTP, "auto takes the sampling defaults (temperature, top_p, top_k, min_p, penalties) "
          "of the checkpoint's generation_config.json; off takes neutral ones",
          choices=get_args(GenerationConfigSource), struct=FrontendConfig),

@@ -7,6 +7,7 @@ from tandem.frontend.flags.flag import COUNT, MAX_INT32, SECONDS, Flag
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.request.options import MAX_N, MAX_STOPS
+from tandem.protocol.engine_options import parse_count
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 _LIMITS, _CONNECTIONS = "request limits", "connections"
@@ -21,11 +22,11 @@ LIMIT_FLAGS = (
     Flag("max_stop_strings", _LIMITS, "maximum number of stop strings of a request", int, (0, MAX_STOPS),
          struct=RequestLimits),
     Flag("max_queued_tokens", _LIMITS, "maximum number of prompt tokens that wait for their first output, of all "
-         "frontends together; further requests get a 429; a frontend on its own can only lower its engine's limit", int,
-         COUNT, struct=FrontendConfig),
+         "frontends together; further requests get a 429; a frontend on its own can only lower its engine's limit",
+         parse_count, COUNT, struct=FrontendConfig),
     Flag("unknown_fields", _LIMITS, "what to do with request fields that have no effect: ignore them and name them in "
          "the header x-tandem-ignored, or refuse the request", choices=get_args(UnknownFields), struct=FrontendConfig),
-    Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", int, COUNT, struct=RequestLimits,
+    Flag("max_prompt_tokens", _LIMITS, "maximum number of tokens of a prompt", parse_count, COUNT, struct=RequestLimits,
          default_text="the model's context length"),
     Flag("limit_concurrency", _CONNECTIONS, "maximum number of open connections, of which an eighth (1 to 64) is kept "
          "from requests; beyond it the oldest one without a request is closed", int, (2, MAX_INT32),

@@ -6,7 +6,7 @@ from tandem.frontend.config import FrontendConfig
 from tandem.frontend.flags.flag import SECONDS, Flag
 from tandem.protocol.logs import LOG_FORMATS, LogLevel
 
-_WATCH = "engine watchdog"
+_WATCH, _LOG = "engine watchdog", "log"
 
 # fmt: off
 WATCH_FLAGS = (
@@ -16,9 +16,9 @@ WATCH_FLAGS = (
          "started again", float, SECONDS, default=8.0, is_forwarded=False),
     Flag("step_timeout", _WATCH, "seconds without a completed step, with work pending, after which the engine counts "
          "as hung", float, SECONDS, struct=FrontendConfig),
-    Flag("log_level", _WATCH, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,
+    Flag("log_level", _LOG, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,
          struct=FrontendConfig),
-    Flag("log_format", _WATCH, "form of the lines of the log, in all processes: text, or a JSON object a line",
+    Flag("log_format", _LOG, "form of the lines of the log, in all processes: text, or a JSON object a line",
          choices=LOG_FORMATS, struct=FrontendConfig),
 )
 # fmt: on

@@ -13,6 +13,7 @@ from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.request.prompts import Prompt
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_argv
+from tandem.protocol.engine_options import engine_options as parsed_options
 from tandem.protocol.events import NO_LIMIT
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
@@ -77,11 +78,10 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_engine_arguments(parser)
     try:
-        parser.parse_args(engine_argv(settings))
+        return parsed_options(parser.parse_args(engine_argv(settings)))
     except argparse.ArgumentError as error:
         name = str(error.argument_name).lstrip("-").replace("-", "_")
         raise ValueError(f"{name}={getattr(settings, name)!r}: {error.message}") from None
-    return settings
 
 
 def hub_options(revision: str | None, hf_token: str | None, download_dir: str | Path | None) -> HubOptions:

@@ -74,7 +74,7 @@ def test_engine_options_without_flags_are_the_defaults() -> None:
     assert engine_options(argparse.Namespace(**dict.fromkeys(EngineOptions.__struct_fields__))).max_rows is None
 
 
-BYTES = "not a number of bytes; write one like 1000000, 512MiB or 4GiB"
+BYTES = "not a number of bytes; write one like 1000000, 512MiB, 4GiB or 4G"
 WRONG = [
     (["--no-such-flag"], "--no-such-flag"),
     (["--max-rows", "many"], "--max-rows: invalid int value: 'many'"),
@@ -83,7 +83,7 @@ WRONG = [
     (["--dtype", "int8"], "'int8'"),
     (["--pipeline", "maybe"], "'maybe'"),
     (["--policy", "magic"], "'magic'"),
-    (["--prefill-chunk", "some"], "--prefill-chunk: 'some' is not a number of positions, or off"),
+    (["--prefill-chunk", "some"], "--prefill-chunk: 'some' is neither off nor a whole number"),
     (["--max-rows"], "--max-rows: expected one argument"),
     (["--page-size", "large"], "--page-size: 'large' is not a power of two, or max"),
     (["--kv-memory", "4GB"], f"--kv-memory: '4GB' is {BYTES}"),

@@ -4,13 +4,14 @@ import argparse
 import re
 from pathlib import Path
 
-from tandem.frontend.cli.bench.flags import FOREIGN_BENCH_FLAGS
+from tandem.frontend.cli.bench.flags import BENCH_ALIASES, FOREIGN_BENCH_FLAGS
 from tandem.frontend.cli.main import build_parser
-from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from tandem.frontend.cli.parsing.foreign_flags import ALIASES, FOREIGN_FLAGS, Alias, ForeignFlag
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("engine_core/README.md", "frontend/FLAGS.md", "deploy/FLAGS.md", "deploy/OPERATIONS.md")
 MIGRATION = ROOT / "docs" / "migration.md"
+ALIAS_TABLE = re.compile(r"<!-- aliases: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 FOREIGN_TABLE = re.compile(r"<!-- foreign flags: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLE = re.compile(r"<!-- flags: ([^>]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -30,7 +31,9 @@ def groups() -> dict[str, list[argparse.Action]]:
         flags = [
             action
             for action in group._group_actions
-            if action.option_strings and action.dest not in ("help", "help_all")
+            if action.option_strings
+            and action.dest not in ("help", "help_all")
+            and action.help is not argparse.SUPPRESS
         ]
         if flags:
             found[group.title or ""] = flags
@@ -60,6 +63,16 @@ def render_foreign(command: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def render_aliases(command: str) -> str:
+    """Render the flags of other programs that a command takes like its own."""
+    aliases: dict[Alias, list[str]] = {}
+    for name, alias in {"serve": ALIASES, "bench": BENCH_ALIASES}[command].items():
+        aliases.setdefault(alias, []).append(f"`{name}`")
+    rows = ["| there | here |", "| --- | --- |"]
+    rows += [f"| {', '.join(names)} | `{alias.meaning}` |" for alias, names in aliases.items()]
+    return "\n".join(rows) + "\n"
+
+
 def written(page: str) -> list[tuple[str, str]]:
     """Return the titles and texts of the tables that a page holds."""
     return TABLE.findall((ROOT / page).read_text())
@@ -73,6 +86,7 @@ def main() -> None:
     tables = FOREIGN_TABLE.sub(
         lambda m: f"<!-- foreign flags: {m[1]} -->\n{render_foreign(m[1])}<!-- end -->", MIGRATION.read_text()
     )
+    tables = ALIAS_TABLE.sub(lambda m: f"<!-- aliases: {m[1]} -->\n{render_aliases(m[1])}<!-- end -->", tables)
     MIGRATION.write_text(tables)
 
 

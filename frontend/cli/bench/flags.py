@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tandem.frontend.cli.parsing.foreign_flags import ForeignFlag
+from tandem.frontend.cli.parsing.foreign_flags import Alias, ForeignFlag
 from tandem.frontend.flags.flag import Flag
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -46,13 +46,13 @@ FOREIGN_BENCH_FLAGS = {
     "--tokenizer": ForeignFlag(reason="prompts are token ids and the server counts its tokens; leave it out"),
     "--trust-remote-code": ForeignFlag(reason="no model or tokenizer is loaded; leave it out"),
     "--served-model-name": ForeignFlag("--model"),
-    "--input-len": ForeignFlag("--random-input-len"),
-    "--output-len": ForeignFlag("--random-output-len"),
     "--burstiness": ForeignFlag(reason="arrivals are a Poisson process, burstiness 1; leave it out"),
     "--num-warmups": ForeignFlag(reason="a first run with few --num-prompts warms the server"),
     "--disable-tqdm": ForeignFlag(reason="the bar is drawn on a terminal only; leave it out"),
 }  # fmt: skip
-"""The answer to flags of `vllm bench serve` that have no place here."""
+"""The answer to flags of `vllm bench serve` that mean something else or nothing here."""
+BENCH_ALIASES = {"--input-len": Alias("--random-input-len"), "--output-len": Alias("--random-output-len")}
+"""Flags of `vllm bench serve` that mean the same here."""
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,7 @@ def config_words(
     words: list[str] = []
     wrong: list[tuple[str, str]] = []
     seen: dict[str, str] = {}
+    overridden = {flags[flag].dest for word in given if (flag := word.partition("=")[0]) in flags}
     text = _read(path)
     for name, value in _parse(path, text).items():
         flag = "--" + name.replace("_", "-")
@@ -60,7 +61,7 @@ def config_words(
         except ValueError as error:
             wrong.append((name, str(error)))
             continue
-        if not any(word.partition("=")[0] in action.option_strings for word in given):
+        if action.dest not in overridden:
             words += new
             if not isinstance(value, list):
                 setattr(values, action.dest, action.type(str(value)) if callable(action.type) else value)
@@ -145,13 +146,14 @@ def _text(name: str, action: argparse.Action, value: Any) -> str:
         raise ValueError(f"{name} must be a string, not {_shown(value, action)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{name} must be a string or a number, not {_shown(value, action)}")
-    if action.choices is not None and value not in action.choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, action.choices))}, not {_shown(value, action)}")
+    parsed = value
     if callable(kind):
         try:
-            kind(str(value))
+            parsed = kind(str(value))
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
+    if action.choices is not None and parsed not in action.choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, action.choices))}, not {_shown(value, action)}")
     return str(value)
 
 

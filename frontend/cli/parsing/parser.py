@@ -4,6 +4,7 @@
 """
 
 import argparse
+import copy
 import difflib
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -11,18 +12,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.frontend.cli.parsing.config_file import Check, config_words
-from tandem.frontend.cli.parsing.foreign_flags import FOREIGN_FLAGS, VALUE_HINTS, ForeignFlag
+from tandem.frontend.cli.parsing.foreign_flags import ALIASES, FOREIGN_FLAGS, VALUE_HINTS, Alias, ForeignFlag
+from tandem.protocol.engine_options import flag_name
 from tandem.protocol.errors import ExitCode
 
 _SIMILAR = 0.8
 """Least similarity, from 0 to 1, of a flag that is suggested for another."""
-
-
-_MODEL_FLAGS = frozenset(("--model", "--model-dir"))
-
-
-def _flags_of(words: Sequence[str]) -> set[str]:
-    return {word.partition("=")[0] for word in words if word.startswith("--")}
+_SIMILAR_COMMAND = 0.6
+_MODEL_NAMES = frozenset(("model", "model_dir"))
+"""Names of the model among the parsed arguments."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -72,9 +70,27 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, usage, description, epilog, formatter_class=_HelpFormatter, allow_abbrev=False)
         self._rare = frozenset(rare)
         self._foreign = foreign or {}
+        self._aliases: dict[str, Alias] = {}
         self._check = check or (lambda _: ())
         if rare:
             self.add_argument("--help-all", nargs=0, action=_HelpAll, help="show all flags and exit")
+
+    def add_aliases(self, aliases: Mapping[str, Alias]) -> None:
+        """Accept other names of flags that this command has by now; no help lists them among its flags."""
+        for word, alias in aliases.items():
+            action = self._option_string_actions.get(alias.ours)
+            if action is None:
+                continue
+            if alias.value is None:
+                twin = copy.copy(action)
+                twin.option_strings, twin.default, twin.help = [word], argparse.SUPPRESS, argparse.SUPPRESS
+                self._add_action(twin)
+            else:
+                self.add_argument(
+                    word, dest=action.dest, action="store_const", const=alias.value, default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )  # fmt: skip
+            self._aliases[word] = alias
 
     def format_help(self) -> str:
         """Format the help without the rare flags."""
@@ -94,31 +110,46 @@ class CommandParser(argparse.ArgumentParser):
             formatter.add_arguments([action for action in group._group_actions if action.dest not in left_out])
             formatter.end_section()
         if left_out:
-            count = sum(action.dest in left_out for action in self._actions)
-            formatter.add_text(f"{count} more flags: {self.prog} --help-all")
+            rare = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest in left_out]
+            formatter.add_text(f"{len(rare)} more flags: {self.prog} --help-all")
+        elif self._aliases:
+            formatter.add_text("\n".join(["names of other engines:", *self._alias_lines()]))
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+    def _alias_lines(self) -> list[str]:
+        """List the aliases, a line for each meaning."""
+        words: dict[Alias, list[str]] = {}
+        for word, alias in self._aliases.items():
+            words.setdefault(alias, []).append(word)
+        return [f"  {alias.meaning:<22}{', '.join(names)}" for alias, names in words.items()]
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words of a command line.
 
-        Flags that this command does not have are refused before anything that is missing.
+        Flags that this command does not have are refused before anything that is missing. Underscores in a flag are
+        dashes.
         """
-        given = sys.argv[1:] if args is None else list(args)
+        given = self._with_dashes(sys.argv[1:] if args is None else list(args))
         from_file = self._words_of_file(given)
         if unknown := self._unknown_flags(given):
             self.error("; ".join(self._explain(flag) for flag in dict.fromkeys(unknown)))
         arguments, rest = super().parse_known_args([*from_file, *given], namespace)
-        if getattr(arguments, "positional_model", None) is not None and _MODEL_FLAGS.isdisjoint(_flags_of(given)):
+        if self._subparsers is not None:  # its command has done what follows
+            return arguments, rest
+        if rest:
+            words = f"argument{'s' if len(rest) > 1 else ''} {' '.join(rest)}"
+            self.error(f"unexpected {words}; the command is {self.usage}")
+        if getattr(arguments, "positional_model", None) is not None and _MODEL_NAMES.isdisjoint(self._given(given)):
             # The model of the command line takes the place of the file's.
             setattr(arguments, "model_dir" if hasattr(arguments, "model_dir") else "model", None)
         return arguments, rest
 
     def _words_of_file(self, given: Sequence[str]) -> list[str]:
         """Return the words of the file that `--config` names, if there is one."""
-        if "--config" not in self._option_string_actions or "--config" not in _flags_of(given):
+        if "config" not in self._given(given):
             return []
         found = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         found.add_argument("--config", type=Path)
@@ -127,6 +158,22 @@ class CommandParser(argparse.ArgumentParser):
             return config_words(path, self._option_string_actions, given, self._explain, self._check)
         except (argparse.ArgumentError, ValueError) as error:
             self.error(str(error))
+
+    def _with_dashes(self, words: list[str]) -> list[str]:
+        """Spell the flags that this command has with dashes, as in `--max_len=8`."""
+        known = self._option_string_actions
+        end = words.index("--") if "--" in words else len(words)
+        for index, word in enumerate(words[:end]):
+            flag, equals, value = word.partition("=")
+            dashed = flag.replace("_", "-")
+            if flag.startswith("--") and flag not in known and dashed in known:
+                words[index] = dashed + equals + value
+        return words
+
+    def _given(self, words: Sequence[str]) -> set[str]:
+        """Return the names, among the parsed arguments, of the flags in some words."""
+        flags = (self._option_string_actions.get(word.partition("=")[0]) for word in words)
+        return {action.dest for action in flags if action is not None}
 
     def _unknown_flags(self, words: Sequence[str]) -> list[str]:
         """Return the flags among some words that this parser does not have."""
@@ -144,8 +191,9 @@ class CommandParser(argparse.ArgumentParser):
     def _explain(self, flag: str) -> str:
         """Say what takes the place of a flag that this command does not have."""
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        elsewhere: dict[str, ForeignFlag | Alias] = {**FOREIGN_FLAGS, **ALIASES}
         foreign = {
-            name: answer for name, answer in FOREIGN_FLAGS.items()
+            name: answer for name, answer in elsewhere.items()
             if (answer.ours or "--device").partition(" ")[0] in known
         } | dict(self._foreign)  # fmt: skip
         dashed = flag[:2] + flag[2:].replace("_", "-")
@@ -154,15 +202,26 @@ class CommandParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(dashed, [*known, *foreign], n=1, cutoff=_SIMILAR)
         if not near:
             return f"unknown flag {flag}"
-        answer = f" {foreign[near[0]].explain(near[0])}" if near[0] in foreign else ""
+        answer = f" {foreign[near[0]].explain(near[0])}" if near[0] in foreign and near[0] not in self._aliases else ""
         return f"unknown flag {flag}; did you mean {near[0]}?{answer}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            hints = (f"; {VALUE_HINTS[flag]}" for flag in action.option_strings if flag in VALUE_HINTS)
-            raise argparse.ArgumentError(action, error.message + next(hints, "")) from None
+            if isinstance(action, argparse._SubParsersAction):
+                self.error(self._unknown_command(str(value), list(action.choices or ())))
+            hint = VALUE_HINTS.get(flag_name(action.dest))
+            raise argparse.ArgumentError(action, error.message + (f"; {hint}" if hint else "")) from None
+
+    def _unknown_command(self, word: str, commands: Sequence[str]) -> str:
+        """Name the command that was meant by a word, or all of them."""
+        near = difflib.get_close_matches(word, commands, n=1, cutoff=_SIMILAR_COMMAND)
+        if near:
+            return f"unknown command {word}; did you mean {self.prog} {near[0]}?"
+        if "/" in word:
+            return f"unknown command {word}; a model is served by {self.prog} serve {word}"
+        return f"unknown command {word}; the commands are {', '.join(commands)}"
 
     def error(self, message: str) -> NoReturn:
         """Exit with two lines: what was wrong, and where the flags are listed."""

@@ -44,6 +44,34 @@ def test_file_gives_flags_of_every_kind(file: Path) -> None:
     assert from_file | {"config": None} == from_flags
 
 
+def test_file_takes_names_of_other_engines_and_short_values(file: Path) -> None:
+    file.write_text(
+        'max-model-len = "32k"\nmodel-path = "folder"\ndtype = "half"\nenforce-eager = true\n'
+        "enable_prefix_caching = false\nmax-num-seqs = 8\n"
+    )
+    found = build_parser().parse_args(["serve", "--config", str(file), "--max-rows", "4"])
+    assert (found.max_len, found.model, found.dtype, found.graph_rows) == (32_000, "folder", "float16", "off")
+    assert (found.prefix_cache, found.max_rows) == (None, 4)
+
+
+def test_name_of_another_engine_on_the_command_line_wins_over_the_file(file: Path) -> None:
+    file.write_text('max-len = 4096\ncors-origin = ["https://a.example"]\nmodel = "folder"\n')
+    found = build_parser().parse_args(["serve", "--config", str(file), "--max-model-len=8", "-m", "other"])
+    assert (found.max_len, found.cors_origin, found.model) == (8, ["https://a.example"], "other")
+
+
+@pytest.mark.parametrize(
+    "text", ["max-len = 1\nmax-model-len = 2", 'dtype = "int8"', "max-model-len = 1.5", 'max-len = "32kb"']
+)
+def test_file_refuses_wrong_values_and_a_flag_by_two_names(
+    file: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--config", str(file)])
+    assert f"{file}:" in capsys.readouterr().err
+
+
 def test_lines_are_looked_for_only_if_there_is_a_mistake(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a time that grows with the square of a list's length."""
     monkeypatch.setattr(config_file, "_lines_of_names", lambda _: pytest.fail("there is no mistake"))
@@ -74,12 +102,15 @@ def test_required_flags_may_be_in_the_file(command: str, file: Path) -> None:
     [
         ("max-lenn = 1", "unknown name max-lenn; did you mean max-len?"),
         ("nonsense = 1", "unknown name nonsense\n"),
-        ("max-model-len = 1", ": max-model-len is max-len here"),
+        ("ctx-size = 1", ": ctx-size is max-len here"),
         ("config = 'x'", "unknown name config"),
         ("slot = 1", "unknown name slot"),
-        ("max-len = '4096'", "max-len must be an integer, not '4096'"),
-        ("max-len = true", "max-len must be an integer, not true"),
-        ("max-len = 1.5", "max-len must be an integer, not 1.5"),
+        ("max-len = '32kb'", "max-len: '32kb' is not a whole number"),
+        ("max-len = true", "max-len must be a string or a number, not true"),
+        ("max-len = 1.5", "max-len: '1.5' is not a whole number"),
+        ("max-rows = '4096'", "max-rows must be an integer, not '4096'"),
+        ("max-rows = true", "max-rows must be an integer, not true"),
+        ("max-rows = 1.5", "max-rows must be an integer, not 1.5"),
         ("max-len = [1]", "max-len must be one value, not a list"),
         ("drain-timeout = 'x'", "drain-timeout must be a number, not 'x'"),
         ("tls-cert = 1", "tls-cert must be a string, not 1"),
