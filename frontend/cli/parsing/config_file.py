@@ -146,7 +146,7 @@ def _text(name: str, action: argparse.Action, value: Any) -> str:
         raise ValueError(f"{name} must be a string, not {_shown(value, action)}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{name} must be a string or a number, not {_shown(value, action)}")
-    parsed = value
+    parsed: Any = value
     if callable(kind):
         try:
             parsed = kind(str(value))

@@ -106,7 +106,7 @@ FOREIGN_FLAGS = {
     "--distributed-executor-backend": _ONE_GPU,
     "--cuda-graph-sizes": ForeignFlag("--graph-rows", "a list such as 1,2,4,8"),
     "--scheduling-policy": ForeignFlag("--policy", "under priority greater numbers come first, in vLLM smaller ones"),
-    "--schedule-policy": ForeignFlag("--policy", "there is no order by cached prefixes, such as lpm"),
+    "--schedule-policy": ForeignFlag("--policy", "orders by cached prefixes, such as lpm, do not exist"),
     "--tool-call-parser": _TOOLS, "--enable-auto-tool-choice": _TOOLS,
     "--allowed-origins": ForeignFlag("--cors-origin", "one origin, given several times for several; no JSON list"),
     "--uvicorn-log-level": ForeignFlag("--log-level", "of all messages, not only those of the HTTP server"),
@@ -128,7 +128,7 @@ FOREIGN_FLAGS = {
     "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),
     "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
 }  # fmt: skip
-"""The answer to each flag that is no synonym, by its name in vLLM, SGLang or llama.cpp."""
+"""The answer to each flag that means something else here, by its name in vLLM, SGLang or llama.cpp."""
 VALUE_HINTS = {
     "--quantize": "checkpoints in FP8, INT8, GPTQ or AWQ need no flag",
     "--kv-dtype": "fp8 is e4m3, and e5m2 is not supported",
