@@ -1,6 +1,7 @@
 """Self-attention of one layer, with grouped key and value heads."""
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 
@@ -84,7 +85,7 @@ class Attention:
     @classmethod
     def build(
         cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
-    ) -> "Attention":
+    ) -> Self:
         """Allocate a layer whose weights are not filled yet.
 
         layer: the layer's entry of `ModelConfig.attention`; unit_offset: that of the norms of queries and keys, see

@@ -1,5 +1,7 @@
 """Gated feed-forward network of one layer."""
 
+from typing import Self
+
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
@@ -30,7 +32,7 @@ class GatedMLP:
         self.kernels = kernels
 
     @classmethod
-    def build(cls, config: ModelConfig, context: BuildContext) -> "GatedMLP":
+    def build(cls, config: ModelConfig, context: BuildContext) -> Self:
         """Allocate a network whose weights are not filled yet."""
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         gate_up = context.linear_method.build(2 * width, hidden, bias, context)

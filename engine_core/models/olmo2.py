@@ -6,18 +6,16 @@ normalised in front of them. Queries and keys are normalised over all heads toge
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
-from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.rotation import Rotation
-from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.layers.attention import attend_and_project
+from tandem.engine_core.layers.attention import Attention, attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
@@ -50,55 +48,35 @@ def read_config(source: ConfigSource) -> ModelConfig:
     )
 
 
-@dataclass(slots=True, eq=False)
-class Olmo2Attention:
-    """Self-attention with norms of all queries and of all keys together."""
-
-    qkv: LinearWeights
-    output: LinearWeights
-    q_norm: RMSNorm
-    k_norm: RMSNorm
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layer: LayerAttention
-    kernels: KernelSet
+class Olmo2Attention(Attention):
+    """Self-attention of a stream that is not normalised, with norms of all queries and of all keys together."""
 
     @classmethod
-    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Olmo2Attention":
-        """Allocate a part whose weights are not filled yet.
-
-        layer: its entry of `ModelConfig.attention`.
-        """
-        heads, kv_heads, head_dim, hidden = config.heads, config.kv_heads, config.head_dim, config.hidden_size
-        linear = context.linear_method
-        return cls(
-            linear.build((heads + 2 * kv_heads) * head_dim, hidden, config.qkv_bias, context),
-            linear.build(hidden, heads * head_dim, config.output_bias, context),
-            RMSNorm.build(heads * head_dim, config.rms_norm_eps, context),
-            RMSNorm.build(kv_heads * head_dim, config.rms_norm_eps, context),
-            heads,
-            kv_heads,
-            head_dim,
-            layer,
-            context.kernels,
+    def build(
+        cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
+    ) -> Self:
+        """Extend `Attention.build` by norms over the heads of all queries, and of all keys."""
+        built = super().build(config, layer, context, unit_offset)
+        built.q_norm, built.k_norm = (
+            RMSNorm.build(heads * config.head_dim, config.rms_norm_eps, context, unit_offset)
+            for heads in (config.heads, config.kv_heads)
         )
+        return built
 
-    def __call__(
+    def attend_stream(
         self,
-        update: Tensor,
-        residual: Tensor | None,
+        stream: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         batch: ForwardBatch,
         keys: Tensor,
         values: Tensor,
         scales: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the next update and the residual stream, both [T, hidden].
+    ) -> Tensor:
+        """Return the update of a stream, both [T, hidden].
 
         rotary, keys, values, scales: those of `Attention.__call__`.
         """
-        stream = update if residual is None else residual + update
+        assert self.q_norm is not None and self.k_norm is not None
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projected = self.qkv.apply(stream)
         query, _ = self.q_norm(projected[:, :width].contiguous(), None)
@@ -107,49 +85,15 @@ class Olmo2Attention:
         qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
         rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
         given = (qkv, rotation, batch, keys, values, self.layer, self.output, self.kernels, scales)
-        return attend_and_project(*given), stream
-
-    def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors."""
-        kv_width = self.kv_heads * self.head_dim
-        parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}
-        return [
-            *self.qkv.slots(prefix, "qkv_proj", parts),
-            *self.output.slots(prefix, "o_proj"),
-            *self.q_norm.slots(f"{prefix}q_norm"),
-            *self.k_norm.slots(f"{prefix}k_norm"),
-        ]
+        return attend_and_project(*given)
 
 
-@dataclass(slots=True, eq=False)
-class Olmo2MLP:
-    """Gated feed-forward network without a norm before it."""
+class Olmo2MLP(GatedMLP):
+    """Gated feed-forward network of a stream that is not normalised."""
 
-    gate_up: LinearWeights
-    down: LinearWeights
-    width: int
-    activation: Activation
-    kernels: KernelSet
-
-    @classmethod
-    def build(cls, config: ModelConfig, context: BuildContext) -> "Olmo2MLP":
-        """Allocate a network whose weights are not filled yet."""
-        width, hidden, linear = config.intermediate_size, config.hidden_size, context.linear_method
-        gate_up = linear.build(2 * width, hidden, False, context)
-        down = linear.build(hidden, width, False, context)
-        down.reorder_producer(gate_up)
-        return cls(gate_up, down, width, config.activation, context.kernels)
-
-    def __call__(self, update: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next update and the residual stream, both [T, hidden]."""
-        stream = residual + update
-        hidden = self.kernels.gated_activation(self.gate_up.apply(stream), self.activation)
-        return self.down.apply(hidden), stream
-
-    def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors."""
-        parts = {"gate_proj": self.width, "up_proj": self.width}
-        return self.gate_up.slots(prefix, "gate_up_proj", parts) + self.down.slots(prefix, "down_proj")
+    def apply(self, stream: Tensor) -> Tensor:
+        """Return the update of a stream, both [T, hidden]."""
+        return self.down.apply(self.kernels.gated_activation(self.gate_up.apply(stream), self.activation))
 
 
 @dataclass(slots=True, eq=False)
@@ -188,11 +132,11 @@ class Olmo2Block:
         scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
-        update, residual = self.attention(update, residual, rotary, batch, keys, values, scales)
-        update, _ = self.attention_norm(update, None)
-        update, residual = self.mlp(update, residual)
-        update, _ = self.mlp_norm(update, None)
-        return update, residual
+        stream = update if residual is None else residual + update
+        update, _ = self.attention_norm(self.attention.attend_stream(stream, rotary, batch, keys, values, scales), None)
+        stream = stream + update
+        update, _ = self.mlp_norm(self.mlp.apply(stream), None)
+        return update, stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""
