@@ -39,7 +39,7 @@ from tandem.engine_core.kernels.linear.w8a8_splitk import w8a8_matmul
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.tiles.plan_types import W8A8GemmPlan
 from tandem.engine_core.kernels.tiles.table import EightBitKind, Scaling, W8A8GemmKey
-from tandem.engine_core.layers.quantized.byte_products import library_matmul
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import library_matmul
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 COPIES = 8

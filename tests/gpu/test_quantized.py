@@ -30,10 +30,9 @@ from tandem.engine_core.kernels.reference.quantized_activation import quantized_
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.quantized import triton_eight_bit_linear
-from tandem.engine_core.layers.quantized.byte_products import library_matmul
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
-from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear, library_matmul
 from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Linear
 from tandem.engine_core.layers.torch_linear import UnfusedLinear
 from tandem.engine_core.plan import StepPlan

@@ -49,7 +49,6 @@ from tests.support.compiled_matmuls import (
     FP8,
     SHAPES,
     Launch,
-    byte_products,
     dequantized,
     gated_w8a8_matmuls,
     half,
@@ -57,6 +56,7 @@ from tests.support.compiled_matmuls import (
     normed_products,
     products,
     rounding,
+    w8_matmuls,
     w8a8_matmuls,
 )
 from tests.support.length_tables import tables_of
@@ -242,8 +242,8 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from products(gpu, 1, 256, 512)
     yield from normed_products(gpu, 20480, 2560)
     yield from products(gpu, 16, 3072, 2048)
-    yield list(byte_products(gpu, 16, 3072, 2048))[-1]
-    yield from byte_products(gpu, 1, 3072, 2048, (True,))
+    yield list(w8_matmuls(gpu, 16, 3072, 2048))[-1]
+    yield from w8_matmuls(gpu, 1, 3072, 2048, (True,))
     yield list(rounding(gpu))[-3]
     yield from dequantized(gpu)
     for rows in (32, 256):
@@ -268,7 +268,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     for outputs, inputs, gated in SHAPES:
         for rows in (1, 16, 32, 64, 128):
             yield from products(gpu, rows, outputs, inputs, (gated,))
-            yield from byte_products(gpu, rows, outputs, inputs, (gated,))
+            yield from w8_matmuls(gpu, rows, outputs, inputs, (gated,))
             yield from int4_matmuls(gpu, rows, outputs, inputs, (gated,))
         for rows in (16, 32, 64, 128, 2048):
             yield from w8a8_matmuls(gpu, rows, outputs, inputs)

@@ -76,7 +76,7 @@ def normed_products(
             yield lambda two=two: normed_product(*two)
 
 
-def byte_products(
+def w8_matmuls(
     gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
 ) -> Iterator[Launch]:  # fmt: skip
     """The products that the choosers take for a weight of one byte, plain and gated."""

@@ -16,8 +16,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCA
 from tandem.engine_core.kernels.quantized_activation import FP8_MAX, ActivationFormat
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
-from tandem.engine_core.layers.quantized.finite_numbers import finite
-from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
+from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, finite, places
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.engine_core.layers.quantized.finite_numbers import finite
+from tandem.engine_core.layers.quantized.quantized_linear import finite
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.int4 import PER_WORD, pack, unpack, unpack_awq
 from tandem.engine_core.quantization.scheme import Int4Scheme

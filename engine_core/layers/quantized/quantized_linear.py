@@ -1,7 +1,7 @@
 """Quantized linear weights, of any format."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -47,3 +47,19 @@ def places(prefix: str, name: str, parts: Mapping[str, int] | None, outputs: int
         found.append((f"{prefix}{part}", start, length))
         start += length
     return [*found, (f"{prefix}{name}", 0, outputs)]
+
+
+def finite(name: str, transform: Callable[[Tensor], Tensor], what: str = "scales") -> Callable[[Tensor], Tensor]:
+    """Return a transform that refuses numbers which are NaN or infinite.
+
+    It raises ConfigError. name: of the tensor; transform: makes of it what a slot holds; what: what the numbers are.
+    """
+
+    def check(stored: Tensor) -> Tensor:
+        if not bool(stored.float().isfinite().all()):
+            raise ConfigError(
+                f"{name}: it has {what} that are NaN or infinite; the checkpoint is damaged, download it again"
+            )
+        return transform(stored)
+
+    return check

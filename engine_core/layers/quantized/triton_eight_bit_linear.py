@@ -39,7 +39,6 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import Scaling
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
-from tandem.engine_core.layers.quantized.byte_products import library_matmul
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear, empty_eight_bit
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.layers.triton_linear import SplitKWorkspace
@@ -203,6 +202,27 @@ class TritonEightBitLinear(EightBitLinear):
         """Return whether the kernels can read these tensors."""
         ends_with_a_block = self.scheme.block is None or self.values.shape[0] % (2 * SCALE_ROWS) == 0
         return x.is_contiguous() and x.dtype != torch.float32 and (ends_with_a_block or not gated)
+
+
+def library_matmul(x: QuantizedActivation, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b, [T, outputs], in the dtype that x was rounded from.
+
+    values: [outputs, inputs], float8_e4m3fn or int8, inputs and outputs multiples of 16; scales: float32, of each
+    output, [outputs]; of all, [1], where x has one scale too; or of blocks, [outputs / 128, inputs / 128], rounded up,
+    with x in groups of 128, inputs a multiple of 512, and a Hopper GPU. bias: [outputs]. Oracle:
+    `kernels.reference.quantized_activation.quantized_matmul`.
+    """
+    weight, dtype = values.t(), x.dtype
+    if values.dtype == torch.int8:
+        sums = torch._int_mm(x.values, weight).float() * x.scales * scales
+        return (sums if bias is None else sums + bias).to(dtype)
+    if scales.ndim == 2:
+        product = torch._scaled_mm(x.values, weight, x.scales, scales.t(), out_dtype=dtype)[: x.count]
+        return product if bias is None else product.add_(bias)
+    if scales.numel() == 1 and x.scales.numel() == 1:
+        return torch._scaled_mm(x.values, weight, x.scales, scales, bias, out_dtype=dtype)
+    row_scales = x.scales.expand(x.count, 1).contiguous()
+    return torch._scaled_mm(x.values, weight, row_scales, scales.expand(values.shape[0])[None], bias, out_dtype=dtype)
 
 
 class TritonEightBitMethod:

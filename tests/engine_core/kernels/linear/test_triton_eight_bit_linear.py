@@ -19,9 +19,8 @@ from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized import triton_eight_bit_linear
-from tandem.engine_core.layers.quantized.byte_products import library_matmul
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
-from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear, library_matmul
 from tandem.engine_core.layers.torch_linear import UnfusedLinear
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 from tests.fakes.gpus import A100, H200, L4

@@ -5,7 +5,7 @@ import torch
 
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference.quantized_activation import quantize, quantized_matmul
-from tandem.engine_core.layers.quantized.byte_products import library_matmul
+from tandem.engine_core.layers.quantized.triton_eight_bit_linear import library_matmul
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 
