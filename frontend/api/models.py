@@ -33,6 +33,7 @@ def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], 
         "display_name": name,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
+        "capabilities": None,
         "max_input_tokens": model.max_len,
         "max_tokens": model.max_len,
     }
@@ -55,6 +56,7 @@ _ANTHROPIC_CARD = closed(
         "display_name": STRING,
         "created_at": STRING,
         "lifecycle": {"const": "active"},
+        "capabilities": {"type": "null"},
         "max_input_tokens": {"type": "integer"},
         "max_tokens": {"type": "integer"},
     }

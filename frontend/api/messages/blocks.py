@@ -34,14 +34,15 @@ class ContentBlocks:
         """Append a delta and return its events."""
         match delta:
             case Content(text):
-                begun = self._begin_text({"type": "text", "text": ""})
+                begun = self._begin_text({"type": "text", "text": "", "citations": None})
                 return [*begun, self._delta("text_delta", "text", text)]
             case Reasoning(text):
                 begun = self._begin_text({"type": "thinking", "thinking": "", "signature": ""})
                 shown = self._delta("thinking_delta", "thinking", text)
                 return begun if self._hide_thinking else [*begun, shown]
             case CallStart(_, call_id, name):
-                return [*self.end(), self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})]
+                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": {"type": "direct"}}
+                return [*self.end(), self._begin(call)]
             case CallArguments(_, text):
                 return [self._delta("input_json_delta", "partial_json", text)]
 

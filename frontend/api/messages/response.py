@@ -21,6 +21,11 @@ PING = named_event("ping", {"type": "ping"})
 
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
+_NO_DETAILS = {"stop_details": None, "container": None}
+"""Properties of a message that Anthropic's schema requires and that this server has nothing to say of."""
+_NO_USAGE = {"cache_creation": None, "inference_geo": None, "service_tier": None}
+"""Those of the usage of a whole message, and of the event that starts one."""
+
 
 class MessagesFormatter:
     """Format one response of `/v1/messages`.
@@ -36,7 +41,7 @@ class MessagesFormatter:
         self._request_id = request_id
         self._is_lowered = admitted.prompt_of(0).max_tokens < admitted.options.max_tokens
         """True if the context has less room than `max_tokens`."""
-        self._ending: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+        self._ending: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None, **_NO_DETAILS}
         self._head = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -45,7 +50,7 @@ class MessagesFormatter:
         }
 
     def opening(self, usage: Usage) -> bytes:
-        counts = {**_usage(usage), "output_tokens": 0}
+        counts = {**_usage(usage), "output_tokens": 0, "output_tokens_details": None, **_NO_USAGE}
         message: dict[str, Any] = {**self._head, "content": [], **self._ending, "usage": counts}
         return _encoded([("message_start", {"message": message})])
 
@@ -64,13 +69,13 @@ class MessagesFormatter:
         for piece in choices:
             self._read(piece)
         self._blocks.end()
-        content = {"content": self._blocks.blocks, **self._ending, "usage": self._usage(usage)}
-        return msgspec.json.encode({**self._head, **content})
+        counts = {**self._usage(usage), **_NO_USAGE}
+        return msgspec.json.encode({**self._head, "content": self._blocks.blocks, **self._ending, "usage": counts})
 
     def _read(self, piece: ChoiceDelta) -> list[BlockEvent]:
         events = [event for delta in self._parser.push(piece) for event in self._blocks.write(delta)]
         if piece.finish_reason is not None:
-            self._ending = {"stop_reason": self._stop_reason(piece), "stop_sequence": piece.stop_string}
+            self._ending |= {"stop_reason": self._stop_reason(piece), "stop_sequence": piece.stop_string}
         return events
 
     def _stop_reason(self, piece: ChoiceDelta) -> str:
@@ -81,13 +86,12 @@ class MessagesFormatter:
         return _STOP_REASONS[self._parser.finish_reason(piece.finish_reason or "stop")]
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        shown: dict[str, Any] = {**_usage(usage), "output_tokens": usage.completion_tokens}
-        if self._parser.reasoning_tokens is not None:
-            shown["output_tokens_details"] = {"thinking_tokens": self._parser.reasoning_tokens}
-        return shown
+        thinking = self._parser.reasoning_tokens
+        details = None if thinking is None else {"thinking_tokens": thinking}
+        return {**_usage(usage), "output_tokens": usage.completion_tokens, "output_tokens_details": details}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """Count the tokens of a prompt as Anthropic does.
 
     It leaves the cached ones out of `input_tokens`.
@@ -97,6 +101,7 @@ def _usage(usage: Usage) -> dict[str, int]:
         "input_tokens": usage.prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached_tokens,
+        "server_tool_use": None,
     }
 
 

@@ -151,15 +151,52 @@ def test_stop_reason_tells_how_the_output_ended(
     message = whole(text, finish, stop, room=room)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
     end = ChoiceDelta(0, "", [1], finish, stop_string=stop)
-    assert stream([text], end, format_of(room=room))[-2]["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+    delta = {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
+    assert stream([text], end, format_of(room=room))[-2]["delta"] == delta
+
+
+REQUIRED = {
+    "message": {
+        "id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container",
+    },
+    "usage": {
+        "cache_creation", "cache_creation_input_tokens", "cache_read_input_tokens", "inference_geo", "input_tokens",
+        "output_tokens", "output_tokens_details", "server_tool_use", "service_tier",
+    },
+    "delta": {"container", "stop_details", "stop_reason", "stop_sequence"},
+    "delta_usage": {
+        "cache_creation_input_tokens", "cache_read_input_tokens", "input_tokens", "output_tokens",
+        "output_tokens_details", "server_tool_use",
+    },
+    "text": {"citations", "text", "type"},
+    "thinking": {"signature", "thinking", "type"},
+    "tool_use": {"caller", "id", "input", "name", "type"},
+}  # fmt: skip
+"""The properties that Anthropic's published schema requires."""
+
+
+def test_every_property_that_the_published_schema_requires_is_present() -> None:
+    for parsed_reasoning in (SHAPE, structs.replace(SHAPE, think_end_id=None)):
+        text = f"<think>hm</think>I look.\n{CALL}"
+        message = json.loads(format_of(parsed_reasoning).whole([ChoiceDelta(0, text, [7, 1], "stop")], USAGE))
+        started, *_, changed, _ = found = stream([text], ChoiceDelta(0, "", [1], "stop"), format_of(parsed_reasoning))
+        for shown in (message, started["message"]):
+            assert shown.keys() >= REQUIRED["message"]
+            assert shown["usage"].keys() >= REQUIRED["usage"]
+        assert changed["delta"].keys() >= REQUIRED["delta"]
+        assert changed["usage"].keys() >= REQUIRED["delta_usage"]
+        begun = [event["content_block"] for event in found if event["type"] == "content_block_start"]
+        for blocks in (message["content"], begun):
+            assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+            assert all(block.keys() >= REQUIRED[block["type"]] for block in blocks)
 
 
 def test_usage_counts_cached_tokens_apart() -> None:
     wanted = {
         "input_tokens": 14, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 0, "output_tokens": 4,
-        "output_tokens_details": {"thinking_tokens": 0},
+        "output_tokens_details": {"thinking_tokens": 0}, "server_tool_use": None,
     }  # fmt: skip
-    assert whole("some")["usage"] == wanted
+    assert whole("some")["usage"] == {**wanted, "cache_creation": None, "inference_geo": None, "service_tier": None}
     events = stream(["some"], ChoiceDelta(0, "", [1], "stop"), format_of())
     assert events[0]["message"]["usage"]["input_tokens"] == 14
     assert events[-2]["usage"] == wanted
@@ -182,7 +219,7 @@ def test_hidden_thinking_keeps_its_block_and_signature() -> None:
 def test_input_that_is_not_json_is_returned_as_text() -> None:
     cut = whole(f"one\n{CALL[:-17]}", "length")
     text, call = cut["content"]
-    assert text == {"type": "text", "text": "one"}
+    assert text == {"type": "text", "text": "one", "citations": None}
     assert (call["type"], call["name"], list(call["input"])) == ("tool_use", "look", [INVALID_JSON])
     wrong = whole('<tool_call>\n{"name": "look", "arguments": {at: 1}}\n</tool_call>')
     assert wrong["content"][0]["input"] == {INVALID_JSON: "{at: 1}"}
