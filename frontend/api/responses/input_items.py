@@ -267,16 +267,18 @@ def check_count(items: Sequence[InputItem]) -> None:
 
 
 def stored_item(given: InputItem) -> StoredItem:
-    """Return an item as it is stored: with an id, and texts in parts."""
+    """Return an item as it is stored: with an id, a status where its kind has one, and texts in parts."""
     item = given.item
+    status = {"status": "completed"} if getattr(item, "status", "completed") is None else {}
     if isinstance(item, Message) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
         part = {"type": kind, "text": item.content, **({"annotations": []} if item.role == "assistant" else {})}
         fields: dict[str, Any] = {"type": "message", "role": item.role, "status": "completed", "content": [part]}
-    elif item.id is not None:
+    elif item.id is not None and not status:
         return StoredItem(item.id, given.raw)
     else:
-        fields = {**({"type": "message"} if isinstance(item, Message) else {}), **msgspec.json.decode(given.raw)}
+        given_type = {"type": "message"} if isinstance(item, Message) else {}
+        fields = {**given_type, **msgspec.json.decode(given.raw), **status}
     prefix = _ID_PREFIXES.get(fields["type"], "item")
     item_id = item.id or f"{prefix}_{secrets.token_hex(24)}"
     return StoredItem(item_id, msgspec.json.encode({**fields, "id": item_id}))

@@ -364,3 +364,17 @@ def test_a_client_that_goes_away_leaves_nothing_in_the_store(server: RunningServ
     service_store: Any = server.server._service.store
     count = "SELECT count(*) FROM items WHERE body LIKE '%nobody waits%'"
     assert service_store._store._connection.execute(count).fetchone()[0] == 0
+
+
+def test_stored_input_has_the_id_and_status_that_the_api_requires(client: openai.OpenAI) -> None:
+    given: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "message", "id": "msg_1", "role": "user", "status": "incomplete", "content": []},
+    ]
+    made = client.responses.create(model="fake-model", input=given)
+    stored: list[Any] = client.responses.input_items.list(made.id, order="asc").data
+    assert [item.status for item in stored] == ["completed", "completed", "completed", "incomplete"]
+    assert all(item.id for item in stored)
+    assert (stored[1].id, stored[3].id) == ("fc_1", "msg_1")
