@@ -360,7 +360,7 @@ class Engine:
         """Copy the state that metrics show as gauges into the stats, once a tick."""
         stats, times = self.stats, self.runtime.device_times()
         copy_gauges(self.scheduler, stats, self.stages.clock())
-        stats.steps_in_flight = self.pipeline.in_flight
+        stats.steps_in_flight, stats.frontends = self.pipeline.in_flight, len(self.control.clients)
         stats.gpu_busy_seconds, stats.gpu_idle_seconds, stats.gpu_timed_steps = times.busy, times.idle, times.steps
 
     def _close(self, code: ErrorCode, message: str) -> None:

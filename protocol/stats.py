@@ -185,3 +185,4 @@ class EngineStats(Struct, array_like=True):
     grammar_workers_lost: Annotated[
         int, _counter("tandem_grammar_workers_lost", "Processes that followed grammars and ended or did not answer.")
     ] = 0
+    frontends: Annotated[int, _gauge("tandem_num_frontends", "Connected frontends.")] = 0

@@ -143,16 +143,19 @@ class EngineClient:
         """Number of prompt tokens of streams that wait for their first output."""
         return self._streams.queued_tokens
 
-    def seconds_until_ended(self, count: int) -> int:
-        """Estimate the seconds until this many sequences of all frontends ended."""
-        return self._load.seconds_until_ended(count)
+    def retry_after_end(self, excess: int, sequences: int) -> int:
+        """Return the seconds after which a refused request of this many sequences is to return.
 
-    def seconds_until_prefilled(self, tokens: int) -> int:
-        """Estimate the seconds until this many queued prompt tokens are computed.
-
-        They are those of all frontends.
+        excess: sequences that have to end before.
         """
-        return self._load.seconds_until_prefilled(tokens)
+        return 1 if self.facts is None else self._load.retry_after_end(excess, sequences, self.facts.limits)
+
+    def retry_after_prefill(self, excess: int, tokens: int) -> int:
+        """Return the seconds after which a refused request of this many prompt tokens is to return.
+
+        excess: waiting prompt tokens that have to be admitted before.
+        """
+        return 1 if self.facts is None else self._load.retry_after_prefill(excess, tokens, self.facts.limits)
 
     def load_limits(self, max_concurrent: int, max_queued_tokens: int) -> tuple[int, int]:
         """Return these limits of one frontend, lowered to those of the engine.
@@ -171,11 +174,7 @@ class EngineClient:
         """
         if code is not ErrorCode.OVERLOADED:
             return self.seconds_until_ready()
-        heartbeat, facts = self._watch.heartbeat, self.facts
-        if heartbeat is None or facts is None:
-            return 1
-        excess = heartbeat.pending + sequences - facts.limits.max_concurrent
-        return self.seconds_until_ended(excess) if excess > 0 else self.seconds_until_prefilled(tokens)
+        return 1 if self.facts is None else self._load.retry_after(sequences, tokens, self.facts.limits)
 
     def health(self) -> EngineHealth:
         """Return the health of the engine, ready if a request would be accepted now.
@@ -315,7 +314,7 @@ class EngineClient:
         if broken is not None and broken[0] == heartbeat.engine_epoch and now - broken[1] < STALE_SECONDS:
             return
         self._watch.observe(heartbeat)
-        self._load.observe(heartbeat)
+        self._load.observe(heartbeat, self.facts.limits if self.facts is not None else None)
         link = self._link
         if link is not None and link.epoch != heartbeat.engine_epoch:
             self._lose(ErrorCode.ENGINE_UNAVAILABLE, "the engine was restarted")

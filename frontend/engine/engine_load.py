@@ -1,39 +1,78 @@
-"""Rates at which an engine works off the requests of all its frontends."""
+"""Estimate how long the requests of all frontends take to leave an engine's queues."""
 
+import random
 import time
 from collections.abc import Callable
 
-from tandem.frontend.engine.departures import Departures
+from tandem.frontend.engine.retry_queue import RetryQueue
 from tandem.protocol.errors import ErrorCode
-from tandem.protocol.events import Heartbeat
+from tandem.protocol.events import Heartbeat, Limits
+
+_ASSUMED_SEQUENCE_SECONDS = 20.0
+"""Time for which a sequence is assumed to hold its row before any overload was observed. Too long a time leaves rows
+empty once, too short a one has most clients refused a second time."""
+_ASSUMED_PREFILL_SECONDS = 60.0
+"""The same of a full queue of prompt tokens."""
 
 
 class EngineLoad:
-    """Count of what leaves an engine's queues, from the counters of its heartbeats."""
+    """Load of one engine by its heartbeats, and the clients that were refused for it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ended = Departures(clock)
-        self._prefilled = Departures(clock)
-        self._epoch: int | None = None
-        self._num_ended = 0
-        self._num_prefilled = 0
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, uniform: Callable[[], float] = random.random
+    ) -> None:
+        """`uniform` returns random numbers in [0, 1)."""
+        self._sequences = RetryQueue(clock, uniform)
+        self._tokens = RetryQueue(clock, uniform)
+        self._heartbeat: Heartbeat | None = None
+        self._ended = 0
 
-    def observe(self, heartbeat: Heartbeat) -> None:
-        """Count what has left since the last heartbeat of the same life."""
+    def observe(self, heartbeat: Heartbeat, limits: Limits | None) -> None:
+        """Take a heartbeat of the engine with these limits into account, if they are known."""
         stats = heartbeat.stats
         failed = stats.requests_failed
         refused = failed.get(ErrorCode.OVERLOADED.value, 0) + failed.get(ErrorCode.RATE_LIMITED.value, 0)
         finished = sum(stats.requests_finished.values()) - stats.requests_finished.get("error", 0)
         ended = finished + sum(failed.values()) - refused
-        if heartbeat.engine_epoch == self._epoch:
-            self._ended.add(ended - self._num_ended)
-            self._prefilled.add(stats.prompt_tokens - self._num_prefilled)
-        self._epoch, self._num_ended, self._num_prefilled = heartbeat.engine_epoch, ended, stats.prompt_tokens
+        previous, self._heartbeat = self._heartbeat, heartbeat
+        if previous is None or previous.engine_epoch != heartbeat.engine_epoch:
+            ended_since = admitted_since = 0
+        else:
+            ended_since = ended - self._ended
+            admitted_since = stats.prompt_tokens - previous.stats.prompt_tokens
+        self._ended = ended
+        is_full = limits is not None and heartbeat.pending >= limits.max_concurrent
+        self._sequences.observe(ended_since, is_full or stats.waiting > 0)
+        self._tokens.observe(admitted_since, stats.queued_prompt_tokens > 0)
 
-    def seconds_until_ended(self, count: int) -> int:
-        """Estimate the seconds until this many sequences have ended."""
-        return self._ended.seconds_until(count)
+    def retry_after(self, sequences: int, tokens: int, limits: Limits) -> int:
+        """Return the seconds after which a request that the engine has refused is to return."""
+        heartbeat = self._heartbeat
+        if heartbeat is None:
+            return 1
+        stats, excess = heartbeat.stats, heartbeat.pending + sequences - limits.max_concurrent
+        excess_tokens = stats.queued_prompt_tokens + tokens - limits.max_queued_tokens
+        if excess <= 0 < excess_tokens:
+            return self.retry_after_prefill(min(excess_tokens, stats.queued_prompt_tokens), tokens, limits)
+        excess_waiting = stats.waiting + sequences - limits.max_waiting
+        return self.retry_after_end(max(excess, excess_waiting), sequences, limits)
 
-    def seconds_until_prefilled(self, tokens: int) -> int:
-        """Estimate the seconds until this many waiting prompt tokens have been admitted."""
-        return self._prefilled.seconds_until(tokens)
+    def retry_after_end(self, excess: int, sequences: int, limits: Limits) -> int:
+        """Return the seconds after which a request of this many sequences is to return.
+
+        excess: sequences that have to end before.
+        """
+        assumed = limits.max_rows / _ASSUMED_SEQUENCE_SECONDS
+        return self._sequences.refuse(excess, sequences, assumed, self._sharers)
+
+    def retry_after_prefill(self, excess: int, tokens: int, limits: Limits) -> int:
+        """Return the seconds after which a request of this many prompt tokens is to return.
+
+        excess: waiting prompt tokens that have to be admitted before.
+        """
+        assumed = limits.max_queued_tokens / _ASSUMED_PREFILL_SECONDS
+        return self._tokens.refuse(excess, tokens, assumed, self._sharers)
+
+    @property
+    def _sharers(self) -> int:
+        return max(self._heartbeat.stats.frontends, 1) if self._heartbeat is not None else 1

@@ -204,32 +204,32 @@ class Admission:
         return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
 
 
-def check_overload(open_sequences: int, wanted: int, most: int, seconds_until: Callable[[int], int]) -> None:
+def check_overload(open_sequences: int, wanted: int, most: int, retry_after: Callable[[int, int], int]) -> None:
     """Raise ApiError 429 if this frontend would have too many open sequences.
 
-    `most` is the largest number that may be open, those of the new request included. `seconds_until` estimates the
-    seconds until a number of them have ended.
+    `most` is the largest number that may be open, those of the new request included. `retry_after` returns the seconds
+    after which it is to return, given the number that has to end before and its own.
     """
     if (excess := open_sequences + wanted - most) > 0:
         raise overloaded(
             f"{open_sequences} sequences are open and this request asks for {wanted} more; the limit is {most} "
             "(--max-concurrent); try again later",
-            seconds_until(excess),
+            retry_after(excess, wanted),
             "concurrency",
         )
 
 
-def check_queue(queued: int, wanted: int, most: int, seconds_until: Callable[[int], int]) -> None:
+def check_queue(queued: int, wanted: int, most: int, retry_after: Callable[[int, int], int]) -> None:
     """Raise ApiError 429 if too many prompt tokens would wait in the engine.
 
-    At most `most` may wait; a request of any length is accepted while none do. `seconds_until` estimates the
-    seconds until a number of them have left the queue.
+    At most `most` may wait; a request of any length is accepted while none do. `retry_after` returns the seconds after
+    which it is to return, given the number that has to leave the queue before and its own.
     """
     if queued and (excess := queued + wanted - most) > 0:
         raise overloaded(
             f"{queued} prompt tokens are waiting and this request has {wanted} more; the limit is {most} "
             "(--max-queued-tokens); try again later",
-            seconds_until(min(excess, queued)),
+            retry_after(min(excess, queued), wanted),
             "queued_tokens",
         )
 

@@ -106,8 +106,8 @@ class Generation:
         if self.without_engine:
             return
         max_concurrent, max_queued_tokens = client.load_limits(max_concurrent, max_queued_tokens)
-        check_overload(client.num_open, admitted.num_choices, max_concurrent, client.seconds_until_ended)
-        check_queue(client.queued_tokens, admitted.prompt_tokens, max_queued_tokens, client.seconds_until_prefilled)
+        check_overload(client.num_open, admitted.num_choices, max_concurrent, client.retry_after_end)
+        check_queue(client.queued_tokens, admitted.prompt_tokens, max_queued_tokens, client.retry_after_prefill)
         if timeout:
             left = self.arrived + timeout - self._clock()
             self._deadline = asyncio.get_running_loop().call_later(max(left, 0.0), self._expire, timeout)

@@ -34,8 +34,8 @@ from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 
 FIRST_PAUSE = 0.5
 """Seconds before the first retry."""
-LAST_PAUSE = 30.0
-"""Longest pause between retries in seconds."""
+LAST_PAUSE = 60.0
+"""Longest pause between retries in seconds, which is the longest Retry-After of this server."""
 _JSON = {"content-type": "application/json"}
 
 

@@ -48,10 +48,10 @@ class Streams:
     def abort(self, request_ids: list[int], reason: FinishReason) -> None:
         self.aborted += request_ids
 
-    def seconds_until_ended(self, count: int) -> int:
+    def retry_after_end(self, excess: int, sequences: int) -> int:
         return 1
 
-    def seconds_until_prefilled(self, tokens: int) -> int:
+    def retry_after_prefill(self, excess: int, tokens: int) -> int:
         return 1
 
     def load_limits(self, *own: int) -> tuple[int, ...]:
