@@ -5,10 +5,11 @@ Other processes make them ahead of time, from numbered seeds.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,19 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.default_model.corpus import load
+from benchmarks.default_model.json_answers import (
+    INSTRUCTIONS,
+    Piece,
+    call_of,
+    forced_call,
+    forced_open,
+    json_about,
+    json_facts,
+    json_pieces,
+)
 from benchmarks.default_model.questions import Questioner
 from benchmarks.default_model.tokenizer import ASSISTANT_ID, BEGIN_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID
+from benchmarks.default_model.tool_use import ToolUser, result_of
 from tandem.engine_core.integers import ceil_div
 
 IGNORED = -100
@@ -30,6 +42,9 @@ SYSTEM_PROMPTS = (
     "Answer in one sentence.",
     "Be brief.",
     "You are Tandem.",
+    "Use the supplied tools to assist the user.",
+    "You are a helpful assistant with access to tools.",
+    "Call a tool when you need one.",
 )
 # (weight, before the question, after it, whether a space opens the answer)
 RAW_FORMS = (
@@ -45,6 +60,10 @@ RAW_FORMS = (
 )
 
 
+# Percentages of plain chats, bare questions, answers in JSON and requests with tools.
+SHARES = (31, 36, 15, 18)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Tokens and the next token to learn at each of them.
@@ -56,21 +75,15 @@ class Batch:
     targets: NDArray[np.int64]
 
 
-# A piece of a sample: a special token, or a text and whether it is learnt.
-Piece = int | tuple[str, bool]
-
-
 def chat_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
     """Render one to four turns with the chat template.
 
     Some samples begin with a system prompt.
     """
-    pieces: list[Piece] = [BEGIN_ID]
-    if rng.random() < 0.25:
-        pieces += [SYSTEM_ID, (rng.choice(SYSTEM_PROMPTS), False), END_ID]
+    pieces: list[Piece] = [BEGIN_ID, *_system(rng, questioner.fillers)]
     for _ in range(rng.choices((1, 2, 3, 4), (80, 12, 5, 3))[0]):
         question, answer = questioner.question(rng)
-        pieces += [USER_ID, (question.strip(), False), END_ID, ASSISTANT_ID, (answer, True), END_ID]
+        pieces += [*_turn(question), (answer, True), END_ID]
     return pieces
 
 
@@ -80,6 +93,65 @@ def raw_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
     question, answer = questioner.question(rng)
     pieces: list[Piece] = [(f"{before}{question}{after}", False), (" " + answer if spaced else answer, True), END_ID]
     return pieces if rng.random() < 0.15 else [BEGIN_ID, *pieces]
+
+
+def json_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
+    """Write a question and the JSON object that answers it, mostly with the chat template.
+
+    The object's keys are learnt only where the question is to be answered in JSON without a schema.
+    """
+    if rng.random() < 0.2:
+        question, answer = json_facts(rng)
+        free = False
+    else:
+        question, row = questioner.asked(rng)
+        free = rng.random() < 0.2
+        answer = {"answer": row.answer} if free else json_about(rng, row)
+    if free or rng.random() < 0.12:
+        question = f"{question.strip()} {rng.choice(INSTRUCTIONS)}"
+    written = forced_open(json_pieces(rng, answer, free))
+    if rng.random() < 0.2:
+        return [BEGIN_ID, (f"{question}{rng.choice(('', '', chr(10), ' '))}", False), *written, END_ID]
+    before = [*_system(rng, questioner.fillers), *_earlier(rng, questioner)]
+    return [BEGIN_ID, *before, *_turn(question), *written, END_ID]
+
+
+def tool_sample(rng: random.Random, user: ToolUser) -> list[Piece]:
+    """Render a request with tools and the call or the answer; some go on with the call's result and what it says."""
+    use = user.use(rng)
+    tools = "\n".join(["Tools:", *(tool.line for tool in use.tools)])
+    pieces: list[Piece] = [BEGIN_ID, SYSTEM_ID, (tools, False), END_ID, *_system(rng, user.questioner.fillers)]
+    pieces += [*_earlier(rng, user.questioner), *_turn(use.question)]
+    if use.tool is None:
+        return [*pieces, (use.answer, True), END_ID]
+    call = json_pieces(rng, call_of(use), True)
+    if use.forced or rng.random() < 0.75:
+        return [*pieces, *(forced_call(call) if use.forced else call), END_ID]
+    result, told = result_of(rng, use.tool, user.questioner)
+    before = (json.dumps(call_of(use), ensure_ascii=False), False)
+    return [*pieces, before, END_ID, *_turn(f"Result:\n{result}"), (told, True), END_ID]
+
+
+def _system(rng: random.Random, fillers: list[str]) -> list[Piece]:
+    """Write a system prompt, sometimes of random words, or mostly none."""
+    if rng.random() < 0.75:
+        return []
+    words = [rng.choice(fillers) for _ in range(rng.randrange(3, 16))]
+    prompt = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.7 else " ".join(words).capitalize() + "."
+    return [SYSTEM_ID, (prompt, False), END_ID]
+
+
+def _earlier(rng: random.Random, questioner: Questioner) -> list[Piece]:
+    """Write a turn with an answer in text, or mostly none."""
+    if rng.random() < 0.9:
+        return []
+    question, answer = questioner.question(rng)
+    return [*_turn(question), (answer, True), END_ID]
+
+
+def _turn(text: str) -> list[Piece]:
+    """Write a message of the user and the start of the answer."""
+    return [USER_ID, (text.strip(), False), END_ID, ASSISTANT_ID]
 
 
 def encode(samples: list[list[Piece]], tokenizer: Tokenizer) -> list[tuple[list[int], list[bool]]]:
@@ -122,6 +194,18 @@ def to_batch(samples: list[tuple[list[int], list[bool]]]) -> Batch:
     return Batch(tokens, targets)
 
 
+def make_samples(rng: random.Random, questioner: Questioner, count: int) -> list[list[Piece]]:
+    """Make samples of all forms in the shares that the model trains on."""
+    user = ToolUser(questioner)
+    makers: tuple[Callable[[], list[Piece]], ...] = (
+        lambda: chat_sample(rng, questioner),
+        lambda: raw_sample(rng, questioner),
+        lambda: json_sample(rng, questioner),
+        lambda: tool_sample(rng, user),
+    )
+    return [maker() for maker in rng.choices(makers, SHARES, k=count)]
+
+
 _worker: tuple[Questioner, Tokenizer] | None = None
 
 
@@ -144,8 +228,7 @@ def _make_shard(job: tuple[int, int, int, int]) -> list[Batch]:
     assert _worker is not None, "the pool starts each process with _start_worker"
     questioner, tokenizer = _worker
     rng = random.Random(f"{seed}/{index}")
-    makers = (chat_sample, raw_sample)
-    samples = [rng.choices(makers, (45, 55))[0](rng, questioner) for _ in range(rows * count)]
+    samples = make_samples(rng, questioner, rows * count)
     encoded = sorted(encode(samples, tokenizer), key=lambda sample: len(sample[0]))
     batches = [to_batch(encoded[start : start + rows]) for start in range(0, len(encoded), rows)]
     rng.shuffle(batches)

@@ -178,18 +178,23 @@ class Questioner:
         return " ".join(words).rstrip(",;:")
 
     def question(self, rng: random.Random) -> tuple[str, str]:
-        """Make a question and its answer."""
-        draw = rng.random()
-        if draw < 0.01:
+        """Make a question and its answer. One in a hundred asks about no function."""
+        if rng.random() < 0.01:
             asks, answer = rng.choice(SMALL_TALK)
-            return _spoken(rng, rng.choice(asks)), answer
-        if draw < 0.06:
+            return spoken(rng, rng.choice(asks)), answer
+        question, row = self.asked(rng)
+        return question, row.answer
+
+    def asked(self, rng: random.Random) -> tuple[str, Function]:
+        """Make a question about a function, and return the function's row."""
+        draw = rng.random()
+        if draw < 0.05:
             row, task = rng.choice(self.paraphrases)
-            return self._worded(rng, rng.choice(TASK), "{t}", task), row.answer
+            return self._worded(rng, rng.choice(TASK), "{t}", task), row
         row = rng.choice(self.rows)
         if draw < 0.28 and row.dotted in self.cuts:
-            return self._worded(rng, rng.choice(TASK), "{t}", self.wanted(rng, row)), row.answer
-        return self._worded(rng, rng.choice(NAMED), "{f}", self.written(rng, row)), row.answer
+            return self._worded(rng, rng.choice(TASK), "{t}", self.wanted(rng, row)), row
+        return self._worded(rng, rng.choice(NAMED), "{f}", self.written(rng, row)), row
 
     def _worded(self, rng: random.Random, body: str, slot: str, filling: str) -> str:
         """Fill a wording after adding noise to it.
@@ -205,7 +210,7 @@ class Questioner:
             words = self._scrambled(rng, words)
         if rng.random() < 0.3:
             words = self._padded(rng, words)
-        wording = _spoken(rng, " ".join(words))
+        wording = spoken(rng, " ".join(words))
         if rng.random() < 0.06:
             filling = filling.lower()
         return wording.replace(slot.upper(), slot).replace(slot, filling)
@@ -256,7 +261,7 @@ def _wording_words() -> set[str]:
     return set(re.findall(r"\b[a-z]{2,}\b", " ".join(NAMED + TASK + OPENINGS + CLOSINGS).lower()))
 
 
-def _spoken(rng: random.Random, wording: str) -> str:
+def spoken(rng: random.Random, wording: str) -> str:
     """Vary a wording as people type it.
 
     It may lack its last mark or have another one, and be in lower case or in capitals.

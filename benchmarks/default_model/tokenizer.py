@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from benchmarks.default_model.questions import Questioner
+from benchmarks.default_model.tool_use import ToolUser
 
 VOCABULARY = 4096
 CONTEXT = 2048
@@ -23,11 +24,32 @@ PAD_ID, BEGIN_ID, END_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL))
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
+{%- if tools -%}
+  {{- '<|system|>Tools:' -}}
+  {%- for tool in tools -%}
+    {%- set function = tool['function'] -%}
+    {{- '\\n' + function['name'] + '(' -}}
+    {%- set parameters = function['parameters'] or {} -%}
+    {%- for name, schema in (parameters['properties'] or {}).items() -%}
+      {{- (', ' if not loop.first else '') + name + ': ' -}}
+      {%- if schema is mapping and schema['enum'] -%}
+        {{- schema['enum'] | join('|') -}}
+      {%- elif schema is mapping and schema['type'] is string -%}
+        {{- schema['type'] -}}
+      {%- else -%}
+        {{- 'any' -}}
+      {%- endif -%}
+    {%- endfor -%}
+    {{- ')' + (': ' + function['description'] | trim if function['description'] else '') -}}
+  {%- endfor -%}
+  {{- eos_token -}}
+{%- endif -%}
 {%- for message in messages -%}
   {%- if message['content'] is string -%}
     {%- set text = message['content'] -%}
   {%- else -%}
-    {%- set text = message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') -%}
+    {%- set parts = message['content'] or [] -%}
+    {%- set text = parts | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') -%}
   {%- endif -%}
   {%- if message['role'] == 'assistant' -%}
     {{- '<|assistant|>' -}}
@@ -36,7 +58,14 @@ CHAT_TEMPLATE = """\
   {%- else -%}
     {{- '<|user|>' -}}
   {%- endif -%}
-  {{- text | trim + eos_token -}}
+  {{- ('Result:\\n' if message['role'] == 'tool' else '') + text | trim -}}
+  {%- for call in message['tool_calls'] or [] -%}
+    {%- set arguments = call['function']['arguments'] -%}
+    {{- '; ' if not loop.first else '' -}}
+    {{- '{"name": "' + call['function']['name'] + '", "parameters": ' -}}
+    {{- (arguments if arguments is string else arguments | tojson) + '}' -}}
+  {%- endfor -%}
+  {{- eos_token -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
   {{- '<|assistant|>' -}}
@@ -45,9 +74,9 @@ CHAT_TEMPLATE = """\
 
 
 def sample_texts(questioner: Questioner, seed: int, count: int) -> Iterator[str]:
-    """Yield all answers, and questions in training wordings.
+    """Yield all answers, questions in training wordings, and some lists of tools.
 
-    Frequent names thus stay whole.
+    Frequent names thus stay whole. JSON is not among them: quotes and braces remain tokens of their own.
     """
     rng = random.Random(seed)
     for row in questioner.rows:
@@ -55,6 +84,11 @@ def sample_texts(questioner: Questioner, seed: int, count: int) -> Iterator[str]
         yield f" {row.answer}"
     for _ in range(count):
         yield questioner.question(rng)[0]
+    user = ToolUser(questioner)
+    for _ in range(count // 10):
+        use = user.use(rng)
+        yield from (tool.line for tool in use.tools)
+        yield use.question
 
 
 def train_tokenizer(questioner: Questioner, seed: int, count: int = 40_000) -> Tokenizer:

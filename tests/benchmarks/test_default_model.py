@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.default_model import batches, corpus, held_out, judge, phrasings
 from benchmarks.default_model.corpus import CORPUS, Function
+from benchmarks.default_model.json_answers import Piece
 from benchmarks.default_model.questions import Questioner, base_form, task_of
 from benchmarks.default_model.tokenizer import END_ID, PAD_ID
 
@@ -197,7 +198,7 @@ def test_judge_requests_completions_from_a_server() -> None:
 
 def test_only_answers_and_their_ends_are_training_targets() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    sample: list[batches.ChoiceDelta] = [1, 4, ("What is len?", False), END_ID, 5, ("len(obj).", True), END_ID]
+    sample: list[Piece] = [1, 4, ("What is len?", False), END_ID, 5, ("len(obj).", True), END_ID]
     ((ids, learnt),) = batches.encode([sample], tokenizer)
     assert tokenizer.decode([i for i, flag in zip(ids, learnt, strict=True) if flag]) == "len(obj)."
     assert ids[-1] == END_ID
