@@ -22,6 +22,9 @@ class AnswerWriter(Protocol):
     The headers have been sent. The end of the answer is sent like that of any other.
     """
 
+    num_written: int
+    """Bytes of the body so far, also of parts that were sent like those of any other answer."""
+
     @property
     def has_begun(self) -> bool:
         """True once the status has been sent."""
@@ -39,6 +42,10 @@ class AnswerWriter(Protocol):
 
     def write(self, body: bytes) -> None:
         """Write a part of the body, which is dropped if the client has gone."""
+        ...
+
+    def abort(self) -> None:
+        """Close the connection without what waits to be sent."""
         ...
 
     def set_leave(self, leave: Callable[[], None] | None) -> None:

@@ -14,71 +14,18 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
+from tandem.frontend.api.byte_budget import MAX_INLINE_BODY, ByteBudget, Reservation
+from tandem.frontend.api.owner import owner_of
 from tandem.frontend.api.request_scope import request_record
-from tandem.frontend.errors import ApiError, malformed, overloaded, unavailable
+from tandem.frontend.errors import ApiError, malformed, unavailable
 from tandem.frontend.generation.stage import Stage
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
 
 _Parsed = TypeVar("_Parsed")
 
-MAX_INLINE_BODY = 64 * 1024
-"""Largest body in bytes that is parsed in the event loop and not counted against the budget."""
-
 _JSON = b"application/json"
 """Type that nearly every body has, and that one without a type is taken for."""
-
-MAX_BUFFERED_BYTES = 256 * 2**20
-"""Total bytes of the larger bodies that are read, parsed and admitted at the same time."""
-
-
-class BodyBudget:
-    """The bytes of large bodies that one process may buffer."""
-
-    def __init__(self, max_bytes: int = MAX_BUFFERED_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.used = 0
-
-    def reservation(self) -> "BodyReservation":
-        """Return an empty reservation for one request."""
-        return BodyReservation(self)
-
-
-class BodyReservation:
-    """The bytes of a budget that one request holds.
-
-    They are returned at the end of its `with` block.
-    """
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self._held = 0
-
-    def grow(self, size: int) -> None:
-        """Extend the reservation to a body of `size` bytes.
-
-        Raises ApiError 429 if the budget has no room for it. Bodies up to MAX_INLINE_BODY are not counted.
-        """
-        if size <= MAX_INLINE_BODY:
-            return
-        added = size - self._held
-        if self._budget.used + added > self._budget.max_bytes:
-            raise overloaded(
-                f"large bodies of {self._budget.used} bytes are being read, at most {self._budget.max_bytes} are "
-                "allowed at once; try again later",
-                refusal="bodies",
-            )
-        self._budget.used += added
-        self._held = size
-
-    def __enter__(self) -> "BodyReservation":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._budget.used -= self._held
-        self._held = 0
 
 
 class PendingRequests:
@@ -87,7 +34,7 @@ class PendingRequests:
     `len` counts them.
     """
 
-    def __init__(self, max_body: int, parser: Workers, budget: BodyBudget) -> None:
+    def __init__(self, max_body: int, parser: Workers, budget: ByteBudget) -> None:
         """Set the limits and the parsing thread of the requests.
 
         `max_body` is the size of the largest accepted body in bytes, `parser` the thread that parses large bodies, and
@@ -109,19 +56,19 @@ class PendingRequests:
         the thread would cost more than it saves. Raises ApiError as `read_body` and `hold` do, and whatever `parse`
         raises.
         """
-        with self.hold() as reservation:
+        with self.hold(owner_of(request.scope)) as reservation:
             begun = monotonic()
             body = await read_body(request, self._max_body, reservation)
             parsed = parse(body) if len(body) <= MAX_INLINE_BODY else await self._parser.run(parse, body)
             request_record(request.scope).stages.append(Stage("parse", begun, monotonic()))
             yield parsed
 
-    def hold(self) -> "Place":
-        """Count one request as pending within a `with` block.
+    def hold(self, owner: str = "") -> "Place":
+        """Count one request of an owner as pending within a `with` block.
 
         The block gets its body reservation. Raises ApiError 503 within the block when `end_all` is called.
         """
-        return Place(self._open, self._budget.reservation())
+        return Place(self._open, self._budget.reservation(owner))
 
     def end_all(self) -> None:
         """Fail every pending request, whatever it is waiting for."""
@@ -132,7 +79,7 @@ class PendingRequests:
 class Place:
     """Place of one request among those that are pending."""
 
-    def __init__(self, places: "set[Place]", reservation: BodyReservation) -> None:
+    def __init__(self, places: "set[Place]", reservation: Reservation) -> None:
         self._places = places
         self._reservation = reservation
         self._task: asyncio.Task[object] | None = None
@@ -146,7 +93,7 @@ class Place:
             self._has_ended = True
             self._task.cancel()
 
-    def __enter__(self) -> BodyReservation:
+    def __enter__(self) -> Reservation:
         self._task = asyncio.current_task()
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
@@ -164,7 +111,7 @@ class Place:
             raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN) from None
 
 
-async def read_body(request: Request, max_body: int, reservation: BodyReservation) -> bytes:
+async def read_body(request: Request, max_body: int, reservation: Reservation) -> bytes:
     """Read the whole body.
 
     Raises ApiError 413 for more than `max_body` bytes, announced or not, 429 if the budget is exhausted, and 415 for

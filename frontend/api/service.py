@@ -7,7 +7,8 @@ from types import MappingProxyType
 from starlette.requests import Request
 
 from tandem.frontend.access.api_keys import ApiKeys
-from tandem.frontend.api.request_body import BodyBudget, PendingRequests
+from tandem.frontend.api.byte_budget import MAX_BODY_BYTES, MAX_STORED_BYTES, ByteBudget
+from tandem.frontend.api.request_body import PendingRequests
 from tandem.frontend.api.write_ticks import WriteTicks
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_type
@@ -68,7 +69,8 @@ class Service:
         self.sampling_defaults = sampling_defaults or {}
         # One thread: large bodies are parsed in turn, so that other requests wait for one decoder at most.
         self.parser = Workers(1, "parse")
-        self.body_budget = BodyBudget()
+        self.body_budget = ByteBudget(MAX_BODY_BYTES, "large bodies that are being read")
+        self.stored_budget = ByteBudget(MAX_STORED_BYTES, "large answers and inputs that wait to be stored")
         self.ticks = WriteTicks(config.stream_interval)
         """Ticks of the writes of all streams (`--stream-interval-ms`)."""
         self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
@@ -220,4 +222,5 @@ def build_service(config: FrontendConfig) -> Service:
     load.held.set_function(lambda: client.num_held)
     load.queued_tokens.set_function(lambda: client.queued_tokens)
     load.body_bytes.set_function(lambda: service.body_budget.used)
+    load.stored_bytes.set_function(lambda: service.stored_budget.used)
     return service

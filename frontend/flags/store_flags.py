@@ -15,7 +15,7 @@ STORE_FLAGS = (
     Flag("state_dir", _STORE, "directory of the store, which survives a restart; all frontends of a service on one "
          "machine share it", Path, metavar="DIR", struct=FrontendConfig, is_forwarded=False,
          default_text="a private directory that is removed at the end"),
-    Flag("store_size", _STORE, "maximum size of the store in MiB; conversations unused for longest make room", int,
+    Flag("store_size", _STORE, "maximum size of the store in MiB; the API key that has stored most makes room", int,
          (1, 2**20), default=StoreLimits().max_bytes // MEBIBYTE, struct=StoreLimits, field="max_bytes",
          to_field=lambda size: size * MEBIBYTE),
     Flag("store_size_per_key", _STORE, "maximum size in MiB of what one API key stores; its own conversations make "

@@ -29,6 +29,11 @@ class LoadMetrics:
             registry,
         )
         self.body_bytes = Gauge("tandem_frontend_body_bytes", "Bytes of large request bodies that are held.", registry)
+        self.stored_bytes = Gauge(
+            "tandem_frontend_stored_bytes",
+            "Bytes that are held of large answers from the store, and of inputs that wait to be stored.",
+            registry,
+        )
         self.loop_lag = Histogram(
             "tandem_event_loop_lag_seconds",
             "Delay with which the event loop ran a timer, sampled 20 times a second.",

@@ -38,7 +38,7 @@ class AnswerWriter:
 
     def __init__(self, cycle: RequestResponseCycle, flow: FlowControl) -> None:
         self.num_written = 0
-        """Bytes of parts that were given to the transport."""
+        """Bytes of parts that were given to the transport, by `write` or by ASGI."""
         self._cycle = cycle
         self._flow = flow
         self._resume: Callable[[], None] | None = None
@@ -67,6 +67,10 @@ class AnswerWriter:
         data = b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body
         self.num_written += len(data)
         cycle.transport.write(data)
+
+    def abort(self) -> None:
+        """Close the connection without what waits to be sent."""
+        self._cycle.transport.abort()
 
     def set_resume(self, resume: Callable[[], None] | None) -> None:
         """Call a function when the writer is no longer paused."""

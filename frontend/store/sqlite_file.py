@@ -16,36 +16,63 @@ from tandem.frontend.store.store import StoreError, StoreLimits
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "store.sqlite3"
-SCHEMA_VERSION = 2
-"""Version 1 had threads without owner and bytes."""
+SCHEMA_VERSION = 3
+"""Version 1 had threads without owner and bytes, version 2 no totals of owners and one index of all owners' items."""
 BUSY_SECONDS = 5.0
 """Seconds that a write waits for those of other frontends before it fails."""
 
 _APPLICATION_ID = 0x7464_6D73
 """Marks a file as a store of this server."""
-_TABLES = """
-CREATE TABLE threads(
-    num INTEGER PRIMARY KEY, used REAL NOT NULL, owner TEXT NOT NULL DEFAULT '', bytes INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX threads_used ON threads(used);
-CREATE INDEX threads_owner ON threads(owner, used);
-CREATE TABLE responses(
-    num INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
-    thread INTEGER NOT NULL REFERENCES threads(num) ON DELETE CASCADE,
-    previous INTEGER REFERENCES responses(num), hidden INTEGER NOT NULL DEFAULT 0, body BLOB NOT NULL);
-CREATE INDEX responses_thread ON responses(thread);
-CREATE INDEX responses_previous ON responses(previous);
-CREATE TABLE items(
-    num INTEGER PRIMARY KEY, response INTEGER NOT NULL REFERENCES responses(num) ON DELETE CASCADE,
-    side INTEGER NOT NULL, id TEXT NOT NULL, body BLOB NOT NULL);
-CREATE INDEX items_response ON items(response);
-CREATE INDEX items_id ON items(id);
-"""
+_TABLES = (
+    "CREATE TABLE threads(num INTEGER PRIMARY KEY, used REAL NOT NULL, "
+    "owner TEXT NOT NULL DEFAULT '', bytes INTEGER NOT NULL DEFAULT 0)",
+    "CREATE INDEX threads_used ON threads(used)",
+    "CREATE INDEX threads_owner ON threads(owner, used)",
+    "CREATE TABLE responses(num INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, "
+    "thread INTEGER NOT NULL REFERENCES threads(num) ON DELETE CASCADE, "
+    "previous INTEGER REFERENCES responses(num), hidden INTEGER NOT NULL DEFAULT 0, body BLOB NOT NULL)",
+    "CREATE INDEX responses_thread ON responses(thread)",
+    "CREATE INDEX responses_previous ON responses(previous)",
+    "CREATE TABLE items(num INTEGER PRIMARY KEY, "
+    "response INTEGER NOT NULL REFERENCES responses(num) ON DELETE CASCADE, "
+    "side INTEGER NOT NULL, id TEXT NOT NULL, body BLOB NOT NULL)",
+    "CREATE INDEX items_response ON items(response)",
+)
+_OWNERS = (
+    "CREATE TABLE owners(num INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, bytes INTEGER NOT NULL)",
+    "CREATE INDEX owners_bytes ON owners(bytes)",
+    "CREATE TRIGGER threads_added AFTER INSERT ON threads BEGIN INSERT INTO owners(name, bytes) "
+    "VALUES (new.owner, new.bytes) ON CONFLICT(name) DO UPDATE SET bytes = bytes + new.bytes; END",
+    "CREATE TRIGGER threads_resized AFTER UPDATE OF bytes ON threads BEGIN "
+    "UPDATE owners SET bytes = bytes + new.bytes - old.bytes WHERE name = new.owner; END",
+    "CREATE TRIGGER threads_removed AFTER DELETE ON threads BEGIN "
+    "UPDATE owners SET bytes = bytes - old.bytes WHERE name = old.owner; END",
+)
+"""The bytes of all threads of an owner, which each write needs."""
+_ITEM_IDS = (
+    "CREATE TABLE item_ids(item INTEGER PRIMARY KEY REFERENCES items(num) ON DELETE CASCADE, "
+    "owner INTEGER NOT NULL, id TEXT NOT NULL)",
+    "CREATE INDEX item_ids_id ON item_ids(owner, id)",
+    "CREATE TRIGGER items_added AFTER INSERT ON items BEGIN INSERT INTO item_ids(item, owner, id) "
+    "SELECT new.num, o.num, new.id FROM responses r JOIN owners o ON o.name = r.owner WHERE r.num = new.response; END",
+    "CREATE TRIGGER responses_hidden AFTER UPDATE OF hidden ON responses WHEN new.hidden BEGIN "
+    "DELETE FROM item_ids WHERE item IN (SELECT num FROM items WHERE response = new.num); END",
+)
+"""The items that can be referred to, by owner: one who repeats the id of another's item slows down its own look-ups."""
 _FROM_VERSION_1 = (
     "ALTER TABLE threads ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE threads ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0",
     "CREATE INDEX threads_owner ON threads(owner, used)",
     "UPDATE threads SET owner = coalesce((SELECT owner FROM responses WHERE thread = threads.num), ''), "
     f"bytes = coalesce((SELECT sum({SIZE}) FROM responses r WHERE thread = threads.num), 0)",
+)
+_FROM_VERSION_2 = (
+    *_OWNERS,
+    "INSERT INTO owners(name, bytes) SELECT owner, sum(bytes) FROM threads GROUP BY owner",
+    *_ITEM_IDS,
+    "INSERT INTO item_ids(item, owner, id) SELECT i.num, o.num, i.id FROM items i "
+    "JOIN responses r ON r.num = i.response JOIN owners o ON o.name = r.owner WHERE NOT r.hidden",
+    "DROP INDEX items_id",
 )
 _INCREMENTAL = 2
 """Value of `auto_vacuum` with which free pages can be returned to the file system."""
@@ -151,15 +178,15 @@ def create_tables(connection: sqlite3.Connection, path: Path) -> None:
     Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
     """
     version = stored_version(connection, path)
-    if version == 0:
-        for statement in _TABLES.split(";"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    elif version == 1:
-        for statement in _FROM_VERSION_1:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    if version == SCHEMA_VERSION:
+        return
+    statements = {
+        0: (*_TABLES, *_OWNERS, *_ITEM_IDS, f"PRAGMA application_id = {_APPLICATION_ID}"),
+        1: (*_FROM_VERSION_1, *_FROM_VERSION_2),
+        2: _FROM_VERSION_2,
+    }
+    for statement in (*statements[version], f"PRAGMA user_version = {SCHEMA_VERSION}"):
+        connection.execute(statement)
 
 
 def stored_version(connection: sqlite3.Connection, path: Path) -> int:

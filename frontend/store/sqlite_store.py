@@ -7,37 +7,59 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
-from tandem.frontend.store.store import ConversationTooLargeError, StoreError, StoreLimits
+from tandem.frontend.store.store import (
+    ItemPage,
+    PageQuery,
+    StoredTooLargeError,
+    StoreError,
+    StoreLimits,
+    UnknownItemError,
+)
 from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 
 ROW_BYTES = 320
 """Estimate of what a row takes beside its body: ids, indexes and the slack of its last page."""
-PURGED_AT_ONCE = 64
-"""Maximum number of expired conversations that one write removes."""
+PURGED_ROWS = 64
+"""Rows of conversations that are gone which a write removes at least, and twice as many as it adds."""
+REMOVED_BYTES = 16 * 2**20
+"""Bytes after which a write that makes room lets other writes go first."""
+REMOVED_ROW_BYTES = 4096
+"""Bytes of `REMOVED_BYTES` that removing a row counts beside its body: it changes some pages."""
 SPARE_PAGES = 256
 """Free pages that the file keeps for later writes."""
 SHRUNK_AT_ONCE = 256
 """Maximum number of pages by which one write shrinks the file."""
+MAX_SAME_ID = 100
+"""Most items of one owner and one id, the newest, among which one that exists is looked for."""
 SIZE = f"""length(r.body) + {ROW_BYTES} + coalesce(
 (SELECT sum(length(i.body) + {ROW_BYTES}) FROM items i WHERE i.response = r.num), 0)"""
 """Expression for the bytes of a response `r` with its items."""
 
+_DROPPED = float("-inf")
+"""Time of the last use of a thread that has made room: like one that has expired, it no longer exists."""
 _LIVE = "NOT r.hidden AND t.used >= ?"
-_ONE = f"""SELECT r.num, r.body, r.thread, p.id FROM responses r JOIN threads t ON t.num = r.thread
-LEFT JOIN responses p ON p.num = r.previous WHERE r.id = ? AND r.owner = ? AND {_LIVE}"""
+_ONE = f"""FROM responses r JOIN threads t ON t.num = r.thread LEFT JOIN responses p ON p.num = r.previous
+WHERE r.id = ? AND r.owner = ? AND {_LIVE}"""
 _CHAIN = f"""WITH RECURSIVE chain(num, previous) AS (
 SELECT r.num, r.previous FROM responses r JOIN threads t ON t.num = r.thread WHERE r.id = ? AND r.owner = ? AND {_LIVE}
 UNION ALL SELECT r.num, r.previous FROM responses r JOIN chain ON r.num = chain.previous)"""
-_ITEM = f"""SELECT i.id, i.body FROM items i JOIN responses r ON r.num = i.response JOIN threads t ON t.num = r.thread
-WHERE i.id = ? AND r.owner = ? AND {_LIVE} ORDER BY i.num DESC LIMIT 1"""
+_OF_CHAIN = "FROM items INDEXED BY items_response WHERE response IN (SELECT num FROM chain)"
+_READ = f"{_OF_CHAIN} AND NOT (response = (SELECT max(num) FROM chain) AND side = 1)"
+"""The items that the last response of a chain has read."""
+_ITEM = f"""SELECT i.num, length(i.body) FROM (SELECT item FROM item_ids
+WHERE owner = (SELECT num FROM owners WHERE name = ?) AND id = ? ORDER BY item DESC LIMIT {MAX_SAME_ID}) f
+JOIN items i ON i.num = f.item JOIN responses r ON r.num = i.response JOIN threads t ON t.num = r.thread
+WHERE {_LIVE} ORDER BY i.num DESC LIMIT 1"""
 
 
 class SqliteStore:
     """Responses in SQLite.
 
     Responses that continue one another are a thread. A thread expires and makes room as a whole, so that what exists
-    can be continued. Every method is one transaction.
+    can be continued: it no longer exists at once, and its rows are removed with the writes that follow. Every method is
+    one transaction. What is read is measured first, and not loaded if it is larger than the reader allows.
     """
 
     def __init__(
@@ -47,44 +69,48 @@ class SqliteStore:
         self._limits = limits
         self._clock = clock
 
-    def save(self, owner: str, response: StoredResponse) -> None:
+    def save(self, owner: str, response: StoredResponse) -> bool:
         with self._transaction("BEGIN IMMEDIATE"):
-            now = self._clock()
             previous, thread = self._continued(owner, response.previous)
-            if thread is None:
-                thread = self._execute("INSERT INTO threads(used, owner) VALUES (?, ?)", now, owner).lastrowid
             needed = _size(response)
-            self._make_room(owner, needed, thread)
-            used = "UPDATE threads SET used = max(used, ?), bytes = bytes + ? WHERE num = ?"
-            self._execute(used, now, needed, thread)
-            added = self._execute(
-                "INSERT INTO responses(id, owner, thread, previous, body) VALUES (?, ?, ?, ?, ?)",
-                *(response.id, owner, thread, previous, response.body),
-            )
-            sides = ((response.input, 0), (response.output, 1))
-            rows = [(added.lastrowid, side, item.id, item.body) for items, side in sides for item in items]
-            self._connection.executemany("INSERT INTO items(response, side, id, body) VALUES (?, ?, ?, ?)", rows)
+            items = [(side, item) for side, items in enumerate((response.input, response.output)) for item in items]
+            purged = max(PURGED_ROWS, 2 * len(items)) * REMOVED_ROW_BYTES
+            has_room = self._make_room(owner, needed, thread, purged)
+            if has_room:
+                now = self._clock()
+                if thread is None:
+                    thread = self._execute("INSERT INTO threads(used, owner) VALUES (?, ?)", now, owner).lastrowid
+                used = "UPDATE threads SET used = max(used, ?), bytes = bytes + ? WHERE num = ?"
+                self._execute(used, now, needed, thread)
+                added = self._execute(
+                    "INSERT INTO responses(id, owner, thread, previous, body) VALUES (?, ?, ?, ?, ?)",
+                    *(response.id, owner, thread, previous, response.body),
+                )
+                rows = [(added.lastrowid, side, item.id, item.body) for side, item in items]
+                self._connection.executemany("INSERT INTO items(response, side, id, body) VALUES (?, ?, ?, ?)", rows)
             self._shrink()
+            return has_room
 
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+    def get(self, owner: str, response_id: str, max_bytes: int) -> StoredResponse | None:
         with self._transaction():
-            row = self._execute(_ONE, response_id, owner, self._oldest).fetchone()
+            wanted = (response_id, owner, self._oldest)
+            row = self._execute(f"SELECT r.num, length(r.body), p.id {_ONE}", *wanted).fetchone()
             if row is None:
                 return None
-            num, body, _, previous = row
-            items: tuple[list[StoredItem], list[StoredItem]] = ([], [])
-            for side, item_id, text in self._execute(
-                "SELECT side, id, body FROM items WHERE response = ? ORDER BY num", num
-            ):
-                items[side].append(StoredItem(item_id, text))
-            return StoredResponse(response_id, body, tuple(items[0]), tuple(items[1]), previous)
+            num, size, previous = row
+            output = "FROM items WHERE response = ? AND side = 1"
+            size += self._execute(f"SELECT coalesce(sum(length(body)), 0) {output}", num).fetchone()[0]
+            if size > max_bytes:
+                raise StoredTooLargeError(size)
+            body = self._execute("SELECT body FROM responses WHERE num = ?", num).fetchone()[0]
+            found = self._execute(f"SELECT id, body {output} ORDER BY num", num)
+            return StoredResponse(response_id, body, (), tuple(StoredItem(*item) for item in found), previous)
 
     def delete(self, owner: str, response_id: str) -> bool:
         with self._transaction("BEGIN IMMEDIATE"):
-            row = self._execute(_ONE, response_id, owner, self._oldest).fetchone()
-            if row is None:
+            num, thread = self._number(owner, response_id)
+            if num is None:
                 return False
-            num, _, thread, _ = row
             self._execute("UPDATE responses SET hidden = 1 WHERE num = ?", num)
             self._remove_unused(num, thread)
             empty = "NOT EXISTS (SELECT 1 FROM responses WHERE thread = ?)"
@@ -96,22 +122,49 @@ class SqliteStore:
         wanted = (response_id, owner, self._oldest)
         with self._transaction():
             size, count = self._execute(
-                f"{_CHAIN} SELECT (SELECT sum(length(body)) FROM items WHERE response IN (SELECT num FROM chain)), "
-                "(SELECT count(*) FROM chain)",
-                *wanted,
+                f"{_CHAIN} SELECT (SELECT sum(length(body)) {_OF_CHAIN}), (SELECT count(*) FROM chain)", *wanted
             ).fetchone()
             if not count:
                 return None
             if (size or 0) > max_bytes:
-                raise ConversationTooLargeError(size)
+                raise StoredTooLargeError(size)
             # A response is saved after the one that it continues, so its numbers are higher.
-            found = f"{_CHAIN} SELECT id, body FROM items WHERE response IN (SELECT num FROM chain) ORDER BY num"
-            return [StoredItem(*row) for row in self._execute(found, *wanted)]
+            found = self._execute(f"{_CHAIN} SELECT id, body {_OF_CHAIN} ORDER BY num", *wanted)
+            return [StoredItem(*row) for row in found]
 
-    def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, StoredItem]:
+    def input_items(self, owner: str, response_id: str, page: PageQuery, max_bytes: int) -> ItemPage | None:
+        wanted = (response_id, owner, self._oldest)
+        order, last, beyond = ("ASC", "max", ">") if page.is_ascending else ("DESC", "min", "<")
         with self._transaction():
-            rows = [self._execute(_ITEM, item_id, owner, self._oldest).fetchone() for item_id in item_ids]
-            return {row[0]: StoredItem(*row) for row in rows if row is not None}
+            if not self._execute(f"{_CHAIN} SELECT count(*) FROM chain", *wanted).fetchone()[0]:
+                return None
+            start: tuple[int, ...] = ()
+            if page.after is not None:
+                # Of several items with this id the last one, or a reader would come back to it again and again.
+                start = self._execute(f"{_CHAIN} SELECT {last}(num) {_READ} AND id = ?", *wanted, page.after).fetchone()
+                if start[0] is None:
+                    raise UnknownItemError(page.after)
+            listed = f"{_READ} AND num {beyond} ?" if start else _READ
+            rows = self._execute(
+                f"{_CHAIN} SELECT num, length(body) {listed} ORDER BY num {order} LIMIT ?",
+                *(*wanted, *start, page.limit + 1),
+            ).fetchall()
+            shown, size = _fitting(rows[: page.limit], page.max_bytes)
+            if size > max_bytes:
+                raise StoredTooLargeError(size)
+            return ItemPage([self._item(num) for num in shown], len(rows) > len(shown))
+
+    def find_items(self, owner: str, item_ids: Sequence[str], max_bytes: int) -> dict[str, StoredItem]:
+        with self._transaction():
+            found = [
+                self._execute(_ITEM, owner, item_id, self._oldest).fetchone() for item_id in dict.fromkeys(item_ids)
+            ]
+            rows = [row for row in found if row is not None]
+            size = sum([size for _, size in rows])
+            if size > max_bytes:
+                raise StoredTooLargeError(size)
+            items = [self._item(num) for num, _ in rows]
+            return {item.id: item for item in items}
 
     def close(self) -> None:
         self._connection.close()
@@ -140,16 +193,24 @@ class SqliteStore:
     def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         return self._connection.execute(statement, values)
 
+    def _item(self, num: int) -> StoredItem:
+        return StoredItem(*self._execute("SELECT id, body FROM items WHERE num = ?", num).fetchone())
+
+    def _number(self, owner: str, response_id: str) -> tuple[int | None, int | None]:
+        """Return the numbers of a response and of its thread; None if it does not exist."""
+        found = self._execute(f"SELECT r.num, r.thread {_ONE}", response_id, owner, self._oldest).fetchone()
+        return (None, None) if found is None else (found[0], found[1])
+
     def _continued(self, owner: str, previous: str | None) -> tuple[int | None, int | None]:
         """Return the numbers of the response that a new one continues, and of its thread."""
         if previous is None:
             return None, None
-        row = self._execute(_ONE, previous, owner, self._oldest).fetchone()
-        if row is None:
+        found = self._number(owner, previous)
+        if found[0] is None:
             raise StoreError(f"the response {previous} was deleted while it was continued")
-        return row[0], row[2]
+        return found
 
-    def _remove_unused(self, num: int | None, thread: int) -> None:
+    def _remove_unused(self, num: int | None, thread: int | None) -> None:
         """Remove a deleted response that none continues, from its thread.
 
         Then remove those before it of which that is true.
@@ -163,35 +224,85 @@ class SqliteStore:
             self._execute("UPDATE threads SET bytes = bytes - ? WHERE num = ?", row[1], thread)
             num = row[0]
 
-    def _make_room(self, owner: str, needed: int, thread: int | None) -> None:
-        """Remove expired threads, then the least recently used until `needed` bytes fit.
+    def _make_room(self, owner: str, needed: int, thread: int | None, purged: int) -> bool:
+        """Drop threads until `needed` bytes fit; return False if more have to be removed by a later call.
 
-        Those of the owner go first, until its own bound holds. Raises StoreError if removing everything but the thread
-        itself is not enough.
+        The owner's own go first, until its own bound holds; then those of the owner that would have the most bytes, so
+        that nothing of an owner with less than its share is lost. About `purged` bytes of threads that have expired are
+        removed in any case. Raises StoreError if removing everything but the thread itself is not enough.
         """
-        expired = "SELECT num FROM threads WHERE used < ? ORDER BY used LIMIT ?"
-        self._execute(f"DELETE FROM threads WHERE num IN ({expired})", self._oldest, PURGED_AT_ONCE)
-        quota = self._limits.max_owner_bytes
-        while quota is not None and self._owner_bytes(owner) + needed > quota:
-            oldest = "SELECT num FROM threads WHERE owner = ? AND num != ? ORDER BY used LIMIT 1"
-            if not self._execute(f"DELETE FROM threads WHERE num IN ({oldest})", owner, thread).rowcount:
-                raise StoreError(
-                    f"the response needs {needed} bytes beside the {self._owner_bytes(owner)} of its conversation; an "
-                    f"API key may store {quota}: raise --store-size-per-key"
-                )
+        found = self._execute("SELECT bytes FROM threads WHERE num = ?", thread).fetchone()
+        conversation = f"the response needs {needed} bytes beside the {found[0] if found else 0} of its conversation"
+        least = needed + (found[0] if found else 0)
         # A few pages of every index are partly empty.
-        room = self._limits.max_bytes - self._limits.max_bytes // 16 - needed
-        while self._used_bytes() > room:
-            oldest = "SELECT num FROM threads WHERE num != ? ORDER BY used LIMIT 1"
-            if not self._execute(f"DELETE FROM threads WHERE num IN ({oldest})", thread).rowcount:
-                raise StoreError(
-                    f"the response needs {needed} bytes beside the {self._used_bytes()} of its conversation; the store "
-                    f"holds {self._limits.max_bytes}: raise --store-size"
-                )
+        most = self._limits.max_bytes - self._limits.max_bytes // 16
+        too_large = StoreError(f"{conversation}; the store holds {self._limits.max_bytes}: raise --store-size")
+        if least > most:
+            raise too_large
+        quota = self._limits.max_owner_bytes
+        if quota is not None and least > quota:
+            raise StoreError(f"{conversation}; an API key may store {quota}: raise --store-size-per-key")
+        while quota is not None and self._owner_bytes(owner) + needed > quota:
+            if not self._drop_oldest(owner, thread):
+                break
+        self._remove_dropped(purged)
+        left = REMOVED_BYTES
+        while self._used_bytes() > most - needed:
+            if left <= 0:
+                return False
+            removed = self._remove_dropped(left)
+            left -= removed
+            if not removed and not self._drop_oldest(self._largest_owner(owner, needed), thread):
+                raise too_large
+        return True
+
+    def _largest_owner(self, owner: str, needed: int) -> str:
+        """Return the owner that will have the most bytes when another `needed` are the given owner's."""
+        others = "SELECT name, bytes FROM owners WHERE name != ? ORDER BY bytes DESC LIMIT 1"
+        other = self._execute(others, owner).fetchone()
+        return owner if other is None or self._owner_bytes(owner) + needed >= other[1] else str(other[0])
+
+    def _drop_oldest(self, owner: str, spared: int | None) -> bool:
+        """Drop the least recently used thread of an owner; return False if there is none but the one to spare."""
+        oldest = "SELECT num FROM threads WHERE owner = ? AND used > ? AND num IS NOT ? ORDER BY used LIMIT 1"
+        dropped = f"UPDATE threads SET used = ?, bytes = 0 WHERE num = ({oldest})"
+        return self._execute(dropped, _DROPPED, owner, _DROPPED, spared).rowcount > 0
+
+    def _remove_dropped(self, most: int) -> int:
+        """Remove rows of threads that have expired or were dropped; return their bytes, which are `most` or a few more.
+
+        The rows of one thread may be many, so that its last part may be left to a later write.
+        """
+        removed = 0
+        while removed < most:
+            found = self._execute(
+                "SELECT num FROM threads WHERE used < ? ORDER BY used LIMIT 1", self._oldest
+            ).fetchone()
+            if found is None:
+                break
+            # Newest first: none continues the last response of a thread.
+            newest = "SELECT num, length(body) FROM responses WHERE thread = ? ORDER BY num DESC LIMIT 1"
+            response = self._execute(newest, found[0]).fetchone()
+            if response is None:
+                self._execute("DELETE FROM threads WHERE num = ?", found[0])
+                removed += REMOVED_ROW_BYTES
+                continue
+            count = (most - removed) // REMOVED_ROW_BYTES + 1
+            rows = self._execute("SELECT num, length(body) FROM items WHERE response = ? LIMIT ?", response[0], count)
+            items = rows.fetchall()
+            for num, size in items:
+                if removed >= most:
+                    return removed
+                self._execute("DELETE FROM items WHERE num = ?", num)
+                removed += size + REMOVED_ROW_BYTES
+            if len(items) < count:
+                self._execute("DELETE FROM responses WHERE num = ?", response[0])
+                removed += response[1] + REMOVED_ROW_BYTES
+        return removed
 
     def _owner_bytes(self, owner: str) -> int:
-        total: int = self._execute("SELECT coalesce(sum(bytes), 0) FROM threads WHERE owner = ?", owner).fetchone()[0]
-        return total
+        found = self._execute("SELECT bytes FROM owners WHERE name = ?", owner).fetchone()
+        return 0 if found is None else int(found[0])
 
     def _shrink(self) -> None:
         """Return some of the free pages beyond the spare ones to the file system."""
@@ -214,3 +325,11 @@ def _size(response: StoredResponse) -> int:
     """
     items = (*response.input, *response.output)
     return len(response.body) + sum([len(item.body) for item in items]) + ROW_BYTES * (len(items) + 1)
+
+
+def _fitting(rows: Sequence[tuple[int, int]], max_bytes: int) -> tuple[list[int], int]:
+    """Return the first of these numbers with sizes that fit into `max_bytes`, but at least one, and their size."""
+    totals = list(accumulate(size for _, size in rows))
+    count = max(1, sum(total <= max_bytes for total in totals))
+    shown = rows[:count]
+    return [num for num, _ in shown], totals[len(shown) - 1] if shown else 0

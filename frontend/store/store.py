@@ -26,6 +26,27 @@ class StoreLimits(Struct, frozen=True):
     """Limit on the bytes of all objects of one owner; None for no limit but that of the store."""
 
 
+class PageQuery(Struct, frozen=True):
+    """A page of a list of items."""
+
+    limit: int
+    """Most items of the page."""
+    max_bytes: int
+    """Bytes beyond which the page has fewer items, but at least one."""
+    is_ascending: bool = False
+    """True to begin with the oldest item."""
+    after: str | None = None
+    """Id of the item after which the page begins; None for the first page."""
+
+
+class ItemPage(Struct, frozen=True):
+    """Some items of a list, in its order."""
+
+    items: list[StoredItem]
+    has_more: bool
+    """True if more items follow."""
+
+
 class ResponseStore(Protocol):
     """Responses and their items, each of which belongs to an owner.
 
@@ -34,16 +55,19 @@ class ResponseStore(Protocol):
     use one store at the same time.
     """
 
-    def save(self, owner: str, response: StoredResponse) -> None:
-        """Store a response.
+    def save(self, owner: str, response: StoredResponse) -> bool:
+        """Store a response; return False if room for it has been made only in part, so that it is to be saved again.
 
-        Other conversations make room for it, those that were continued least recently first; where the bound on one
-        owner's bytes is reached, only that owner's. Raises StoreError if the response that it continues is gone, or if
-        its conversation alone exceeds a bound.
+        Other conversations make room, those of the owner with the most bytes first, and of these the ones that were
+        continued least recently. Where the bound on one owner's bytes is reached, only that owner's do. Raises
+        StoreError if the response that it continues is gone, or if its conversation alone exceeds a bound.
         """
 
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return a response, or None if it does not exist."""
+    def get(self, owner: str, response_id: str, max_bytes: int) -> StoredResponse | None:
+        """Return a response without its input, or None if it does not exist.
+
+        Raises StoredTooLargeError if it has more than `max_bytes` bytes.
+        """
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response and tell whether it existed.
@@ -55,19 +79,36 @@ class ResponseStore(Protocol):
         """Return all items up to the end of a response, or None if it does not exist.
 
         They are the input and output of every response of its conversation, the oldest first. Raises
-        ConversationTooLargeError if they have more than `max_bytes` bytes.
+        StoredTooLargeError if they have more than `max_bytes` bytes.
         """
 
-    def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, StoredItem]:
-        """Return those of the items that exist, by id."""
+    def input_items(self, owner: str, response_id: str, page: PageQuery, max_bytes: int) -> ItemPage | None:
+        """Return a page of the items that a response read, or None if it does not exist.
+
+        They are those of its conversation without its own output. Raises StoredTooLargeError if the page has more than
+        `max_bytes` bytes, and UnknownItemError if the item after which it begins is not among them.
+        """
+
+    def find_items(self, owner: str, item_ids: Sequence[str], max_bytes: int) -> dict[str, StoredItem]:
+        """Return those of the items that exist, by id.
+
+        Raises StoredTooLargeError if they have more than `max_bytes` bytes.
+        """
 
     def close(self) -> None:
         """Release the store; idempotent."""
 
 
-class ConversationTooLargeError(Exception):
-    """A stored conversation is larger than its reader allows; `size` is its bytes."""
+class StoredTooLargeError(Exception):
+    """What was stored is larger than its reader allows; `size` is its bytes.
+
+    Nothing of it has been loaded.
+    """
 
     def __init__(self, size: int) -> None:
-        super().__init__(f"the conversation has {size} bytes")
+        super().__init__(f"what is stored has {size} bytes")
         self.size = size
+
+
+class UnknownItemError(Exception):
+    """A list of items does not have the one after which a page of it should begin."""

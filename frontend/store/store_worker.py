@@ -12,7 +12,7 @@ from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.sqlite_file import open_store
-from tandem.frontend.store.store import ResponseStore, StoreError, StoreLimits
+from tandem.frontend.store.store import ItemPage, PageQuery, ResponseStore, StoreError, StoreLimits
 from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 from tandem.frontend.workers import Workers
 
@@ -58,18 +58,20 @@ class StoreWorker:
         """
         try:
             async with asyncio.timeout(SAVE_SECONDS):
-                await self._thread.run(self._store.save, owner, response)
+                # The calls of others go first while much is removed to make room.
+                while not await self._thread.run(self._store.save, owner, response):
+                    pass
         except (StoreError, TimeoutError) as error:
             self._failed("save", str(error) or f"not stored within {SAVE_SECONDS:g} s")
             return False
         return True
 
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return a response, or None if it does not exist.
+    async def get(self, owner: str, response_id: str, max_bytes: int) -> StoredResponse | None:
+        """Return a response without its input, or None if it does not exist.
 
-        Raises ApiError 503 if the store fails.
+        Raises StoredTooLargeError for more than `max_bytes`, and ApiError 503 if the store fails.
         """
-        return await self._run("get", self._store.get, owner, response_id)
+        return await self._run("get", self._store.get, owner, response_id, max_bytes)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response and tell whether it existed.
@@ -81,16 +83,24 @@ class StoreWorker:
     async def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
         """Return all items up to the end of a response, or None if it does not exist.
 
-        Raises ConversationTooLargeError for more than `max_bytes`, and ApiError 503 if the store fails.
+        Raises StoredTooLargeError for more than `max_bytes`, and ApiError 503 if the store fails.
         """
         return await self._run("get", self._store.conversation, owner, response_id, max_bytes)
 
-    async def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, StoredItem]:
+    async def input_items(self, owner: str, response_id: str, page: PageQuery, max_bytes: int) -> ItemPage | None:
+        """Return a page of the items that a response read, or None if it does not exist.
+
+        Raises StoredTooLargeError for more than `max_bytes`, UnknownItemError for a page after an item that is not
+        among them, and ApiError 503 if the store fails.
+        """
+        return await self._run("get", self._store.input_items, owner, response_id, page, max_bytes)
+
+    async def find_items(self, owner: str, item_ids: Sequence[str], max_bytes: int) -> dict[str, StoredItem]:
         """Return those of the items that exist, by id.
 
-        Raises ApiError 503 if the store fails.
+        Raises StoredTooLargeError for more than `max_bytes`, and ApiError 503 if the store fails.
         """
-        return await self._run("get", self._store.find_items, owner, item_ids)
+        return await self._run("get", self._store.find_items, owner, item_ids, max_bytes)
 
     async def close(self) -> None:
         """Close the store after the calls in progress, unless they hang."""

@@ -1,6 +1,9 @@
 """Responses for tests of stores."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from msgspec import structs
 
 from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 
@@ -20,3 +23,8 @@ def stored(
         )
 
     return StoredResponse(response_id, f"body of {response_id}".encode(), items(said), items(answered), previous)
+
+
+def retrieved(*arguments: Any, **fields: Any) -> StoredResponse:
+    """Make the same response as the store returns it: without its input."""
+    return structs.replace(stored(*arguments, **fields), input=())

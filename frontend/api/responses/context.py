@@ -1,22 +1,37 @@
 """The items that a response continues: those of earlier responses, and its own."""
 
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
 from msgspec import Struct
 
-from tandem.frontend.api.request_body import MAX_INLINE_BODY
-from tandem.frontend.api.responses.input_items import InputItem, Reference, check_count, parse_stored
+from tandem.frontend.api.byte_budget import MAX_INLINE_BODY, Reservation
+from tandem.frontend.api.responses.input_items import InputItem, Reference, check_count, check_parts, parse_stored
+from tandem.frontend.api.responses.request import ResponsesRequest
 from tandem.frontend.errors import ApiError, unsupported
-from tandem.frontend.store.store import ConversationTooLargeError
+from tandem.frontend.request.ignored_fields import IgnoredFields
+from tandem.frontend.store.store import StoredTooLargeError
 from tandem.frontend.store.store_worker import StoreWorker
+from tandem.frontend.store.stored_response import StoredItem
 from tandem.frontend.workers import Workers
+
+MAX_REFERENCES = 2048
+"""Most items that a request may refer to."""
+
+_Found = TypeVar("_Found")
 
 
 class Context(Struct, frozen=True):
-    """The items of a request whose references and predecessors are resolved."""
+    """A request whose references and predecessors are resolved, with its items."""
 
+    request: ResponsesRequest
+    """The request, which has the tools that items of its conversation add."""
     earlier: list[InputItem]
     """Input and output of the responses before this one."""
     own: list[InputItem]
     """The input of the request itself."""
+    size: int
+    """Bytes of the request and of all stored items."""
 
     @property
     def items(self) -> list[InputItem]:
@@ -27,7 +42,8 @@ class Context(Struct, frozen=True):
 class ContextLoader:
     """Load the stored items that requests refer to.
 
-    Without `store` nothing is stored. A conversation of more than `max_bytes` is not loaded.
+    Without `store` nothing is stored. A request with its stored items is bounded like one that sends them: together
+    they have at most `max_bytes` bytes, and as many items and parts.
     """
 
     def __init__(self, store: StoreWorker | None, parser: Workers, max_bytes: int) -> None:
@@ -35,24 +51,38 @@ class ContextLoader:
         self._parser = parser
         self._max_bytes = max_bytes
 
-    async def load(self, owner: str, previous: str | None, items: list[InputItem]) -> Context:
-        """Load what a request continues, and the items that it names.
+    async def load(
+        self, owner: str, request: ResponsesRequest, size: int, reservation: Reservation, ignored: IgnoredFields
+    ) -> Context:
+        """Load what a request of `size` bytes continues, and the items that it names.
 
-        Raises ApiError 400 or 404 for a response or an item that is not stored.
+        `reservation` grows by what is large. Raises ApiError 400 or 404 for a response or an item that is not stored,
+        400 for one that is too large, and 429 if the reservation cannot grow.
         """
-        earlier = [] if previous is None else await self._conversation(owner, previous)
-        own = await self._resolved(owner, items, {item.item.id for item in earlier if item.item.id})
-        context = Context(earlier, own)
-        check_count(context.items)
-        return context
+        previous, conversation = request.previous_response_id, list[StoredItem]()
+        if previous is not None:
+            conversation = await self._conversation(owner, previous, size, reservation)
+        loaded = _bytes(conversation)
+        known = {item.id for item in conversation}
+        found = await self._referred(owner, request, known, size + loaded, loaded, reservation)
+        size += loaded + _bytes(found.values())
+        if not conversation and not found:
+            return _resolved(request, [], {}, size, ignored)
+        check_count(len(conversation) + len(request.input))
+        if size <= MAX_INLINE_BODY:
+            return _resolved(request, conversation, found, size, ignored)
+        return await self._parser.run(_resolved, request, conversation, found, size, ignored)
 
-    async def _conversation(self, owner: str, previous: str) -> list[InputItem]:
+    async def _conversation(self, owner: str, previous: str, size: int, reservation: Reservation) -> list[StoredItem]:
+        async def read(max_bytes: int) -> list[StoredItem] | None:
+            return await self._stored.conversation(owner, previous, max_bytes)
+
         try:
-            found = await self._stored.conversation(owner, previous, self._max_bytes)
-        except ConversationTooLargeError as error:
+            found = await self._bounded(read, size, 0, reservation)
+        except StoredTooLargeError as error:
             raise unsupported(
-                f"{{param}}: the stored conversation has {error.size} bytes, at most {self._max_bytes} are allowed; "
-                "begin a new one",
+                f"{{param}}: the stored conversation has {error.size} bytes and the request {size}, together at most "
+                f"{self._max_bytes} are allowed; begin a new conversation",
                 "previous_response_id",
             ) from None
         if found is None:
@@ -62,30 +92,61 @@ class ContextLoader:
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        if sum([len(item.body) for item in found]) <= MAX_INLINE_BODY:
-            return parse_stored(found)
-        return await self._parser.run(parse_stored, found)
+        return found
 
-    async def _resolved(self, owner: str, items: list[InputItem], known: set[str]) -> list[InputItem]:
-        """Replace references by their items.
+    async def _referred(
+        self, owner: str, request: ResponsesRequest, known: set[str], size: int, loaded: int, reservation: Reservation
+    ) -> dict[str, StoredItem]:
+        """Load the items to which a request refers, but those that its conversation has.
 
-        An item that the conversation has already is not repeated.
+        The request and its conversation have `size` bytes, of which `loaded` were loaded.
         """
-        wanted = [item.item.id for item in items if isinstance(item.item, Reference)]
-        if not wanted:
-            return items
-        found = await self._stored.find_items(owner, [item_id for item_id in wanted if item_id not in known])
-        for index, item in enumerate(items):
-            if isinstance(item.item, Reference) and item.item.id not in known and item.item.id not in found:
-                raise _unknown_item(item.item.id, index)
-        parsed = dict(zip(found, parse_stored(list(found.values())), strict=True))
-        resolved: list[InputItem] = []
-        for item in items:
-            if not isinstance(item.item, Reference):
-                resolved.append(item)
-            elif item.item.id in parsed:
-                resolved.append(parsed[item.item.id])
-        return resolved
+        references = {
+            item.item.id: index
+            for index, item in reversed([*enumerate(request.input)])
+            if isinstance(item.item, Reference) and item.item.id not in known
+        }
+        if not references:
+            return {}
+        if len(references) > MAX_REFERENCES:
+            raise unsupported(
+                f"{{param}} refers to {len(references)} items, at most {MAX_REFERENCES} are allowed; continue their "
+                "response with 'previous_response_id' instead",
+                "input",
+            )
+
+        async def read(max_bytes: int) -> dict[str, StoredItem]:
+            return await self._stored.find_items(owner, list(references), max_bytes)
+
+        try:
+            found = await self._bounded(read, size, loaded, reservation)
+        except StoredTooLargeError as error:
+            raise unsupported(
+                f"{{param}}: the items that it refers to have {error.size} bytes, the request and its conversation "
+                f"{size}, together at most {self._max_bytes} are allowed; refer to fewer",
+                "input",
+            ) from None
+        missing = min([index for item_id, index in references.items() if item_id not in found], default=None)
+        if missing is not None:
+            raise _unknown_item(request.input[missing].item.id or "", missing)
+        return found
+
+    async def _bounded(
+        self, read: Callable[[int], Awaitable[_Found]], size: int, loaded: int, reservation: Reservation
+    ) -> _Found:
+        """Read from the store what fits beside `size` bytes, of which `loaded` were loaded.
+
+        Raises StoredTooLargeError for more.
+        """
+        room = self._max_bytes - size
+        try:
+            return await read(min(MAX_INLINE_BODY, room))
+        except StoredTooLargeError as error:
+            wanted = error.size
+            if wanted > room:
+                raise
+        reservation.grow(loaded + wanted)
+        return await read(wanted)
 
     @property
     def _stored(self) -> StoreWorker:
@@ -97,6 +158,36 @@ class ContextLoader:
                 "previous_response_not_found",
             )
         return self._store
+
+
+def _resolved(
+    request: ResponsesRequest,
+    conversation: Sequence[StoredItem],
+    found: Mapping[str, StoredItem],
+    size: int,
+    ignored: IgnoredFields,
+) -> Context:
+    """Parse the stored items of a request, and replace its references by them.
+
+    An item that the conversation has already is not repeated, nor is one to which the request refers again.
+    """
+    stored = [*conversation, *found.values()]
+    if stored:
+        check_parts([*(item.body for item in stored), *(item.raw for item in request.input)])
+    earlier, referred = parse_stored(conversation), dict(zip(found, parse_stored(list(found.values())), strict=True))
+    own: list[InputItem] = []
+    for item in request.input:
+        if not isinstance(item.item, Reference):
+            own.append(item)
+        elif (resolved := referred.pop(item.item.id, None)) is not None:
+            own.append(resolved)
+    if request.previous_response_id is not None:
+        request = request.with_tools(earlier, ignored)
+    return Context(request, earlier, own, size)
+
+
+def _bytes(items: Iterable[StoredItem]) -> int:
+    return sum([len(item.body) for item in items])
 
 
 def _unknown_item(item_id: str, index: int) -> ApiError:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct, field
 
+from tandem.frontend.api.responses.carried_reasoning import read_reasoning
 from tandem.frontend.api.responses.tools import ToolSpecs, parse_tools
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -204,6 +205,8 @@ _ITEMS: dict[str, type[Item]] = {
     **dict.fromkeys(("local_shell_call", "shell_call", "apply_patch_call"), LocalCall),
     **dict.fromkeys(("local_shell_call_output", "shell_call_output", "apply_patch_call_output"), LocalOutput),
 }
+MAX_ITEM_ID = 1024
+"""Most characters of the id of an item."""
 HOSTED_ITEMS = (
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
     "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
@@ -258,29 +261,42 @@ def parse_stored(items: Sequence[StoredItem]) -> list[InputItem]:
     return [_item(Raw(item.body), index, unnoticed) for index, item in enumerate(items)]
 
 
-def check_count(items: Sequence[InputItem]) -> None:
+def check_parts(bodies: Sequence[bytes]) -> None:
+    """Raise ApiError 400 for JSON with more messages or parts than an input may have.
+
+    It counts the names of their fields, before they are parsed.
+    """
+    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    for name, most in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
+        if (count := sum([body.count(name) for body in bodies])) > most:
+            raise unsupported(f"{{param}} takes at most {most} of {name.decode()}, not {count}", "input")
+
+
+def check_count(count: int) -> None:
     """Raise ApiError 400 for more items than a conversation may have."""
-    if len(items) > MAX_PARTS:
-        raise unsupported(
-            f"{{param}} and the stored items are {len(items)} items; at most {MAX_PARTS} are allowed", "input"
-        )
+    if count > MAX_PARTS:
+        raise unsupported(f"{{param}} and the stored items are {count} items; at most {MAX_PARTS} are allowed", "input")
 
 
 def stored_item(given: InputItem) -> StoredItem:
-    """Return an item as it is stored: with an id, a status where its kind has one, and texts in parts."""
+    """Return an item as it is stored: with an id, a status where its kind has one, and texts in parts.
+
+    What another server has encrypted means nothing here, and is not stored.
+    """
     item = given.item
     status = {"status": "completed"} if getattr(item, "status", "completed") is None else {}
+    is_foreign = isinstance(item, Reasoning) and item.encrypted_content and not read_reasoning(item.encrypted_content)
     if isinstance(item, Message) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
         part = {"type": kind, "text": item.content, **({"annotations": []} if item.role == "assistant" else {})}
         fields: dict[str, Any] = {"type": "message", "role": item.role, "status": "completed", "content": [part]}
-    elif item.id is not None and not status:
+    elif item.id is not None and not status and not is_foreign:
         return StoredItem(item.id, given.raw)
     else:
-        given_type = {"type": "message"} if isinstance(item, Message) else {}
-        fields = {**given_type, **msgspec.json.decode(given.raw), **status}
-    prefix = _ID_PREFIXES.get(fields["type"], "item")
-    item_id = item.id or f"{prefix}_{secrets.token_hex(24)}"
+        fields = {"type": item.type, **msgspec.json.decode(given.raw, type=dict[str, Raw]), **status}
+        if is_foreign:
+            del fields["encrypted_content"]
+    item_id = item.id or f"{_ID_PREFIXES.get(item.type or '', 'item')}_{secrets.token_hex(24)}"
     return StoredItem(item_id, msgspec.json.encode({**fields, "id": item_id}))
 
 
@@ -293,10 +309,7 @@ _ID_PREFIXES: Mapping[str, str] = {
 def _split(raw: Raw) -> str | list[Raw]:
     data = bytes(memoryview(raw))
     if not data.startswith(b'"'):
-        # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
-        for name, most in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
-            if (count := data.count(name)) > most:
-                raise unsupported(f"{{param}} takes at most {most} of {name.decode()}, not {count}", "input")
+        check_parts([data])
     found: str | list[Raw] = _INPUT_DECODER.decode(data, "input")
     if len(found) > MAX_PARTS and not isinstance(found, str):
         raise unsupported(f"{{param}} takes at most {MAX_PARTS} items, not {len(found)}", "input")
@@ -313,5 +326,7 @@ def _item(data: Raw, index: int, ignored: IgnoredFields) -> InputItem:
         known = ", ".join(_ITEMS)
         raise unsupported(f"{{param}}: {kind[:40]!r} is not supported; this server accepts {known}", f"{path}.type")
     item = _DECODERS[kind].read(data, path, ignored)
+    if item.id is not None and len(item.id) > MAX_ITEM_ID:
+        raise unsupported(f"{{param}} takes at most {MAX_ITEM_ID} characters, not {len(item.id)}", f"{path}.id")
     tools = parse_tools(item.tools, ignored, f"{path}.tools") if isinstance(item, AdditionalTools) else None
     return InputItem(item, bytes(data), tools)

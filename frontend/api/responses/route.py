@@ -1,6 +1,6 @@
 """The route `POST /v1/responses`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,12 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.frontend.access.api_key import key_name
+from tandem.frontend.api.byte_budget import MAX_INLINE_BODY
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.openapi import generates, json_response, takes
 from tandem.frontend.api.owner import owner_of
 from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.api.responses.context import Context, ContextLoader
-from tandem.frontend.api.responses.input_items import stored_item
+from tandem.frontend.api.responses.input_items import InputItem, stored_item
 from tandem.frontend.api.responses.request import BODY, SAMPLED, ResponsesRequest, parse_responses
 from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.api.responses.stored_generation import ResponseRecord, StoredGenerationResponse
@@ -23,6 +24,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import ID, closed
+from tandem.frontend.store.stored_response import StoredItem
 
 _BODY = BODY.schema()
 _COUNTED = closed({"object": {"const": "response.input_tokens"}, "input_tokens": ID})
@@ -39,17 +41,21 @@ _NAMES = {
 def responses_router(service: Service) -> APIRouter:
     """Build the route of `/v1/responses`."""
     router = APIRouter()
-    parse = partial(parse_responses, default_max_tokens=service.config.chat.default_max_tokens)
+    default_max_tokens = service.config.chat.default_max_tokens
     loader = ContextLoader(service.store, service.parser, service.config.max_body)
+
+    def parse(body: bytes, ignored: IgnoredFields) -> tuple[ResponsesRequest, int]:
+        return parse_responses(body, default_max_tokens, ignored), len(body)
 
     @router.post("/v1/responses", openapi_extra=generates(_BODY))
     async def responses(request: Request) -> Response:
         """Continue a conversation; OpenAI's newer interface, with stored responses."""
         ignored = service.ignored_fields(request, {"response_format.json_schema": "text.format"})
         owner = owner_of(request.scope)
-        async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
-            parsed, context = await _continued(loader, owner, parsed, ignored)
-            with _own_names():
+        async with service.pending.receive(request, partial(parse, ignored=ignored)) as (given, size):
+            with service.body_budget.reservation(owner) as reservation, _own_names():
+                context = await loader.load(owner, given, size, reservation, ignored)
+                parsed = context.request
                 admitted, shape = await service.chat.admit(
                     parsed.options,
                     parsed.conversation(context.items),
@@ -64,7 +70,7 @@ def responses_router(service: Service) -> APIRouter:
         formatter = ResponsesFormatter(
             admitted.model.name, shape, settings, parsed.tools.names, parsed.carries_reasoning
         )
-        record = _record(service, owner, parsed, context)
+        record = await _record(service, owner, context, size)
         if record is None:
             return GenerationResponse(generation, formatter, service)
         formatter.is_stored = True
@@ -77,12 +83,12 @@ def responses_router(service: Service) -> APIRouter:
     async def input_tokens(request: Request) -> dict[str, Any]:
         """Count the tokens of the prompt that a response with these fields would have."""
         ignored = service.ignored_fields(request)
-        async with service.pending.receive(request, partial(parse, ignored=ignored)) as parsed:
-            parsed, context = await _continued(loader, owner_of(request.scope), parsed, ignored)
-            with _own_names():
-                number = await service.count_tokens(
-                    parsed.options.model, parsed.conversation(context.items), ignored, key_name(request.scope)
-                )
+        owner = owner_of(request.scope)
+        async with service.pending.receive(request, partial(parse, ignored=ignored)) as (given, size):
+            with service.body_budget.reservation(owner) as reservation, _own_names():
+                context = await loader.load(owner, given, size, reservation, ignored)
+                conversation = context.request.conversation(context.items)
+                number = await service.count_tokens(given.options.model, conversation, ignored, key_name(request.scope))
         return {"object": "response.input_tokens", "input_tokens": number}
 
     @router.post("/v1/responses/compact", include_in_schema=False)
@@ -94,25 +100,26 @@ def responses_router(service: Service) -> APIRouter:
     return router
 
 
-async def _continued(
-    loader: ContextLoader, owner: str, parsed: ResponsesRequest, ignored: IgnoredFields
-) -> tuple[ResponsesRequest, Context]:
-    """Load the conversation that a request continues.
+async def _record(service: Service, owner: str, context: Context, size: int) -> ResponseRecord | None:
+    """Prepare to store the response to a request of `size` bytes; None if it is not to be stored.
 
-    The request then has the tools, too, that earlier items of the conversation add. Raises ApiError.
+    Raises ApiError 429 if too many large inputs wait to be stored.
     """
-    context = await loader.load(owner, parsed.previous_response_id, parsed.input)
-    if parsed.previous_response_id is not None:
-        parsed = parsed.with_tools(context.earlier, ignored)
-    return parsed, context
-
-
-def _record(service: Service, owner: str, parsed: ResponsesRequest, context: Context) -> ResponseRecord | None:
-    """Prepare to store a response; None if it is not to be stored."""
-    if service.store is None or not parsed.store:
+    if service.store is None or not context.request.store:
         return None
-    given = [stored_item(item) for item in context.own if item.is_kept]
-    return ResponseRecord(service.store, owner, given, parsed.previous_response_id)
+    kept = [item for item in context.own if item.is_kept]
+    if context.size <= MAX_INLINE_BODY:
+        given = _stored_items(kept)
+    else:
+        given = await service.parser.run(_stored_items, kept)
+    reservation = service.stored_budget.reservation(owner)
+    # The response repeats settings of the request.
+    reservation.grow(max(size, sum([len(item.body) for item in given])))
+    return ResponseRecord(service.store, owner, given, context.request.previous_response_id, reservation)
+
+
+def _stored_items(items: Sequence[InputItem]) -> list[StoredItem]:
+    return [stored_item(item) for item in items]
 
 
 @contextmanager

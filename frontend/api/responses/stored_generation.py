@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+from starlette.types import Receive, Scope, Send
+
+from tandem.frontend.api.byte_budget import Reservation
 from tandem.frontend.api.generation_response import GenerationResponse
 from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.api.service import Service
@@ -16,15 +19,23 @@ from tandem.frontend.store.stored_response import StoredItem
 class ResponseRecord:
     """The parts of a stored response besides its output."""
 
-    def __init__(self, store: StoreWorker, owner: str, given: Sequence[StoredItem], previous: str | None) -> None:
+    def __init__(
+        self,
+        store: StoreWorker,
+        owner: str,
+        given: Sequence[StoredItem],
+        previous: str | None,
+        reservation: Reservation,
+    ) -> None:
         """Keep the input of a response until it ends.
 
-        `previous` is the id of the response that it continues.
+        `previous` is the id of the response that it continues. `reservation` is that of the input's memory.
         """
         self._store = store
         self._owner = owner
         self._given = given
         self._previous = previous
+        self._reservation = reservation
 
     async def save(self, formatter: ResponsesFormatter) -> None:
         """Store a response that has ended.
@@ -32,6 +43,10 @@ class ResponseRecord:
         Its field `store` says whether that succeeded.
         """
         formatter.is_stored = await self._store.save(self._owner, formatter.stored_form(self._given, self._previous))
+
+    def release(self) -> None:
+        """Return the memory of the input."""
+        self._reservation.release()
 
 
 class StoredGenerationResponse(GenerationResponse):
@@ -46,6 +61,12 @@ class StoredGenerationResponse(GenerationResponse):
         super().__init__(generation, formatter, service)
         self._responses = formatter
         self._record = record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._record.release()
 
     async def end(self, usage: Usage) -> bytes:
         events = self._responses.end(usage)

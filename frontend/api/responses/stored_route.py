@@ -1,6 +1,8 @@
 """The routes of stored responses."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -8,12 +10,14 @@ from fastapi import APIRouter, Request
 from msgspec import Raw
 from starlette.responses import Response
 
+from tandem.frontend.api.byte_budget import MAX_INLINE_BODY, Reservation
+from tandem.frontend.api.large_answer import json_answer
 from tandem.frontend.api.openapi import error_response, json_response
 from tandem.frontend.api.owner import owner_of
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.request.schema import STRING, closed
-from tandem.frontend.store.store import ConversationTooLargeError
+from tandem.frontend.store.store import ItemPage, PageQuery, StoredTooLargeError, UnknownItemError
 from tandem.frontend.store.store_worker import StoreWorker
 from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 
@@ -50,8 +54,11 @@ def stored_responses_router(service: Service) -> APIRouter:
         """Return a stored response."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
             raise malformed("{param}: only responses in the background can be streamed again; leave it out", "stream")
-        found = await _found(service, request, response_id)
-        return _json(_response(found))
+        with _reserved(service, request) as reservation:
+            found = await _found(service, request, response_id, reservation)
+            small = len(found.body) <= MAX_INLINE_BODY
+            parts = _response(found) if small else await service.parser.run(_response, found)
+            return json_answer(parts, reservation, service.config.connections)
 
     @router.delete(
         "/v1/responses/{response_id}",
@@ -80,9 +87,10 @@ def stored_responses_router(service: Service) -> APIRouter:
         """
         if not 1 <= limit <= MAX_LISTED:
             raise unsupported(f"{{param}} must be between 1 and {MAX_LISTED}, not {limit}", "limit")
-        found = await _found(service, request, response_id)
-        items = await _input(service, request, found)
-        return _json(_page(items if order == "asc" else items[::-1], limit, after))
+        with _reserved(service, request) as reservation:
+            query = PageQuery(limit, service.config.max_body, order == "asc", after)
+            page = await _page(service, request, response_id, query, reservation)
+            return json_answer(_listed(page), reservation, service.config.connections)
 
     @router.post(
         "/v1/responses/{response_id}/cancel",
@@ -91,7 +99,9 @@ def stored_responses_router(service: Service) -> APIRouter:
     )  # fmt: skip
     async def cancel(request: Request, response_id: str) -> Response:
         """Refuse to cancel a response: it ended before it was stored."""
-        await _found(service, request, response_id)
+        with contextlib.suppress(StoredTooLargeError):
+            if await _store(service, response_id).get(owner_of(request.scope), response_id, 0) is None:
+                raise _not_found(response_id)
         raise ApiError(400, "Cannot cancel a synchronous response.", None, "invalid_request")
 
     return router
@@ -103,11 +113,53 @@ def _store(service: Service, response_id: str) -> StoreWorker:
     return service.store
 
 
-async def _found(service: Service, request: Request, response_id: str) -> StoredResponse:
-    found = await _store(service, response_id).get(owner_of(request.scope), response_id)
+@contextmanager
+def _reserved(service: Service, request: Request) -> Iterator[Reservation]:
+    """Reserve memory for an answer, which is released if there will be none."""
+    reservation = service.stored_budget.reservation(owner_of(request.scope))
+    try:
+        yield reservation
+    except BaseException:
+        reservation.release()
+        raise
+
+
+async def _found(service: Service, request: Request, response_id: str, reservation: Reservation) -> StoredResponse:
+    store, owner = _store(service, response_id), owner_of(request.scope)
+    try:
+        found = await store.get(owner, response_id, MAX_INLINE_BODY)
+    except StoredTooLargeError as error:
+        size = error.size
+        # A body that is not small is copied once, to have its output.
+        reservation.grow(2 * size)
+        found = await store.get(owner, response_id, size)
     if found is None:
         raise _not_found(response_id)
     return found
+
+
+async def _page(
+    service: Service, request: Request, response_id: str, query: PageQuery, reservation: Reservation
+) -> ItemPage:
+    store, owner = _store(service, response_id), owner_of(request.scope)
+    try:
+        try:
+            page = await store.input_items(owner, response_id, query, MAX_INLINE_BODY)
+        except StoredTooLargeError as error:
+            size = error.size
+            if size > query.max_bytes:
+                raise unsupported(
+                    f"an item of {size} bytes is too large to be listed; at most {query.max_bytes} are allowed "
+                    "(--max-body)",
+                    "after",
+                ) from None
+            reservation.grow(size)
+            page = await store.input_items(owner, response_id, query, size)
+    except UnknownItemError:
+        raise malformed(f"{{param}}: {(query.after or '')[:100]!r} is not an item of this response", "after") from None
+    if page is None:
+        raise _not_found(response_id)
+    return page
 
 
 def _not_found(response_id: str, why: str = "") -> ApiError:
@@ -115,48 +167,21 @@ def _not_found(response_id: str, why: str = "") -> ApiError:
     return ApiError(404, message, "response_id", "response_not_found")
 
 
-async def _input(service: Service, request: Request, found: StoredResponse) -> list[StoredItem]:
-    """Collect the items that a response read.
-
-    Those of the responses before it come first.
-    """
-    if found.previous is None:
-        return list(found.input)
-    store, owner = _store(service, found.id), owner_of(request.scope)
-    try:
-        items = await store.conversation(owner, found.id, service.config.max_body)
-    except ConversationTooLargeError as error:
-        raise unsupported(f"the items have {error.size} bytes, too many to be listed", "response_id") from None
-    if items is None:
-        raise _not_found(found.id)
-    return items[: len(items) - len(found.output)]
-
-
-def _response(found: StoredResponse) -> dict[str, Raw]:
+def _response(found: StoredResponse) -> list[bytes]:
+    """Return the parts of a response's JSON text."""
     fields = msgspec.json.decode(found.body, type=dict[str, Raw])
-    fields["output"] = Raw(_array(found.output))
-    return fields
+    fields.pop("output", None)
+    return [msgspec.json.encode(fields)[:-1], b',"output":[', *_joined(found.output), b"]}"]
 
 
-def _page(items: list[StoredItem], limit: int, after: str | None) -> dict[str, Any]:
-    ids = [item.id for item in items]
-    if after is not None:
-        if after not in ids:
-            raise malformed(f"{{param}}: {after[:100]!r} is not an item of this response", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": Raw(_array(page)),
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-        "has_more": len(items) > limit,
-    }
+def _listed(page: ItemPage) -> list[bytes]:
+    """Return the parts of the JSON text of a page."""
+    first, last = (page.items[0].id, page.items[-1].id) if page.items else (None, None)
+    ends = {"first_id": first, "last_id": last, "has_more": page.has_more}
+    return [b'{"object":"list","data":[', *_joined(page.items), b"],", msgspec.json.encode(ends)[1:]]
 
 
-def _array(items: Sequence[StoredItem]) -> bytes:
-    return b"[" + b",".join([item.body for item in items]) + b"]"
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _joined(items: Sequence[StoredItem]) -> list[bytes]:
+    """Return the bodies of items with a comma ahead of all but the first."""
+    parts = [part for item in items for part in (b",", item.body)]
+    return parts[1:]

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
+from tandem.frontend.api.byte_budget import MAX_INLINE_BODY, ByteBudget
 from tandem.frontend.api.completions import route as completions
 from tandem.frontend.api.completions.request import CompletionRequest, parse_completion
-from tandem.frontend.api.request_body import MAX_INLINE_BODY, BodyBudget, read_body
+from tandem.frontend.api.request_body import read_body
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tests.frontend.conftest import RunningServer, get, post
@@ -29,13 +30,13 @@ def request(*chunks: bytes) -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-def read(budget: BodyBudget, *chunks: bytes, limit: int = 10**9) -> bytes:
+def read(budget: ByteBudget, *chunks: bytes, limit: int = 10**9) -> bytes:
     with budget.reservation() as reservation:
         return asyncio.run(read_body(request(*chunks), limit, reservation))
 
 
 def test_body_budget_counts_large_bodies_while_they_are_held() -> None:
-    budget = BodyBudget(200_000)
+    budget = ByteBudget(200_000, "bodies")
     with budget.reservation() as reservation:
         assert asyncio.run(read_body(request(CHUNK, CHUNK), 10**9, reservation)) == CHUNK * 2
         assert budget.used == 100_000
@@ -49,7 +50,7 @@ def test_body_budget_counts_large_bodies_while_they_are_held() -> None:
 
 
 def test_oversized_body_is_drained_to_its_end() -> None:
-    budget = BodyBudget()
+    budget = ByteBudget(10**9, "bodies")
     for chunks in ((CHUNK,), (CHUNK, CHUNK, CHUNK)):
         with pytest.raises(ApiError) as caught:
             read(budget, *chunks, limit=10)

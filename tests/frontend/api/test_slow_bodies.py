@@ -13,7 +13,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from tandem.frontend.api.request_body import BodyBudget, PendingRequests
+from tandem.frontend.api.byte_budget import ByteBudget
+from tandem.frontend.api.request_body import PendingRequests
 from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.workers import Workers
@@ -40,13 +41,13 @@ def shutting_down(response: httpx.Response) -> bool:
     return told == (503, "overloaded_error", "shutting_down", "the server is shutting down", "1")
 
 
-def pending_requests(budget: BodyBudget) -> PendingRequests:
+def pending_requests(budget: ByteBudget) -> PendingRequests:
     return PendingRequests(10**9, Workers(1, "parse"), budget)
 
 
 def test_shutdown_ends_a_pending_request_and_returns_its_bytes() -> None:
     async def run() -> None:
-        budget = BodyBudget()
+        budget = ByteBudget(10**9, "bodies")
         pending = pending_requests(budget)
 
         async def wait(moment: asyncio.Event) -> None:
@@ -71,7 +72,7 @@ def test_shutdown_ends_a_pending_request_and_returns_its_bytes() -> None:
 
 def test_timeout_within_a_pending_request_is_not_a_shutdown() -> None:
     async def run() -> None:
-        with pending_requests(BodyBudget()).hold():
+        with pending_requests(ByteBudget(10**9, "bodies")).hold():
             async with asyncio.timeout(0):
                 await asyncio.Event().wait()
 

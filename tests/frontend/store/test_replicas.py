@@ -6,26 +6,26 @@ from pathlib import Path
 
 from tandem.frontend.store.sqlite_file import open_store
 from tandem.frontend.store.store import StoreLimits
-from tests.support.stored import stored
+from tests.support.stored import retrieved, stored
 
 WRITER = """
 import sys
 from pathlib import Path
 from tandem.frontend.store.sqlite_file import open_store
 from tandem.frontend.store.store import StoreLimits
-from tests.support.stored import stored
+from tests.support.stored import retrieved, stored
 store = open_store(Path(sys.argv[1]), StoreLimits())
 for number in range(40):
     name = f"{sys.argv[2]}{number}"
     store.save("me", stored(name, f"{sys.argv[2]}{number - 1}" if number else None))
-    assert store.get("me", name) == stored(name, f"{sys.argv[2]}{number - 1}" if number else None)
+    assert store.get("me", name, 2**20) == retrieved(name, f"{sys.argv[2]}{number - 1}" if number else None)
 """
 KILLED = """
 import os, sqlite3, sys
 from pathlib import Path
 from tandem.frontend.store.sqlite_file import open_store
 from tandem.frontend.store.store import StoreLimits
-from tests.support.stored import stored
+from tests.support.stored import retrieved, stored
 store = open_store(Path(sys.argv[1]), StoreLimits())
 store.save("me", stored("before"))
 # The last statement of a transaction is reached, its COMMIT is not.
@@ -54,8 +54,8 @@ def test_processes_share_one_store(tmp_path: Path) -> None:
 def test_process_killed_within_a_write_leaves_the_store_whole(tmp_path: Path) -> None:
     assert start(KILLED, str(tmp_path)).wait(120) == -9
     store = open_store(tmp_path, StoreLimits())
-    assert store.get("me", "before") == stored("before")
-    assert store.get("me", "cut") is None
+    assert store.get("me", "before", 2**20) == retrieved("before")
+    assert store.get("me", "cut", 2**20) is None
     store.save("me", stored("cut", "before"))
-    assert store.get("me", "cut") == stored("cut", "before")
+    assert store.get("me", "cut", 2**20) == retrieved("cut", "before")
     store.close()

@@ -12,20 +12,20 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.errors import ApiError
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.store import store_worker
-from tandem.frontend.store.store import StoreError, StoreLimits
+from tandem.frontend.store.store import ItemPage, PageQuery, StoreError, StoreLimits
 from tandem.frontend.store.store_worker import LOG_SECONDS, StoreWorker, open_store_worker
 from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 from tests.fakes.clock import FakeClock
-from tests.support.stored import stored
+from tests.support.stored import retrieved, stored
 
 
 class BrokenStore:
     """A store of which every call fails."""
 
-    def save(self, owner: str, response: StoredResponse) -> None:
+    def save(self, owner: str, response: StoredResponse) -> bool:
         raise StoreError("the disk is full")
 
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+    def get(self, owner: str, response_id: str, max_bytes: int) -> StoredResponse | None:
         raise StoreError("the disk is broken")
 
     def delete(self, owner: str, response_id: str) -> bool:
@@ -34,7 +34,10 @@ class BrokenStore:
     def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
         raise StoreError("the disk is broken")
 
-    def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, StoredItem]:
+    def input_items(self, owner: str, response_id: str, page: PageQuery, max_bytes: int) -> ItemPage | None:
+        raise StoreError("the disk is broken")
+
+    def find_items(self, owner: str, item_ids: Sequence[str], max_bytes: int) -> dict[str, StoredItem]:
         raise StoreError("the disk is broken")
 
     def close(self) -> None:
@@ -55,13 +58,13 @@ def test_failures_of_the_store_are_counted_and_logged_once_a_minute(
     async def run() -> None:
         for _ in range(3):
             assert not await worker.save("me", stored("r1"))
-        for call in (worker.get("me", "x"), worker.delete("me", "x"), worker.conversation("me", "x", 1)):
+        for call in (worker.get("me", "x", 1), worker.delete("me", "x"), worker.conversation("me", "x", 1)):
             with pytest.raises(ApiError) as caught:
                 await call
             assert caught.value.status == 503
         clock.advance(LOG_SECONDS)
         with pytest.raises(ApiError):
-            await worker.find_items("me", ["x"])
+            await worker.find_items("me", ["x"], 1)
         await worker.close()
 
     with caplog.at_level(logging.ERROR):
@@ -90,7 +93,7 @@ def test_response_does_not_wait_for_a_store_that_hangs(
         assert not await worker.save("me", stored("r1"))
         released.set()
         await busy
-        assert await worker.get("me", "r1") is None
+        assert await worker.get("me", "r1", 1) is None
         await worker.close()
 
     asyncio.run(run())
@@ -105,7 +108,7 @@ def test_private_directory_is_removed_at_the_end_and_a_given_one_is_kept(
     async def run(state_dir: Path | None) -> Path:
         worker = open_store_worker(state_dir, StoreLimits(), metrics)
         assert await worker.save("me", stored("r1"))
-        assert await worker.get("me", "r1") == stored("r1")
+        assert await worker.get("me", "r1", 2**20) == retrieved("r1")
         place = state_dir or next(ipc_dir.glob("tandem-*"))
         assert (place / "store.sqlite3").exists()
         await worker.close()
