@@ -15,6 +15,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".ico": "image/x-icon",
 }
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -28,14 +29,17 @@ _HEADERS = {
 def page_paths() -> dict[str, Path]:
     """Map each URL path of the pages to its file.
 
-    A browser requests them before the user can enter an API key.
+    A browser requests them before the user can enter an API key, and `/favicon.ico` for whatever else it shows of the
+    server.
     """
     files = {
         f"/page/{file.relative_to(_FOLDER).as_posix()}": file
         for file in sorted(_FOLDER.rglob("*"))
         if file.suffix in _TYPES
     }
-    return {"/": files.pop("/page/index.html"), "/docs": files.pop("/page/docs.html"), **files}
+    for path, name in (("/", "index.html"), ("/docs", "docs.html"), ("/favicon.ico", "favicon.ico")):
+        files[path] = files.pop(f"/page/{name}")
+    return files
 
 
 def page_router() -> APIRouter:

@@ -17,7 +17,13 @@ from tests.frontend.conftest import RunningServer, get, head
 FOLDER = Path(frontend.__path__[0]) / "page"
 VENDOR = FOLDER / "vendor"
 OWN = sorted(file for file in FOLDER.iterdir() if file.is_file())
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".ico": "image/x-icon",
+}
 
 
 def test_page_files_have_their_type_and_a_strict_policy(server: RunningServer) -> None:
@@ -25,6 +31,7 @@ def test_page_files_have_their_type_and_a_strict_policy(server: RunningServer) -
     served = {file for file in FOLDER.rglob("*") if file.suffix in TYPES}
     assert {file.resolve() for file in paths.values()} == {file.resolve() for file in served}
     assert set(OWN) <= served
+    assert {"/", "/docs", "/favicon.ico"} <= paths.keys()
     for path, file in paths.items():
         response = get(server.url + path)
         assert response.status_code == 200
@@ -77,7 +84,7 @@ def test_page_has_no_inline_or_external_resources() -> None:
         assert reader.inline == []
         assert len(reader.ids) == len(set(reader.ids))
         assert {"/" + source.removeprefix(".") for source in reader.sources} <= {*page_paths(), "/openapi.json"}
-    for file in OWN:
+    for file in [one for one in OWN if one.suffix != ".ico"]:
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE), file
         for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
