@@ -13,6 +13,7 @@ import {
   restoreSettings,
   saveSettings,
   showModels,
+  showProblem,
   systemPrompt,
 } from "./settings.js";
 import * as storage from "./storage.js";
@@ -65,6 +66,7 @@ function checkedFields() {
   if (fields === undefined) {
     openSettings();
     document.getElementById("schema").focus();
+    showProblem();
   }
   return fields;
 }
@@ -261,7 +263,10 @@ document.getElementById("modes").addEventListener("change", () => {
   showMode();
   saveSettings();
 });
-document.getElementById("schema").addEventListener("change", parseSchema);
+document.getElementById("schema").addEventListener("change", () => {
+  parseSchema();
+  showProblem();
+});
 onKey(() => server.recheck());
 for (const example of examples.querySelectorAll("button")) {
   example.addEventListener("click", () => ask(example.textContent));

@@ -57,6 +57,9 @@ export function requestFields() {
   return fields;
 }
 
+// Scrolls the panel to the problem of the schema, if it has one.
+export const showProblem = () => field("problem").scrollIntoView({ block: "nearest" });
+
 export function parseSchema() {
   const text = field("schema").value.trim();
   let schema = null;

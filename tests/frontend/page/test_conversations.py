@@ -236,6 +236,31 @@ def test_the_parameters_do_not_cover_the_transcript_on_a_phone(
         assert page.complaints == []
 
 
+def test_a_problem_of_the_schema_is_seen_in_the_panel_of_a_phone(
+    browser: "Browser", server: RunningServer, engine: FakeEngine
+) -> None:
+    for size in (PHONE, {"width": 320, "height": 480}):
+        with browser.new_context(viewport=size, has_touch=True, is_mobile=True) as context:  # type: ignore[arg-type]
+            page = open_page(context, server.url)
+            page.get_by_role("button", name="Parameters").click()
+            page.get_by_label("JSON schema").fill('{"a": {"' + "name_" * 30 + '" "integer"}}')
+            panel, problem = page.locator("#settings"), page.locator("#problem")
+            for blurs in (True, False):
+                if blurs:
+                    page.get_by_label("JSON schema").blur()
+                else:
+                    ask(page, "first")
+                problem.wait_for()
+                outer, inner = panel.bounding_box(), problem.bounding_box()
+                assert outer is not None and inner is not None
+                assert outer["y"] <= inner["y"], size
+                assert inner["y"] + inner["height"] <= outer["y"] + outer["height"], size
+                assert width(page) == size["width"]
+                # As far from it as the panel allows.
+                panel.evaluate("one => { one.scrollTop = 0; }")
+            assert engine.submits == []
+
+
 def test_everything_has_a_name_and_the_keyboard_reaches_it(page: "Page", engine: FakeEngine) -> None:
     hold(page, engine, ("first", "one\n\n```\ntwo\n```"))
     unnamed = page.evaluate(
