@@ -1,7 +1,7 @@
 // Shows the Markdown of a model as DOM nodes. The vendored lexer finds the blocks and spans; every text becomes a text
 // node, so HTML in an answer is shown, never parsed. Images are not loaded, and only web and mail links can be clicked.
 
-import { Lexer } from "./vendor/marked/marked.esm.js";
+import { FormulaLexer } from "./formulas.js";
 
 // Bounds, in characters, cells and levels. What is beyond them is shown as plain text: a hostile answer could keep
 // the lexer busy for minutes.
@@ -148,7 +148,7 @@ export class MarkdownView {
     }
     this.lexed += source.length;
     try {
-      const lexer = new Lexer();
+      const lexer = new FormulaLexer();
       Object.assign(lexer.tokens.links, this.links);
       const blocks = lexer.blockTokens(source);
       // The queue grows while it is worked off.
@@ -270,6 +270,9 @@ const BLOCKS = {
   html(parent, block) {
     add(parent, "p", "plain").textContent = block.raw.trimEnd();
   },
+  display(parent, block) {
+    add(parent, "p", "plain").textContent = block.raw.trim();
+  },
 };
 
 function appendRow(parent, tag, cells, depth) {
@@ -303,8 +306,9 @@ const SPANS = {
       parent.append(decodeEntities(span.text));
     }
   },
+  // Brackets keep their backslash: more often than not it is TeX, and its other half may not have come yet.
   escape(parent, span) {
-    parent.append(span.text);
+    parent.append("()[]".includes(span.text) ? span.raw : span.text);
   },
   html(parent, span) {
     if (/^<br\s*\/?>$/i.test(span.raw)) {

@@ -15,6 +15,24 @@ RENDER = """async (text) => {
     renderMarkdown(box, text);
     return [box.innerHTML, box.textContent];
 }"""
+FORMULAS = {
+    r"\(a+b\)": r"<p>\(a+b\)</p>",
+    r"*so* \(a*b*c_1\{\} \\ \[d\] <b>\) \*": r"<p><em>so</em> \(a*b*c_1\{\} \\ \[d\] &lt;b&gt;\) *</p>",
+    r"**at \(x^*\), *not* $y^*$**": r"<p><strong>at \(x^*\), <em>not</em> $y^*$</strong></p>",
+    "\\(a\nb\\)": "<p>\\(a\nb\\)</p>",
+    "so\n\\[\na\n=\n- b \\\\\n# c\n\\]\n*d*": '<p>so</p><p class="plain">\\[\na\n=\n- b \\\\\n# c\n\\]</p>'
+    "<p><em>d</em></p>",
+    "$$\n\\{*a*\\}\n$$": '<p class="plain">$$\n\\{*a*\\}\n$$</p>',
+    "- $\\{a\\}$\n- \\[b*c*d\\] e": "<ul><li>$\\{a\\}$</li><li>\\[b*c*d\\] e</li></ul>",
+    "|a|\n|-|\n|\\(b*c*d\\)|": '<div class="table" tabindex="0"><table><thead><tr><th>a</th></tr></thead><tbody><tr>'
+    "<td>\\(b*c*d\\)</td></tr></tbody></table></div>",
+    "$5 *or* $6, $7-$8 *or* $ 9$": "<p>$5 <em>or</em> $6, $7-$8 <em>or</em> $ 9$</p>",
+    r"`\(` *a* `\)` and `$` *b* `$`": "<p><code>\\(</code> <em>a</em> <code>\\)</code> and <code>$</code> <em>b</em> "
+    "<code>$</code></p>",
+    r"\(a *b* \[c \] \) \\(*d*\) \$*e*$": r"<p>\(a *b* \[c \] \) \(<em>d</em>\) $<em>e</em>$</p>",
+    "\\(*a*\n\n*b*\\)": "<p>\\(<em>a</em></p><p><em>b</em>\\)</p>",
+}
+
 LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
 HEAD = '<button class="copy-code" type="button" aria-label="Copy code">Copy</button></div><pre tabindex="0"><code>'
 
@@ -66,6 +84,8 @@ BEYOND_BOUNDS = {
     "a deep list": "1. " * 3000 + "x",
     "many emphases": "_a" * 6000,
     "many brackets": "[" * 6000,
+    "brackets of formulas": "\\(" * 6000,
+    "lines that open formulas": "\\[\n" * 12000,
     "a long block": "word and word\n" * 4000,
     "a huge table": "|a" * 60 + "|\n" + "|-" * 60 + "|\n" + ("|1" * 60 + "|\n") * 100,
     "a wide table": "|a" * 6000 + "|\n" + "|-" * 6000 + "|\n",
@@ -74,6 +94,10 @@ BEYOND_BOUNDS = {
 
 def test_markdown_becomes_nodes(modules: "Page") -> None:
     assert {text: modules.evaluate(RENDER, text)[0] for text in CASES} == CASES
+
+
+def test_formulas_are_shown_as_they_are_written(modules: "Page") -> None:
+    assert {text: modules.evaluate(RENDER, text)[0] for text in FORMULAS} == FORMULAS
 
 
 def test_harmful_markdown_is_shown_as_text(page: "Page", engine: FakeEngine) -> None:
@@ -118,7 +142,7 @@ def test_streamed_markdown_equals_the_whole(modules: "Page") -> None:
             const parts = ["a\\n", "\\n", "- b\\n", "  - c\\n", "1. d\\n", "2. e\\n", "> f\\n", "# g\\n", "#", "```\\n",
                 "~~~\\n", "`h`", "**i**", " ", "    j\\n", "|k|l|\\n", "|-|-|\\n", "===\\n", "---\\n", "<div>\\n",
                 "<!-- \\n", "-->\\n", "[m]: http:x\\n", "[m] ", "\\t", "* ",
-                "word word ", "\\n\\n", "\\n\\n", "<b>", "\\\\"];
+                "word word ", "\\n\\n", "\\n\\n", "<b>", "\\\\", "\\\\(", "\\\\)", "\\\\[\\n", "\\\\]", "$", "$$\\n"];
             const wrong = [];
             for (let round = 0; round < 300; round++) {
                 const text = Array.from({ length: 3 + random(25) }, () => parts[random(parts.length)]).join("");
