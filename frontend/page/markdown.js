@@ -26,10 +26,8 @@ export function renderMarkdown(root, text) {
 }
 
 export class MarkdownView {
-  // `around` runs each change of the document, for example to keep the view at its end.
-  constructor(root, around = (change) => change()) {
+  constructor(root) {
     this.root = root;
-    this.around = around;
     this.text = "";
     this.scheduled = false;
     this.notBefore = 0;
@@ -56,7 +54,7 @@ export class MarkdownView {
       return;
     }
     this.scheduled = true;
-    const draw = () => requestAnimationFrame(() => this.scheduled && this.around(() => this.render()));
+    const draw = () => requestAnimationFrame(() => this.scheduled && this.render());
     const wait = this.notBefore - performance.now();
     if (wait > 16) {
       setTimeout(draw, wait);
@@ -67,19 +65,17 @@ export class MarkdownView {
 
   // Shows all of the text, in its final form.
   end() {
-    this.around(() => {
-      this.close();
-      if (this.found) {
-        // The definition of a link may follow it.
-        const first = new MarkdownView(element("div"));
-        first.collects = true;
-        first.append(this.text);
-        const again = new MarkdownView(this.root);
-        again.links = first.links;
-        this.root.replaceChildren();
-        again.append(this.text);
-      }
-    });
+    this.close();
+    if (this.found) {
+      // The definition of a link may follow it.
+      const first = new MarkdownView(element("div"));
+      first.collects = true;
+      first.append(this.text);
+      const again = new MarkdownView(this.root);
+      again.links = first.links;
+      this.root.replaceChildren();
+      again.append(this.text);
+    }
   }
 
   // Shows a whole text, in pieces of whole lines so that none is beyond the bounds.

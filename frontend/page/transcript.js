@@ -1,8 +1,11 @@
 // The transcript: one article for each question and answer. Text from the server or the user is only set as text.
 
+import { EndFollower } from "./end_follower.js";
 import { MarkdownView, renderMarkdown } from "./markdown.js";
 
 const view = document.getElementById("transcript");
+const follower = new EndFollower(view);
+follower.start();
 
 // Adds a question. `onEdit`, if given, gets its new text.
 export function addQuestion(section, text, onEdit) {
@@ -35,7 +38,7 @@ export class Answer {
       prompt.textContent = given;
       this.answer.append(prompt);
     }
-    this.markdown = given === undefined ? new MarkdownView(this.answer, stayAtEnd) : null;
+    this.markdown = given === undefined ? new MarkdownView(this.answer) : null;
     this.article = addArticle(section, "reply", this.reasoning, this.answer);
     this.article.classList.add("streaming");
   }
@@ -55,7 +58,7 @@ export class Answer {
   setTitle(title) {
     this.title = title;
     if (title) {
-      stayAtEnd(() => this.article.prepend(heading(title)));
+      this.article.prepend(heading(title));
     }
   }
 
@@ -67,12 +70,18 @@ export class Answer {
       this.finishReason = choice.finish_reason ?? this.finishReason;
       if (delta.reasoning_content) {
         this.thoughts += delta.reasoning_content;
-        this.show(() => this.reasoning.append(delta.reasoning_content));
+        this.clock();
+        this.reasoning.append(delta.reasoning_content);
       }
       const text = delta.content ?? choice.text ?? "";
       if (text) {
         this.content += text;
-        this.show(() => (this.markdown ? this.markdown.push(text) : this.answer.append(text)));
+        this.clock();
+        if (this.markdown) {
+          this.markdown.push(text);
+        } else {
+          this.answer.append(text);
+        }
       }
     }
   }
@@ -87,10 +96,10 @@ export class Answer {
     }
   }
 
-  show(change) {
+  // Notes that text has arrived.
+  clock() {
     this.last = performance.now();
     this.first ??= this.last;
-    stayAtEnd(change);
   }
 
   // Ends the turn: shows its figures, and the whole error if there is one.
@@ -110,17 +119,15 @@ export class Answer {
     if (this.onRetry) {
       tools.append(button("Retry", "retry", "Ask again", this.onRetry));
     }
-    stayAtEnd(() => {
-      if (error) {
-        const box = addText("error", error);
-        box.setAttribute("role", "alert");
-        this.article.append(box);
-      }
-      if (measures) {
-        this.article.append(addText("measures", measures));
-      }
-      this.article.append(tools);
-    });
+    if (error) {
+      const box = addText("error", error);
+      box.setAttribute("role", "alert");
+      this.article.append(box);
+    }
+    if (measures) {
+      this.article.append(addText("measures", measures));
+    }
+    this.article.append(tools);
   }
 
   // The answer as a message of a conversation, with what is shown beside it.
@@ -209,8 +216,10 @@ function editQuestion(article, prompt, text, onEdit) {
       send();
     }
   });
+  follower.release();
   prompt.replaceWith(form);
   box.focus();
+  form.scrollIntoView({ block: "nearest" });
 }
 
 // Enter sends, unless it is a new line (Shift) or ends a word of an input method.
@@ -257,7 +266,7 @@ function addArticle(section, kind, ...parts) {
   const article = element("article", kind);
   article.append(...parts);
   section.append(article);
-  view.scrollTop = view.scrollHeight;
+  follower.follow();
   return article;
 }
 
@@ -265,13 +274,4 @@ function element(tag, kind) {
   const made = document.createElement(tag);
   made.className = kind ?? "";
   return made;
-}
-
-// Scrolls to new text, unless the user has scrolled up.
-function stayAtEnd(change) {
-  const atEnd = view.scrollHeight - view.scrollTop - view.clientHeight < 48;
-  change();
-  if (atEnd) {
-    view.scrollTop = view.scrollHeight;
-  }
 }
