@@ -43,6 +43,7 @@ from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
 from tandem.protocol.events import Answer, AnyEvent, Closed, Failure, Limits, ModelFacts, Ready, Refused
 from tandem.protocol.limited_log import LimitedLog
+from tandem.protocol.logs import printable
 from tandem.protocol.params import (
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
@@ -140,10 +141,10 @@ class Control:
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
         """Open a connection; ignore a Hello meant for an earlier engine."""
-        name = repr(hello.name[:_LOGGED_NAME])
+        name = printable(hello.name[:_LOGGED_NAME])
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
-                f"frontend {name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
+                f"{name} speaks protocol {hello.protocol_version}, the engine {PROTOCOL_VERSION}; "
                 f"{protocol_remedy(hello.protocol_version, PROTOCOL_VERSION)}"
             )
         if hello.engine_epoch != self.epoch:
@@ -181,11 +182,11 @@ class Control:
     def _submit(self, client: bytes, submit: Submit) -> Failure | None:
         """Accept a request, or return the failure that ends it at once."""
         if not 0 <= submit.request_id < 2**64:
-            template = "frontend %s used request id %d, which is not a uint64; ignored"
+            template = "%s used request id %d, which is not a uint64; ignored"
             self._log.warning("id", template, self.clients[client], submit.request_id)
             return None
         if self.scheduler.is_open(client, submit.request_id):
-            template = "frontend %s reused open request id %d (HTTP request %.128r); ignored"
+            template = "%s reused open request id %d (HTTP request %.128r); ignored"
             self._log.warning("reused", template, self.clients[client], submit.request_id, submit.http_request_id)
             return None
         if self.pause.refuses_new:

@@ -340,8 +340,9 @@ class Engine:
             if seq.submit.is_traced:
                 self.mailbox.add_times(seq.client, self.timelines.on_end(seq, self.stages.clock()))
         for client, reason in self.mailbox.flush(self._steps).items():
+            name = self.control.clients.get(client)
             if self.control.forget(client):
-                logger.warning("frontend %s is gone: %s; aborting its open requests", client.hex(), reason)
+                logger.warning("%s is gone: %s; aborting its open requests", name, reason)
                 self.scheduler.abort_client(client)
         self.stages.mark("send")
 

@@ -24,6 +24,11 @@ UnknownFields = Literal["ignore", "refuse"]
 GenerationConfigSource = Literal["auto", "off"]
 
 
+def frontend_name(slot: int) -> str:
+    """Return the name of a frontend in logs, metrics and towards the engine."""
+    return f"frontend-{slot}"
+
+
 class ChatOptions(Struct, frozen=True):
     """Options of rendering and parsing conversations; "auto" depends on the model."""
 

@@ -61,7 +61,7 @@ def field_text(value: object) -> str:
     """Return the value of a field, in quotes unless it is a plain word."""
     if isinstance(value, float):
         return f"{value:.4f}"
-    text = str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if _WORD.fullmatch(text):
         return text
     return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
@@ -212,12 +212,16 @@ def line_handler() -> LineHandler | None:
     return next((handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)), None)
 
 
-def announce(text: str) -> None:
-    """Print what people and scripts wait for; in the log if that is JSON."""
+def announce(text: str, rows: Mapping[str, str] | None = None, **fields: object) -> None:
+    """Print what people and scripts wait for; in the log if that is JSON.
+
+    rows: names and texts of further lines, which are fields of the JSON object; fields: more of them.
+    """
+    rows = rows or {}
     if _is_json():
-        logger.info("%s", text)
+        logger.info("%s", text, extra=with_fields(**rows, **fields))
     else:
-        print(text, flush=True)
+        print("\n".join([text, *(f"  {name:<10}  {value}" for name, value in rows.items())]), flush=True)
 
 
 def refuse(program: str, reason: str, is_child: bool = False) -> None:

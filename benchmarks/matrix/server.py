@@ -21,6 +21,8 @@ TANDEM = "import sys; from tandem.frontend.cli.main import main; sys.exit(main()
 """The console command of the tree that the benchmark runs from, installed or not."""
 READY_SECONDS, STOP_SECONDS = 300.0, 30.0
 POLL_SECONDS = 0.1
+_OF_EVERY_LINE = ("time", "level", "process", "logger", "message")
+"""Names of the fields that every line of the log has."""
 BEAT_SECONDS = 0.6
 """Time within which the engine has published a heartbeat, and with it everything that happened before."""
 
@@ -54,10 +56,13 @@ class Server:
 
     def __enter__(self) -> "Server":
         ports = ["--port", str(self.port), "--ops-port", str(self._ops_port)]
+        settings = ["--log-level", "debug", "--log-format", "json"]  # which has them as fields of a line
         started = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", TANDEM, "serve", *ports, *self._flags], stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, "-c", TANDEM, "serve", *ports, *settings, *self._flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         try:
             while self._get(self.port, "/health/ready") is None:
@@ -104,10 +109,10 @@ class Server:
         Raises ValueError if its log does not have them.
         """
         for line in self._log.read_text(errors="replace").splitlines():
-            _, found, said = line.partition(" INFO settings: ")
-            if found:
-                settings: dict[str, Any] = json.loads(said)
-                return settings
+            if line.startswith("{"):
+                fields: dict[str, Any] = json.loads(line)
+                if fields["message"] == "settings":
+                    return {name: value for name, value in fields.items() if name not in _OF_EVERY_LINE}
         raise ValueError(f"the engine's log states no settings: {self._log}")
 
     def _get(self, port: int, path: str) -> str | None:

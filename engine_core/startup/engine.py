@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 from msgspec import Struct, structs
 
@@ -52,6 +51,7 @@ from tandem.engine_core.startup.step_timing import measure_costs
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
+from tandem.protocol.logs import with_fields
 from tandem.protocol.model_folder import template_fingerprint
 from tandem.protocol.stats import EngineStats
 from tandem.protocol.usable_cores import usable_cores
@@ -183,7 +183,7 @@ def _formats(config: EngineConfig, source: ModelSource) -> str:
 
 
 def _log_settings(config: EngineConfig, source: ModelSource) -> None:
-    """Log all settings of this engine on one line of JSON."""
+    """Log all settings of this engine, each as a field of the line."""
     settings = {name: value for name, value in structs.asdict(config).items() if name != "options"} | {
         "kv_tokens": config.kv_tokens,
         "kv_dtype": source.layout.dtype_name,
@@ -191,7 +191,7 @@ def _log_settings(config: EngineConfig, source: ModelSource) -> None:
     }
     if config.device == "cpu":
         settings["threads"] = torch.get_num_threads()
-    logger.info("settings: %s", msgspec.json.encode(settings).decode())
+    logger.debug("settings", extra=with_fields(**settings))
 
 
 class Constraints(Struct, frozen=True):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tandem.frontend.access.api_key import ApiKey, KeyRing, unnamed_key
 from tandem.frontend.access.key_file import load_key_file
+from tandem.protocol.logs import AUDIT_LOGGER, with_fields
 
 logger = logging.getLogger(__name__)
-audit = logging.getLogger("tandem.audit")
+audit = logging.getLogger(AUDIT_LOGGER)
 
 POLL_SECONDS = 1.0
 """Time between two looks at whether the file has changed."""
@@ -60,14 +61,15 @@ class ApiKeys:
         try:
             ring = KeyRing(self._read())
         except ValueError as error:
-            audit.error("API keys were not reloaded, those from before stay in force: %s", error)
+            why = with_fields(file=str(self.file), reason=str(error))
+            audit.error("API keys were not reloaded, those from before stay in force", extra=why)
             return False
         before, self.ring = self.ring, ring
         added, removed = ring.keys.keys() - before.keys.keys(), before.keys.keys() - ring.keys.keys()
-        audit.info(
-            "API keys were reloaded from %s: %d in force, added %s, removed %s", self.file, len(ring),
-            _names(ring, added), _names(before, removed),
-        )  # fmt: skip
+        changes = with_fields(
+            file=str(self.file), keys=len(ring), added=_names(ring, added), removed=_names(before, removed)
+        )
+        audit.info("API keys were reloaded", extra=changes)
         return True
 
     def refresh(self) -> None:
@@ -119,7 +121,7 @@ class ApiKeys:
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode, status.st_uid
 
 
-def _names(ring: KeyRing, digests: "set[bytes]") -> str:
+def _names(ring: KeyRing, digests: "set[bytes]") -> list[str]:
     names = sorted(f"{ring.keys[digest].name} ({digest.hex()[:8]})" for digest in digests)
     more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-    return ", ".join(names[:_MAX_NAMES] + more) or "none"
+    return names[:_MAX_NAMES] + more

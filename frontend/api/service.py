@@ -13,7 +13,7 @@ from tandem.frontend.api.write_ticks import WriteTicks
 from tandem.frontend.chat.chat import Chat
 from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_type
 from tandem.frontend.chat.tool_formats import tool_format
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import FrontendConfig, frontend_name
 from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.compatibility import Fingerprints
 from tandem.frontend.engine.health import EngineHealth, EngineWatch
@@ -210,7 +210,13 @@ def build_service(config: FrontendConfig) -> Service:
     template_print = template_fingerprint(config.model_dir) if config.chat.template is None else ""
     fingerprints = Fingerprints(tokenizer.fingerprint, template_print)
     client = EngineClient(
-        config.endpoint, config.transport, fingerprints, watch, metrics, hold_timeout=config.hold_timeout
+        config.endpoint,
+        config.transport,
+        fingerprints,
+        watch,
+        metrics,
+        hold_timeout=config.hold_timeout,
+        name=frontend_name(config.slot),
     )
     template = load_chat_template(config.model_dir, config.chat.template, tokenizer)
     store = open_store_worker(config.state_dir, config.store_limits, metrics) if config.store else None

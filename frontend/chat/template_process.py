@@ -131,12 +131,14 @@ class TemplateProcess:
             logger.error("the process that renders chat templates %s before it was ready", status)
             return False
         self._metrics.restarts.labels("time" if self._was_too_slow else "ended").inc()
-        if guilty is not None:
+        if guilty is None:
+            logger.error("the process that renders chat templates %s", status)
+        else:
             if self._was_too_slow:
                 logger.warning("a conversation took more than %g s to render; its process was killed", self._limit)
                 _fail(guilty, RenderError(f"it took too long and was stopped (at most {MAX_SECONDS:g} s)"))
             else:
-                logger.warning("the process that renders chat templates %s while it rendered a conversation", status)
+                logger.error("the process that renders chat templates %s while it rendered a conversation", status)
                 self._fail_or_retry(guilty, _ended_with(status))
         return len(self._queue) > 0 or guilty is not None or self._num_answers > 0
 

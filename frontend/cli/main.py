@@ -23,7 +23,7 @@ from tandem.frontend.cli.flags import (
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.foreign_flags import ALIASES, ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import FrontendConfig, frontend_name
 from tandem.frontend.flags.arguments import (
     FRONTEND_FLAGS,
     add_child_arguments,
@@ -72,10 +72,10 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(argv)
     arguments.reread = partial(build_parser().parse_args, argv)
     process = arguments.command
-    if process in ("serve", "engine", "frontend") and getattr(arguments, "supervisor_fd", None) is None:
+    if getattr(arguments, "supervisor_fd", None) is not None:
+        process = frontend_name(arguments.slot)
+    elif process in ("serve", "engine", "frontend"):
         process = "supervisor"
-    if len(getattr(arguments, "listener_fds", ())) > 1:  # one of several frontends
-        process = f"{process}-{arguments.slot}"
     is_check = getattr(arguments, "check", False)  # it prints its own lines
     level: LogLevel = "error" if is_check else getattr(arguments, "log_level", "warning")
     configure_logging(process, level, getattr(arguments, "log_format", "text"))

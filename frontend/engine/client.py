@@ -6,7 +6,6 @@ It finds the engine by its heartbeat, keeps one link to it and routes its events
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -70,7 +69,10 @@ class EngineClient:
         metrics: FrontendMetrics,
         clock: Callable[[], float] = time.monotonic,
         hold_timeout: float = 0.0,
+        name: str = "frontend",
     ) -> None:
+        """Connect to nothing yet; `name` is what the engine's log calls this process."""
+        self._name = name
         self._endpoint = endpoint
         self._transport = transport
         self._fingerprints = fingerprints
@@ -330,7 +332,7 @@ class EngineClient:
         assert self._context is not None
         link = self._link = EngineLink(self._context, epoch, self._streams, self._on_event, self._on_break)
         self._broken = None
-        link.open(self._endpoint, self._transport, f"frontend-{os.getpid()}", now, self._lost_identity)
+        link.open(self._endpoint, self._transport, self._name, now, self._lost_identity)
 
     def _on_break(self, reason: str) -> None:
         if self._link is not None:

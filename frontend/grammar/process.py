@@ -5,6 +5,7 @@ The process is started on demand and replaced after a failure.
 
 import asyncio
 import contextlib
+import logging
 import sys
 
 import msgspec
@@ -13,6 +14,8 @@ from msgspec import Struct
 from tandem.frontend.errors import overloaded
 from tandem.frontend.process import ManagedProcess, bare_environment, describe_exit
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
+
+logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
 """Wall-clock limit of one compilation in seconds; on an idle machine, the limit on CPU time ends the process sooner."""
@@ -67,6 +70,8 @@ class GrammarProcess:
         """
         process = self._process
         if process is None or process.pid is None:
+            if process is not None:
+                logger.error("the process that compiles grammars ended with %s", process.exit_status)
             self._end()
             process = await self._start()
         answer = b""
@@ -96,6 +101,7 @@ class GrammarProcess:
         if status == "signal SIGPROF":
             raise SlowGrammarError
         if status in ("signal SIGKILL", "signal SIGTERM"):
+            logger.error("the process that compiles grammars ended with %s while it compiled one", status)
             raise overloaded(f"the process that compiled the grammar ended with {status}; try again later")
         return Checked(_REASONS.get(status, OUT_OF_MEMORY))
 

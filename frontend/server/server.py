@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 
 from tandem.frontend.api.service import Service, build_service
-from tandem.frontend.config import FrontendConfig
+from tandem.frontend.config import FrontendConfig, frontend_name
 from tandem.frontend.control_channel import Beat
 from tandem.frontend.listening import allowed_connections, inherited_socket, raise_file_limit
 from tandem.frontend.metrics.processes import GarbageCollector
@@ -26,7 +26,7 @@ from tandem.frontend.server.listeners import Handshake, Listeners, server_contex
 from tandem.frontend.server.protocol import LimitedProtocol
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.supervised import Supervised
-from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level
+from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level, with_fields
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger(AUDIT_LOGGER)
@@ -182,9 +182,10 @@ class DrainingServer(uvicorn.Server):
         try:
             self._tls = server_context(cert, key)
         except (OSError, ValueError) as error:
-            audit.error("%s with %s was not reloaded, the certificate from before stays: %s", cert, key, error)
+            why = with_fields(tls_cert=str(cert), tls_key=str(key), reason=str(error))
+            audit.error("the certificate was not reloaded, that from before stays", extra=why)
         else:
-            audit.info("the certificate was reloaded from %s", cert)
+            audit.info("the certificate was reloaded", extra=with_fields(tls_cert=str(cert), tls_key=str(key)))
 
     def exit(self) -> None:
         """Exit without draining.
@@ -316,7 +317,7 @@ def _build_connections(config: FrontendConfig, service: Service) -> Connections:
     shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout, limits.send_timeout)
     interval = min(_CHECK_SECONDS, shortest / _CHECKS_PER_TIMEOUT)
     connections = Connections(min(wanted, allowed), interval, service.metrics.connections, RateLimitedLog(logger))
-    service.metrics.registry.register(GarbageCollector(f"frontend-{config.slot}"))
+    service.metrics.registry.register(GarbageCollector(frontend_name(config.slot)))
     service.metrics.connections.open.set_function(lambda: len(connections))
     return connections
 

@@ -1,4 +1,4 @@
-"""Lines on stdout that say where a service listens and when it is ready."""
+"""Lines on stdout that say when a service is ready and where it listens."""
 
 import asyncio
 import http.client
@@ -32,12 +32,14 @@ class Announcement:
         ops_url: str,
         commit: str,
         endpoint: str | None = None,
+        is_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts.
 
         `http_urls` are those of the frontends, if there are any; `commit` that of a model of the hub, or empty.
-        Frontends without an engine here connect to the one at `endpoint`.
+        Frontends without an engine here connect to the one at `endpoint`. `is_early` has the ops port announced before
+        the engine is ready, for those who cannot know it.
         """
         self._engine = engine
         self._frontends = frontends
@@ -45,6 +47,7 @@ class Announcement:
         self._ops_url = ops_url
         self._commit = f"commit {commit}, " if commit else ""
         self._endpoint = endpoint
+        self._is_early = is_early
         self._clock = clock
         self._started = clock()
 
@@ -53,10 +56,7 @@ class Announcement:
         return " and ".join(self._http_urls)
 
     async def run(self) -> None:
-        """Print the addresses.
-
-        That of the ops port comes early, that of the service with its model once requests are accepted.
-        """
+        """Print the addresses in one block, once requests are accepted."""
         if self._engine is not None:
             await self._announce_engine(self._engine)
         elif self._frontends is not None:
@@ -65,12 +65,13 @@ class Announcement:
     async def _announce_engine(self, engine: SupervisedEngine) -> None:
         while (heartbeat := engine.watch.heartbeat) is None or heartbeat.phase in (Phase.STARTING, Phase.FAILED):
             await asyncio.sleep(_POLL_SECONDS)
-        announce(f"engine metrics on {self._ops_url}/metrics, endpoint {engine.endpoint}")
+        if self._is_early:
+            announce(f"engine metrics on {self._ops_url}/metrics")
         while not engine.watch.health().ready:
             await asyncio.sleep(_POLL_SECONDS)
         uptime = f"{self._clock() - self._started:.1f} s"
         if self._frontends is None:
-            announce(f"the engine is ready ({self._commit}{uptime})")
+            announce(f"the engine is ready ({self._commit}{uptime})", {"endpoint": engine.endpoint, **self._metrics})
             return
         facts = await self._until_ready(self._frontends)
         count = len(self._frontends.slots)
@@ -78,6 +79,10 @@ class Announcement:
             f"tandem is ready on {self._addresses} (model {facts.get('model')}, {self._commit}{facts.get('device')}, "
             f"{facts.get('kv_tokens')} KV tokens, {f'{count} frontends, ' if count > 1 else ''}"
             f"{self._clock() - self._started:.1f} s)",
+            self._pages,
+            urls=list(self._http_urls),
+            model=facts.get("model"),
+            seconds=round(self._clock() - self._started, 3),
         )
 
     async def _announce_frontends(self, frontends: Frontends) -> None:
@@ -85,9 +90,18 @@ class Announcement:
         while not frontends.was_heard:
             await asyncio.sleep(_POLL_SECONDS)
         announce(f"tandem frontend listens on {self._addresses}")
-        announce(f"metrics of the frontends on {self._ops_url}/metrics")
         await self._until_ready(frontends)
-        announce(f"tandem frontend is ready on {self._addresses}")
+        announce(f"tandem frontend is ready on {self._addresses}", self._pages, urls=list(self._http_urls))
+
+    @property
+    def _metrics(self) -> dict[str, str]:
+        return {"metrics": f"{self._ops_url}/metrics"}
+
+    @property
+    def _pages(self) -> dict[str, str]:
+        """Return the addresses of the playground, which a browser does not reach on a Unix socket, and of metrics."""
+        url = next((url for url in self._http_urls if not url.startswith(UNIX_SCHEME)), None)
+        return ({} if url is None else {"playground": _browsable(url)}) | self._metrics
 
     async def _until_ready(self, frontends: Frontends) -> dict[str, Any]:
         """Wait until the frontends are ready.
@@ -123,6 +137,13 @@ def _reachable(host: str) -> str:
     The socket may listen on every address.
     """
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _browsable(url: str) -> str:
+    """Return the address of the playground, which a browser on this host can open."""
+    parts = urlsplit(url)
+    host = _reachable(parts.hostname or "")
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}/"
 
 
 def _connection(url: str) -> http.client.HTTPConnection:

@@ -45,7 +45,7 @@ def supervisor_exposition(
         for slot in frontends.slots if frontends is not None else ():
             for process in slot.processes:
                 if process.child.pid is not None:
-                    yield f"frontend-{slot.number}", process.child.pid
+                    yield slot.name, process.child.pid
 
     def told_name() -> str:
         return (frontends.metrics.model_name if frontends is not None else "") or model_name

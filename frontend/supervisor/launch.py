@@ -332,7 +332,8 @@ def _supervisor(
     is_tls = frontends is not None and arguments.tls_cert is not None
     names = [*default_allowed_hosts([ops_socket.getsockname()[0]]), *(getattr(arguments, "allowed_hosts", None) or ())]
     urls = listeners.urls(is_tls)
-    announcement = Announcement(engine, frontends, urls, url_of(ops_socket), commit, arguments.endpoint)
+    is_early = arguments.ops_port == 0
+    announcement = Announcement(engine, frontends, urls, url_of(ops_socket), commit, arguments.endpoint, is_early)
     ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names), urls)
     manager = ServiceManager()
     reloader = Reloader(arguments, engine, frontends, manager)

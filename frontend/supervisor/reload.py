@@ -6,7 +6,7 @@ import logging
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 from tandem.frontend.supervisor.service_manager import ServiceManager
 from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
-from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level
+from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level, with_fields
 
 audit = logging.getLogger(AUDIT_LOGGER)
 
@@ -40,7 +40,8 @@ class Reloader:
         set_log_level(level)
         if self._engine is not None:
             self._engine.set_log_level(level)
-        audit.info("reload: log level %s; each frontend reads its API keys and TLS files again", level)
+        message = "reload: each frontend reads its API keys and TLS files again"
+        audit.info(message, extra=with_fields(log_level=level))
         if self._frontends is not None:
             self._frontends.reload(level)
         self._manager.reloaded()
@@ -50,6 +51,7 @@ class Reloader:
         try:
             level: LogLevel = self._arguments.reread().log_level
         except SystemExit:  # the parser has written the reason
-            audit.error("--config %s was not reloaded, log level %s stays", self._arguments.config, before)
+            message = "--config was not reloaded, its log level stays"
+            audit.error(message, extra=with_fields(file=str(self._arguments.config), log_level=before))
             return before
         return level

@@ -25,10 +25,12 @@ def test_every_line_of_a_service_is_an_object_and_a_trace_reaches_the_engine(tmp
         assert httpx.post(served.url + "/admin/scheduler", json=policy, timeout=30).status_code == 200
         until(lambda: "tandem is ready on " in path.read_text(), "the supervisor tells that the service is ready")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {line["process"] for line in lines} == {"supervisor", "engine", "frontend"}
-    assert any(line["message"].startswith("tandem is ready on ") for line in lines)
+    assert {line["process"] for line in lines} == {"supervisor", "engine", "frontend-0"}
+    (line,) = [line for line in lines if line["message"].startswith("tandem is ready on ")]
+    assert line["playground"] == f"{line['urls'][0]}/" and line["metrics"].endswith("/metrics")
     (line,) = [line for line in lines if line["logger"] == "tandem.audit"]
-    assert line["message"].startswith("POST /admin/scheduler key=- client=127.0.0.1:")
+    assert (line["message"], line["method"], line["path"]) == ("operator request", "POST", "/admin/scheduler")
+    assert line["client"].startswith("127.0.0.1:") and line["status"] == 200
     (line,) = [line for line in lines if line.get("request_id") == "find-me"]
     assert (line["logger"], line["route"], line["status"]) == ("tandem.access", "/v1/chat/completions", 200)
     assert (line["output_tokens"], line["finish_reason"], line["end"]) == (3, "length", "complete")

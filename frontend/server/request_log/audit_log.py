@@ -11,7 +11,7 @@ from tandem.frontend.api.request_scope import request_record
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.request_log.access_log import client_text
 from tandem.protocol.commands import PAUSE_MODES
-from tandem.protocol.logs import AUDIT_LOGGER, field_text
+from tandem.protocol.logs import AUDIT_LOGGER, with_fields
 
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
@@ -43,22 +43,22 @@ class AuditLog:
             if record.status == 401 and self._refused.num_kinds >= _MAX_ADDRESSES:
                 kind = "others"
             why = "no valid key" if record.status == 401 else "a key without the right"
-            self._refused.warning(kind, f"refused: {why}: {self._describe(scope)}")
+            self._refused.warning(kind, f"refused: {why}", self._fields(scope))
         elif path.startswith(_ADMIN) or (path.startswith(_SESSIONS) and scope["method"] == "DELETE"):
-            self._logger.info("%s", self._describe(scope))
+            self._logger.info("operator request", extra=self._fields(scope))
 
     @staticmethod
-    def _describe(scope: Scope) -> str:
+    def _fields(scope: Scope) -> dict[str, dict[str, object]]:
         record = request_record(scope)
         # Of the query only known words: anything else may be a key that was given in the wrong place, even its names.
         query = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
         words = "&".join([f"{name}={value}" for name, value in query if value in _WORDS.get(name, ())])
         target = scope["path"] + (f"?{words}" if words else "")
-        fields = {
-            "key": key_name(scope) or "-",
-            "client": client_text(scope) or "-",
-            "request_id": record.request_id,
-            "status": record.status or "-",
-        }
-        told = " ".join(f"{name}={field_text(value)}" for name, value in fields.items())
-        return f"{scope['method']} {field_text(target[:_TARGET_CHARACTERS])} {told}"
+        return with_fields(
+            method=scope["method"],
+            path=target[:_TARGET_CHARACTERS],
+            key=key_name(scope) or None,
+            client=client_text(scope) or None,
+            request_id=record.request_id,
+            status=record.status or None,
+        )

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
+from tandem.frontend.config import frontend_name
 from tandem.frontend.control_channel import FromFrontend, SupervisorEnd, ToFrontend, supervisor_end
 from tandem.frontend.process import ManagedProcess
 from tandem.protocol.errors import ExitCode
@@ -68,7 +69,7 @@ class FrontendChild:
         try:
             code = await self._run_process()
         except OSError as error:
-            logger.error("frontend %d cannot be started: %s", self._slot, error)
+            logger.error("%s cannot be started: %s", frontend_name(self._slot), error)
         self._on_exit(code)
 
     async def _run_process(self) -> int:
@@ -76,7 +77,7 @@ class FrontendChild:
         with ours, theirs:
             fd = theirs.fileno()
             process = ManagedProcess(
-                f"frontend {self._slot}",
+                frontend_name(self._slot),
                 self._command(self._slot, fd),
                 pass_fds=[*self._listener_fds, fd],
                 environment=self._environment,

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from tandem.frontend.config import frontend_name
 from tandem.frontend.control_channel import FromFrontend, Leaving, Metrics
 from tandem.frontend.supervisor.frontends.frontend_process import Child, FrontendProcess
 from tandem.frontend.supervisor.restart_policy import Exit, RestartPolicy
@@ -55,8 +56,8 @@ class FrontendSlot:
 
     @property
     def name(self) -> str:
-        """Name of its processes in the log."""
-        return f"frontend {self.number}"
+        """Name of its processes in logs and metrics."""
+        return frontend_name(self.number)
 
     @property
     def processes(self) -> list[FrontendProcess]:

@@ -1,6 +1,8 @@
 """An engine built from a model folder answers, and says why it cannot be built."""
 
 import hashlib
+import io
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from tandem.protocol.commands import Hello, Submit
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure, Finished, Phase, Ready
+from tandem.protocol.logs import LineHandler
 from tandem.protocol.model_folder import TemplateSource
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
@@ -69,6 +72,15 @@ def test_a_built_engine_answers(folder: Path, pipeline: Any) -> None:
     assert isinstance(outcome, Finished)
     assert outcome.reason in (FinishReason.LENGTH, FinishReason.STOP)
     Compared().check(random_model(), prompt, mailbox.received[CLIENT, 1], params, False)
+
+
+def test_settings_are_fields_of_a_line_at_the_level_debug(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    build(folder, max_len=60)
+    (record,) = [record for record in caplog.records if record.getMessage() == "settings"]
+    fields = json.loads(LineHandler("engine", "json", io.StringIO()).format(record))
+    assert (fields["level"], fields["device"], fields["max_rows"], fields["max_len"]) == ("debug", "cpu", 4, 60)
+    assert (fields["graph_rows"], fields["threads"]) == ([], 1)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 64, "max"])

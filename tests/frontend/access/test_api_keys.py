@@ -1,14 +1,18 @@
 """The keys of a server while it runs."""
 
 import asyncio
+import io
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.frontend.access.api_key import ApiKey, digest_of
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_file import key_table
+from tandem.protocol.logs import AUDIT_LOGGER, LineHandler
 from tests.support.api_keys import make_key, write_keys
 
 
@@ -30,6 +34,14 @@ def test_a_server_without_keys_needs_none(file: Path) -> None:
     assert ApiKeys().reload()
 
 
+def reloaded(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    """Return the fields of the only line of the audit log."""
+    handler = LineHandler("frontend-0", "json", io.StringIO())
+    (line,) = [handler.format(record) for record in caplog.records if record.name == AUDIT_LOGGER]
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
 def test_a_changed_file_is_followed(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     keys = ApiKeys(("given",), file)
@@ -45,8 +57,9 @@ def test_a_changed_file_is_followed(file: Path, caplog: pytest.LogCaptureFixture
         True,
         True,
     ]
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "tandem.audit"]
-    assert "3 in force, added carol (" in line and "removed alice (" in line
+    fields = reloaded(caplog)
+    assert fields["keys"] == 3
+    assert ([name.split(" (")[0] for name in fields["added"]], fields["removed"][0][:7]) == (["carol"], "alice (")
 
 
 @pytest.mark.parametrize("text", ["", "[[key]]", None])
@@ -118,8 +131,10 @@ def test_a_line_of_the_log_names_some_of_many_keys(file: Path, caplog: pytest.Lo
     keys.load()
     write(file, "alice", *(f"many{number:03}" for number in range(100)))
     keys.refresh()
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "tandem.audit"]
-    assert "many031 (" in line and "many032 (" not in line and ", 68 more, removed bob (" in line
+    fields = reloaded(caplog)
+    assert len(fields["added"]) == 33
+    assert fields["added"][31].startswith("many031 (")
+    assert (fields["added"][32], fields["removed"][0][:5]) == ("68 more", "bob (")
 
 
 def test_a_key_of_the_file_that_is_also_given_otherwise_is_refused(file: Path) -> None:

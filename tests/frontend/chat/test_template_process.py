@@ -221,6 +221,28 @@ def test_body_of_the_greatest_size_stays_within_the_limit_of_memory() -> None:
     with_process(body, "{{ bos_token ~ text | trim ~ '\n' }}")
 
 
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_process_that_is_killed_between_conversations_is_an_error_of_the_log(
+    caplog: pytest.LogCaptureFixture, was_asked: bool
+) -> None:
+    async def body(process: TemplateProcess, _: CollectorRegistry) -> None:
+        process.start()
+        if was_asked:
+            await process.render(asked("a"))
+        async with asyncio.timeout(30):
+            while process._connection is None:
+                await asyncio.sleep(0.01)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            while not any(record.levelname == "ERROR" for record in caplog.records):
+                await asyncio.sleep(0.01)
+        assert await process.render(asked("b"))
+
+    with_process(body)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == ["the process that renders chat templates ended with signal SIGKILL"]
+
+
 def test_log_tells_a_slow_conversation_from_a_process_that_ended_and_repeats_its_stderr(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +261,8 @@ def test_log_tells_a_slow_conversation_from_a_process_that_ended_and_repeats_its
         assert restarts(registry) == {"time": 1.0, "ended": 1.0}
 
     with_process(body)
+    levels = {record.getMessage().split(" with signal ")[-1]: record.levelname for record in caplog.records}
+    assert levels["SIGKILL while it rendered a conversation"] == "ERROR"
     assert "a conversation took more than" in caplog.text
     assert "ended with signal SIGKILL while it rendered a conversation" in caplog.text
     assert "the template renderer: hello" in caplog.text

@@ -50,7 +50,7 @@ def test_process_starts_on_first_use_and_checks_many_grammars() -> None:
     with_process(body)
 
 
-def test_killed_process_is_replaced() -> None:
+def test_killed_process_is_replaced_and_an_error_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def body(process: GrammarProcess) -> None:
         await process.ask(FINE, 3.0)
         assert process._process is not None
@@ -59,6 +59,9 @@ def test_killed_process_is_replaced() -> None:
         assert (await process.ask(FINE, 3.0)).error is None
 
     with_process(body)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("ERROR", "the process that compiles grammars ended with signal SIGKILL")
+    ]
 
 
 @pytest.mark.parametrize("victim", ["program", "child"])

@@ -91,15 +91,18 @@ def test_reload_replaces_what_can_be_used_and_tells_the_service_manager(
     shutil.copy(new_cert, cert)
     config.write_text("log-level = ")
     reload()
-    until(lambda: "the certificate from before stays" in service.output, "the broken pair is told of")
-    service.find(r"ERROR .*--config \S+tandem.toml was not reloaded, log level info stays")
+    until(
+        lambda: "the certificate was not reloaded, that from before stays" in service.output,
+        "the broken pair is told of",
+    )
+    service.find(r"ERROR .*--config was not reloaded, its log level stays file=\S+tandem.toml log_level=info")
     assert certificate(port) == before
     shutil.copy(new_key, key)
     config.write_text(settings + 'log-level = "debug"\n')
     reload()
-    service.find(r"tandem.audit: reload: log level debug")
+    service.find(r"tandem.audit: reload: .* log_level=debug")
     service.find(r"engine INFO the log level is debug now")
-    service.find(r"the certificate was reloaded from \S+cert.pem")
+    service.find(r"the certificate was reloaded tls_cert=\S+cert.pem")
     assert certificate(port) == ssl.PEM_cert_to_DER_cert(new_cert.read_text())
     assert children == [hang_up(service, module) for module in ("tandem.engine_core", "tandem.frontend")]
     children[0].kill()  # the next engine has the same level

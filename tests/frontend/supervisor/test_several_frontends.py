@@ -82,7 +82,7 @@ def test_new_connections_are_served_while_a_frontend_is_dead(service: Tandem) ->
     processes = until_all_serve(service)
     assert other in processes
     assert killed not in processes
-    service.find(r"supervisor ERROR frontend [01] ended with signal SIGKILL")
+    service.find(r"supervisor ERROR frontend-[01] ended with signal SIGKILL")
     service.find(r"frontend-1 INFO connected to the engine")
     assert restarts(service) == before + 1
     assert len(service.children(ENGINE)) == 1
@@ -121,7 +121,7 @@ def test_new_connections_are_served_while_a_frontend_hangs_until_it_is_replaced(
     hung.suspend()
     until(lambda: health(service)["frontends_serving"] == 1, "the silence is noticed")
     assert [complete(url).status_code for _ in range(16)] == [200] * 16
-    service.find(rf"frontend \d, process {hung.pid}, is killed: no beat from it for \d+\.\d s")
+    service.find(rf"frontend-\d, process {hung.pid}, is killed: no beat from it for \d+\.\d s")
     processes = until_all_serve(service)
     assert other in processes
     assert hung not in processes
@@ -220,7 +220,7 @@ def test_frontends_without_an_engine_of_their_own_have_the_same_supervision(
     flags = ("--port", "0", "--frontends", "2", "--endpoint", endpoint, "--model", str(model_dir), *FLAGS)
     service = tandem(SERVING, "frontend", *flags)
     url = service.find(r"tandem frontend is ready on (http://\S+)\n")[1]
-    ops = service.find(r"metrics of the frontends on (http://\S+)/metrics")[1]
+    ops = service.find(r"  metrics +(http://\S+)/metrics")[1]
     assert get(ops + "/health").json() == {"status": "ready", "reason": "", "frontends": 2, "frontends_serving": 2}
     service.children(FRONTEND)[0].kill()
     series = 'tandem_frontend_restarts_total{slot="0",reason="exit"}'

@@ -102,6 +102,17 @@ def test_serve_uses_the_default_model_and_stops_in_order(tandem: Start) -> None:
     assert "Traceback" not in process.output
 
 
+def test_start_prints_addresses_in_one_block(tandem: Start) -> None:
+    port = free_port()
+    process = tandem(SERVING, "serve", "--port", "0", "--ops-port", str(port))
+    url = process.url()
+    process.find(
+        rf"tandem is ready on {url} \(model .*\)\n  playground  {url}/\n  metrics     http://127.0.0.1:{port}/metrics\n"
+    )
+    assert "engine metrics on" not in process.output, "the port is known"
+    assert process.output.count(f":{port}") == 1
+
+
 def test_a_dead_process_is_restarted_without_the_other(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE)
     url = process.url()
@@ -221,7 +232,7 @@ def test_an_engine_that_cannot_start_is_given_up_with_its_reason(tandem: Start) 
 
 def test_a_frontend_that_cannot_start_is_given_up_though_the_engine_runs(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE, frontend=BROKEN_FRONTEND)
-    process.find("frontend 0 failed to start 3 times in a row with exit code 5;")
+    process.find("frontend-0 failed to start 3 times in a row with exit code 5;")
     assert process.wait() == 70
 
 
@@ -229,7 +240,7 @@ def test_a_frontend_that_cannot_start_is_given_up_though_the_engine_runs(tandem:
 def test_processes_that_were_ready_are_restarted_each_time(tandem: Start) -> None:
     process = tandem(SERVING, *SERVE, "--log-level", "debug")
     url = process.url()
-    for name, module in (("the engine core", "tandem.engine_core"), ("frontend 0", "tandem.frontend")):
+    for name, module in (("the engine core", "tandem.engine_core"), ("frontend-0", "tandem.frontend")):
         for _ in range(MAX_FAILED_STARTS):
             child = process.child(module)
             process.find(f"{name}, process {child.pid}, is ready")
@@ -251,7 +262,7 @@ def test_the_engine_command_serves_the_ops_port(tandem: Start, ipc_dir: Path) ->
     process = tandem(SERVING, "engine", "--ops-port", "0", "--endpoint", f"ipc://{ipc_dir}/e")
     process.find("the engine is ready")
     assert "tandem_engine_ready 1.0" in get(process.ops_url() + "/metrics").text
-    process.find(rf"/metrics, endpoint ipc://{ipc_dir}/e\n")
+    process.find(rf"the engine is ready \(.*\)\n  endpoint    ipc://{ipc_dir}/e\n  metrics     http://\S+/metrics\n")
     process.process.send_signal(signal.SIGINT)
     assert process.wait() == 0, process.output
 
@@ -320,6 +331,8 @@ def test_a_frontend_says_what_it_waits_for_where_it_listens_and_when_it_is_ready
     until(lambda: get(url + "/health/live").status_code == 200, "it answers there")
     assert "ready" not in process.output
     engine.start()
-    process.find(f"tandem frontend is ready on {url}\n")
-    assert process.output.count(url) == 2
+    process.find(
+        rf"tandem frontend is ready on {url}\n  playground  {url}/\n  metrics     http://127.0.0.1:\d+/metrics\n"
+    )
+    assert process.output.count(url) == 3
     assert process.output.count("waits for the engine") == 1

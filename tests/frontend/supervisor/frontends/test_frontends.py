@@ -150,7 +150,7 @@ def test_a_hung_frontend_is_killed_after_the_hang_timeout_and_replaced(caplog: p
     assert not hung.is_killed
     service.run(0.5)
     assert hung.is_killed
-    assert f"frontend 1, process {101}, is killed: no beat from it for 8." in caplog.text
+    assert f"frontend-1, process {101}, is killed: no beat from it for 8." in caplog.text
     service.run(2.0)
     assert service.frontends.num_serving == 2
     assert caplog.text.count("is killed") == 1
@@ -218,7 +218,7 @@ def test_a_frontend_that_does_not_end_its_drain_is_killed(caplog: pytest.LogCapt
     assert not old.is_killed
     service.run(2)
     assert old.is_killed
-    assert "frontend 0, process 100, is killed: it did not end in time" in caplog.text
+    assert "frontend-0, process 100, is killed: it did not end in time" in caplog.text
 
 
 def test_frontends_that_all_leave_in_turn_are_all_replaced() -> None:
@@ -248,7 +248,7 @@ def test_no_frontend_is_given_up_once_one_was_ready(caplog: pytest.LogCaptureFix
         service.mute.add(service.children.of(1))
         service.run(LAST_BACKOFF + 1)
     assert service.frontends.exit_code is None
-    assert "frontend 1 cannot start with its settings (exit code 2" in caplog.text
+    assert "frontend-1 cannot start with its settings (exit code 2" in caplog.text
     service.mute.clear()
     service.run(LAST_BACKOFF + 1)
     assert service.frontends.num_serving == 2
