@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from tandem.engine_core.constraints.tokenizer_file import tokenizer_source
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
@@ -37,8 +38,9 @@ class Matchers:
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         """Keep the facts from which the tokenizer is built.
 
-        vocab_size: size of the model's vocabulary, which may exceed the tokenizer's: ids beyond the tokenizer's are
-        never allowed; end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own end id.
+        vocab_size: size of the model's vocabulary, which may be larger or smaller than the tokenizer's: ids that only
+        one of them has are never allowed; end_ids: ids allowed wherever a grammar may end; empty: the tokenizer's own
+        end id.
         """
         self.tokenizer_file = tokenizer_file
         self.vocab_size = vocab_size
@@ -78,9 +80,9 @@ class Matchers:
             raise _unusable("the model's folder has no tokenizer.json")
         try:
             return LLTokenizer(
-                str(self.tokenizer_file),
+                tokenizer_source(self.tokenizer_file, self.vocab_size),
                 n_vocab=self.vocab_size,
-                eos_token=list(self.end_ids) or None,
+                eos_token=[token for token in self.end_ids if token < self.vocab_size] or None,
                 slices=list(SLICES),
             )
         except ValueError as error:
