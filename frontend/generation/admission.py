@@ -148,7 +148,9 @@ class Admission:
         encoded = monotonic()
         stages += (Stage("tokenize", begun, encoded),)
         try:
-            constraint = await self._grammars.build(options, tool_use, syntax, thinking, ignored, client)
+            constraint = await self._grammars.build(
+                options, tool_use, syntax, thinking, ignored, client, model.vocab_size
+            )
         except ApiError as error:
             refused = error.renamed(options.constraint_names)
             refused.refusal = "grammar"

@@ -3,17 +3,34 @@
 The check comes before the engine compiles the grammar.
 """
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from tandem.frontend.errors import renamed
 from tandem.frontend.grammar.checker import GrammarChecker
-from tandem.frontend.grammar.grammar import Grammar, ThinkingMode, output_grammar
-from tandem.frontend.grammar.tool_calls import CallSyntax, tool_grammar
+from tandem.frontend.grammar.grammar import Grammar, ThinkingMode, output_grammar, record_removed, schema_body
+from tandem.frontend.grammar.json_schema import Path
+from tandem.frontend.grammar.relaxed_schema import without_keyword
+from tandem.frontend.grammar.schema_search import SearchError
+from tandem.frontend.grammar.tool_calls import (
+    ANY_OBJECT,
+    ArgumentSchema,
+    CallSyntax,
+    argument_schemas,
+    calls_are_constrained,
+    tool_grammar,
+)
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
+
+MAX_REMEMBERED = 256
+"""Schemas whose keywords that do not compile are remembered."""
 
 
 class Constraint(Struct, frozen=True):
@@ -23,6 +40,15 @@ class Constraint(Struct, frozen=True):
     """llguidance text."""
     seconds: float
     """CPU time that the check took."""
+
+
+class Draft(Struct, frozen=True):
+    """The parts of a grammar, before it is known whether they compile."""
+
+    content: Grammar | None
+    """Grammar of an output without calls."""
+    schemas: list[ArgumentSchema]
+    """Schemas of the tools that may be called; none if calls are not constrained."""
 
 
 class GrammarBuilder:
@@ -35,6 +61,9 @@ class GrammarBuilder:
         self._checker = checker
         self._workers = workers
         self._special_tokens = special_tokens
+        self._removed: OrderedDict[str, list[tuple[Path, str]] | None] = OrderedDict()
+        """Keywords that schemas do not compile with, by the text of their grammar, most recently used last; None for
+        schemas of which that was not found out."""
 
     async def build(
         self,
@@ -44,24 +73,36 @@ class GrammarBuilder:
         thinking: ThinkingMode = ThinkingMode.NONE,
         ignored: IgnoredFields | None = None,
         client: str = "",
+        vocab_size: int | None = None,
     ) -> Constraint | None:
         """Build the grammar for the engine, or return None for unconstrained output.
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
         Keywords of schemas that cannot be enforced are recorded in `ignored`. `client` is the name of the API key.
+        `vocab_size` is the model's, if the tokenizer may have more tokens.
         Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 429
         while too many other grammars are being compiled.
         """
         if not self._is_constrained(options, use):
             return None
+        ignored = ignored or IgnoredFields()
+        special = {
+            text: token for text, token in self._special_tokens.items() if vocab_size is None or token < vocab_size
+        }
         # A schema may have thousands of subschemas to check.
-        grammar = await self._workers.run(self._grammar, options, use, syntax, ignored or IgnoredFields())
+        draft = await self._workers.run(self._draft, options, use, syntax, ignored)
+        grammar = await self._workers.run(self._grammar, draft, use, syntax, special)
         if grammar is None:
             return None
+        checked = await self._checker.compile(grammar, client)
+        if checked.error is not None and (draft.schemas or not grammar.is_strict):
+            draft = await self._corrected(draft, options, ignored, client)
+            grammar = await self._workers.run(self._grammar, draft, use, syntax, special)
+            assert grammar is not None
         seconds = await self._checker.check(grammar, client)
         if thinking is ThinkingMode.NONE:
             return Constraint(grammar.text, seconds)
-        return Constraint(grammar.after_thinking(thinking is ThinkingMode.OPEN, self._special_tokens), seconds)
+        return Constraint(grammar.after_thinking(thinking is ThinkingMode.OPEN, special), seconds)
 
     def _is_constrained(self, options: GenerationOptions, use: ToolUse | None) -> bool:
         sources = (options.response_format, options.regex, options.grammar)
@@ -71,10 +112,79 @@ class GrammarBuilder:
             or (use is not None and use.active and bool(use.tools))
         )
 
-    def _grammar(
+    def _draft(
         self, options: GenerationOptions, use: ToolUse | None, syntax: CallSyntax | None, ignored: IgnoredFields
+    ) -> Draft:
+        found = IgnoredFields(ignored.refuse)
+        content = output_grammar(options.response_format, options.regex, options.choice, options.grammar, found)
+        for path in found.paths:
+            ignored.add(renamed(path, options.constraint_names))
+        if use is None or syntax is None or not calls_are_constrained(use, content):
+            return Draft(content, [])
+        return Draft(content, argument_schemas(use, ignored))
+
+    def _grammar(
+        self, draft: Draft, use: ToolUse | None, syntax: CallSyntax | None, special_tokens: Mapping[str, int]
     ) -> Grammar | None:
-        content = output_grammar(options.response_format, options.regex, options.choice, options.grammar, ignored)
-        if use is None or syntax is None:
-            return content
-        return tool_grammar(use, syntax, self._special_tokens, content)
+        if not draft.schemas:
+            return draft.content
+        assert use is not None and syntax is not None, "calls are constrained without tools"
+        return tool_grammar(use, syntax, special_tokens, draft.content, draft.schemas)
+
+    async def _corrected(self, draft: Draft, options: GenerationOptions, ignored: IgnoredFields, client: str) -> Draft:
+        """Remove what does not compile from the schemas that are not strict.
+
+        Raises ApiError 400 with the place of an error in one that is.
+        """
+        content = draft.content
+        if content is not None and content.schema is not None:
+            schema = await self._compilable(content, renamed(content.param, options.constraint_names), ignored, client)
+            if schema is None:
+                await self._checker.check(content, client)
+            else:
+                content = structs.replace(content, body=schema_body(schema), schema=schema)
+        schemas = []
+        for each in draft.schemas:
+            alone = Grammar(schema_body(each.schema), "tools", each.name, each.schema, each.is_strict)
+            schema = await self._compilable(alone, each.tool.path, ignored, client)
+            if schema is None:
+                ignored.add(each.tool.path)
+                schema = ANY_OBJECT
+            schemas.append(structs.replace(each, schema=schema))
+        return Draft(content, schemas)
+
+    async def _compilable(
+        self, grammar: Grammar, field: str, ignored: IgnoredFields, client: str
+    ) -> dict[str, Any] | None:
+        """Return the schema of a grammar without the keywords that do not compile, which are recorded.
+
+        None if they were not found within the limits of a search. Raises ApiError 400 for a strict schema that does not
+        compile.
+        """
+        schema = grammar.schema
+        assert schema is not None, "a grammar without a schema is searched"
+        if grammar.is_strict:
+            await self._checker.check(grammar, client)
+            return schema
+        if (await self._checker.compile(grammar, client)).error is None:
+            return schema
+        removed = await self._search(grammar.text, schema, client)
+        if removed is None:
+            return None
+        for path, key in removed:
+            schema, pointers = without_keyword(schema, path, key)
+            record_removed(pointers, field, ignored)
+        return schema
+
+    async def _search(self, text: str, schema: dict[str, Any], client: str) -> list[tuple[Path, str]] | None:
+        """Find the keywords that a schema does not compile with, or remember them from the last time."""
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._removed:
+            try:
+                self._removed[key] = await self._checker.search(client).relax(schema)
+            except SearchError:
+                self._removed[key] = None
+            if len(self._removed) > MAX_REMEMBERED:
+                self._removed.popitem(last=False)
+        self._removed.move_to_end(key)
+        return self._removed[key]

@@ -10,22 +10,20 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from time import monotonic
-from typing import Any
 
 import msgspec
 
 from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar.grammar import Grammar, regex_position
-from tandem.frontend.grammar.json_schema import OPTIONS, locate_failure, with_options
+from tandem.frontend.grammar.json_schema import join_pointer, shortened
 from tandem.frontend.grammar.lane import Lane
 from tandem.frontend.grammar.process import (
-    OUT_OF_MEMORY,
-    OUT_OF_STACK,
     Checked,
     GrammarProcess,
     SlowGrammarError,
     too_slow,
 )
+from tandem.frontend.grammar.schema_search import SchemaSearch
 from tandem.frontend.metrics.frontend_metrics import GrammarMetrics
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
@@ -40,11 +38,7 @@ WAIT_SECONDS = 15.0
 """Longest time that a grammar waits for a free process of a lane before its request gets a 429."""
 MAX_CACHED = 1024
 """Number of grammars with a cached result, least recently used dropped first."""
-MAX_LOCATE_CHECKS = 200
-"""Subschemas that are compiled to locate the error in a schema."""
 
-_TOO_SLOW = too_slow(SLOW_CPU_SECONDS)
-_LIMITS = (_TOO_SLOW, OUT_OF_MEMORY, OUT_OF_STACK)
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
 _OTHER_REGEX_ERROR = re.compile(r"\(in regex\): (.*?) in regex", re.DOTALL)
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -81,18 +75,33 @@ class GrammarChecker:
         Raises ApiError 400, with the place of the error, if it does not, and 429 while too many other grammars are
         being compiled.
         """
-        text = grammar.text
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise _invalid(grammar, f": {len(text)} characters, at most {MAX_GRAMMAR_CHARS}; make it smaller")
         began = monotonic()
         try:
-            checked = await self._compiled_once(text, client)
+            checked = await self.compile(grammar, client)
             if checked.error is not None:
-                raise _invalid(grammar, await self._explain(grammar, checked.error, client))
+                raise _invalid(grammar, await self._explain(grammar, checked, client))
             return checked.seconds
         finally:
             if self._metrics is not None:
                 self._metrics.seconds.observe(monotonic() - began)
+
+    async def compile(self, grammar: Grammar, client: str = "") -> Checked:
+        """Compile a grammar of a client.
+
+        Raises ApiError 400 for one that is too large, and 429 while too many others are being compiled.
+        """
+        text = grammar.text
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise _invalid(grammar, f": {len(text)} characters, at most {MAX_GRAMMAR_CHARS}; make it smaller")
+        return await self._compiled_once(text, client)
+
+    def search(self, client: str = "") -> SchemaSearch:
+        """Begin to search a schema of a client for what cannot be compiled."""
+
+        async def compile_text(text: str) -> Checked:
+            return await self._compiled_once(text, client)
+
+        return SchemaSearch(compile_text)
 
     async def close(self) -> None:
         """Cancel what is being compiled and end the processes."""
@@ -114,7 +123,7 @@ class GrammarChecker:
         return await asyncio.shield(self._compiling[key])
 
     async def _compile(self, key: bytes, text: str, client: str) -> Checked:
-        checked = Checked(_TOO_SLOW)
+        checked = Checked(too_slow(SLOW_CPU_SECONDS), is_limit=True)
         for lane in self._lanes:
             with contextlib.suppress(SlowGrammarError):
                 checked = await lane.compile(client, text)
@@ -130,30 +139,19 @@ class GrammarChecker:
         if not task.cancelled():
             task.exception()  # Mark the exception as retrieved, in case every waiting request was cancelled.
 
-    async def _explain(self, grammar: Grammar, error: str, client: str) -> str:
+    async def _explain(self, grammar: Grammar, checked: Checked, client: str) -> str:
         """Word a compiler error for the client, with its place in the field."""
-        if grammar.schema is not None and error not in _LIMITS:
+        error = checked.error or ""
+        if grammar.schema is not None and not checked.is_limit:
             found = _REGEX_ERROR.search(error)
             reason = f"invalid pattern: {found[2]}" if found else _first_line(error)
-            return f" at {await self._locate(grammar.schema, error, client)}: {reason}"
+            path = await self.search(client).locate(grammar.schema, error)
+            return f" at {shortened(join_pointer('#', *path))}: {reason}"
         if grammar.regex is not None:
             return _explain_regex(grammar.regex, error)
         if found := _LARK_ERROR.match(error):
             return f" at line {found[1]}, column {found[2]}: {_first_line(error[found.end() :])}"
         return f": {_first_line(error)}"
-
-    async def _locate(self, schema: dict[str, Any], error: str, client: str) -> str:
-        checks_left = MAX_LOCATE_CHECKS
-
-        async def fails_alike(part: dict[str, Any]) -> bool:
-            nonlocal checks_left
-            checks_left -= 1
-            if checks_left < 0:
-                return False
-            grammar = Grammar({"json_schema": with_options(part, OPTIONS)}, "", "")
-            return (await self._compiled_once(grammar.text, client)).error == error
-
-        return await locate_failure(schema, fails_alike)
 
 
 def _first_line(error: str) -> str:

@@ -23,6 +23,7 @@ from tandem.frontend.grammar.json_schema import (
     invalid_schema,
     with_options,
 )
+from tandem.frontend.grammar.references import check_references
 from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
 from tandem.frontend.request.ignored_fields import IgnoredFields, unknown_field
 from tandem.frontend.request.values import wrong_type
@@ -59,6 +60,8 @@ class Grammar(Struct, frozen=True):
     """Name of the request field as error messages write it."""
     schema: dict[str, Any] | None = None
     """The client's JSON schema, if the grammar consists of nothing else."""
+    is_strict: bool = True
+    """False if keywords of the schema that cannot be compiled are removed rather than refused."""
     regex: str | None = None
     """The client's regular expression, if the grammar consists of nothing else."""
 
@@ -128,12 +131,31 @@ def schema_grammar(
         schema = rewrite_schema(schema)
         if not strict:
             schema, removed = relax_schema(schema)
-            for pointer in removed:
-                (ignored or IgnoredFields()).add(param + pointer[1:].replace("/", "."))
+            record_removed(removed, param, ignored or IgnoredFields())
         check_schema(schema)
+        check_references(schema)
     except SchemaError as error:
         raise invalid_schema(error, param, name) from None
-    return Grammar({"json_schema": with_options(close_objects(schema), OPTIONS)}, param, name, schema=schema)
+    return Grammar(schema_body(schema), param, name, schema=schema, is_strict=strict)
+
+
+def schema_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """Make the body of a grammar of a JSON schema."""
+    return {"json_schema": compiler_schema(schema)}
+
+
+def compiler_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema as the compiler gets it."""
+    return with_options(close_objects(schema), OPTIONS)
+
+
+def record_removed(pointers: Sequence[str], field: str, ignored: IgnoredFields) -> None:
+    """Record the keywords that were removed from the schema in a field.
+
+    Raises ApiError 400 if such fields are refused.
+    """
+    for pointer in pointers:
+        ignored.add(field + pointer[1:].replace("/", "."))
 
 
 def lark(text: str) -> dict[str, Any]:

@@ -4,9 +4,11 @@ Parts that are not supported are reported with their JSON pointer. All checks ar
 finds out whether a schema can be satisfied, by compiling it.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
+
+from msgspec import Struct
 
 from tandem.frontend.errors import ApiError
 
@@ -32,7 +34,7 @@ _VALUES = {
     "type", "format", "enum", "const", "$ref", "required", "pattern", "minLength", "maxLength", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
 }  # fmt: skip
-_ANNOTATIONS = {
+ANNOTATIONS = {
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
     "contentEncoding", "contentMediaType", "$schema", "$comment", "$id", "id", "$anchor",
 }  # fmt: skip
@@ -40,16 +42,20 @@ _REMEDIES = {
     "uniqueItems": "remove it (pydantic writes it for a set: take a list), or send the schema without 'strict'",
 }
 """Ways around keywords that libraries write."""
-_NUMBERS = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-SUPPORTED_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | _ANNOTATIONS
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MAX_COUNT = 2**31 - 1
+SUPPORTED_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | ANNOTATIONS
 
 _COMPILER_OPTIONS = "x-guidance"
 """Keyword under which the compiler reads its own options; clients may not set it."""
-_DROPPED = {_COMPILER_OPTIONS, "$id"}
+_DROPPED = {_COMPILER_OPTIONS, "$id", "$schema"}
 OPTIONS: dict[str, Any] = {"whitespace_pattern": r" |\n {0,32}"}
 """Allows JSON on one line or indented. The bound keeps a model from emitting blanks without end."""
-LENIENT_OPTIONS = {**OPTIONS, "lenient": True}
-"""Enforces the supported part of a schema and ignores the rest."""
+
+
+Path = tuple[object, ...]
+"""Keys and indices that lead from a schema to a part of it."""
 
 
 class SchemaError(Exception):
@@ -59,13 +65,18 @@ class SchemaError(Exception):
     """
 
     def __init__(self, pointer: str, reason: str) -> None:
-        shown = pointer if len(pointer) <= MAX_POINTER_CHARS else pointer[:MAX_POINTER_CHARS] + "..."
-        super().__init__(f"at {shown}: {reason}")
+        super().__init__(f"at {shortened(pointer)}: {reason}")
+
+
+def shortened(pointer: str) -> str:
+    """Return a JSON pointer as error messages quote it."""
+    return pointer if len(pointer) <= MAX_POINTER_CHARS else pointer[:MAX_POINTER_CHARS] + "..."
 
 
 def with_options(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Add the compiler's options to a schema."""
-    # With an `$id`, the compiler would resolve the schema's own references relative to it.
+    # With an `$id`, the compiler would resolve the schema's own references relative to it, and with an old `$schema` it
+    # would not know the keywords of newer ones, which `rewrite_schema` writes.
     return {_COMPILER_OPTIONS: options} | {key: value for key, value in schema.items() if key not in _DROPPED}
 
 
@@ -125,7 +136,8 @@ def check_schema(schema: dict[str, Any]) -> None:
             continue
         if not isinstance(node, dict):
             raise SchemaError(pointer, "a schema must be an object or a boolean")
-        _check_node(pointer, node, schema)
+        for fault in faults(node, schema):
+            raise SchemaError(join_pointer(pointer, fault.key) if fault.is_value else pointer, fault.reason)
         enum = node.get("enum")
         num_values += len(enum) if isinstance(enum, list) else 0
         if num_values > MAX_ENUM_VALUES:
@@ -137,11 +149,17 @@ def walk_schemas(schema: object) -> Iterator[tuple[str, object]]:
 
     All subschemas are included, in document order.
     """
-    stack = [("#", schema)]
+    for path, node in walk_paths(schema):
+        yield join_pointer("#", *path), node
+
+
+def walk_paths(schema: object) -> Iterator[tuple[Path, object]]:
+    """Yield a schema and its subschemas like `walk_schemas`, each with its path."""
+    stack: list[tuple[Path, object]] = [((), schema)]
     while stack:
-        pointer, node = stack.pop()
-        yield pointer, node
-        stack += reversed([(join_pointer(pointer, *path), child) for path, child in subschemas(node)])
+        path, node = stack.pop()
+        yield path, node
+        stack += reversed([((*path, *step), child) for step, child in subschemas(node)])
 
 
 def subschemas(node: object) -> list[tuple[tuple[object, ...], object]]:
@@ -192,23 +210,6 @@ def rebase_references(schema: dict[str, Any], base: str) -> dict[str, Any]:
     return result
 
 
-async def locate_failure(schema: dict[str, Any], fails_alike: Callable[[dict[str, Any]], Awaitable[bool]]) -> str:
-    """Find the JSON pointer of the innermost schema that fails like the whole one.
-
-    The search descends from the root: `fails_alike` is called with each subschema of the last one that failed, and
-    tells whether it fails in the same way.
-    """
-    pointer, node = "#", schema
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    while True:
-        for path, child in subschemas(node):
-            if isinstance(child, dict) and await fails_alike({**child, **shared}):
-                pointer, node = join_pointer(pointer, *path), child
-                break
-        else:
-            return pointer
-
-
 def join_pointer(pointer: str, *keys: object) -> str:
     """Append keys to a JSON pointer, escaped as in RFC 6901.
 
@@ -217,34 +218,78 @@ def join_pointer(pointer: str, *keys: object) -> str:
     return "/".join([pointer, *(str(key).replace("~", "~0").replace("/", "~1")[:100] for key in keys)])
 
 
-def _check_node(pointer: str, node: dict[str, Any], root: dict[str, Any]) -> None:
+class Fault(Struct, frozen=True):
+    """A keyword of a schema that is malformed or not supported."""
+
+    key: str
+    reason: str
+    is_value: bool = False
+    """True if the error is in the keyword's value, so that its place is the keyword and not the schema."""
+
+
+def faults(node: dict[str, Any], root: dict[str, Any]) -> Iterator[Fault]:
+    """Yield the keywords of one schema within `root` that are malformed or not supported.
+
+    Those of its subschemas are not included, and neither is what only the compiler knows.
+    """
     for key, value in node.items():
         if key not in SUPPORTED_KEYWORDS and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
-            raise SchemaError(pointer, f"the keyword {key[:100]!r} is not supported; {_REMEDIES.get(key, 'remove it')}")
-        if key in _SCHEMA_LISTS and not isinstance(value, list):
-            raise SchemaError(pointer, f"{key!r} must be an array of schemas")
-        if key in _SCHEMA_MAPS and not isinstance(value, dict):
-            raise SchemaError(pointer, f"{key!r} must be an object of schemas")
+            yield Fault(key, f"the keyword {key[:100]!r} is not supported; {_REMEDIES.get(key, 'remove it')}")
+        elif key in _SCHEMA_LISTS and not isinstance(value, list):
+            yield Fault(key, f"{key!r} must be an array of schemas")
+        elif key in _SCHEMA_MAPS and not isinstance(value, dict):
+            yield Fault(key, f"{key!r} must be an object of schemas")
     if "$id" in node and node is not root:
-        raise SchemaError(pointer, "'$id' is supported only at the root; remove it")
-    _check_type(pointer, node.get("type", []))
+        yield Fault("$id", "'$id' is supported only at the root; remove it")
+    yield from _faults_of_types(node)
+    if "$ref" in node and (reason := _reference_fault(node["$ref"], root)) is not None:
+        yield Fault("$ref", reason)
+    for key in ("const", "enum", *NUMBERS):
+        if key in node and (number := _inexact(node[key])) is not None:
+            reason = f"the number {str(number)[:40]} is beyond 2**53 and cannot be enforced exactly"
+            yield Fault(key, reason, is_value=True)
+
+
+def _faults_of_types(node: dict[str, Any]) -> Iterator[Fault]:
+    """Yield the keywords whose value is of a wrong type or not one of those that there are."""
+    kinds = node.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if not isinstance(kind, str) or kind not in _TYPES:
+            yield Fault("type", f"{str(kind)[:100]!r} is not a type; use one of {', '.join(sorted(_TYPES))}")
+            break
     text_format = node.get("format")
     if isinstance(text_format, str) and text_format not in FORMATS and may_be_text(node):
         known = ", ".join(sorted(FORMATS - {"unknown"}))
-        raise SchemaError(pointer, f"the format {text_format[:100]!r} is not supported; use one of {known}")
-    _check_reference(pointer, node.get("$ref"), root)
-    for key in _NUMBERS & node.keys():
-        _check_numbers(join_pointer(pointer, key), node[key])
+        yield Fault("format", f"the format {text_format[:100]!r} is not supported; use one of {known}")
+    for key in ("format", "pattern"):
+        if not isinstance(node.get(key, ""), str):
+            yield Fault(key, f"{key!r} must be a string", is_value=True)
+    for key in COUNTS:
+        count = node.get(key, 0)
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
+            yield Fault(key, f"{str(count)[:40]!r} is not an integer from 0 to {MAX_COUNT}", is_value=True)
+    for key in NUMBERS:
+        number = node.get(key, 1)
+        is_flag = isinstance(number, bool)  # Draft 4 has flags beside the limits.
+        if not isinstance(number, int | float) or (is_flag and not key.startswith("exclusive")):
+            yield Fault(key, f"{str(number)[:40]!r} is not a number", is_value=True)
+    if not isinstance(node.get("enum", []), list):
+        yield Fault("enum", "'enum' must be an array", is_value=True)
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        yield Fault("required", "'required' must be an array of names", is_value=True)
 
 
-def _check_numbers(pointer: str, value: object) -> None:
+def _inexact(value: object) -> int | None:
+    """Find an integer beyond MAX_EXACT_INTEGER in a value."""
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, dict | list):
             stack += item.values() if isinstance(item, dict) else item
         elif isinstance(item, int) and abs(item) > MAX_EXACT_INTEGER:
-            raise SchemaError(pointer, f"the number {str(item)[:40]} is beyond 2**53 and cannot be enforced exactly")
+            return item
+    return None
 
 
 def may_be_text(node: dict[str, Any]) -> bool:
@@ -253,28 +298,33 @@ def may_be_text(node: dict[str, Any]) -> bool:
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 
-def _check_type(pointer: str, kinds: object) -> None:
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if not isinstance(kind, str) or kind not in _TYPES:
-            raise SchemaError(pointer, f"{str(kind)[:100]!r} is not a type; use one of {', '.join(sorted(_TYPES))}")
-
-
-def _check_reference(pointer: str, reference: object, root: dict[str, Any]) -> None:
-    if reference is None:
-        return
+def _reference_fault(reference: object, root: dict[str, Any]) -> str | None:
     if not isinstance(reference, str) or not reference.startswith("#"):
-        raise SchemaError(
-            pointer, f"$ref must point into the same schema ('#/$defs/...'), not to {str(reference)[:100]!r}"
-        )
-    node: object = root
+        return f"$ref must point into the same schema ('#/$defs/...'), not to {str(reference)[:100]!r}"
+    try:
+        _, target = resolve(reference, root)
+    except KeyError:
+        return f"$ref {reference[:100]!r} does not resolve to a schema"
+    return None if isinstance(target, dict | bool) else f"$ref {reference[:100]!r} does not resolve to a schema"
+
+
+def resolve(reference: str, root: object) -> tuple[Path, object]:
+    """Return what a reference points to, with its path; raises KeyError if that does not exist.
+
+    reference: a JSON pointer within the root, as a URI fragment.
+    """
+    node = root
+    path: Path = ()
+    if reference != "#" and not reference.startswith("#/"):
+        raise KeyError(reference)
     for step in reference.split("/")[1:]:
-        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        key: Any = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(node, list) and key.isdecimal() and len(key) < 10 and int(key) < len(node):
-            node = node[int(key)]
-        elif isinstance(node, dict) and key in node:
-            node = node[key]
-        else:
-            raise SchemaError(pointer, f"$ref {reference[:100]!r} does not resolve to a schema")
+            key = int(key)
+        elif not isinstance(node, dict) or key not in node:
+            raise KeyError(reference)
+        node, path = node[key], (*path, key)
+    return path, node
 
 
 def invalid_schema(error: SchemaError, param: str, name: str) -> ApiError:

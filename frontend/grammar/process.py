@@ -34,6 +34,8 @@ class Checked(Struct, frozen=True):
     """Error of the compiler; None if the grammar compiles."""
     seconds: float = 0.0
     """CPU time that it took; 0 if it ended its process."""
+    is_limit: bool = False
+    """True if the error is that it exceeds a limit on time, memory or stack."""
 
 
 class SlowGrammarError(Exception):
@@ -103,7 +105,7 @@ class GrammarProcess:
         if status in ("signal SIGKILL", "signal SIGTERM"):
             logger.error("the process that compiles grammars ended with %s while it compiled one", status)
             raise overloaded(f"the process that compiled the grammar ended with {status}; try again later")
-        return Checked(_REASONS.get(status, OUT_OF_MEMORY))
+        return Checked(_REASONS.get(status, OUT_OF_MEMORY), is_limit=True)
 
     async def close(self) -> None:
         """Kill the process and wait until every killed one has ended."""

@@ -8,19 +8,32 @@ import re
 from typing import Any
 
 from tandem.frontend.grammar.json_schema import (
-    FORMATS,
+    COUNTS,
     MAX_EXACT_INTEGER,
-    SUPPORTED_KEYWORDS,
+    NUMBERS,
+    Path,
     check_nesting,
+    faults,
     join_pointer,
     map_schemas,
-    may_be_text,
-    walk_schemas,
+    subschemas,
+    walk_paths,
 )
+from tandem.frontend.grammar.patterns import exact_classes
+from tandem.frontend.grammar.references import endless_references
 
 _NOTES = {"binary", "byte", "password"}
 """Formats that describe a string without restricting it; pydantic writes them for `bytes` and `SecretStr`."""
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_MEANT_TOGETHER = {
+    "properties": ("additionalProperties",),
+    "patternProperties": ("additionalProperties",),
+    "prefixItems": ("items",),
+}
+"""Keywords to those that apply to whatever they leave."""
+_DESCRIBES_PROPERTIES = {
+    "$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "oneOf", "patternProperties", "then",
+}  # fmt: skip
+"""Keywords that may allow properties which `properties` does not name."""
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^.0-9][^.]*)?)?$"
 """Bounds the fraction of a second to nanoseconds; without a bound, a model may write digits without end."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -42,31 +55,65 @@ def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
 def relax_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Remove the keywords that cannot be enforced, and return their JSON pointers.
 
-    They are keywords that are not supported, formats and patterns that cannot be compiled, and numbers that the
-    compiler cannot represent.
+    They are keywords that are malformed or not supported, formats and patterns that cannot be compiled, numbers that
+    the compiler cannot represent, and references that lead to themselves without an end. What only the compiler knows
+    is left to `schema_search`.
     """
-    pointers = [
-        join_pointer(pointer, key)
-        for pointer, node in walk_schemas(schema)
-        if isinstance(node, dict)
-        for key in _unenforceable(node)
-    ]
-
-    def without(node: dict[str, Any]) -> dict[str, Any]:
-        removed = _unenforceable(node)
-        return {key: value for key, value in node.items() if key not in removed}
-
-    return (map_schemas(schema, without) if pointers else schema), pointers
+    pointers: list[str] = []
+    while found := [(path, key) for path, node in walk_paths(schema) for key in _unenforceable(node, schema)]:
+        # Outer keywords go first, and what is within them with them.
+        for path, key in found:
+            schema, removed = without_keyword(schema, path, key)
+            pointers += removed
+    while endless := endless_references(schema):
+        schema, removed = without_keyword(schema, endless[0], "$ref")
+        pointers += removed
+    return schema, pointers
 
 
-def _unenforceable(node: dict[str, Any]) -> list[str]:
-    found = [key for key in node if key not in SUPPORTED_KEYWORDS and not key.startswith("x-")]
-    text_format, pattern = node.get("format"), node.get("pattern")
-    if isinstance(text_format, str) and text_format not in FORMATS and may_be_text(node):
-        found.append("format")
+def without_keyword(schema: dict[str, Any], path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
+    """Remove a keyword of the schema at a path, and return the JSON pointers of all that was removed.
+
+    Everything that was allowed stays allowed: what is only meant together with the keyword is removed as well. Of
+    `oneOf` its options are kept, as those of `anyOf`. Nothing is removed where it is gone already.
+    """
+    node: Any = schema
+    for step in path:
+        if isinstance(node, dict) and step not in node:
+            return schema, []
+        node = node[step]
+    if not isinstance(node, dict) or key not in node:
+        return schema, []
+    removed = [key, *(other for other in _MEANT_TOGETHER.get(key, ()) if other in node)]
+    rest = {name: value for name, value in node.items() if name not in removed}
+    if key == "oneOf" and isinstance(node[key], list):
+        options = {"anyOf": node[key]}
+        rest = {**rest, "allOf": [options]} if "anyOf" in rest and "allOf" not in rest else {**options, **rest}
+    elif key in _DESCRIBES_PROPERTIES and "properties" in rest:
+        # The properties that it allowed are not those that are named.
+        rest.setdefault("additionalProperties", True)
+    return _replaced(schema, path, rest), [join_pointer("#", *path, name) for name in removed]
+
+
+def _replaced(value: Any, path: Path, part: object) -> Any:
+    """Copy a value with another part at a path."""
+    if not path:
+        return part
+    copy = value.copy()
+    copy[path[0]] = _replaced(value[path[0]], path[1:], part)
+    return copy
+
+
+def _unenforceable(node: object, root: dict[str, Any]) -> list[str]:
+    if not isinstance(node, dict):
+        return []
+    found = {fault.key for fault in faults(node, root)}
+    pattern = node.get("pattern")
     if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
-        found.append("pattern")
-    return found + [key for key in _NUMBERS if _is_inexact(node.get(key))]
+        found.add("pattern")
+    found |= {key for key in ("const", "enum", *NUMBERS) if _is_inexact(node.get(key))}
+    found |= {str(path[0]) for path, child in subschemas(node) if not isinstance(child, dict | bool)}
+    return [key for key in node if key in found]
 
 
 def _is_inexact(value: object) -> bool:
@@ -75,7 +122,10 @@ def _is_inexact(value: object) -> bool:
 
 
 def _rewrite(node: dict[str, Any]) -> dict[str, Any]:
-    node = _without_nullable(node)
+    for key in COUNTS:
+        if isinstance(count := node.get(key), float) and count.is_integer():
+            node[key] = int(count)
+    node = _without_nullable(_without_item_lists(node))
     if isinstance(node.get("format"), str) and node["format"] in _NOTES:
         del node["format"]
     if node.get("uniqueItems") is False or _has_one_item(node):
@@ -83,7 +133,26 @@ def _rewrite(node: dict[str, Any]) -> dict[str, Any]:
     node = _without_property_names(node)
     if node.get("format") in ("date-time", "time") and "pattern" not in node:
         node["pattern"] = _SHORT_FRACTION
-    return _without_look_ahead(node)
+    return _with_exact_classes(_without_look_ahead(node))
+
+
+def _without_item_lists(node: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite tuples as drafts before 2020-12 describe them: a list as `items`, and `additionalItems` for the rest."""
+    others = node.pop("additionalItems", True)
+    if isinstance(node.get("items"), list):
+        node["prefixItems"] = node.pop("items")
+        node["items"] = others
+    return node
+
+
+def _with_exact_classes(node: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite the character classes of patterns that the compiler would not follow exactly in a JSON string."""
+    if isinstance(node.get("pattern"), str):
+        node["pattern"] = exact_classes(node["pattern"])
+    named = node.get("patternProperties")
+    if isinstance(named, dict) and all(isinstance(pattern, str) for pattern in named):
+        node["patternProperties"] = {exact_classes(pattern): child for pattern, child in named.items()}
+    return node
 
 
 def _without_nullable(node: dict[str, Any]) -> dict[str, Any]:

@@ -1,24 +1,34 @@
 """Grammars of tool calls, in the format in which a model writes them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
-from tandem.frontend.grammar.grammar import ANY_TEXT, Grammar, lark, literal, quoted
+from tandem.frontend.grammar.grammar import (
+    ANY_TEXT,
+    Grammar,
+    compiler_schema,
+    lark,
+    literal,
+    quoted,
+    record_removed,
+)
 from tandem.frontend.grammar.json_schema import (
-    LENIENT_OPTIONS,
     OPTIONS,
     SchemaError,
+    check_count,
     check_schema,
     close_objects,
     invalid_schema,
     rebase_references,
     with_options,
 )
-from tandem.frontend.grammar.relaxed_schema import rewrite_schema
+from tandem.frontend.grammar.references import check_references
+from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import Tool, ToolUse
 
 
@@ -44,32 +54,72 @@ LLAMA3_JSON = CallSyntax(between="; ", arguments="parameters")
 MISTRAL = CallSyntax(trigger="[TOOL_CALLS]", opening="[TOOL_CALLS][", between=", ", closing="]")
 GENERIC_JSON = CallSyntax()
 
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""Schema of arguments of which nothing is known."""
+
+
+class ArgumentSchema(Struct, frozen=True):
+    """The schema of a tool's arguments, in keywords that are supported."""
+
+    tool: Tool
+    schema: dict[str, Any]
+
+    @property
+    def is_strict(self) -> bool:
+        """True if a keyword that cannot be compiled is an error; otherwise it is removed."""
+        return self.tool.strict and not self.tool.strict_by_default
+
+    @property
+    def name(self) -> str:
+        """The schema as error messages call it."""
+        return f"the parameters of the tool {self.tool.name!r}"
+
+
+def argument_schemas(use: ToolUse, ignored: IgnoredFields) -> list[ArgumentSchema]:
+    """Prepare the schemas of the tools that may be called.
+
+    Keywords that cannot be enforced are recorded in `ignored`, or a schema that is too large as a whole, unless the
+    tool is strict. Raises ApiError 400 for the schema of a strict tool that is not supported.
+    """
+    tools = [tool for tool in use.tools if use.choice.name in (None, tool.name)]
+    return [ArgumentSchema(tool, _arguments(tool, ignored)) for tool in tools]
+
+
+def calls_are_constrained(use: ToolUse, content: Grammar | None) -> bool:
+    """Tell whether a grammar holds the calls of an output to their form."""
+    free = use.choice.mode == "auto" and content is None and not any(tool.strict for tool in use.tools)
+    return use.active and bool(use.tools) and not free
+
 
 def tool_grammar(
-    use: ToolUse, syntax: CallSyntax, special_tokens: Mapping[str, int], content: Grammar | None = None
+    use: ToolUse,
+    syntax: CallSyntax,
+    special_tokens: Mapping[str, int],
+    content: Grammar | None = None,
+    schemas: Sequence[ArgumentSchema] | None = None,
 ) -> Grammar | None:
     """Build the grammar of an output that may call tools; None without constraints.
 
-    A required call always follows its format and the supported part of its arguments' schema; the arguments of a
-    strict tool follow the whole schema. `special_tokens` maps the text of the tokenizer's special tokens to their id;
-    `content` constrains an output without calls. Raises ApiError 400 for a schema that is not supported, and for a
-    `content` that cannot be combined with tools.
+    A required call always follows its format and the supported part of its arguments' schema. `special_tokens` maps the
+    text of the tokenizer's special tokens to their id; `content` constrains an output without calls; `schemas` are by
+    default those of `argument_schemas`. Raises ApiError 400 for a schema that is not supported, and for a `content`
+    that cannot be combined with tools.
     """
-    free = use.choice.mode == "auto"
-    if not use.active or not use.tools or (free and content is None and not any(tool.strict for tool in use.tools)):
+    if not calls_are_constrained(use, content):
         return content
+    if schemas is None:
+        schemas = argument_schemas(use, IgnoredFields())
     if content is not None and content.schema is None:
         raise unsupported("{param} and 'tools' cannot be combined; give one of them", content.param)
-    tools = [tool for tool in use.tools if use.choice.name in (None, tool.name)]
     writer = _RuleWriter(syntax, special_tokens)
-    rules = writer.calls([_call_schema(tool, syntax) for tool in tools], use.parallel and use.choice.name is None)
-    if not free:
+    rules = writer.calls([_call_schema(each, syntax) for each in schemas], use.parallel and use.choice.name is None)
+    if use.choice.mode != "auto":
         start = "start: calls\n"
     elif content is None:
         start = writer.text_or_calls()
     else:
         assert content.schema is not None
-        start = f"start: calls | content\ncontent: {_json(with_options(close_objects(content.schema), OPTIONS))}\n"
+        start = f"start: calls | content\ncontent: {_json(compiler_schema(content.schema))}\n"
     return Grammar(lark(start + rules), "tools", "'tools'")
 
 
@@ -115,41 +165,40 @@ class _RuleWriter:
         return literal(text, self._special_tokens)
 
 
-def _call_schema(tool: Tool, syntax: CallSyntax) -> dict[str, Any]:
-    """Make the JSON schema of a call of this tool.
-
-    Raises ApiError 400 for parameters that are not supported.
-    """
-    try:
-        parameters, options = _parameters(tool)
-    except SchemaError as error:
-        raise invalid_schema(error, "tools", f"the parameters of the tool {tool.name!r}") from None
+def _call_schema(arguments: ArgumentSchema, syntax: CallSyntax) -> dict[str, Any]:
+    """Make the JSON schema of a call of this tool."""
     keys = {
-        "name": {"const": tool.name},
-        syntax.arguments: rebase_references(close_objects(parameters), f"#/properties/{syntax.arguments}"),
+        "name": {"const": arguments.tool.name},
+        syntax.arguments: rebase_references(close_objects(arguments.schema), f"#/properties/{syntax.arguments}"),
     }
     return with_options(
-        {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}, options
+        {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}, OPTIONS
     )
 
 
-def _parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schema of a tool's arguments, and the compiler's options for it.
+def _arguments(tool: Tool, ignored: IgnoredFields) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are always an object."""
+    if tool.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False} if tool.strict else ANY_OBJECT
+    removed: list[str] = []
+    try:
+        check_count(tool.parameters)
+        given = rewrite_schema(tool.parameters)
+        if not tool.strict:
+            given, removed = relax_schema(given)
+        check_schema(given)
+        check_references(given)
+    except SchemaError as error:
+        if tool.strict:
+            raise invalid_schema(error, "tools", f"the parameters of the tool {tool.name!r}") from None
+        given, removed = ANY_OBJECT, ["#"]
+    record_removed(removed, tool.path, ignored)
+    return given if _states_type(given) else {"type": "object", **given}
 
-    The arguments are always an object.
-    """
-    given = None if tool.parameters is None else rewrite_schema(tool.parameters)
-    if not tool.strict:
-        return {**({} if _states_type(given) else {"type": "object"}), **(given or {})}, LENIENT_OPTIONS
-    if given is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}, OPTIONS
-    check_schema(given)
-    return {**({} if _states_type(given) else {"type": "object"}), **given}, OPTIONS
 
-
-def _states_type(schema: dict[str, Any] | None) -> bool:
+def _states_type(schema: dict[str, Any]) -> bool:
     """Tell whether a schema states its value's type, directly or by combination."""
-    return schema is not None and not {"type", "$ref", "anyOf", "oneOf", "allOf"}.isdisjoint(schema)
+    return not {"type", "$ref", "anyOf", "oneOf", "allOf"}.isdisjoint(schema)
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The fields `tools`, `tool_choice` and `parallel_tool_calls` of requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
@@ -28,6 +28,10 @@ class Tool(Struct, frozen=True):
     strict: bool
     template_form: dict[str, Any]
     """The tool as the chat template gets it."""
+    path: str = "tools[].parameters"
+    """Path of the schema in the request."""
+    strict_by_default: bool = False
+    """True if the request does not say that the tool is strict: what cannot be compiled is removed then."""
 
 
 class ToolChoice(Struct, frozen=True):
@@ -187,11 +191,18 @@ def tool_use(
     return ToolUse(tools, ToolChoice(choice.mode, choice.name), parallel)
 
 
-def checked_tools(functions: Sequence[FunctionSpec], name_path: str, field: str = "tools") -> tuple[Tool, ...]:
+def checked_tools(
+    functions: Sequence[FunctionSpec],
+    name_path: str,
+    field: str = "tools",
+    schema_key: str = "parameters",
+    strict_by_default: Set[str] = frozenset(),
+) -> tuple[Tool, ...]:
     """Validate the functions of a field, by default `tools`.
 
     Raises ApiError 400 for too many functions, and with the path of a name that is invalid or not unique. `name_path`
-    is the path of the name within an element of the field.
+    is the path of the name within an element of the field, next to which `schema_key` is; `strict_by_default` are the
+    names of functions that the request does not call strict.
     """
     if len(functions) > MAX_TOOLS:
         raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(functions)}", field)
@@ -206,16 +217,21 @@ def checked_tools(functions: Sequence[FunctionSpec], name_path: str, field: str 
         if name in names:
             raise unsupported(f"{{param}}: two tools are named {name!r}; give each its own name", path)
         names.add(name)
-    return tuple(_tool(function) for function in functions)
+    schema_path = name_path.removesuffix("name") + schema_key
+    return tuple(
+        _tool(function, f"{field}[{index}].{schema_path}", function.name in strict_by_default)
+        for index, function in enumerate(functions)
+    )
 
 
-def _tool(function: FunctionSpec) -> Tool:
+def _tool(function: FunctionSpec, path: str, strict_by_default: bool) -> Tool:
     described: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         described["description"] = function.description
     if function.parameters is not None:
         described["parameters"] = function.parameters
-    return Tool(function.name, function.parameters, bool(function.strict), {"type": "function", "function": described})
+    form = {"type": "function", "function": described}
+    return Tool(function.name, function.parameters, bool(function.strict), form, path, strict_by_default)
 
 
 def _is_name(name: str) -> bool:

@@ -119,7 +119,7 @@ def messages_tool_use(given: GivenTools, choice: ToolChoiceBlock | None, ignored
             )
         ignored.add(f"{tool.path}.{tool.type}")
     parallel = choice is None or not choice.disable_parallel_tool_use
-    return tool_use(checked_tools(given.functions, "name"), _requested(choice), parallel)
+    return tool_use(checked_tools(given.functions, "name", schema_key="input_schema"), _requested(choice), parallel)
 
 
 def _requested(choice: ToolChoiceBlock | None) -> RequestedChoice | None:

@@ -14,6 +14,7 @@ from msgspec import Raw, Struct
 
 from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.grammar.json_schema import SchemaError, check_schema
+from tandem.frontend.grammar.references import check_references
 from tandem.frontend.grammar.relaxed_schema import rewrite_schema
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import Schema, array, nullable, of_type
@@ -118,6 +119,8 @@ class _Writer:
     def __init__(self, ignored: IgnoredFields) -> None:
         self._ignored = ignored
         self.functions: list[FunctionSpec] = []
+        self.strict_by_default: set[str] = set()
+        """Names of functions that are constrained as far as their schemas can be compiled."""
         self.names: dict[str, ToolName] = {}
         self.described: list[dict[str, Any]] = []
 
@@ -160,6 +163,8 @@ class _Writer:
         spec = self._custom(tool, path) if isinstance(tool, _Custom) else tool
         described = "\n\n".join([text for text in (intro, spec.description) if text]) or None
         self.functions.append(FunctionSpec(name, described, spec.parameters, _strict(spec)))
+        if is_custom or spec.strict is None:
+            self.strict_by_default.add(name)
 
     def _custom(self, tool: _Custom, path: str) -> FunctionSpec:
         """Describe a custom tool as a function.
@@ -226,7 +231,7 @@ def collect_tools(sources: Sequence[ToolSpecs], ignored: IgnoredFields) -> Respo
     written = {(known.name, known.namespace): name for name, known in writer.names.items()}
     for name, known in writer.names.items():
         written.setdefault((known.name, None), name)
-    tools = checked_tools(writer.functions, "name")
+    tools = checked_tools(writer.functions, "name", strict_by_default=writer.strict_by_default)
     return ResponseTools(tools, writer.names, tuple(writer.described), hosted, written)
 
 
@@ -261,7 +266,8 @@ def _strict(tool: FunctionSpec) -> bool:
 
 def _is_supported(schema: dict[str, Any]) -> bool:
     try:
-        check_schema(rewrite_schema(schema))
+        check_schema(rewritten := rewrite_schema(schema))
+        check_references(rewritten)
     except SchemaError:
         return False
     return True

@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schema": {"items": {"pattern": "(", "type": "string"}}}, "at #/items: invalid pattern: unclosed group"),
     (
         {"schema": {"properties": {"b": {"$ref": "#/$defs/c"}}, "required": ["b"], "$defs": {"c": NOTHING}}},
-        "at #/properties/b: Unsatisfiable schema: minimum (2) is greater than maximum (1)",
+        "at #/$defs/c: Unsatisfiable schema: minimum (2) is greater than maximum (1)",
     ),
     ({"schema": {"oneOf": [{"type": "object"}, {"minProperties": 1}]}}, "at #: oneOf constraints are not supported"),
 ]  # fmt: skip
@@ -167,7 +167,7 @@ def test_slow_grammar_does_not_block_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hostile", "limit"), [(ENDLESS, too_slow(3.0)), (OVERFLOWING, OUT_OF_STACK)], ids=["endless", "overflowing"]
+    ("hostile", "limit"), [(ENDLESS, too_slow(0.6)), (OVERFLOWING, OUT_OF_STACK)], ids=["endless", "overflowing"]
 )
 def test_grammar_that_kills_its_process_is_rejected_alone(
     hostile: Grammar, limit: str, monkeypatch: pytest.MonkeyPatch

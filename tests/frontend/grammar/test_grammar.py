@@ -155,7 +155,7 @@ def test_json_whitespace_is_bounded() -> None:
             400,
             "response_format.json_schema.name",
         ),
-        ({"response_format": schema_format({"type": "thing"})}, 400, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"type": "thing"}, strict=True)}, 400, "response_format.json_schema.schema"),
         ({"regex": "ab\\"}, 400, "regex"),
     ],
 )

@@ -5,14 +5,18 @@ from typing import Any
 
 import llguidance
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar import grammar as grammar_module
 from tandem.frontend.grammar.grammar import output_grammar, schema_grammar
-from tandem.frontend.grammar.json_schema import MAX_SUBSCHEMAS, check_schema
-from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
+from tandem.frontend.grammar.json_schema import MAX_SUBSCHEMAS, SUPPORTED_KEYWORDS, check_schema
+from tandem.frontend.grammar.references import check_references
+from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema, without_keyword
 from tandem.frontend.grammar.worker import ByteTokenizer
 from tandem.frontend.request.ignored_fields import IgnoredFields
+from tests.support.byte_grammar import verdict
 
 BYTES = ByteTokenizer(300, {})
 TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(BYTES), slices=[])
@@ -138,3 +142,84 @@ def test_too_many_schemas_are_refused_before_they_are_rewritten(monkeypatch: pyt
     schema = {"anyOf": [{} for _ in range(MAX_SUBSCHEMAS)]}
     with pytest.raises(ApiError, match=f"at #/anyOf/{MAX_SUBSCHEMAS - 1}: more than {MAX_SUBSCHEMAS} schemas in one"):
         schema_grammar(schema, "p", "'p'", strict=False)
+
+
+def test_names_that_a_schema_does_not_name_may_repeat() -> None:
+    """The README states this limit: a grammar does not remember names."""
+    schema = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"], "additionalProperties": INTEGER}
+    text = schema_grammar({**schema, "minProperties": 3}, "p", "'p'").text
+    assert verdict(text, '{"a": 1, "b": 1}') == "wrong"
+    assert verdict(text, '{"a": 1, "b": 1, "b": 2}') == verdict(text, '{"a": 1, "b": 1, "\\u0061": 2}') == "whole"
+    assert verdict(text, '{"a": 1, "b": 1, "a": 2}') == "wrong"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_tuples_of_older_drafts_are_enforced(strict: bool) -> None:
+    for draft in ({}, {"$schema": "http://json-schema.org/draft-07/schema#"}):
+        pair = {**draft, "type": "array", "items": [INTEGER, {"type": "null"}], "minItems": 2}
+        for rest, good, bad in (
+            ({}, [[1, None], [1, None, "x"]], [[1], [None, 1]]),
+            ({"additionalItems": False}, [[1, None]], [[1, None, 3]]),
+            ({"additionalItems": INTEGER, "maxItems": 3}, [[1, None], [1, None, 3]], [[1, None, "x"], [1, None, 3, 4]]),
+        ):
+            assert [accepts({**pair, **rest}, value, strict) for value in good] == [True] * len(good)
+            assert [accepts({**pair, **rest}, value, strict) for value in bad] == [False] * len(bad)
+    ignored = IgnoredFields()
+    schema_grammar({"items": [INTEGER], "additionalItems": False}, "p", "'p'", False, ignored)
+    assert ignored.paths == ()
+    assert accepts({"type": "array", "items": INTEGER, "additionalItems": False}, [1, 2], strict)
+    assert accepts({**draft, "type": "array", "prefixItems": [INTEGER], "items": False}, [1])
+
+
+@pytest.mark.parametrize("key", ["minLength", "maxLength"])
+def test_whole_numbers_may_be_written_as_decimals(key: str) -> None:
+    assert accepts({"type": "string", key: 2.0}, "ab")
+    assert not accepts({"type": "string", key: 2.0}, "a" if key == "minLength" else "abc")
+
+
+@pytest.mark.parametrize(
+    ("schema", "key", "value"),
+    [
+        ({"type": "object", "patternProperties": {"^a": INTEGER}, "additionalProperties": False}, "patternProperties",
+         {"b": "x"}),
+        ({"type": "object", "properties": {"a": INTEGER}, "if": {}, "then": {"properties": {"b": {}}}}, "if",
+         {"a": 1, "b": 2}),
+        ({"type": "object", "properties": {"a": INTEGER}, "allOf": [{"properties": {"b": {}}}]}, "allOf", {"b": 2}),
+        ({"type": "array", "prefixItems": [INTEGER], "items": False}, "prefixItems", ["x", "y"]),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", 1),
+        ({"oneOf": [INTEGER, {"type": "number"}], "anyOf": [{"minimum": 0}, {"type": "string"}]}, "oneOf", 1.5),
+    ],
+)  # fmt: skip
+def test_a_removed_keyword_forbids_nothing_more(schema: dict[str, Any], key: str, value: object) -> None:
+    relaxed, _ = without_keyword(schema, (), key)
+    relaxed, _ = relax_schema(relaxed)
+    assert accepts(relaxed, value)
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda child: st.lists(child, max_size=3) | st.dictionaries(st.text(max_size=5), child, max_size=3),
+    max_leaves=5,
+)
+KEYWORDS = st.sampled_from([*SUPPORTED_KEYWORDS, "not", "if", "dependencies", "uniqueItems", "propertyNames"])
+SCHEMAS = st.recursive(
+    st.dictionaries(KEYWORDS, ANY_JSON, max_size=4),
+    lambda child: st.dictionaries(
+        KEYWORDS,
+        child | st.lists(child, max_size=3) | st.dictionaries(st.sampled_from("abc"), child, max_size=3) | ANY_JSON
+        | st.sampled_from(["string", "object", "array", "integer", "#", "#/$defs/a"]),
+        max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(SCHEMAS)
+def test_whatever_was_sent_is_relaxed_to_what_the_check_takes(schema: dict[str, Any]) -> None:
+    before = json.dumps(schema)
+    relaxed, removed = relax_schema(rewrite_schema(schema))
+    check_schema(relaxed)
+    check_references(relaxed)
+    assert relax_schema(relaxed) == (relaxed, [])
+    assert len(set(removed)) == len(removed)
+    assert json.dumps(schema) == before

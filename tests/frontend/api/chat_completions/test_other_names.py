@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tandem.frontend.request.tools import ToolChoice
 from tests.support.chat_bodies import ADD, LOOK, USER, described, parse, refused, tolerant
@@ -31,7 +32,9 @@ def test_every_name_of_thinking_reaches_the_conversation(
 
 def test_functions_are_tools_in_their_old_form() -> None:
     use = parse(functions=[LOOK["function"]], function_call="auto").tool_use
-    assert (use.tools, use.choice) == (parse(tools=[LOOK]).tool_use.tools, ToolChoice("auto"))
+    (tool,) = parse(tools=[LOOK]).tool_use.tools
+    assert use.tools == (structs.replace(tool, path="functions[0].parameters"),)
+    assert use.choice == ToolChoice("auto")
     assert (use.as_functions, use.parallel) == (True, False)
     assert parse(functions=[ADD["function"]], function_call={"name": "add"}).tool_use.choice == ToolChoice(
         "required", "add"

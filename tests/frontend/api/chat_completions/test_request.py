@@ -185,7 +185,10 @@ def test_number_of_parts_is_bounded_before_decoding() -> None:
 def test_tools_are_parsed_for_template_and_grammar() -> None:
     request = parse(tools=[LOOK, ADD])
     shown = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    assert request.tool_use.tools == (Tool("look", {"type": "object"}, True, shown), Tool("add", None, False, ADD))
+    assert request.tool_use.tools == (
+        Tool("look", {"type": "object"}, True, shown, "tools[0].function.parameters"),
+        Tool("add", None, False, ADD, "tools[1].function.parameters"),
+    )
     assert request.tool_use.choice == ToolChoice("auto")
     assert request.tool_use.active
     assert request.conversation.tools == (shown, ADD)

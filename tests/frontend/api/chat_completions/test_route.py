@@ -247,7 +247,7 @@ def test_chat_errors_have_the_openai_format(server: RunningServer, engine: FakeE
         ({"model": "other"}, 404, "model"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0].type"),
         ({"functions": {}}, 400, "functions"),
-        ({"guided_json": {"type": "nothing"}}, 400, "guided_json"),
+        ({"guided_json": "nothing"}, 400, "guided_json"),
         ({"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs.messages"),
         ({"stop_token_ids": [10_000]}, 400, "stop_token_ids"),
         ({"tools": [TOOL], "tool_choice": "always"}, 400, "tool_choice"),

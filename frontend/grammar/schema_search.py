@@ -1,0 +1,137 @@
+"""Find what the compiler refuses in a JSON schema, by compiling parts of it."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+from tandem.frontend.grammar.grammar import Grammar, schema_body
+from tandem.frontend.grammar.json_schema import Path, rebase_references, subschemas
+from tandem.frontend.grammar.process import Checked
+from tandem.frontend.grammar.references import target_of
+from tandem.frontend.grammar.relaxed_schema import without_keyword
+
+MAX_CHECKS, MAX_CPU_SECONDS = 2000, 1.0
+"""Parts that are compiled in one search, and their CPU time."""
+MAX_SEARCHED_CHARS = 16 * 1024 * 1024
+"""Characters that are compiled in one search, since each part comes with the whole schema."""
+
+_ORDER = (
+    "format", "pattern", "oneOf", "patternProperties", "minProperties", "maxProperties", "multipleOf", "minLength",
+    "maxLength", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum",
+    "required", "additionalProperties", "prefixItems", "items", "allOf", "anyOf", "$ref", "properties", "type",
+)  # fmt: skip
+"""Keywords in the order in which they are tried: those that say least about the value come first."""
+
+Compile = Callable[[str], Awaitable[Checked]]
+"""Compile the text of a grammar."""
+
+
+class SearchError(Exception):
+    """The search for what is wrong with a schema took too long."""
+
+
+class SchemaSearch:
+    """Search a schema for what cannot be compiled, within a budget."""
+
+    def __init__(self, compile_text: Compile) -> None:
+        self._compile = compile_text
+        self._checks = 0
+        self._chars = 0
+        self._seconds = 0.0
+
+    async def locate(self, schema: dict[str, Any], error: str) -> Path:
+        """Return the path of the innermost schema that fails, preferably like the whole one, which has failed.
+
+        Where the budget ends, it is that of the schema found so far.
+        """
+        path: Path = ()
+        node: dict[str, Any] = schema
+        whole, seen = _Parts(schema), {id(schema)}
+        try:
+            while True:
+                found: tuple[Path, dict[str, Any]] | None = None
+                for child_path, child in _within(path, node, schema):
+                    if id(child) in seen or (reason := (await self._check(whole.at(child_path))).error) is None:
+                        continue
+                    if _head(reason) == _head(error):
+                        found = child_path, child
+                        break
+                    found = found or (child_path, child)
+                if found is None:
+                    return path
+                path, node = found
+                seen.add(id(node))
+        except SearchError:
+            return path
+
+    async def relax(self, schema: dict[str, Any]) -> list[tuple[Path, str]]:
+        """Find the keywords to remove, one after the other, until the schema compiles.
+
+        Raises SearchError if the compiler meets a limit, or the budget ends before.
+        """
+        removed: list[tuple[Path, str]] = []
+        while (checked := await self._check(schema)).error is not None:
+            if checked.is_limit:
+                raise SearchError
+            path = await self.locate(schema, checked.error)
+            key = await self._culprit(schema, path)
+            removed.append((path, key))
+            schema, _ = without_keyword(schema, path, key)
+        return removed
+
+    async def _culprit(self, schema: dict[str, Any], path: Path) -> str:
+        """Return the keyword of the schema at a path without which it compiles, or else the first one."""
+        node: Any = schema
+        for step in path:
+            node = node[step]
+        keys = [key for key in _ORDER if key in node]
+        if len(keys) > 1 and keys[-1] == "type":
+            del keys[-1]  # Without it the others may say nothing.
+        for key in keys:
+            changed, _ = without_keyword(schema, path, key)
+            if (await self._check(_Parts(changed).at(path))).error is None:
+                return key
+        if not keys:
+            raise SearchError
+        return keys[0]
+
+    async def _check(self, schema: dict[str, Any]) -> Checked:
+        if self._checks >= MAX_CHECKS or self._chars > MAX_SEARCHED_CHARS or self._seconds > MAX_CPU_SECONDS:
+            raise SearchError
+        text = Grammar(schema_body(schema), "", "").text
+        checked = await self._compile(text)
+        self._checks += 1
+        self._chars += len(text)
+        self._seconds += checked.seconds
+        return checked
+
+
+def _within(path: Path, node: dict[str, Any], root: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the object schemas that a schema at a path consists of, each with its path."""
+    for step, child in subschemas(node):
+        if isinstance(child, dict) and step[0] not in ("$defs", "definitions"):
+            yield (*path, *step), child
+    target = target_of(node, root)
+    if target is not None:
+        yield target
+
+
+class _Parts:
+    """The schemas within a schema, each with all that it may refer to."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        self._definitions: dict[str, Any] | None = None
+
+    def at(self, path: Path) -> dict[str, Any]:
+        """Return a schema of the same meaning as the one at a path."""
+        if not path:
+            return self._schema
+        if self._definitions is None:
+            self._definitions = {"root": rebase_references(self._schema, "#/$defs/root")}
+        steps = (quote(str(step).replace("~", "~0").replace("/", "~1"), safe="~") for step in path)
+        return {"$ref": "/".join(["#/$defs/root", *steps]), "$defs": self._definitions}
+
+
+def _head(error: str) -> str:
+    return error.partition("\n")[0]
