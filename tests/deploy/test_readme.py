@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tandem.frontend.access.key_file import load_key_file
 from tandem.frontend.cli.main import build_parser
+from tandem.protocol.curve import load_curve
 from tests.support.deploy_readme import NOT_HERE, PAGES, Host, blocks
 from tests.support.flag_tables import commands
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OTHER_FLAGS = {
-    *("--build", "--cert", "--from-literal", "--key", "--scale", "--stop-timeout", "--ulimit"),
+    *("--build", "--rm", "--index-url", "--cert", "--from-literal", "--key", "--scale", "--stop-timeout", "--ulimit"),
     *("--now", "--working-dir", "--target", "--from", "--interval", "--timeout", "--start-period", "--retries"),
     *("--no-cache-dir", "--no-install-recommends"),
     *("--uid", "--user-group", "--home-dir", "--no-create-home", "--shell"),
@@ -24,7 +26,20 @@ TEXTS = sorted(
     and path.suffix not in (".json", ".py", ".pyc")
     and (path.suffix == ".md" or "ray" not in path.parts)
 )
-KNOWN_PROGRAMS = {*NOT_HERE, "cd", "tandem", "kubectl", "mkdir", "chmod", "touch", "openssl", "install", "rm", "cp"}
+KNOWN_PROGRAMS = {
+    *NOT_HERE,
+    "cd",
+    "tandem",
+    "docker",
+    "kubectl",
+    "mkdir",
+    "chmod",
+    "touch",
+    "openssl",
+    "install",
+    "rm",
+    "cp",
+}
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=[str(path.relative_to(DEPLOY)) for path in TEXTS])
@@ -65,3 +80,8 @@ def test_blocks_run_on_a_host(tmp_path: Path) -> None:
                 build_parser().parse_args(printed.split()[1:])
     assert (tmp_path / "etc/nginx/tandem/locations.conf").read_text() == (DEPLOY / "nginx/locations.conf").read_text()
     assert (tmp_path / "etc/systemd/system/tandem.service").exists()
+    for folder in ("secrets", "kubernetes/secrets"):
+        (key,) = load_key_file(tmp_path / "deploy" / folder / "api-keys.toml")
+        assert key.name == "alice"
+    keys = tmp_path / "deploy/kubernetes/secrets/keys"
+    assert load_curve(keys / "frontends/frontend").public == load_curve(keys).public

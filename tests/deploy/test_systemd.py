@@ -37,6 +37,7 @@ def test_systemd_has_nothing_to_say_about_the_units(tmp_path: Path) -> None:
         unit.write_text(text.replace(TANDEM, installed))
         (tmp_path / f"{unit.name}.d").mkdir()
         shutil.copy(UNITS / "hub-token.conf", tmp_path / f"{unit.name}.d")
+        shutil.copy(UNITS / "cpu.conf", tmp_path / f"{unit.name}.d")
         written.append(str(unit))
     command = ["systemd-analyze", "verify", "--man=no", *written]
     done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
@@ -55,11 +56,12 @@ def test_the_user_of_the_units_is_made(tmp_path: Path) -> None:
         assert (unit["User"], unit["Group"], unit["WorkingDirectory"]) == ("tandem", "tandem", "/var/lib/tandem")
 
 
-def parsed(name: str) -> tuple[list[str], argparse.Namespace]:
-    """Return the words of a unit's command, and what they mean with the file of flags that it names."""
+def parsed(name: str, flags: str = "") -> tuple[list[str], argparse.Namespace]:
+    """Return the words of a unit's command, and what they mean with its file of flags, or the file `flags`."""
     program, *argv = shlex.split(settings(name)["ExecStart"])
     assert program == TANDEM
-    return argv, build_parser().parse_args([word.replace("/etc/tandem", str(UNITS)) for word in argv])
+    words = [re.sub(r"^/etc/tandem/(.*)", lambda found: str(UNITS / (flags or found[1])), word) for word in argv]
+    return argv, build_parser().parse_args(words)
 
 
 @pytest.mark.parametrize(("name", "command"), FILES.items())
@@ -69,6 +71,13 @@ def test_tandem_accepts_the_command_and_has_time_to_drain(name: str, command: st
     assert settings(name)["TimeoutStopSec"] == "45"
     if command != "engine":
         assert (arguments.shutdown_delay, arguments.drain_timeout) == (5, 25)
+
+
+def test_flags_of_a_cpu_host_differ_in_model_and_device() -> None:
+    _, usual = parsed("tandem.service")
+    _, cpu = parsed("tandem.service", "tandem-cpu.toml")
+    assert {name for name in vars(usual) if vars(usual)[name] != vars(cpu)[name]} == {"config", "model", "device"}
+    assert cpu.device == "cpu"
 
 
 @pytest.mark.parametrize("name", FILES)

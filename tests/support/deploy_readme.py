@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -12,9 +13,7 @@ DEPLOY = ROOT / "deploy"
 PAGES = sorted([*DEPLOY.glob("*.md"), *DEPLOY.glob("*/*.md")])
 PLACES = re.compile(r"(?<![\w./-])/(?=(?:etc|opt|usr/lib)/)")
 """Slash that begins a path of the host which a command writes or reads."""
-NOT_HERE = (
-    *("apt-get", "curl", "docker", "nginx", "pip", "pkill", "python3", "scp", "serve", "systemctl", "systemd-sysusers"),
-)
+NOT_HERE = (*("apt-get", "curl", "nginx", "pip", "pkill", "python3", "scp", "serve", "systemctl", "systemd-sysusers"),)
 """Programs that need root, another machine or a running server; here they do nothing."""
 TANDEM = """#!/bin/sh
 case $1 in
@@ -22,6 +21,21 @@ case $1 in
     *) echo "tandem $*" ;;
 esac
 """
+DOCKER = """#!{python}
+import os, sys
+_, command, *words = sys.argv
+if command == "run":
+    options = []
+    while words[0].startswith("-"):
+        options.append((words[0], words.pop(1) if words[0] in ("-u", "-v") else ""))
+        words.pop(0)
+    image, *words = words
+    assert image == "tandem-frontend:{version}", image
+    for source, target in [value.split(":") for option, value in options if option == "-v"]:
+        words = [word.replace(target, source, 1) if word.startswith(target + "/") else word for word in words]
+    os.execvp("tandem", ["tandem", *words])
+"""
+"""`docker run` does what the entry point of the image of frontends does, with the host's folders in place of mounts."""
 KUBECTL = """#!/bin/sh
 if [ "$1" = kustomize ]; then exec {kubectl} "$@"; fi
 """
@@ -48,6 +62,7 @@ class Host:
         )  # fmt: skip
         programs = dict.fromkeys(NOT_HERE, "#!/bin/sh\n")
         programs["tandem"] = TANDEM.format(python=sys.executable)
+        programs["docker"] = DOCKER.format(python=sys.executable, version=version("tandem-llm"))
         programs["kubectl"] = KUBECTL.format(kubectl=shutil.which("kubectl") or ":")
         for name, text in programs.items():
             (shims / name).write_text(text)
