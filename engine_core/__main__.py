@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
@@ -86,6 +87,7 @@ def serve(arguments: argparse.Namespace) -> None:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         freeze_heap()
+        status.stats.start_seconds = process_seconds()
         status.enter(Phase.READY, 100)
         heartbeat.announce()
         engine.run()
@@ -99,6 +101,12 @@ def serve(arguments: argparse.Namespace) -> None:
         wakeup.close()
         disconnects.close()
         context.destroy(linger=500)
+
+
+def process_seconds() -> float:
+    """Return the seconds since this process was started, its imports included."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _open_wire(

@@ -90,6 +90,8 @@ class FrontendConfig(Struct, frozen=True):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     beat_timeout: float = 5.0
+    hang_timeout: float = 8.0
+    """Seconds without a heartbeat after which the engine's supervisor kills it."""
     step_timeout: float = 60.0
     drain_timeout: float = 25.0
     shutdown_delay: float = 0.0

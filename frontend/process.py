@@ -12,6 +12,12 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+FIRST_BACKOFF = 0.5
+"""Seconds between the first exit of a supervised process and its restart; doubled for each exit that follows."""
+LAST_BACKOFF = 10.0
+"""Longest pause before a restart, in seconds."""
+STEADY_SECONDS = 30.0
+"""Seconds of uptime after which the pauses start over with `FIRST_BACKOFF`."""
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Variables that no child process gets: only this process asks the hub."""
 SERVICE_MANAGER = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")

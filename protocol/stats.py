@@ -186,3 +186,6 @@ class EngineStats(Struct, array_like=True):
         int, _counter("tandem_grammar_workers_lost", "Processes that followed grammars and ended or did not answer.")
     ] = 0
     frontends: Annotated[int, _gauge("tandem_num_frontends", "Connected frontends.")] = 0
+    start_seconds: Annotated[
+        float, _gauge("tandem_engine_start_seconds", "Time from the start of the engine's process to its readiness.")
+    ] = 0.0

@@ -205,7 +205,7 @@ def build_service(config: FrontendConfig) -> Service:
     """
     metrics = FrontendMetrics(InstrumentRegistry())
     tokenizer = load_tokenizer(config.model_dir, no_special_tokens_in_text=config.no_special_tokens_in_text)
-    watch = EngineWatch(config.beat_timeout, config.step_timeout)
+    watch = EngineWatch(config.beat_timeout, config.step_timeout, hang_timeout=config.hang_timeout)
     # A template of the frontend's own choice may be any.
     template_print = template_fingerprint(config.model_dir) if config.chat.template is None else ""
     fingerprints = Fingerprints(tokenizer.fingerprint, template_print)

@@ -19,7 +19,7 @@ from tandem.frontend.engine.health import EngineHealth, EngineWatch
 from tandem.frontend.engine.held_requests import HeldRequest, HeldRequests
 from tandem.frontend.engine.link import EngineLink, encode_command
 from tandem.frontend.engine.monitor import EngineMonitor
-from tandem.frontend.engine.start_estimate import MAX_SECONDS
+from tandem.frontend.engine.start_estimate import MAX_SECONDS, UNKNOWN_SECONDS
 from tandem.frontend.engine.streams import OpenStreams, ReadySet, TokenStream
 from tandem.frontend.errors import ApiError, unavailable
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
@@ -174,6 +174,8 @@ class EngineClient:
 
         It failed for the engine's reasons, not its own. It has this many sequences and prompt tokens.
         """
+        if code is ErrorCode.ENGINE_PAUSED:  # which its heartbeat may not tell yet
+            return UNKNOWN_SECONDS
         if code is not ErrorCode.OVERLOADED:
             return self.seconds_until_ready()
         return 1 if self.facts is None else self._load.retry_after(sequences, tokens, self.facts.limits)

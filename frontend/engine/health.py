@@ -52,8 +52,17 @@ class EngineWatch:
     any time. `clock` returns monotonic seconds.
     """
 
-    def __init__(self, beat_timeout: float, step_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        beat_timeout: float,
+        step_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        hang_timeout: float = 0.0,
+    ) -> None:
+        """hang_timeout: seconds of silence after which its supervisor kills the engine."""
         self.beat_timeout = beat_timeout
+        self._hang_timeout = hang_timeout
         self.step_timeout = step_timeout
         self.heartbeat: Heartbeat | None = None
         """Newest heartbeat of the current life; None before the first."""
@@ -102,11 +111,11 @@ class EngineWatch:
         self._failed_handshake = reason
 
     def note_loss(self) -> None:
-        """Record the loss of the connection to the engine.
+        """Record the loss of the engine, from which on the time of a restart counts.
 
-        The time of a restart counts from it.
+        One that is silent without having closed its connection is stopped: it ends when its supervisor kills it.
         """
-        self._starts.lose(self._clock())
+        self._starts.lose(self._heard_at + self._hang_timeout if self.is_silent else self._clock())
 
     def reset_timers(self) -> None:
         """Start both timeouts afresh, after a delay of the listener itself.

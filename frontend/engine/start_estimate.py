@@ -2,6 +2,7 @@
 
 import math
 
+from tandem.frontend.process import FIRST_BACKOFF, LAST_BACKOFF, STEADY_SECONDS
 from tandem.protocol.events import Heartbeat, Phase
 
 UNKNOWN_SECONDS = 5
@@ -17,8 +18,9 @@ _MIN_PERCENT = 5
 class StartEstimate:
     """Estimate of the seconds until an engine is ready.
 
-    It is what is left of the time that the last start took; of the last restart, while no engine is heard or where its
-    first heartbeats were not. Otherwise the percentage of this start is all that tells.
+    It is what is left of the time that the last start took. While no engine is heard, or where its first heartbeats
+    were not, it is what is left of a restart: of its supervisor's pause, and of the time since that in which the
+    process was ready the last time. Otherwise the percentage of this start is all that tells.
     """
 
     def __init__(self) -> None:
@@ -32,12 +34,16 @@ class StartEstimate:
         self._percent: int | None = None
         """Progress of the start; None while the engine does not start."""
         self._ready_epoch = 0
+        self._ready_since = 0.0
         self._ready_at = 0.0
-        """Time of the last heartbeat of an engine that was ready, or of its loss."""
+        """Time of the last heartbeat of an engine that was ready, or of its end."""
+        self._lost_epoch = 0
+        self._pause = 0.0
+        """Seconds between the end of the last engine and the start of the next."""
         self._start: float | None = None
         """Seconds from the first heartbeat to readiness, the last time."""
-        self._restart: float | None = None
-        """Seconds from the loss of one life to the readiness of the next, the last time."""
+        self._boot: float | None = None
+        """Seconds from the start of the process to readiness, the last time."""
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
         """Take a heartbeat into account that arrives at this time."""
@@ -52,17 +58,24 @@ class StartEstimate:
             if self._is_whole:
                 self._start = now - self._began_at
             if self._ready_epoch:
-                self._restart = now - self._ready_at
-            self._ready_epoch = self._epoch
+                self._boot = max(now - self._ready_at - self._pause, 0.0)
+            else:
+                self._boot = heartbeat.stats.start_seconds or self._start
+            self._ready_epoch, self._ready_since = self._epoch, now
         self._ready_at = now
 
-    def lose(self, now: float) -> None:
-        """Note the loss of the engine.
+    def lose(self, end: float) -> None:
+        """Note the end of the engine, which may be in the future.
 
         It may have been silent before, when its restart had not begun.
         """
-        if self._ready_epoch == self._epoch:
-            self._ready_at = now
+        if self._ready_epoch != self._epoch:
+            return
+        if self._lost_epoch != self._epoch:
+            self._lost_epoch = self._epoch
+            is_steady = end - self._ready_since > STEADY_SECONDS
+            self._pause = FIRST_BACKOFF if is_steady or not self._pause else min(2 * self._pause, LAST_BACKOFF)
+        self._ready_at = end
 
     def seconds(self, now: float) -> int:
         """Estimate the seconds until the engine is ready, between 1 and MAX_SECONDS."""
@@ -79,8 +92,7 @@ class StartEstimate:
         elapsed = now - self._began_at
         if self._percent is not None and self._start is not None:
             return self._start - elapsed
-        whole = self._restart if self._restart is not None else self._start
-        left = None if whole is None else whole - (now - self._ready_at)
+        left = None if self._boot is None else self._pause + self._boot - (now - self._ready_at)
         if self._percent is None or (left is not None and left > 0.0):
             return left
         progress = self._percent - self._first_percent

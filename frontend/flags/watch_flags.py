@@ -13,7 +13,7 @@ WATCH_FLAGS = (
     Flag("beat_timeout", _WATCH, "seconds without a heartbeat after which the engine counts as lost", float, SECONDS,
          struct=FrontendConfig),
     Flag("hang_timeout", _WATCH, "seconds without a heartbeat after which the engine or a frontend is killed and "
-         "started again", float, SECONDS, default=8.0, is_forwarded=False),
+         "started again", float, SECONDS, struct=FrontendConfig),
     Flag("step_timeout", _WATCH, "seconds without a completed step, with work pending, after which the engine counts "
          "as hung", float, SECONDS, struct=FrontendConfig),
     Flag("log_level", _LOG, "least severe level of messages to log", choices=get_args(LogLevel), is_everyday=True,

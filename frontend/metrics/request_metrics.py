@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.metrics.instruments import Counter, Counters, Histogram, Histograms
+from tandem.protocol.errors import ErrorCode
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -67,17 +68,20 @@ _REASONS = (
     *("concurrency", "queued_tokens", "bodies", "body_size", "grammar", "key", "right", "key_limit", "host"),
     *("engine_overloaded", "unavailable"),
 )
-_REASON_OF_STATUS = {401: "key", 403: "right", 413: "body_size", 421: "host", 503: "unavailable"}
+_REASON_OF_STATUS = {401: "key", 403: "right", 413: "body_size", 421: "host", 503: "unavailable", 529: "unavailable"}
 
 
 def refusal_reason(status: int, code: str, limit: str) -> str | None:
     """Return the label of a refused request.
 
     It is None if the request was not refused for want of room or rights.
-    `code` is that of the error, `limit` the limit of this frontend that was exceeded, if one was.
+    `code` is that of the error, `limit` the limit of this frontend that was exceeded, if one was. 529 is Anthropic's
+    status for an overload and for an engine that is not ready.
     """
-    if status in (429, 529):
-        return limit or ("key_limit" if code == "rate_limit_exceeded" else "engine_overloaded")
+    if limit:
+        return limit
+    if status == 429 or (status == 529 and code == ErrorCode.OVERLOADED):
+        return "key_limit" if code == ErrorCode.RATE_LIMITED else "engine_overloaded"
     return _REASON_OF_STATUS.get(status)
 
 

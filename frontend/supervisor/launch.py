@@ -229,7 +229,7 @@ async def supervise(
         # Before the ops port, whose default gives way to a port that was given.
         listeners = _open_listeners(arguments, stack) if with_frontends else ServiceSockets(())
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
-        watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout)
+        watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout, hang_timeout=arguments.hang_timeout)
         log = ("--log-level", arguments.log_level, "--log-format", arguments.log_format)
         level_file = private / "log-level"
         files = ("--log-level-file", str(level_file), "--launches-dir", str(private / "launches"))

@@ -4,15 +4,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tandem.frontend.process import describe_exit
+from tandem.frontend.process import FIRST_BACKOFF, LAST_BACKOFF, STEADY_SECONDS, describe_exit
 from tandem.protocol.errors import ExitCode
 
-FIRST_BACKOFF = 0.5
-"""Seconds between the first exit of a supervised process and its restart; doubled for each exit that follows."""
-LAST_BACKOFF = 10.0
-"""Longest pause before a restart, in seconds."""
-STEADY_SECONDS = 30.0
-"""Seconds of uptime after which the pauses start over with `FIRST_BACKOFF`."""
 MAX_FAILED_STARTS = 3
 """Exits in a row with one exit status, each before the program was ready, after which it is not started again."""
 

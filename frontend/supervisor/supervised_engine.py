@@ -124,6 +124,8 @@ class SupervisedEngine:
             logger.error("the %s, process %d, is killed: %s", self._process.name, self._process.pid, reason)
             self._was_hung = True
             self._process.kill_to_restart()
+        if self.watch.is_silent:
+            self.watch.note_loss()
         self._status_log.tick()
 
     def set_log_level(self, level: LogLevel) -> None:

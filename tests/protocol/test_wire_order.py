@@ -46,7 +46,7 @@ EngineStats: running waiting rows_total pages_used pages_total steps_in_flight s
     compile_time mask_rows mask_seconds pages_cached prefix_queries prefix_hits pages_evicted preemptions sessions
     sessions_evicted paused page_size queued_prompt_tokens prompt_tokens_cached iteration_tokens prefill_time
     decode_time inference_time request_prompt_tokens request_generation_tokens request_max_tokens pause_changes
-    grammar_workers grammar_workers_lost frontends
+    grammar_workers grammar_workers_lost frontends start_seconds
 Histogram: bounds counts total
 SamplingParams: max_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed
     choice min_tokens ignore_eos stop_token_ids logit_bias_ids logit_bias_values

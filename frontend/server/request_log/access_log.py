@@ -10,6 +10,7 @@ from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.request_scope import ERROR_KEY, request_record
 from tandem.frontend.metrics.request_metrics import refusal_reason
 from tandem.frontend.server.paths import OTHER, is_health_check, route_label
+from tandem.protocol.errors import ErrorCode
 from tandem.protocol.logs import ACCESS_LOGGER, field_text, json_line, line_handler
 
 _PATH_CHARACTERS = 200
@@ -49,9 +50,10 @@ class AccessLine(Struct, omit_defaults=True):
     error: str = ""
     """Code of the error."""
     reason: str = ""
-    """Limit that the request exceeded, as in `tandem_refused_requests_total`, if it was refused with 429."""
+    """Limit that the request exceeded, as in `tandem_refused_requests_total`, if it was refused for one: with 429, or
+    with 529 by Anthropic's routes."""
     detail: str = ""
-    """Message of the 429."""
+    """Message of that error."""
 
 
 class AccessLog:
@@ -118,8 +120,8 @@ def access_line(scope: Scope) -> AccessLine:
         end=record.end,
         error=record.error,
     )
-    if record.status == 429:
-        line.reason = refusal_reason(429, record.error, record.refusal) or ""
+    if record.status == 429 or (record.status == 529 and record.error == ErrorCode.OVERLOADED):
+        line.reason = refusal_reason(record.status, record.error, record.refusal) or ""
         line.detail = scope.get(ERROR_KEY, "")[:_DETAIL_CHARACTERS]
     if record.num_choices:
         line.model = record.model

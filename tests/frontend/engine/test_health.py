@@ -10,10 +10,17 @@ from tests.fakes.clock import FakeClock
 
 
 def heartbeat(
-    phase: Phase = Phase.READY, pending: int = 0, steps: int = 0, epoch: int = 1, percent: int = 100, changes: int = 0
+    phase: Phase = Phase.READY,
+    pending: int = 0,
+    steps: int = 0,
+    epoch: int = 1,
+    percent: int = 100,
+    changes: int = 0,
+    start_seconds: float = 0.0,
 ) -> Heartbeat:
     paused = changes % 2
     stats = EngineStats(steps_launched=steps, steps_committed=steps, paused=paused, pause_changes=changes)
+    stats.start_seconds = start_seconds
     return Heartbeat(epoch, phase, percent, "", pending, stats)
 
 
@@ -56,6 +63,18 @@ def test_silence_begins_after_the_timeout_and_ends_with_a_heartbeat() -> None:
     assert engine.at(15.1).health().status == "silent"
     engine.sends(heartbeat(), 16.0)
     assert engine.at(16.0).health().ready
+
+
+def test_engine_that_is_silent_is_awaited_after_its_supervisor_has_killed_it() -> None:
+    engine = Engine()
+    engine.watch = EngineWatch(5.0, 60.0, engine.clock, hang_timeout=8.0)
+    engine.sends(heartbeat(start_seconds=3.0), 10.0)
+    engine.at(10.1).note_loss()
+    assert engine.at(10.1).seconds_until_ready() == 4, "its connection was closed"
+    engine.sends(heartbeat(start_seconds=3.0), 11.0)
+    engine.at(16.5).note_loss()
+    assert engine.at(16.5).seconds_until_ready() == 6
+    assert engine.at(19.5).seconds_until_ready() == 3
 
 
 def test_reset_timers_ignores_the_silence_of_a_delayed_listener() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.engine.start_estimate import MAX_SECONDS, UNKNOWN_SECONDS, StartEstimate
+from tandem.frontend.process import STEADY_SECONDS
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
 
@@ -53,7 +54,7 @@ def test_estimate_is_what_is_left_of_the_last_start(beats: list[Beat], now: floa
 def test_restart_counts_from_the_loss_and_not_from_a_silence_before_it() -> None:
     estimate = estimate_after([*FIRST_LIFE, (100.0, 1, Phase.READY, 100)])
     estimate.lose(105.0)
-    assert estimate.seconds(105.0) == 20
+    assert estimate.seconds(105.0) == 21, "a start, and the supervisor's pause before it"
     for at, phase, percent in ((110.0, Phase.STARTING, 0), (140.0, Phase.READY, 100)):
         estimate.observe(Heartbeat(2, phase, percent, "", 0, EngineStats()), at)
     estimate.lose(200.0)
@@ -61,6 +62,34 @@ def test_restart_counts_from_the_loss_and_not_from_a_silence_before_it() -> None
     estimate.observe(Heartbeat(3, Phase.STARTING, 0, "", 0, EngineStats()), 205.0)
     estimate.lose(220.0)
     assert estimate.seconds(220.0) == 15, "the loss of an engine that was not ready yet tells nothing"
+
+
+def test_restart_takes_what_the_process_took_before_its_first_heartbeat_too() -> None:
+    """The frontend heard no more of the first start than its end."""
+    estimate = StartEstimate()
+    estimate.observe(Heartbeat(1, Phase.READY, 100, "", 0, EngineStats(start_seconds=4.0)), 10.0)
+    estimate.lose(60.0)
+    assert [estimate.seconds(now) for now in (60.0, 61.0, 64.0)] == [5, 4, 1]
+
+
+def test_pause_before_a_restart_grows_while_the_engine_ends_again_and_again() -> None:
+    estimate = StartEstimate()
+    told = []
+    for life, ready_at in enumerate((10.0, 15.5, 22.0), 1):  # each start takes 4 s, after pauses of 0.5 and 1 s
+        estimate.observe(Heartbeat(life, Phase.READY, 100, "", 0, EngineStats(start_seconds=4.0)), ready_at)
+        estimate.lose(ready_at + 1.0)
+        told.append(estimate.seconds(ready_at + 1.0))
+        estimate.lose(ready_at + 1.2)  # as the supervisor sees it
+    assert told == [5, 5, 7]
+    estimate.observe(Heartbeat(4, Phase.READY, 100, "", 0, EngineStats()), 29.2)
+    estimate.lose(29.2 + STEADY_SECONDS + 1.0)
+    assert estimate.seconds(29.2 + STEADY_SECONDS + 1.0) == 5
+
+
+def test_engine_that_is_going_to_be_killed_starts_after_that() -> None:
+    estimate = estimate_after(FIRST_LIFE)
+    estimate.lose(108.0)
+    assert estimate.seconds(105.0) == 24
 
 
 @given(

@@ -22,7 +22,9 @@ from tests.support.scrape import value
 @pytest.mark.parametrize(
     ("status", "code", "limit", "reason"),
     [
-        (429, "overloaded", "concurrency", "concurrency"), (529, "overloaded_error", "bodies", "bodies"),
+        (429, "overloaded", "concurrency", "concurrency"), (529, "overloaded", "bodies", "bodies"),
+        (529, "overloaded", "", "engine_overloaded"), (529, "engine_unavailable", "", "unavailable"),
+        (529, "engine_paused", "", "unavailable"), (529, "shutting_down", "", "unavailable"),
         (429, "overloaded", "", "engine_overloaded"), (429, "rate_limit_exceeded", "", "key_limit"),
         (401, "invalid_api_key", "", "key"), (403, "missing_right", "", "right"),
         (413, "request_too_large", "", "body_size"),

@@ -13,15 +13,17 @@ from msgspec import structs
 from tandem.frontend.api.messages.request import parse_message_request
 from tandem.frontend.chat.chat_template import ChatTemplate
 from tandem.frontend.config import FrontendConfig
+from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.codec import unpack_ids
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.model_folder import TemplateSource
 from tests.fakes.engine import FakeEngine, repeat_prompt
-from tests.frontend.conftest import RunningServer, get
+from tests.frontend.conftest import RunningServer, get, until
 from tests.frontend.conftest import post as send
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 from tests.support.rendering import rendered
+from tests.support.scrape import value
 from tests.support.shared_frontend import shared_fixtures
 
 # Its 3,000 modules take seconds to load, in every process of tests: only a test that needs it loads it.
@@ -272,6 +274,31 @@ def test_errors_raise_the_clients_exceptions(client: "Anthropic", engine: FakeEn
     wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with wrong, pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         ask(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retry_after"),
+    [
+        (ErrorCode.OVERLOADED, "engine_overloaded", None),
+        (ErrorCode.ENGINE_PAUSED, "unavailable", "5"),
+        (ErrorCode.ENGINE_UNAVAILABLE, "unavailable", None),
+    ],
+)
+def test_a_529_is_counted_by_its_code(
+    server: RunningServer, engine: FakeEngine, code: ErrorCode, reason: str, retry_after: str | None
+) -> None:
+    def count() -> float:
+        refused = Exposition([server.server._service.metrics.registry], lambda: "m").text()
+        return value(refused, f'tandem_refused_requests_total{{reason="{reason}"}}')
+
+    before = count()
+    engine.refusal = code
+    answer = post(server)
+    assert answer.status_code == 529
+    assert int(answer.headers["retry-after"]) >= 1
+    if retry_after is not None:
+        assert answer.headers["retry-after"] == retry_after
+    until(lambda: count() == before + 1, "the refusal in the metrics")
 
 
 def test_an_error_within_a_stream_raises_the_clients_exception(client: "Anthropic", engine: FakeEngine) -> None:
