@@ -13,9 +13,14 @@ from msgspec import Meta, Struct
 from tandem.engine_core.errors import ConfigError
 
 T = TypeVar("T")
-Count = Annotated[int, Meta(gt=0)]
-Positive = Annotated[float, Meta(gt=0)]
-Base = Annotated[float, Meta(gt=1)]
+MAX_SIZE, MAX_REAL = 2**24, 1e15
+"""Bounds of the numbers in a config.json, above those of any model.
+
+Beyond them products and powers overflow, and tables take hours.
+"""
+Count = Annotated[int, Meta(gt=0, le=MAX_SIZE)]
+Positive = Annotated[float, Meta(ge=1 / MAX_REAL, le=MAX_REAL)]
+Base = Annotated[float, Meta(gt=1, le=MAX_REAL)]
 
 DEFAULT_THETA = 10000.0
 """Base of a config that has none."""

@@ -122,6 +122,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = msgspec.json.decode(without_bom(path.read_bytes()))
-    except (OSError, msgspec.MsgspecError, ValueError):
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
@@ -20,11 +20,21 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.quantization.reading import read_scheme
 from tandem.engine_core.quantization.scheme import Scheme
 from tandem.engine_core.quantization.sidecar import as_quantization_config, find_sidecar
-from tandem.engine_core.rope_config import FULL, Base, Count, Positive, RopeConfig, RopeReader
+from tandem.engine_core.rope_config import (
+    FULL,
+    MAX_SIZE,
+    Base,
+    Count,
+    Positive,
+    RopeConfig,
+    RopeReader,
+)
 from tandem.protocol.text_files import without_bom
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_LAYERS = 2**12
+Layers = Annotated[int, Meta(gt=0, le=MAX_LAYERS)]
 
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """Supported values of `hidden_act`."""
@@ -61,7 +71,7 @@ class ConfigFields(Struct, kw_only=True):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Layers
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     default_end: ClassVar[int | None] = None
@@ -211,8 +221,12 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         kv_heads = fields.num_key_value_heads or heads
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if heads * head_dim > MAX_SIZE:
+            raise ConfigError(f"num_attention_heads {heads} times head_dim {head_dim} is more than {MAX_SIZE}")
         contexts = [rope.context_lengths(fields.max_position_embeddings) for rope in ropes]
         usual, longest = min(usual for usual, _ in contexts), min(longest for _, longest in contexts)
+        if max(usual, longest) > MAX_SIZE:
+            raise ConfigError(f"the rotary scaling makes {max(usual, longest)} positions, more than {MAX_SIZE}")
         common: dict[str, Any] = {
             "architecture": self.architecture,
             "vocab_size": fields.vocab_size,
@@ -295,5 +309,7 @@ def _decode(path: Path, kind: type[T]) -> T:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} has arrays or objects that are nested too deeply; download it again") from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct it or download it again") from None

@@ -15,7 +15,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.sandwich_block import build_sandwich
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.config_fields import ConfigFields, ConfigSource
+from tandem.engine_core.models.config_fields import ConfigFields, ConfigSource, Layers
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.models.sliding_fields import windows_of_types
 from tandem.engine_core.rope_config import FULL, SLIDING, Base, Count, Positive, RopeReader
@@ -32,7 +32,7 @@ class Gemma3Fields(ConfigFields, kw_only=True):
     vocab_size: Count = 262_208
     hidden_size: Count = 2304
     intermediate_size: Count = 9216
-    num_hidden_layers: Count = 26
+    num_hidden_layers: Layers = 26
     num_attention_heads: Count = 8
     num_key_value_heads: Count | None = 4
     head_dim: Count | None = 256

@@ -254,11 +254,20 @@ def _tojson(
 
 
 def _instrument(template: nodes.Template) -> None:
-    """Add checks of the deadline to loops and of the size to operators `~`."""
+    """Add checks of the deadline to loops and of the size to operators `~`.
+
+    Filters are not called while a template is compiled, as jinja does for constants: nothing bounds that process.
+    """
+    for call in template.find_all((nodes.Filter, nodes.Test)):
+        call.as_const = _not_constant  # type: ignore[method-assign]
     for loop in template.find_all(nodes.For):
         tick = nodes.EnvironmentAttribute("in_time")
         loop.test = tick if loop.test is None else nodes.And(tick, loop.test)
     _replace_concats(template)
+
+
+def _not_constant(*_: Any, **__: Any) -> Any:
+    raise nodes.Impossible
 
 
 def _replace_concats(node: nodes.Node) -> None:

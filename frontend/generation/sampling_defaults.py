@@ -27,7 +27,7 @@ def load_sampling_defaults(model_dir: Path) -> Mapping[str, float]:
         return {}
     try:
         config = msgspec.json.decode(without_bom(path.read_bytes()), type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, OSError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         logger.warning("%s is not used for sampling defaults: %s", path, error)
         return {}
     if config.get("do_sample") is False:

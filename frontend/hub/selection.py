@@ -79,7 +79,7 @@ def shards(index: bytes, names: Collection[str]) -> list[str]:
     """
     try:
         named = _named(index)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise SelectionError(f"has an {INDEX} that cannot be read: {error}") from None
     wrong = [name for name in named if name not in names or _SHARD.fullmatch(name) is None]
     if wrong or not named:
@@ -103,7 +103,7 @@ def missing(folder: Path, with_weights: bool) -> str:
         return ""
     try:
         named = _named((folder / INDEX).read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return SINGLE
     return next((name for name in named if not (folder / name).is_file()), "" if named else SINGLE)
 

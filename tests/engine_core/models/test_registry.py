@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.models.registry import FAMILIES, read_config
+from tandem.engine_core.layers.linear_choice import torch_build_context
+from tandem.engine_core.models.registry import FAMILIES, build_model, read_config
 from tests.support.paged_model import load
 from tests.support.parity import SMALL, check_parity, save_random
 
@@ -46,6 +47,54 @@ TOWER, PROJECTOR = "vision_tower.transformer.layers.0.norm.weight", "multi_modal
 
 def write_config(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
+
+
+HUGE: list[dict[str, Any]] = [
+    {"num_hidden_layers": 10**9}, {"num_hidden_layers": 10**30}, {"hidden_size": 10**15}, {"intermediate_size": 2**62},
+    {"vocab_size": 2**40}, {"max_position_embeddings": 2**62}, {"max_position_embeddings": 10**30},
+    {"original_max_position_embeddings": 2**62}, {"num_attention_heads": 2**62}, {"num_key_value_heads": 10**400},
+    {"num_attention_heads": 2**20, "num_key_value_heads": 2**20, "head_dim": 2**20}, {"head_dim": 10**400},
+    {"rope_theta": 1e300}, {"rms_norm_eps": 1e300}, {"rms_norm_eps": 5e-324},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 1e15}}, {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 5e-324}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 1e12}},
+]  # fmt: skip
+"""Changes of a configuration that no model has, and with which its numbers overflow."""
+
+
+@pytest.mark.parametrize("changes", HUGE, ids=lambda changes: json.dumps(changes)[:70])
+def test_numbers_beyond_those_of_any_model_are_refused_with_one_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    usual = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    write_config(tmp_path, **usual)
+    assert read_config(tmp_path).layers == 2
+    write_config(tmp_path, **(usual | changes))
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "quantize_config.json"])
+def test_a_file_that_is_nested_too_deeply_is_named(name: str, tmp_path: Path) -> None:
+    write_config(tmp_path, architectures=["LlamaForCausalLM"])
+    (tmp_path / name).write_text('{"x": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(ConfigError, match="nested too deeply") as refused:
+        read_config(tmp_path)
+    assert str(refused.value).startswith(str(tmp_path / name))
+
+
+def test_a_deep_model_with_many_positions_is_checked_without_its_tables(tmp_path: Path) -> None:
+    """The largest numbers that are read, with tensors that hold nothing."""
+    write_config(
+        tmp_path, architectures=["LlamaForCausalLM"], vocab_size=2**24, hidden_size=2**20, intermediate_size=2**24,
+        num_hidden_layers=64, num_attention_heads=2**17, max_position_embeddings=2**24, head_dim=128,
+    )  # fmt: skip
+    config = read_config(tmp_path)
+    built = build_model(config, torch_build_context(torch.device("meta"), torch.bfloat16, None))
+    assert len(built.weight_slots()) > 9 * 64
 
 
 @pytest.mark.parametrize(("architecture", "fields", "nature"), OTHERS)

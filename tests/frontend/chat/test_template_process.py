@@ -210,6 +210,27 @@ def test_template_at_the_limit_of_memory_fails_and_the_process_goes_on() -> None
     with_process(body, "{{ (1).to_bytes(size, 'big') | length }}")
 
 
+def test_json_of_deeply_nested_lists_is_stopped_and_others_are_rendered() -> None:
+    """One call of a filter, which nothing within the process stops: a list that holds itself 2^40 times over."""
+
+    async def body(process: TemplateProcess, registry: CollectorRegistry) -> None:
+        assert await process.render(asked("a")) == "a"
+        nested = asyncio.create_task(process.render(asked("", nests=40)))
+        other = asyncio.create_task(process.render(asked("b")))
+        await asyncio.sleep(0)
+        await let_time_pass(process)
+        with pytest.raises(RenderError, match=r"^it took too long and was stopped \(at most 5 s\)$"):
+            await nested
+        assert await other == "b"
+        assert restarts(registry) == {"time": 1.0}
+
+    with_process(
+        body,
+        "{% if nests %}{% set ns = namespace(x=[text]) %}{% for _ in range(nests) %}{% set ns.x = [ns.x, ns.x] %}"
+        "{% endfor %}{{ ns.x | tojson }}{% endif %}{{ text }}",
+    )
+
+
 def test_body_of_the_greatest_size_stays_within_the_limit_of_memory() -> None:
     """A character outside of Latin-1 makes each of the others take four bytes."""
 

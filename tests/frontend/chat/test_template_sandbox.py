@@ -71,6 +71,32 @@ def test_unbounded_value_is_rejected_before_it_is_built(source: str, monkeypatch
         render(source)
 
 
+NESTED = "[" * 40 + "1, " * 2000 + "]" * 40
+"""A list that takes 320 million characters of JSON with an indent of 4,096."""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{{{{ {NESTED} | tojson(indent=4096) }}}}",
+        f"{{% set x = {NESTED} | tojson(indent=4096) %}}",
+        f"{{% if {NESTED} | tojson(indent=4096) is string %}}{{% endif %}}",
+        f"{{% autoescape {NESTED} | tojson(indent=4096) %}}{{% endautoescape %}}",
+        f"{{% for x in [{NESTED} | pprint] %}}{{% endfor %}}",
+        f"{{{{ [{NESTED} | list | tojson, 1 is divisibleby 1][1] }}}}",
+    ],
+)
+def test_compiling_a_template_calls_no_filter(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compiles it has no limit; the one that renders it is killed."""
+    called: list[object] = []
+    monkeypatch.setattr(template_sandbox.json, "dumps", lambda *given, **_: called.append(given) or "")
+    sandbox = SandboxedTemplates()
+    for name in sandbox.filters:
+        monkeypatch.setitem(sandbox.filters, name, lambda *given, **_: called.append(given) or "")
+    sandbox.compile_template(source)
+    assert called == []
+
+
 @pytest.mark.parametrize(
     "source",
     [
