@@ -48,11 +48,11 @@ def sentence_piece_tokenizer() -> tokenizers.Tokenizer:
     for character in "helowrd":
         vocab.setdefault(character, len(vocab))
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab, [("▁", "a"), ("▁", "b")], unk_token="<unk>", w8a8_fallback=True, fuse_unk=True)
+        models.BPE(vocab, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.W8A8Fallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
 
@@ -63,11 +63,11 @@ def gemma_tokenizer() -> tokenizers.Tokenizer:
     vocab = {name: index for index, name in enumerate(special)}
     for token in (*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *sorted(set("".join(_CORPUS) + "\n"))):
         vocab.setdefault(token, len(vocab))
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", w8a8_fallback=True, fuse_unk=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.W8A8Fallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     return tokenizer
 
