@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from tests.support.served_load import LARGE, SMALL, LoadRun, ServedLoad
+from tests.support.served_load import LARGE, LARGE_FP8, SMALL, LoadRun, ServedLoad
 
 LOADS = {
     "8 streams, long prompts": (ServedLoad(SMALL, 8, (8192, 8192), (128, 128), 4), 90.0, 12.0),
@@ -12,6 +12,8 @@ LOADS = {
     "256 streams, large model": (ServedLoad(LARGE, 256, (256, 256), (128, 128), 6), 80.0, 29.0),
     "32 streams, long prompts, large model": (ServedLoad(LARGE, 32, (4096, 4096), (256, 256), 6), 250.0, 30.0),
     "16 streams, documents, large model": (ServedLoad(LARGE, 16, (2048, 2048), (64, 64), 6), 300.0, 20.0),
+    "32 streams, long prompts, FP8": (ServedLoad(LARGE_FP8, 32, (4096, 4096), (256, 256), 6), 260.0, 45.0),
+    "16 streams, documents, FP8": (ServedLoad(LARGE_FP8, 16, (2048, 2048), (64, 64), 6), 100.0, 25.0),
 }
 """Loads, each with the most that half of its first tokens and 99 of 100 later ones may wait, in milliseconds."""
 LARGE_LOADS = {

@@ -22,7 +22,7 @@ from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
 from tests.support.scheduling import new, sequence
-from tests.support.step_tables import LLAMA_1B, LLAMA_8B, ROWS, StepTable
+from tests.support.step_tables import LLAMA_1B, LLAMA_8B, LLAMA_8B_FP8, ROWS, StepTable
 
 HEADS, MULTIPROCESSORS = 32, 132
 TIMED = 8
@@ -99,6 +99,8 @@ SMALL = SimulatedDevice(LLAMA_1B, 8.3e-6, 16, 192, 1.39e-5, 0.003, AttentionShar
 """A model of 1 billion weights."""
 LARGE = SimulatedDevice(LLAMA_8B, 3.4e-5, 32, 128, 1.65e-5, 0.012, AttentionShare(8.2e-6, 3.3e-5))
 """A model of 8 billion weights."""
+LARGE_FP8 = SimulatedDevice(LLAMA_8B_FP8, 3.4e-5, 32, 128, 1.65e-5, 0.008, AttentionShare(1.6e-5, 3.3e-5))
+"""The same model with weights in FP8, and keys and values in 16 bits."""
 
 
 class ServedLoad(Struct, frozen=True):
