@@ -129,7 +129,7 @@ def json_about(rng: random.Random, row: Function) -> dict[str, Any]:
 
 
 def _other(rng: random.Random, row: Function) -> tuple[str, Any]:
-    """Make a property that is no plain text."""
+    """Make a property other than plain text."""
     words = sorted(content_words(row.sentence), key=row.sentence.lower().find)
     kind = rng.randrange(7)
     if kind == 0:
