@@ -18,7 +18,7 @@ FIRST_STREAM_WAIT = 5.0
 """Seconds for which a stream waits for its first output before it begins without; until then a refusal is a status."""
 
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
-ReasoningParserName = Literal["auto", "think", "none"]
+ReasoningParserName = Literal["auto", "think", "mistral", "none"]
 PrefixCacheScope = Literal["key", "server"]
 UnknownFields = Literal["ignore", "refuse"]
 GenerationConfigSource = Literal["auto", "off"]

@@ -10,9 +10,9 @@ from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.api.byte_budget import MAX_BODY_BYTES, MAX_STORED_BYTES, ByteBudget
 from tandem.frontend.api.request_body import PendingRequests
 from tandem.frontend.api.write_ticks import WriteTicks
-from tandem.frontend.chat.chat import Chat
-from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_type
-from tandem.frontend.chat.tool_formats import tool_format
+from tandem.frontend.chat.chat import Chat, Parsers
+from tandem.frontend.chat.chat_template import ChatTemplate, load_chat_template, model_types
+from tandem.frontend.chat.tool_formats import ALL_TAGS
 from tandem.frontend.config import FrontendConfig, frontend_name
 from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.compatibility import Fingerprints
@@ -23,7 +23,6 @@ from tandem.frontend.generation.sampling_defaults import load_sampling_defaults
 from tandem.frontend.generation.tokenizer import Tokenizer, load_tokenizer
 from tandem.frontend.grammar.builder import GrammarBuilder
 from tandem.frontend.grammar.checker import GrammarChecker
-from tandem.frontend.grammar.grammar import THINK_END
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.metrics.instruments import InstrumentRegistry
@@ -34,7 +33,7 @@ from tandem.frontend.store.store_worker import StoreWorker, open_store_worker
 from tandem.frontend.workers import Workers
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Ready
-from tandem.protocol.model_folder import template_fingerprint
+from tandem.protocol.model_folder import read_json, template_fingerprint
 
 _POLL_SECONDS = 0.02
 LINK_SECONDS = 2.0
@@ -74,7 +73,9 @@ class Service:
         self.ticks = WriteTicks(config.stream_interval)
         """Ticks of the writes of all streams (`--stream-interval-ms`)."""
         self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
-        special = tokenizer.special_tokens()
+        tag_tokens = tokenizer.tag_tokens(ALL_TAGS)
+        # Grammars take a tag that is a token by its id alone, whether or not the token is special.
+        special = tokenizer.special_tokens() | {token.text: token_id for token_id, token in tag_tokens.items()}
         self.grammars = GrammarChecker(tokenizer.vocab_size, special, metrics.grammars)
         grammars = GrammarBuilder(self.grammars, self.parser, special)
         self.names = ServedNames(config.served_names)
@@ -87,12 +88,9 @@ class Service:
             self.sampling_defaults,
             self.names,
         )
-        form = tool_format(config.chat.tool_parser, model_type(config.model_dir))
-        think_end_id = tokenizer.token_id(THINK_END)
-        parser = config.chat.reasoning_parser
-        self.chat = Chat(
-            template, form, parser, think_end_id, self.admission, self.parser, metrics.templates, tokenizer.guard
-        )
+        types = model_types(read_json(config.model_dir / "config.json"))
+        parsers = Parsers(config.chat.tool_parser, config.chat.reasoning_parser, types)
+        self.chat = Chat(template, parsers, tag_tokens, self.admission, self.parser, metrics.templates, tokenizer.guard)
         self.keys = ApiKeys(config.api_keys, config.api_keys_file)
         self.keys.load()
         self.draining = False

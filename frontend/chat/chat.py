@@ -3,20 +3,25 @@
 The result includes the shape in which the request's outputs are parsed.
 """
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from time import monotonic
+from typing import Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
-from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_thinking
+from tandem.frontend.chat.message_parser import MessageShape, message_opens_thinking, prompt_opens_thinking
 from tandem.frontend.chat.render_frames import json_frame
+from tandem.frontend.chat.template_probes import TemplateFacts, probe_template
 from tandem.frontend.chat.template_process import TemplateProcess
-from tandem.frontend.chat.template_sandbox import RenderError
-from tandem.frontend.chat.tool_formats import ToolFormat
+from tandem.frontend.chat.template_sandbox import TOOK_TOO_LONG, RenderError
+from tandem.frontend.chat.tool_formats import ToolFormat, tool_format
 from tandem.frontend.chat.tool_prompt import with_tools_as_text
 from tandem.frontend.generation.admission import Admission, Admitted
+from tandem.frontend.generation.output_tags import NO_TAGS, OutputTags, TagToken
 from tandem.frontend.generation.stage import Stage
-from tandem.frontend.grammar.grammar import THINK_END, ThinkingMode
+from tandem.frontend.grammar.grammar import MISTRAL_THINK_TAGS, THINK_TAGS, ThinkingMode, ThinkTags
 from tandem.frontend.metrics.frontend_metrics import TemplateMetrics
 from tandem.frontend.request.conversation import Conversation
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -30,18 +35,37 @@ MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 256, 32 * 1024
 """Largest conversation that is encoded in the event loop."""
 
 
+class Parsers(Struct, frozen=True):
+    """Settings of how outputs are parsed."""
+
+    tools: str
+    """Name of the format of tool calls, or "auto"."""
+    reasoning: str
+    """Name of the tags around reasoning, "none", or "auto"."""
+    model_types: Sequence[str] = ()
+
+    def tool_format(self, facts: TemplateFacts) -> ToolFormat:
+        """Return the format of tool calls of a model with such a template."""
+        return tool_format(self.tools, self.model_types, facts.call_format)
+
+    def think_tags(self, facts: TemplateFacts) -> ThinkTags | None:
+        """Return the tags around the reasoning of a model with such a template; None if it has none."""
+        if self.reasoning == "auto":
+            return facts.think_tags
+        return {"think": THINK_TAGS, "mistral": MISTRAL_THINK_TAGS}.get(self.reasoning)
+
+
 class Chat:
     """Render and admit conversations with the served model.
 
-    `think_end_id` is the token that ends reasoning, or None if the model has no such token.
+    `parsers` tells how outputs are parsed, `tag_tokens` has all tags that are one token, by id.
     """
 
     def __init__(
         self,
         template: ChatTemplate | None,
-        tool_format: ToolFormat,
-        reasoning_parser: str,
-        think_end_id: int | None,
+        parsers: Parsers,
+        tag_tokens: Mapping[int, TagToken],
         admission: Admission,
         workers: Workers,
         metrics: TemplateMetrics,
@@ -54,9 +78,10 @@ class Chat:
         """
         self._template = template
         self._renderer = None if template is None else TemplateProcess(json_frame(template.templates), metrics)
-        self._tool_format = tool_format
-        self._reasoning_parser = reasoning_parser
-        self._think_end_id = think_end_id
+        self._parsers = parsers
+        self._facts: asyncio.Task[TemplateFacts] | None = None
+        """What probes of the template found out, or will have."""
+        self._tag_tokens = tag_tokens
         self._admission = admission
         self._workers = workers
         self._metrics = metrics
@@ -69,6 +94,7 @@ class Chat:
         """
         if self._renderer is not None:
             self._renderer.start()
+            self._begin_probes()
 
     @property
     def renderer_pid(self) -> int | None:
@@ -77,6 +103,8 @@ class Chat:
 
     async def close(self) -> None:
         """End the process that renders."""
+        if self._facts is not None:
+            self._facts.cancel()
         if self._renderer is not None:
             await self._renderer.close()
 
@@ -93,10 +121,11 @@ class Chat:
         if template is None or renderer is None:
             raise no_template("its directory has no chat template, and its type has no built-in one")
         began = monotonic()
+        tool_format = self._parsers.tool_format(await self._probed())
         if _is_small(conversation):
-            request = self._request_frame(template, conversation, ignored)
+            request = self._request_frame(template, tool_format, conversation, ignored)
         else:
-            request = await self._workers.run(self._request_frame, template, conversation, ignored)
+            request = await self._workers.run(self._request_frame, template, tool_format, conversation, ignored)
         try:
             rendered = await renderer.render(request, client)
         except RenderError as failure:
@@ -128,9 +157,8 @@ class Chat:
         begun = monotonic()
         prompt = await self.render(conversation, ignored, client)
         rendered = Stage("render", begun, monotonic())
-        shape = self._shape(tool_use, prompt if self._guard is None else self._guard.unsealed(prompt))
-        if shape.tool_format is not None and shape.tool_format.special_tokens:
-            options = structs.replace(options, skip_special_tokens=False)
+        text = prompt if self._guard is None else self._guard.unsealed(prompt)
+        shape = self._shape(await self._probed(), conversation, text, tool_use, options.skip_special_tokens)
         admitted = await self._admission.admit(
             options,
             [prompt],
@@ -138,15 +166,47 @@ class Chat:
             field="messages",
             add_special_tokens=False,
             tool_use=tool_use,
-            syntax=self._tool_format.syntax,
-            thinking=shape.thinking,
+            syntax=None if shape.tool_format is None else shape.tool_format.syntax,
+            tags=shape.tags,
             ignored=ignored,
             client=client,
             stages=(rendered,),
         )
         return admitted, shape
 
-    def _request_frame(self, template: ChatTemplate, conversation: Conversation, ignored: IgnoredFields) -> bytes:
+    def _begin_probes(self) -> asyncio.Task[TemplateFacts]:
+        if self._facts is None or (self._facts.done() and (self._facts.cancelled() or self._facts.exception())):
+            self._facts = asyncio.get_running_loop().create_task(self._probe())
+        return self._facts
+
+    async def _probed(self) -> TemplateFacts:
+        """Return what is known of the template, which is found out once.
+
+        Raises ApiError 500 if the process that renders it fails; the next request tries again.
+        """
+        return await asyncio.shield(self._begin_probes())
+
+    async def _probe(self) -> TemplateFacts:
+        template, renderer = self._template, self._renderer
+        assert template is not None and renderer is not None, "a model without a template renders nothing"
+        is_stopped = False
+
+        async def render(messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+            nonlocal is_stopped
+            if is_stopped:
+                return ""
+            try:
+                return await renderer.render(template.probe_frame(messages, variables))
+            except RenderError as failure:
+                # One that took too long would do so again.
+                is_stopped = TOOK_TOO_LONG in str(failure)
+                return ""
+
+        return await probe_template(render)
+
+    def _request_frame(
+        self, template: ChatTemplate, tool_format: ToolFormat, conversation: Conversation, ignored: IgnoredFields
+    ) -> bytes:
         if (guard := self._guard) is not None:
             conversation = structs.replace(
                 conversation,
@@ -157,30 +217,31 @@ class Chat:
             )
         if not template.reads_tools:
             # After the above, because the format of calls has special tokens of its own.
-            conversation = with_tools_as_text(conversation, self._tool_format.syntax)
+            conversation = with_tools_as_text(conversation, tool_format.syntax)
         return template.request_frame(conversation, ignored)
 
-    def _shape(self, tool_use: ToolUse, prompt: str) -> MessageShape:
-        thinking = ThinkingMode.NONE
-        if self._may_think:
-            thinking = ThinkingMode.OPEN if prompt_opens_thinking(prompt) else ThinkingMode.OPTIONAL
-        return MessageShape(
-            tool_use=tool_use,
-            tool_format=self._tool_format if tool_use.active else None,
-            thinking=thinking,
-            think_end_id=self._think_end_id,
-        )
+    def _shape(
+        self, facts: TemplateFacts, conversation: Conversation, prompt: str, tool_use: ToolUse, drops_special: bool
+    ) -> MessageShape:
+        tool_format = self._parsers.tool_format(facts) if tool_use.active else None
+        think_tags = self._parsers.think_tags(facts)
+        texts = set(() if tool_format is None else tool_format.tags)
+        tags = NO_TAGS
+        if think_tags is not None:
+            texts |= set(think_tags.texts)
+            tags = OutputTags(thinking=_thinking(conversation, prompt, think_tags), think=think_tags)
+        tokens = {token_id: token for token_id, token in self._tag_tokens.items() if token.text in texts}
+        return MessageShape(tool_use, tool_format, structs.replace(tags, tokens=tokens), drops_special)
 
-    @property
-    def _may_think(self) -> bool:
-        """Tell whether outputs may start with reasoning.
 
-        With "auto" they may if the template mentions the closing tag: such templates strip the reasoning of earlier
-        turns.
-        """
-        if self._reasoning_parser == "auto":
-            return self._template is not None and self._template.mentions(THINK_END)
-        return self._reasoning_parser == "think"
+def _thinking(conversation: Conversation, prompt: str, tags: ThinkTags) -> ThinkingMode:
+    """Tell how outputs begin whose prompt is the rendered conversation."""
+    opened = prompt_opens_thinking(prompt, tags)
+    if conversation.continue_final_message and not opened:
+        # A template may have closed or dropped what the message leaves open.
+        written = conversation.messages[-1].get("content") or ""
+        opened = message_opens_thinking(written, tags) and prompt.rfind(tags.start) > prompt.rfind(tags.end)
+    return ThinkingMode.OPEN if opened else ThinkingMode.OPTIONAL
 
 
 def _is_small(conversation: Conversation) -> bool:

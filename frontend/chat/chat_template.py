@@ -5,7 +5,7 @@ It writes the prompt format that the model was trained on.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tandem.protocol.model_folder import (
     TemplateFileError,
     TemplateSource,
     find_templates,
-    read_json,
     read_settings,
     read_template,
 )
@@ -38,6 +37,7 @@ MODEL_TEMPLATES = {
     "gemma3": ("gemma3", "<start_of_turn>"),
     "gemma3_text": ("gemma3", "<start_of_turn>"),
     "mistral": ("mistral", "[INST]"),
+    "ministral3": ("mistral", "[INST]"),
 }
 """Built-in templates by `model_type`, for checkpoints without one, each with a token of the vocabulary it is made for.
 
@@ -86,10 +86,6 @@ class ChatTemplate:
                     "another with --chat-template FILE"
                 ) from None
 
-    def mentions(self, text: str) -> bool:
-        """Tell whether the source of any template contains this text."""
-        return any(text in source for source in self.source.texts.values())
-
     @cached_property
     def reads_tools(self) -> bool:
         """True if a template renders the tools of a conversation."""
@@ -102,7 +98,7 @@ class ChatTemplate:
 
         Raises ApiError 400 for `documents` that the template does not read, and for a model that lacks a template.
         """
-        name = "tool_use" if conversation.tools and "tool_use" in self.source.texts else "default"
+        name = self._name(bool(conversation.tools))
         text = self.source.texts.get(name)
         if text is None:
             raise no_template(f"the model's templates are {sorted(self.source.texts)}, without one named 'default'")
@@ -120,6 +116,14 @@ class ChatTemplate:
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         return RenderRequest(name, variables)
+
+    def probe_frame(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> bytes:
+        """Encode the request of a conversation that probes the template."""
+        given = {"tools": None, "documents": None, "add_generation_prompt": False, **variables, "messages": messages}
+        return json_frame(RenderRequest(self._name(bool(given["tools"])), given))
+
+    def _name(self, has_tools: bool) -> str:
+        return "tool_use" if has_tools and "tool_use" in self.source.texts else "default"
 
     def request_frame(self, conversation: Conversation, ignored: IgnoredFields) -> bytes:
         """Encode the request of a conversation for the process that renders it.
@@ -185,9 +189,10 @@ def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]
     return found
 
 
-def model_type(model_dir: Path) -> str:
-    """Read the checkpoint's `model_type`; "" if config.json does not state it."""
-    return str(read_json(model_dir / "config.json").get("model_type", ""))
+def model_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the `model_type` in config.json, and that of its `text_config`, as far as it states them."""
+    found = [fields.get("model_type") for fields in (config, config.get("text_config")) if isinstance(fields, dict)]
+    return [kind for kind in found if isinstance(kind, str)]
 
 
 def _token_text(value: object) -> str | None:
@@ -200,12 +205,11 @@ def _token_text(value: object) -> str | None:
 
 
 def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | None:
-    kind = str(read_settings(model_dir / "config.json").get("model_type", ""))
-    name, token = MODEL_TEMPLATES.get(kind, ("", ""))
-    if not name or tokenizer.token_id(token) is None:
-        return None
-    path = TEMPLATES / f"{name}.jinja"
-    return TemplateSource({"default": read_template(path)}, f"built in for {kind}")
+    for kind in model_types(read_settings(model_dir / "config.json")):
+        name, token = MODEL_TEMPLATES.get(kind, ("", ""))
+        if name and tokenizer.token_id(token) is not None:
+            return TemplateSource({"default": read_template(TEMPLATES / f"{name}.jinja")}, f"built in for {kind}")
+    return None
 
 
 def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-BLANK = " \t\r\n"
-"""Characters that are dropped next to a marker."""
-MAX_BLANKS = 64
-"""Blanks that are dropped with a marker; a longer run is text.
-
-The bound keeps the text held back small when a model emits blanks without end.
-"""
+from tandem.frontend.generation.output_tags import BLANK, MAX_BLANKS, partial_length
 
 
 class Content(Struct, frozen=True):
@@ -85,7 +79,7 @@ def holdback_length(text: str, marker: str) -> int:
     They are the longest suffix that is a proper prefix of the marker, and the blanks before it. The text must not
     contain the whole marker.
     """
-    partial = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    partial = partial_length(text, marker)
     return partial + count_blanks_before(text, len(text) - partial)
 
 

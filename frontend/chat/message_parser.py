@@ -3,23 +3,23 @@
 Reasoning is parsed first, then content and tool calls.
 """
 
-from enum import Enum
-
 from msgspec import Struct
 
-from tandem.frontend.chat.message import (
-    BLANK,
-    MAX_BLANKS,
-    Content,
-    MessageDelta,
-    Reasoning,
-    count_blanks_before,
-    holdback_length,
-)
+from tandem.frontend.chat.message import Content, MessageDelta, Reasoning, count_blanks_before
 from tandem.frontend.chat.tool_formats import ToolFormat
 from tandem.frontend.chat.tool_parser import ToolParser
 from tandem.frontend.generation.choice import ChoiceDelta
-from tandem.frontend.grammar.grammar import THINK_END, THINK_START, ThinkingMode
+from tandem.frontend.generation.output_tags import (
+    BLANK,
+    NO_TAGS,
+    OutputTags,
+    Part,
+    PartKind,
+    TagToken,
+    ThoughtScanner,
+    split_at_tags,
+)
+from tandem.frontend.grammar.grammar import THINK_TAGS, ThinkingMode, ThinkTags
 from tandem.frontend.request.tools import ToolUse
 
 
@@ -29,26 +29,30 @@ class MessageShape(Struct, frozen=True):
     tool_use: ToolUse = ToolUse()
     tool_format: ToolFormat | None = None
     """Format of tool calls; None when calls are not parsed."""
-    thinking: ThinkingMode = ThinkingMode.NONE
-    think_end_id: int | None = None
-    """Id of the token that ends reasoning; None if the tag is not a single token."""
+    tags: OutputTags = NO_TAGS
+    drops_special: bool = True
+    """True if special tokens are dropped where they are not parsed as tags."""
 
     @property
     def is_content_only(self) -> bool:
         """Tell whether all output is content, so that nothing has to be parsed."""
-        return self.tool_format is None and self.thinking is ThinkingMode.NONE
+        return self.tool_format is None and self.tags.thinking is ThinkingMode.NONE
 
     def new_parser(self) -> "MessageParser":
         """Create the parser of one choice."""
-        reasoning: ReasoningParser | None = None
-        if self.thinking is not ThinkingMode.NONE:
-            reasoning = ReasoningParser(self.thinking is ThinkingMode.OPEN)
+        scanner = self.tags.scanner()
         tools: ToolParser | None = None
         if self.tool_format is not None:
             names = frozenset(tool.name for tool in self.tool_use.tools)
             required = self.tool_use.choice.mode == "required"
-            tools = ToolParser(self.tool_format, names, self.tool_use.parallel, required)
-        return MessageParser(reasoning, tools, self.think_end_id)
+            is_token = self.tags.token_id(self.tool_format.syntax.announcement) is not None
+            tools = ToolParser(self.tool_format, names, self.tool_use.parallel, required, is_token)
+        return MessageParser(
+            None if scanner is None else ReasoningParser(scanner),
+            tools,
+            self.tags.token_id(self.tags.think.end),
+            self.drops_special,
+        )
 
 
 class MessageParser:
@@ -59,10 +63,12 @@ class MessageParser:
         reasoning: "ReasoningParser | None" = None,
         tools: ToolParser | None = None,
         think_end_id: int | None = None,
+        drops_special: bool = True,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._think_end_id = think_end_id
+        self._drops_special = drops_special
         self._num_reasoning_tokens = 0
         self._think_ended = False
 
@@ -85,19 +91,34 @@ class MessageParser:
 
         A delta with a finish reason also releases the text that was held back.
         """
-        if self._reasoning is None:
-            deltas: list[MessageDelta] = [Content(delta.text)] if delta.text else []
-        else:
-            deltas = self._reasoning.push(delta.text)
+        parsed: list[MessageDelta] = []
+        for text, token in split_at_tags(delta.text, delta.tags):
+            self._push_text(text, token, parsed)
+        if self._reasoning is not None:
             self._count_reasoning(delta)
             if delta.finish_reason:
-                deltas += self._reasoning.finish()
-        if self._tools is None:
-            return deltas
-        parsed: list[MessageDelta] = []
-        for part in deltas:
-            parsed += self._tools.push(part.text) if isinstance(part, Content) else [part]
-        return parsed + self._tools.finish() if delta.finish_reason else parsed
+                for text in self._reasoning.finish(parsed):
+                    self._push_answer(text, None, parsed)
+        if self._tools is not None and delta.finish_reason:
+            parsed += self._tools.finish()
+        return parsed
+
+    def _push_text(self, text: str, token: TagToken | None, parsed: list[MessageDelta]) -> None:
+        if self._reasoning is None:
+            self._push_answer(text, token, parsed)
+            return
+        for part in self._reasoning.push(text, token, self._shown(text, token), parsed):
+            self._push_answer(part.text, part.token, parsed)
+
+    def _push_answer(self, text: str, token: TagToken | None, parsed: list[MessageDelta]) -> None:
+        if self._tools is not None:
+            parsed += self._tools.push(text) if token is None else self._tools.push_tag(text, self._shown(text, token))
+        elif shown := self._shown(text, token):
+            parsed.append(Content(shown))
+
+    def _shown(self, text: str, token: TagToken | None) -> str:
+        """Return what there is of a tag where it is not parsed as one."""
+        return "" if token is not None and token.is_special and self._drops_special else text
 
     def _count_reasoning(self, delta: ChoiceDelta) -> None:
         ids, end_id = delta.token_ids, self._think_end_id
@@ -113,90 +134,63 @@ class MessageParser:
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
 
-class _Mode(Enum):
-    START = "start"
-    """State before any text but blanks and perhaps part of the opening tag."""
-    REASONING = "reasoning"
-    AFTER_END = "after_end"
-    """State within the blanks that follow the closing tag."""
-    ANSWER = "answer"
-
-
 class ReasoningParser:
     """Separate reasoning, `<think>...</think>`, from the answer that follows it.
 
-    Reasoning is only recognized at the start of a choice; blanks at its edges are dropped. With `opened`, the prompt
-    ended with the opening tag. Reasoning that is never closed extends to the end of the text.
+    Reasoning is only recognized at the start of a choice; blanks at its edges are dropped.
     """
 
-    def __init__(self, opened: bool) -> None:
-        self._mode = _Mode.REASONING if opened else _Mode.START
-        self._held = ""
-        self._has_started = opened
+    def __init__(self, scanner: ThoughtScanner) -> None:
+        self._scanner = scanner
+        self._blanks = ""
+        """Blanks at the end of the reasoning so far."""
         self._has_text = False
         """True once non-blank reasoning has been returned."""
 
     @property
     def has_started(self) -> bool:
         """Tell whether the choice contains reasoning, even if it is empty."""
-        return self._has_started
+        return self._scanner.has_thought
 
-    def push(self, text: str) -> list[MessageDelta]:
-        """Parse the next text of the choice; text that may belong to a tag is held back."""
-        text, self._held = self._held + text, ""
-        deltas: list[MessageDelta] = []
-        if self._mode is _Mode.START:
-            text = self._parse_start(text)
-        if self._mode is _Mode.REASONING:
-            text = self._parse_reasoning(text, deltas)
-        if self._mode is _Mode.AFTER_END:
-            text = text.lstrip(BLANK)
-            if text:
-                self._mode = _Mode.ANSWER
-        if self._mode is _Mode.ANSWER and text:
-            deltas.append(Content(text))
-        return deltas
+    def push(self, text: str, token: TagToken | None, shown: str, deltas: list[MessageDelta]) -> list[Part]:
+        """Append the reasoning of the next text to `deltas`; return the parts of the answer.
 
-    def finish(self) -> list[MessageDelta]:
-        """Release the text that was held back, at the end of the choice."""
-        held, self._held = self._held, ""
-        if self._mode is _Mode.REASONING:
-            held = held[: len(held) - count_blanks_before(held, len(held))]
-            return [Reasoning(held)] if held else []
-        return [Content(held)] if held else []
-
-    def _parse_start(self, text: str) -> str:
-        """Decide whether the choice starts with reasoning.
-
-        Returns the text that remains to be parsed.
+        The text is plain or a tag; `shown` is what there is of the tag if it does not end the reasoning.
         """
-        start = text.lstrip(BLANK)
-        few_blanks = len(text) - len(start) <= MAX_BLANKS
-        if start.startswith(THINK_START) and few_blanks:
-            self._mode, self._has_started = _Mode.REASONING, True
-            return start[len(THINK_START) :]
-        if THINK_START.startswith(start) and few_blanks:
-            self._held = text
-            return ""
-        self._mode = _Mode.ANSWER
-        return text
+        answer: list[Part] = []
+        for part in self._scanner.push(text, token):
+            if part.kind is PartKind.ANSWER:
+                answer.append(part)
+            elif part.kind is PartKind.THOUGHT:
+                self._add(part.text if part.token is None else shown, deltas)
+        return answer
 
-    def _parse_reasoning(self, text: str, deltas: list[MessageDelta]) -> str:
-        """Append the reasoning to `deltas`; return the text that follows the closing tag."""
-        if not self._has_text:
-            text = text.lstrip(BLANK)
-        at = text.find(THINK_END)
-        end = len(text) - holdback_length(text, THINK_END) if at < 0 else at - count_blanks_before(text, at)
+    def finish(self, deltas: list[MessageDelta]) -> list[str]:
+        """Release the text that was held back, at the end of the choice; return that of the answer."""
+        answer: list[str] = []
+        for part in self._scanner.finish():
+            if part.kind is PartKind.ANSWER:
+                answer.append(part.text)
+            else:
+                self._add(part.text, deltas)
+        return answer
+
+    def _add(self, text: str, deltas: list[MessageDelta]) -> None:
+        text = self._blanks + text if self._has_text else text.lstrip(BLANK)
+        end = len(text) - count_blanks_before(text, len(text))
+        self._blanks = text[end:]
         if end:
             deltas.append(Reasoning(text[:end]))
             self._has_text = True
-        if at < 0:
-            self._held = text[end:]
-            return ""
-        self._mode = _Mode.AFTER_END
-        return text[at + len(THINK_END) :]
 
 
-def prompt_opens_thinking(prompt: str) -> bool:
+def prompt_opens_thinking(prompt: str, tags: ThinkTags = THINK_TAGS) -> bool:
     """Tell whether a prompt ends with the opening tag of reasoning."""
-    return prompt.rstrip(BLANK).endswith(THINK_START)
+    return prompt.rstrip(BLANK).endswith(tags.start)
+
+
+def message_opens_thinking(text: str, tags: ThinkTags = THINK_TAGS) -> bool:
+    """Tell whether a message of the assistant, which is to be continued, ends within its reasoning."""
+    scanner = ThoughtScanner(tags, opened=False)
+    scanner.push(text)
+    return scanner.has_thought and not scanner.has_ended

@@ -12,7 +12,7 @@ import sys
 from tandem.frontend.chat.render_connection import RenderConnection
 from tandem.frontend.chat.render_frames import MEMORY_BYTES, OUT_OF_MEMORY, PROMPT, READY
 from tandem.frontend.chat.render_queue import RenderJob, RenderQueue
-from tandem.frontend.chat.template_sandbox import MAX_SECONDS, RenderError
+from tandem.frontend.chat.template_sandbox import MAX_SECONDS, TOOK_TOO_LONG, RenderError
 from tandem.frontend.errors import ApiError
 from tandem.frontend.metrics.frontend_metrics import TemplateMetrics
 from tandem.frontend.process import ManagedProcess, bare_environment
@@ -136,7 +136,7 @@ class TemplateProcess:
         else:
             if self._was_too_slow:
                 logger.warning("a conversation took more than %g s to render; its process was killed", self._limit)
-                _fail(guilty, RenderError(f"it took too long and was stopped (at most {MAX_SECONDS:g} s)"))
+                _fail(guilty, RenderError(f"{TOOK_TOO_LONG} (at most {MAX_SECONDS:g} s)"))
             else:
                 logger.error("the process that renders chat templates %s while it rendered a conversation", status)
                 self._fail_or_retry(guilty, _ended_with(status))

@@ -28,6 +28,7 @@ MAX_CHARS = 64 * 2**20
 """Longest string that a template may build, including its output."""
 MAX_SECONDS = 5.0
 """Time after which a render is stopped at its next loop iteration or call."""
+TOOK_TOO_LONG = "it took too long and was stopped"
 MAX_SOURCE_CHARS = 2**20
 MAX_ITEMS = 2**20
 """Longest list or tuple that a template may build."""
@@ -180,7 +181,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
 
     def _check_time(self) -> None:
         if self._clock() > self._deadline:
-            raise _StoppedError(f"it took too long and was stopped (at most {self._max_seconds:g} s)")
+            raise _StoppedError(f"{TOOK_TOO_LONG} (at most {self._max_seconds:g} s)")
 
     def joined(self, *parts: Any) -> str:
         """Concatenate values like the operator `~`.

@@ -1,6 +1,6 @@
 """Parse one tool call character by character.
 
-A call is a JSON object with a name and arguments.
+A call is a JSON object with a name and arguments, or a name with a JSON object behind a tag.
 """
 
 from collections.abc import Set
@@ -8,7 +8,9 @@ from enum import Enum
 
 import msgspec
 
-from tandem.frontend.chat.message import BLANK
+from tandem.frontend.generation.output_tags import BLANK
+from tandem.frontend.grammar.tool_calls import ARGUMENTS_TAG, ID_TAG
+from tandem.frontend.request.tools import MAX_NAME_CHARS
 
 _OPENING, _CLOSING = "{[", "}]"
 
@@ -26,6 +28,11 @@ class JsonValue:
         self._depth = int(first in _OPENING)
         self._kind = "string" if self._in_string else "container" if self._depth else "scalar"
         self._escaped = False
+
+    @property
+    def in_string(self) -> bool:
+        """True within a string."""
+        return self._in_string
 
     def ends_before(self, character: str) -> bool:
         """Tell whether the value ended before this character, as numbers and literals do."""
@@ -79,6 +86,8 @@ class CallParser:
     other arguments are invalid. `raw` holds the characters read before the name was known, from the opening brace on.
     """
 
+    id = ""
+
     def __init__(self, names: Set[str], argument_keys: Set[str]) -> None:
         self.state = CallState.OPEN
         self.name: str | None = None
@@ -103,6 +112,10 @@ class CallParser:
         text = "".join(self._pending)
         self._pending.clear()
         return text
+
+    def takes_tag(self, tag: str) -> bool:
+        """Tell whether a tag that follows is text of the call, as it is within a string."""
+        return self._expects is _Expects.IN_KEY or (self._expects is _Expects.IN_VALUE and self._value.in_string)
 
     def cut(self) -> None:
         """End the text within an object that must be a call; set `name` if it was read."""
@@ -208,6 +221,94 @@ class CallParser:
     def _set_name(self) -> None:
         if self._parsed_name is not None:
             self.name = self._parsed_name
+
+
+class NamedCallParser:
+    """Parse a call that begins with the name of a function, `NAME[CALL_ID]ID[ARGS]{...}`.
+
+    The tags and the id may be missing. As with `CallParser`, `name` is set once it is known that this is a call of a
+    tool, here by the brace that opens the arguments, and `raw` holds the characters before it. `id` is the model's id
+    of the call, or "".
+    """
+
+    def __init__(self, names: Set[str], id_tag: str = ID_TAG, arguments_tag: str = ARGUMENTS_TAG) -> None:
+        self.state = CallState.OPEN
+        self.name: str | None = None
+        self.id = ""
+        self.raw: list[str] = []
+        self._names = names
+        self._id_tag = id_tag
+        self._arguments_tag = arguments_tag
+        self._header = ""
+        self._value: JsonValue | None = None
+        """The arguments, once they have begun."""
+        self._pending: list[str] = []
+
+    def takes_tag(self, tag: str) -> bool:
+        """Tell whether a tag that follows is text of the call, as it is within a string."""
+        return self._may_begin(self._header + tag) if self._value is None else self._value.in_string
+
+    def take_arguments(self) -> str:
+        """Return the arguments' JSON that arrived since the last call."""
+        text = "".join(self._pending)
+        self._pending.clear()
+        return text
+
+    def cut(self) -> None:
+        """End the text within what must be a call; set `name` if a tag has ended it."""
+        name, tag, _ = self._header.partition("[")
+        if tag and name in self._names:
+            self.name = name
+
+    def push(self, character: str) -> bool:
+        """Read a character, and tell whether it belongs to the call.
+
+        A character that makes the call invalid is not part of it.
+        """
+        if self._value is not None:
+            self._pending.append(character)
+            if self._value.ends_with(character):
+                self.state = CallState.DONE
+        elif character == "{":
+            name, tag, call_id = self._header.rstrip(BLANK).removesuffix(self._arguments_tag).partition(self._id_tag)
+            if not _is_word(name) or name not in self._names or (tag and not _is_word(call_id)):
+                self.state = CallState.INVALID
+                return False
+            self.name, self.id, self._value = name, call_id, JsonValue(character)
+            self._pending.append(character)
+        else:
+            self._header += character
+            if not self._may_begin(self._header):
+                self.state = CallState.INVALID
+                return False
+            self.raw.append(character)
+        return True
+
+    def _may_begin(self, header: str) -> bool:
+        """Tell whether a text may become what precedes the arguments of a call."""
+        name = header.partition("[")[0]
+        if not _is_word(name) or len(header) > _MAX_HEADER_CHARS:
+            return False
+        tags = header[len(name) :]
+        if tags.startswith(self._id_tag):
+            call_id = tags.removeprefix(self._id_tag).partition("[")[0]
+            tags = tags[len(self._id_tag) + len(call_id) :]
+            if call_id and not _is_word(call_id):
+                return False
+        elif self._id_tag.startswith(tags):
+            return True
+        return self._arguments_tag.startswith(tags) or (
+            tags.startswith(self._arguments_tag) and not tags.removeprefix(self._arguments_tag).strip(BLANK)
+        )
+
+
+_MAX_HEADER_CHARS = 2 * MAX_NAME_CHARS
+"""Longest name of a function with an id and tags."""
+_PUNCTUATION = str.maketrans("_.-:/", "aaaaa")
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.translate(_PUNCTUATION).isalnum()
 
 
 def _decoded(text: str) -> object:

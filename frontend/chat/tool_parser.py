@@ -2,7 +2,7 @@
 
 The result does not depend on how the text is split into chunks: every decision is made at a character, from the
 characters before it. Text that looks like a call but is not one, including a call of a function that the request does
-not have, is content.
+not have, is content. What the end of the text cuts off behind a whole call is dropped.
 """
 
 import secrets
@@ -11,8 +11,6 @@ from collections.abc import Set
 from enum import Enum
 
 from tandem.frontend.chat.message import (
-    BLANK,
-    MAX_BLANKS,
     CallArguments,
     CallStart,
     Content,
@@ -20,8 +18,9 @@ from tandem.frontend.chat.message import (
     count_blanks_before,
     holdback_length,
 )
-from tandem.frontend.chat.tool_call import CallParser, CallState
+from tandem.frontend.chat.tool_call import CallParser, CallState, NamedCallParser
 from tandem.frontend.chat.tool_formats import ToolFormat
+from tandem.frontend.generation.output_tags import BLANK, MAX_BLANKS
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -40,18 +39,29 @@ class ToolParser:
     """Parse the text of one choice into content and tool calls.
 
     `names` are the tools of the request. Without `parallel`, calls after the first are dropped. With `required`, a
-    grammar allows nothing but calls, so an incomplete object at the end of the text is a truncated call.
+    grammar allows nothing but calls, so an incomplete object at the end of the text is a truncated call. With
+    `is_token`, only the token of the tag that announces calls does, not its characters.
     """
 
-    def __init__(self, tool_format: ToolFormat, names: Set[str], parallel: bool = True, required: bool = False) -> None:
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        names: Set[str],
+        parallel: bool = True,
+        required: bool = False,
+        is_token: bool = False,
+    ) -> None:
         self.num_calls = 0
         self._format = tool_format
         self._names = names
         self._parallel = parallel
         self._required = required
-        self._trigger = tool_format.syntax.trigger
+        self._tag = tool_format.syntax.announcement
+        self._trigger = "" if is_token else self._tag
+        """The tag that announces calls, if its characters count."""
+        self._needs_tag = bool(tool_format.syntax.trigger)
         self._closer = tool_format.syntax.after.strip()
-        self._mode = _Mode.TEXT if self._trigger else _Mode.START
+        self._mode = _Mode.TEXT if self._needs_tag else _Mode.START
         self._held = ""
         """Text held back because it may belong to a call, or to the blanks around one."""
         self._num_blanks = 0
@@ -61,11 +71,48 @@ class ToolParser:
         self._separated = False
         """True once a separator has followed the last call."""
         self._in_array = False
-        self._call: CallParser | None = None
+        self._call: CallParser | NamedCallParser | None = None
+        self._ids: set[str] = set()
+        self._is_behind_call = False
+        """True while nothing but the syntax of calls has followed a whole call."""
         self._deltas: list[MessageDelta] = []
 
     def push(self, text: str) -> list[MessageDelta]:
         """Parse the next text of the choice; text that may belong to a call is held back."""
+        self._parse(text)
+        return self._take_deltas()
+
+    def push_tag(self, tag: str, shown: str) -> list[MessageDelta]:
+        """Parse a tag that is a token; `shown` is what there is of it if it is not part of a call."""
+        if self._call is not None:
+            if self._call.takes_tag(tag):
+                num_raw = len(self._call.raw)
+                self._parse(tag)
+                if not shown and self._call is not None:
+                    del self._call.raw[num_raw:]
+                return self._take_deltas()
+            if self._call.name is None:
+                self._give_up("")
+            else:
+                self._end_call()
+        if tag == self._tag:
+            if self._mode is _Mode.START:
+                self._give_up("")
+            elif self._mode is _Mode.AFTER:
+                self._held = ""
+            blanks = count_blanks_before(self._held, len(self._held))
+            self._add_content(self._held[: len(self._held) - blanks])
+            self._held = self._held[len(self._held) - blanks :] + shown
+            self._mode, self._num_blanks, self._in_array = _Mode.START, 0, False
+        elif tag == self._closer and self._mode is _Mode.AFTER:
+            self._parse(tag)
+        elif shown:
+            if self._mode is not _Mode.TEXT:
+                self._give_up("")
+            self._parse(shown)
+        return self._take_deltas()
+
+    def _parse(self, text: str) -> None:
         rest = text
         while rest:
             match self._mode:
@@ -77,7 +124,6 @@ class ToolParser:
                     rest = self._parse_call(rest)
                 case _Mode.AFTER:
                     rest = self._parse_after_call(rest)
-        return self._take_deltas()
 
     def finish(self) -> list[MessageDelta]:
         """Release the text that was held back, at the end of the choice.
@@ -86,6 +132,8 @@ class ToolParser:
         """
         if self._required:
             self._cut()
+            return self._take_deltas()
+        if self._is_behind_call:
             return self._take_deltas()
         if self._call is not None and self._call.name is None:
             self._give_up("")
@@ -103,7 +151,7 @@ class ToolParser:
         if call is not None and call.name is None:
             call.cut()
             if call.name is not None:
-                self._start_call(call.name)
+                self._start_call(call.name, call.id)
 
     def _take_deltas(self) -> list[MessageDelta]:
         deltas, self._deltas = self._deltas, []
@@ -111,6 +159,7 @@ class ToolParser:
 
     def _add_content(self, text: str) -> None:
         if text:
+            self._is_behind_call = False
             self._deltas.append(Content(text))
 
     def _parse_text(self, text: str) -> str:
@@ -119,7 +168,11 @@ class ToolParser:
         A partial trigger and the blanks before it are held back.
         """
         if not self._trigger:
-            self._add_content(text)
+            # Blanks ahead of the tag belong to it, wherever it comes.
+            text, self._held = self._held + text, ""
+            shown = len(text) - (count_blanks_before(text, len(text)) if self._tag else 0)
+            self._add_content(text[:shown])
+            self._held = text[shown:]
             return ""
         text, self._held = self._held + text, ""
         at = text.find(self._trigger)
@@ -141,6 +194,10 @@ class ToolParser:
                 self._call = CallParser(self._names, _ARGUMENT_KEYS)
                 self._mode = _Mode.CALL
                 return text[index + 1 :]
+            elif self._format.reads_names and not self._in_array and character != "[":
+                self._call = NamedCallParser(self._names)
+                self._mode = _Mode.CALL
+                return text[index:]
             else:
                 return self._give_up(text[index:])
         return ""
@@ -160,8 +217,11 @@ class ToolParser:
 
         Returns the rest, which is to be parsed as text.
         """
-        held, self._held = self._held, ""
-        self._add_content(held + "".join(self._call.raw if self._call else ()))
+        held, self._held = self._held + "".join(self._call.raw if self._call else ()), ""
+        if self._tag and not held.strip(BLANK):
+            self._held = held  # blanks ahead of a tag are dropped with it
+        else:
+            self._add_content(held)
         self._mode, self._in_array, self._call = _Mode.TEXT, False, None
         return rest
 
@@ -176,20 +236,23 @@ class ToolParser:
                 self._end_call()
                 return text[index:]
             if call.name is not None and not started:
-                self._start_call(call.name)
+                self._start_call(call.name, call.id)
             if call.state is CallState.DONE:
                 self._end_call()
                 return text[index + 1 :]
         self._add_arguments(call)
         return ""
 
-    def _start_call(self, name: str) -> None:
-        self._held = ""
+    def _start_call(self, name: str, given_id: str) -> None:
+        self._held, self._is_behind_call = "", False
         if self._parallel or not self.num_calls:
-            self._deltas.append(CallStart(self.num_calls, self._new_id(), name))
+            is_usable = len(given_id) == self._format.id_chars and given_id not in self._ids
+            call_id = given_id if is_usable else self._new_id()
+            self._ids.add(call_id)
+            self._deltas.append(CallStart(self.num_calls, call_id, name))
         self.num_calls += 1
 
-    def _add_arguments(self, call: CallParser) -> None:
+    def _add_arguments(self, call: CallParser | NamedCallParser) -> None:
         text = call.take_arguments()
         if text and (self._parallel or self.num_calls == 1):
             self._deltas.append(CallArguments(self.num_calls - 1, text))
@@ -197,6 +260,7 @@ class ToolParser:
     def _end_call(self) -> None:
         assert self._call is not None, "no call to end"
         self._add_arguments(self._call)
+        self._is_behind_call = self._call.state is CallState.DONE
         self._call = None
         self._mode = _Mode.AFTER
         self._num_blanks, self._closing, self._separated = 0, "", False
@@ -219,7 +283,7 @@ class ToolParser:
             elif character == "{":
                 self._mode = _Mode.START
                 return text[index:]
-            elif self._trigger:
+            elif self._needs_tag:
                 self._mode = _Mode.TEXT
                 return text[index:]
             else:

@@ -59,8 +59,7 @@ def _description(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
 def _calls(functions: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
     """Write calls as the model writes them."""
     written = [
-        syntax.before + _json({"name": function["name"], syntax.arguments: function["arguments"]}) + syntax.after
-        for function in functions
+        syntax.before + syntax.written(function["name"], function["arguments"]) + syntax.after for function in functions
     ]
     return syntax.opening + syntax.between.join(written) + syntax.closing
 

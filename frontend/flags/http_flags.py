@@ -72,10 +72,11 @@ HTTP_FLAGS = (
     Flag("generation_config", _HTTP, "auto takes the sampling defaults (temperature, top_p, top_k, min_p, penalties) "
          "of the checkpoint's generation_config.json; off takes neutral ones",
          choices=get_args(GenerationConfigSource), struct=FrontendConfig),
-    Flag("tool_parser", _CHAT, "format in which the model writes tool calls; auto depends on the model's type",
+    Flag("tool_parser", _CHAT, "format in which the model writes tool calls; auto takes that of the chat template, or "
+         "else that of the model's type",
          choices=get_args(ToolParserName), is_everyday=True, struct=ChatOptions),
-    Flag("reasoning_parser", _CHAT, "parsing of <think>...</think> at the start of an answer; auto parses it if the "
-         "chat template mentions </think>", choices=get_args(ReasoningParserName), is_everyday=True,
-         struct=ChatOptions),
+    Flag("reasoning_parser", _CHAT, "parsing of reasoning at the start of an answer: in <think>...</think>, or with "
+         "mistral in [THINK]...[/THINK]; auto parses the tags that the chat template writes",
+         choices=get_args(ReasoningParserName), is_everyday=True, struct=ChatOptions),
 )
 # fmt: on

@@ -10,10 +10,10 @@ from time import monotonic
 from msgspec import Struct, structs
 
 from tandem.frontend.errors import ApiError, PromptTooLongError, malformed, overloaded, unsupported
+from tandem.frontend.generation.output_tags import NO_TAGS, OutputTags
 from tandem.frontend.generation.stage import Stage
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.grammar.builder import Constraint, GrammarBuilder
-from tandem.frontend.grammar.grammar import ThinkingMode
 from tandem.frontend.grammar.tool_calls import CallSyntax
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.limits import RequestLimits
@@ -60,6 +60,8 @@ class Admitted(Struct, frozen=True):
     """Grammar of every choice; None for free text."""
     stages: tuple[Stage, ...] = ()
     """Stages of the admission, with that of rendering the prompt."""
+    tags: OutputTags = NO_TAGS
+    """The tags of a chat's output."""
 
     @property
     def num_choices(self) -> int:
@@ -116,7 +118,7 @@ class Admission:
         with_text: bool = False,
         tool_use: ToolUse | None = None,
         syntax: CallSyntax | None = None,
-        thinking: ThinkingMode = ThinkingMode.NONE,
+        tags: OutputTags = NO_TAGS,
         ignored: IgnoredFields | None = None,
         stages: tuple[Stage, ...] = (),
         client: str = "",
@@ -126,7 +128,8 @@ class Admission:
         Raises ApiError for whatever this server cannot serve. `field` is the request field that the prompts came from,
         for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
         prompts that came as ids. What cannot be enforced of a schema is recorded in `ignored`.
-        `syntax` is how the model writes calls of the tools in use, `stages` is what has been done before.
+        `syntax` is how the model writes calls of the tools in use, `tags` are those that its output may contain.
+        `stages` is what has been done before.
         `client` is the name of the API key, which has a share of the time for grammars.
         """
         model = self.named(options.model, ready.model)
@@ -149,7 +152,7 @@ class Admission:
         stages += (Stage("tokenize", begun, encoded),)
         try:
             constraint = await self._grammars.build(
-                options, tool_use, syntax, thinking, ignored, client, model.vocab_size
+                options, tool_use, syntax, tags.thinking, tags.think, ignored, client, model.vocab_size
             )
         except ApiError as error:
             refused = error.renamed(options.constraint_names)
@@ -157,7 +160,8 @@ class Admission:
             raise refused from None
         if constraint is not None:
             stages += (Stage("grammar", encoded, monotonic()),)
-        return Admitted(options, model, admitted, _sampling(options, self._sampling_defaults), constraint, stages)
+        sampling = _sampling(options, self._sampling_defaults)
+        return Admitted(options, model, admitted, sampling, constraint, stages, tags)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
         """Raise ApiError 400 for more sequences than this server can hold at once.

@@ -6,6 +6,7 @@ from msgspec import Struct, structs
 
 from tandem.frontend.engine.streams import Terminal
 from tandem.frontend.generation.detokenizer import AnyDetokenizer
+from tandem.frontend.generation.output_tags import NO_TAGS, OutputTags, Part, PartKind, Tag, TagToken, moved
 from tandem.frontend.generation.scored_tokens import ScoredToken, ScoredTokens
 from tandem.frontend.generation.stop_strings import StopMatcher
 from tandem.protocol.errors import FinishReason
@@ -28,6 +29,8 @@ class ChoiceDelta(Struct, frozen=True):
     """Mean log-probability of all tokens of the choice, in the delta that ends it."""
     stop_string: str | None = None
     """The stop string that ended the choice, in the delta that ends it; None for any other end."""
+    tags: Sequence[Tag] = ()
+    """The tags in `text` that are tokens."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,8 +45,13 @@ def concatenated(index: int, parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
     ids = [token_id for part in parts for token_id in part.token_ids]
     logprobs = [token for part in parts for token in part.logprobs]
     text = "".join([part.text for part in parts])
+    tags: list[Tag] = []
+    offset = 0
+    for part in parts:
+        tags += moved(part.tags, offset)
+        offset += len(part.text)
     last = parts[-1]
-    return ChoiceDelta(index, text, ids, last.finish_reason, logprobs, last.mean_logprob, last.stop_string)
+    return ChoiceDelta(index, text, ids, last.finish_reason, logprobs, last.mean_logprob, last.stop_string, tags)
 
 
 def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
@@ -60,9 +68,9 @@ def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
 class Choice:
     """Decoder of the tokens of one sequence to the text of a choice.
 
-    Stop strings are matched from token `min_tokens` on. With them, tokens are decoded one at a time, so that the count
-    ends with the token that completed the stop string. `include_stop` keeps the stop string or token that ended the
-    text as its last part.
+    Stop strings are matched from token `min_tokens` on, and from the end of the reasoning on unless they contain the
+    tag that closes it. With them, tokens are decoded one at a time, so that the count ends with the token that
+    completed the stop string. `include_stop` keeps the stop string or token that ended the text as its last part.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class Choice:
         min_tokens: int,
         include_stop: bool = False,
         scored: ScoredTokens | None = None,
+        tags: OutputTags = NO_TAGS,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -84,6 +93,15 @@ class Choice:
         self._push = detokenizer.push if scored is None else self._push_scored
         self._is_plain = matcher is None and scored is None
         """True if the text of tokens is all that a delta needs."""
+        self._tokens = tags.tokens
+        self._scanner = None if matcher is None else tags.scanner()
+        """What finds the reasoning, on which most stop strings do not act; None once the answer has begun."""
+        self._tags: list[Tag] = []
+        """Tags in the text that was not returned yet."""
+        self._num_waiting = 0
+        """Characters of the text that was decoded and not returned yet."""
+        self._rest = ""
+        """The beginning of a tag, which is returned together with the end of it."""
         self._shown = 0
         self._cut = False
         """True once a stop string has cut the end of the text off."""
@@ -95,7 +113,7 @@ class Choice:
 
         It has a finish reason once the choice has ended without an error, by a stop string or in the engine.
         """
-        if terminal is None and self._is_plain:
+        if terminal is None and self._is_plain and self._tokens.keys().isdisjoint(tokens):
             self.num_tokens += len(tokens)
             text = self._push(tokens[0]) if len(tokens) == 1 else self._detokenizer.push_all(tokens)
             return ChoiceDelta(self.index, text, tokens, None)
@@ -130,37 +148,89 @@ class Choice:
         shown = tokens[: len(tokens) - hidden]
         text, used, stop = self._decode(shown)
         if stop is not None:
-            self._cut = True
             self.num_tokens += used
-            return ChoiceDelta(self.index, text, tokens[:used], FinishReason.STOP.value, stop_string=stop)
+            return self._ended(text, tokens[:used], FinishReason.STOP, stop)
         self.num_tokens += len(tokens)
         if finished is None or finished.reason is FinishReason.ABORT:
-            return ChoiceDelta(self.index, text, tokens, None)
+            text, tags = self._returned(text)
+            return ChoiceDelta(self.index, text, tokens, None, tags=tags)
         tail, stop = self._close()
+        return self._ended(text + tail, tokens, finished.reason if stop is None else FinishReason.STOP, stop)
+
+    def _ended(self, text: str, tokens: Sequence[int], reason: FinishReason, stop: str | None) -> ChoiceDelta:
         self._cut = stop is not None
-        reason = finished.reason if stop is None else FinishReason.STOP
-        return ChoiceDelta(self.index, text + tail, tokens, reason.value, stop_string=stop)
+        # A tag that the stop string has cut is text.
+        text = self._rest + text
+        tags = [tag for tag in self._tags if tag.end <= len(text)]
+        return ChoiceDelta(self.index, text, tokens, reason.value, stop_string=stop, tags=tags)
+
+    def _returned(self, text: str) -> tuple[str, list[Tag]]:
+        """Return a text with its tags, without the beginning of a tag at its end."""
+        if not self._tags:
+            self._num_waiting -= len(text)
+            return text, []
+        text, self._rest = self._rest + text, ""
+        tags = [tag for tag in self._tags if tag.end <= len(text)]
+        waiting = self._tags[len(tags) :]
+        if waiting and waiting[0].offset < len(text):
+            text, self._rest = text[: waiting[0].offset], text[waiting[0].offset :]
+        self._tags = moved(waiting, -len(text))
+        self._num_waiting -= len(text)
+        return text, tags
 
     def _decode(self, tokens: Sequence[int]) -> tuple[str, int, str | None]:
         """Decode tokens, up to the end of a stop string.
 
         Return their text, the number of tokens used, and the stop string that ended the text, or None.
         """
-        push, matcher = self._push, self._matcher
-        if matcher is None:
-            return "".join([push(token) for token in tokens]), len(tokens), None
+        if self._matcher is None:
+            return "".join([self._decode_one(token) for token in tokens]), len(tokens), None
         parts: list[str] = []
         for used, token in enumerate(tokens, 1):
-            text = push(token)
-            if self.num_tokens + used <= self._min_tokens:
-                parts.append(text)
-                continue
-            safe, stop = matcher.push(text)
-            parts.append(safe)
+            text = self._decode_one(token)
+            stop = self._match(text, self._tokens.get(token), self.num_tokens + used > self._min_tokens, parts)
             if stop is not None:
-                parts.append(stop if self._include_stop else "")
                 return "".join(parts), used, stop
         return "".join(parts), len(tokens), None
+
+    def _decode_one(self, token: int) -> str:
+        text = self._push(token)
+        if (tag := self._tokens.get(token)) is not None:
+            self._tags.append(Tag(self._num_waiting + len(text) - len(tag.text), tag))
+        self._num_waiting += len(text)
+        return text
+
+    def _match(self, text: str, tag: TagToken | None, is_matched: bool, parts: list[str]) -> str | None:
+        """Append the part of a text that is safe to return; return the stop string that it completes.
+
+        A text that ends in a tag comes with its token.
+        """
+        if self._scanner is None:
+            return self._match_part(text, False, is_matched, parts)
+        found = self._scanner.push(text if tag is None else text[: -len(tag.text)])
+        if tag is not None:
+            found += self._scanner.push(tag.text, tag)
+        if self._scanner.is_answer:
+            self._scanner = None
+        return self._match_parts(found, is_matched, parts)
+
+    def _match_parts(self, found: Sequence[Part], is_matched: bool, parts: list[str]) -> str | None:
+        for part in found:
+            stop = self._match_part(part.text, part.kind is not PartKind.ANSWER, is_matched, parts)
+            if stop is not None:
+                return stop
+        return None
+
+    def _match_part(self, text: str, is_thought: bool, is_matched: bool, parts: list[str]) -> str | None:
+        if not is_matched:
+            parts.append(text)
+            return None
+        assert self._matcher is not None, f"no stop strings to find in {text!r}"
+        safe, stop = self._matcher.push(text, is_thought)
+        parts.append(safe)
+        if stop is not None and self._include_stop:
+            parts.append(stop)
+        return stop
 
     def _push_scored(self, token: int) -> str:
         assert self._scored is not None
@@ -176,7 +246,10 @@ class Choice:
         tail = self._detokenizer.flush()
         if self._matcher is None:
             return tail, None
-        safe, stop = self._matcher.push(tail)
-        if stop is not None:
-            return safe + (stop if self._include_stop else ""), stop
-        return safe + self._matcher.flush(), None
+        parts: list[str] = []
+        stop = self._match(tail, None, True, parts)
+        if stop is None and self._scanner is not None:
+            stop = self._match_parts(self._scanner.finish(), True, parts)
+        if stop is None:
+            parts.append(self._matcher.flush())
+        return "".join(parts), stop

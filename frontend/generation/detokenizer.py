@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from tandem.frontend.generation.output_tags import TagToken
+
 MAX_HELD_IDS = 32
 """Maximum number of ids held back while they end in an incomplete character. A character has at most four bytes, so
 more held ids are bytes that are not UTF-8, which would otherwise be decoded again for each token."""
@@ -157,6 +159,41 @@ class ByteDetokenizer:
         return b"".join([bytes_of[token_id] for token_id in ids]).decode("utf-8", "replace")
 
 
+class TagDetokenizer:
+    """Incremental decoder of one sequence that writes the tokens of tags as their text.
+
+    It does so whether or not special tokens are skipped. A tag completes the text before it, so that the text of the
+    token is exactly that of the tag.
+    """
+
+    __slots__ = ("_inner", "_new_inner", "_tags")
+
+    def __init__(self, new_inner: "Callable[[], Detokenizer | ByteDetokenizer]", tags: Mapping[int, TagToken]) -> None:
+        """Decode text with decoders of `new_inner`, one for each part between tags."""
+        self._new_inner = new_inner
+        self._inner = new_inner()
+        self._tags = tags
+
+    def push(self, token_id: int) -> str:
+        """Decode one more id and return the text that it completes."""
+        tag = self._tags.get(token_id)
+        if tag is None:
+            return self._inner.push(token_id)
+        text = self._inner.flush() + tag.text
+        self._inner = self._new_inner()
+        return text
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Decode more ids and return the text that they complete."""
+        if self._tags.keys().isdisjoint(token_ids):
+            return self._inner.push_all(token_ids)
+        return "".join([self.push(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Return the text of the held ids at the end of the sequence."""
+        return self._inner.flush()
+
+
 def _settled(held: list[int], decode: Callable[[list[int]], str]) -> tuple[str, list[int]]:
     """Split held ids into text that no later id changes and the ids behind it.
 
@@ -172,4 +209,4 @@ def _settled(held: list[int], decode: Callable[[list[int]], str]) -> tuple[str, 
     return "", spelled
 
 
-AnyDetokenizer = Detokenizer | ByteDetokenizer
+AnyDetokenizer = Detokenizer | ByteDetokenizer | TagDetokenizer

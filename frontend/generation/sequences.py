@@ -19,7 +19,7 @@ from tandem.protocol.params import SamplingParams
 def new_choices(admitted: Admitted, tokenizer: Tokenizer) -> list[Choice]:
     """Build the decoders of all choices of a request, before the first token of each."""
     options = admitted.options
-    matcher = StopMatcher(options.stop) if options.stop else None
+    matcher = StopMatcher(options.stop, admitted.tags.think.end) if options.stop else None
     echoed = [_echoed(admitted, prompt, tokenizer) for prompt in admitted.prompts]
     return [
         _choice(admitted, index, tokenizer, matcher and matcher.fresh(), echoed[index // options.n])
@@ -69,8 +69,8 @@ def _choice(
     if options.logprobs is not None or options.num_returned is not None:
         prompt = admitted.prompt_of(index)
         scored = ScoredTokens(tokenizer.bytes_of, len(prompt.ids), len(prompt.text), echoed)
-    detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
-    return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored)
+    detokenizer = tokenizer.detokenizer(options.skip_special_tokens, admitted.tags.tokens)
+    return Choice(index, detokenizer, matcher, options.min_tokens, options.include_stop, scored, admitted.tags)
 
 
 def _echoed(admitted: Admitted, prompt: AdmittedPrompt, tokenizer: Tokenizer) -> EchoedPrompt | None:

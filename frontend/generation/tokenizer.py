@@ -1,13 +1,15 @@
 """Tokenizer of the model, loaded from the `tokenizer.json` of its directory."""
 
 import hashlib
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import tokenizers
 
-from tandem.frontend.generation.detokenizer import AnyDetokenizer, ByteDetokenizer, Detokenizer
+from tandem.frontend.generation.detokenizer import AnyDetokenizer, ByteDetokenizer, Detokenizer, TagDetokenizer
+from tandem.frontend.generation.output_tags import TagToken
 from tandem.frontend.generation.token_bytes import DecodedBytes, TokenBytes, is_byte_level, token_bytes
 from tandem.frontend.special_tokens import SpecialTokenGuard, guarded_tokens
 from tandem.frontend.workers import Workers
@@ -76,8 +78,30 @@ class Tokenizer:
         added = self._raw.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> AnyDetokenizer:
-        """Create an incremental decoder for one sequence."""
+    def tag_tokens(self, texts: Iterable[str]) -> dict[int, TagToken]:
+        """Return the tokens that are tags of these texts, by id.
+
+        They are added tokens, special or not: an entry of the vocabulary that merges make is one spelling of several.
+        """
+        wanted = set(texts)
+        added = self._raw.get_added_tokens_decoder()
+        return {
+            token_id: TagToken(token.content, token.special)
+            for token_id, token in added.items()
+            if token.content in wanted
+        }
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, tags: Mapping[int, TagToken] = MappingProxyType({})
+    ) -> AnyDetokenizer:
+        """Create an incremental decoder for one sequence.
+
+        `tags` are tokens whose text is part of the output even if special tokens are skipped.
+        """
+        new = partial(self._text_detokenizer, skip_special_tokens)
+        return TagDetokenizer(new, tags) if tags else new()
+
+    def _text_detokenizer(self, skip_special_tokens: bool) -> Detokenizer | ByteDetokenizer:
         if self._is_byte_level:
             return ByteDetokenizer(self._decoded[skip_special_tokens])
         return Detokenizer(self._raw, self._anchor, skip_special_tokens)

@@ -12,7 +12,15 @@ from msgspec import Struct, structs
 
 from tandem.frontend.errors import renamed
 from tandem.frontend.grammar.checker import GrammarChecker
-from tandem.frontend.grammar.grammar import Grammar, ThinkingMode, output_grammar, record_removed, schema_body
+from tandem.frontend.grammar.grammar import (
+    THINK_TAGS,
+    Grammar,
+    ThinkingMode,
+    ThinkTags,
+    output_grammar,
+    record_removed,
+    schema_body,
+)
 from tandem.frontend.grammar.json_schema import Path
 from tandem.frontend.grammar.relaxed_schema import without_keyword
 from tandem.frontend.grammar.schema_search import SearchError
@@ -54,7 +62,7 @@ class Draft(Struct, frozen=True):
 class GrammarBuilder:
     """Build the grammars of requests.
 
-    `special_tokens` maps the text of the tokenizer's special tokens to their id.
+    `special_tokens` maps the text of the tokenizer's special tokens, and of tags that are one token, to their id.
     """
 
     def __init__(self, checker: GrammarChecker, workers: Workers, special_tokens: Mapping[str, int]) -> None:
@@ -71,6 +79,7 @@ class GrammarBuilder:
         use: ToolUse | None = None,
         syntax: CallSyntax | None = None,
         thinking: ThinkingMode = ThinkingMode.NONE,
+        think_tags: ThinkTags = THINK_TAGS,
         ignored: IgnoredFields | None = None,
         client: str = "",
         vocab_size: int | None = None,
@@ -102,7 +111,7 @@ class GrammarBuilder:
         seconds = await self._checker.check(grammar, client)
         if thinking is ThinkingMode.NONE:
             return Constraint(grammar.text, seconds)
-        return Constraint(grammar.after_thinking(thinking is ThinkingMode.OPEN, special), seconds)
+        return Constraint(grammar.after_thinking(thinking is ThinkingMode.OPEN, special, think_tags), seconds)
 
     def _is_constrained(self, options: GenerationOptions, use: ToolUse | None) -> bool:
         sources = (options.response_format, options.regex, options.grammar)

@@ -28,8 +28,20 @@ from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
 from tandem.frontend.request.ignored_fields import IgnoredFields, unknown_field
 from tandem.frontend.request.values import wrong_type
 
-THINK_START, THINK_END = "<think>", "</think>"
-"""Tags around the reasoning of a model."""
+
+class ThinkTags(Struct, frozen=True):
+    """Tags around the reasoning of a model."""
+
+    start: str
+    end: str
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.start, self.end
+
+
+THINK_TAGS = ThinkTags("<think>", "</think>")
+MISTRAL_THINK_TAGS = ThinkTags("[THINK]", "[/THINK]")
 
 _REGEX_FLAGS = "(?-s)"
 """Makes a dot match no line break, as in Python and most other dialects; llguidance's default is the opposite."""
@@ -70,18 +82,18 @@ class Grammar(Struct, frozen=True):
         """Encode the grammar as the engine takes it."""
         return _encode({"grammars": [self.body]})
 
-    def after_thinking(self, opened: bool, special_tokens: Mapping[str, int]) -> str:
+    def after_thinking(self, opened: bool, token_ids: Mapping[str, int], tags: ThinkTags = THINK_TAGS) -> str:
         """Encode this grammar preceded by reasoning.
 
-        Reasoning is any text up to its closing tag. With `opened`, the prompt ended with the opening tag; otherwise the
-        reasoning is optional.
+        Reasoning is any text up to its closing tag. With `opened`, the prompt leaves the opening tag open; otherwise
+        the reasoning is optional. `token_ids` has the tags that are one token, which other tokens cannot spell.
         """
         closed = f"closed {_BLANK_LINES}"
-        reasoning = closed if opened else f"({literal(THINK_START, special_tokens)} {closed})?"
-        if THINK_END in special_tokens:
-            rules = f"closed: TEXT {literal(THINK_END, special_tokens)}\nTEXT: /{ANY_TEXT}/\n"
+        reasoning = closed if opened else f"({literal(tags.start, token_ids)} {closed})?"
+        if tags.end in token_ids:
+            rules = f"closed: TEXT {literal(tags.end, token_ids)}\nTEXT: /{ANY_TEXT}/\n"
         else:
-            rules = f"closed[lazy]: TEXT {quoted(THINK_END)}\nTEXT: /{ANY_TEXT}/\n"
+            rules = f"closed[lazy]: TEXT {quoted(tags.end)}\nTEXT: /{ANY_TEXT}/\n"
         start = {"lark_grammar": f"start: {reasoning} @{_BODY}\n{rules}"}
         return _encode({"grammars": [start, {"name": _BODY, **self.body}]})
 
@@ -163,14 +175,14 @@ def lark(text: str) -> dict[str, Any]:
     return {"lark_grammar": text}
 
 
-def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Write a text in Lark, with its special tokens by id.
+def literal(text: str, token_ids: Mapping[str, int]) -> str:
+    """Write a text in Lark, with the tokens of `token_ids` by id.
 
-    A model cannot produce special tokens from ordinary ones.
+    Those are special tokens, which ordinary ones cannot spell, and tags that only count as one token.
     """
-    names = sorted(special_tokens, key=len, reverse=True)
+    names = sorted(token_ids, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
-    return " ".join(f"<[{special_tokens[part]}]>" if part in special_tokens else quoted(part) for part in parts if part)
+    return " ".join(f"<[{token_ids[part]}]>" if part in token_ids else quoted(part) for part in parts if part)
 
 
 def quoted(text: str) -> str:

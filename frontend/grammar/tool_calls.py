@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.frontend.errors import unsupported
 from tandem.frontend.grammar.grammar import (
@@ -36,22 +36,51 @@ class CallSyntax(Struct, frozen=True):
     """The literals around the tool calls of an output.
 
     Calls start after `opening`, are separated by `between` and end with `closing`; `before` and `after` enclose each
-    call. A call is a JSON object with the keys `name` and the value of `arguments`. `trigger` ends free text; if it
-    is empty, an output is free text unless it starts with a brace.
+    call. A call is a JSON object with the keys `name` and the value of `arguments`, or with `arguments_tag` the name,
+    that tag and the JSON object of the arguments. `trigger` ends free text; if it is empty, an output is free text
+    unless it starts with a brace, or with `optional_trigger` and a brace.
     """
 
     trigger: str = ""
+    optional_trigger: str = ""
     opening: str = ""
     before: str = ""
     after: str = ""
     between: str = "\n"
     closing: str = ""
     arguments: str = "arguments"
+    arguments_tag: str = ""
+    """Tag between the name of a function and its arguments; empty if a call is one JSON object."""
+    id_tag: str = ""
+    """Tag between the name and an id of the call, ahead of `arguments_tag`; a call without an id is accepted too."""
 
+    @property
+    def announcement(self) -> str:
+        """The tag ahead of calls that follow text; "" if there is none."""
+        return self.trigger or self.optional_trigger
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags of this syntax, which are one token in the vocabulary of a model that was trained on it."""
+        named = (self.trigger, self.optional_trigger, self.after.strip(), self.id_tag, self.arguments_tag)
+        return tuple(filter(None, named))
+
+    def written(self, name: str, arguments: Any) -> str:
+        """Write one call as the model writes it, without the literals around it."""
+        if self.arguments_tag:
+            return name + self.arguments_tag + _encoded(arguments)
+        return _encoded({"name": name, self.arguments: arguments})
+
+
+ID_TAG, ARGUMENTS_TAG = "[CALL_ID]", "[ARGS]"
+"""Tags in the calls of Mistral's tokenizers from version 11 on."""
 
 HERMES = CallSyntax(trigger="<tool_call>", before="<tool_call>\n", after="\n</tool_call>")
-LLAMA3_JSON = CallSyntax(between="; ", arguments="parameters")
+LLAMA3_JSON = CallSyntax(optional_trigger="<|python_tag|>", between="; ", arguments="parameters")
 MISTRAL = CallSyntax(trigger="[TOOL_CALLS]", opening="[TOOL_CALLS][", between=", ", closing="]")
+# Tokenizers of version 13 and of version 11, which also writes the ids of calls.
+MISTRAL_NAMED = CallSyntax(trigger="[TOOL_CALLS]", before="[TOOL_CALLS]", between="", arguments_tag=ARGUMENTS_TAG)
+MISTRAL_WITH_IDS = structs.replace(MISTRAL_NAMED, id_tag=ID_TAG)
 GENERIC_JSON = CallSyntax()
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -101,9 +130,9 @@ def tool_grammar(
     """Build the grammar of an output that may call tools; None without constraints.
 
     A required call always follows its format and the supported part of its arguments' schema. `special_tokens` maps the
-    text of the tokenizer's special tokens to their id; `content` constrains an output without calls; `schemas` are by
-    default those of `argument_schemas`. Raises ApiError 400 for a schema that is not supported, and for a `content`
-    that cannot be combined with tools.
+    text of the tokenizer's special tokens, and of tags that are one token, to their id; `content` constrains an output
+    without calls; `schemas` are by default those of `argument_schemas`. Raises ApiError 400 for a schema that is not
+    supported, and for a `content` that cannot be combined with tools.
     """
     if not calls_are_constrained(use, content):
         return content
@@ -112,7 +141,7 @@ def tool_grammar(
     if content is not None and content.schema is None:
         raise unsupported("{param} and 'tools' cannot be combined; give one of them", content.param)
     writer = _RuleWriter(syntax, special_tokens)
-    rules = writer.calls([_call_schema(each, syntax) for each in schemas], use.parallel and use.choice.name is None)
+    rules = writer.calls([writer.call(each) for each in schemas], use.parallel and use.choice.name is None)
     if use.choice.mode != "auto":
         start = "start: calls\n"
     elif content is None:
@@ -135,7 +164,16 @@ class _RuleWriter:
         self._syntax = syntax
         self._special_tokens = special_tokens
 
-    def calls(self, schemas: list[dict[str, Any]], several: bool) -> str:
+    def call(self, arguments: ArgumentSchema) -> str:
+        """Write the alternative of the rule `call` for a tool."""
+        syntax = self._syntax
+        if not syntax.arguments_tag:
+            return _json(_call_schema(arguments, syntax))
+        call_id = f"({self._literal(syntax.id_tag)} CALL_ID)? " if syntax.id_tag else ""
+        schema = _json(compiler_schema(arguments.schema))
+        return f"{quoted(arguments.tool.name)} {call_id}{self._literal(syntax.arguments_tag)} {schema}"
+
+    def calls(self, alternatives: list[str], several: bool) -> str:
         """Write the rule `calls`, and the rule `triggered` for calls after their trigger."""
         syntax = self._syntax
         more = f"({self._literal(syntax.between)} one)*" if several else ""
@@ -148,7 +186,7 @@ class _RuleWriter:
             f"calls: {opening} one {more} {closing}\n"
             f"triggered: {rest} call {after} {more} {closing}\n"
             f"one: {before} call {after}\n"
-            f"call: {' | '.join(_json(schema) for schema in schemas)}\n"
+            f"call: {' | '.join(alternatives)}\n" + ("CALL_ID: /[a-zA-Z0-9]{9}/\n" if syntax.id_tag else "")
         )
 
     def text_or_calls(self) -> str:
@@ -157,7 +195,7 @@ class _RuleWriter:
         if not trigger:
             return f'start: "" | TEXT | calls\nTEXT: /{_NO_CALL}/\n'
         if trigger in self._special_tokens:
-            # Ordinary text never contains a special token.
+            # Ordinary text never contains the token.
             return f"start: TEXT | TEXT {self._literal(trigger)} triggered\nTEXT: /{ANY_TEXT}/\n"
         return f"start: TEXT | trigger triggered\ntrigger[lazy]: TEXT {quoted(trigger)}\nTEXT: /{ANY_TEXT}/\n"
 
@@ -202,4 +240,8 @@ def _states_type(schema: dict[str, Any]) -> bool:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + msgspec.json.encode(schema).decode()
+    return "%json " + _encoded(schema)
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -143,7 +143,11 @@ OPTION_FIELDS = (
         "repeat_penalty", _REPETITION.kind, "Another name of `repetition_penalty`, which counts the whole text here."
     ),
     _SEED,
-    Field("stop", Strings(MAX_STOPS, MAX_STOP_CHARS, drop_empty=True), "Strings that end the output."),
+    Field(
+        "stop",
+        Strings(MAX_STOPS, MAX_STOP_CHARS, drop_empty=True),
+        "Strings that end the output. In reasoning, only those that contain its closing tag do.",
+    ),
     Field("stop_token_ids", TokenIds(MAX_STOP_TOKEN_IDS), "Token ids that end the output."),
     Field("include_stop_str_in_output", Boolean(), "Include the stop string or token that ended the output."),
     Field("ignore_eos", Boolean(), "Continue after the model's end-of-sequence token."),

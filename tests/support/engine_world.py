@@ -44,7 +44,7 @@ def script(submit: Submit) -> list[int]:
 class Ids:
     """The part of a tokenizer that generations use."""
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True, tags: object = None) -> Detokenizer:
         return Detokenizer(RAW, (), skip_special_tokens)
 
 

@@ -107,7 +107,7 @@ _PROMPT_FIELDS = (
 )
 _GENERATION_FIELDS = (
     Field("max_tokens", Integer(1, INT32_MAX), "At most this many; fewer if the context has less room.", required=True),
-    Field("stop_sequences", Strings(MAX_STOPS, MAX_STOP_CHARS), "Strings that end the output."),
+    Field("stop_sequences", Strings(MAX_STOPS, MAX_STOP_CHARS), "Strings that end the output after thinking."),
     Field("stop", Unsupported(([],)), "`stop_sequences` takes them."),
     Field("response_format", Unsupported(({"type": "text"},)), "`output_config.format` takes a JSON schema."),
     Field("stream_options", Ignored(), "The last events of a stream have the usage."),

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.chat.message import Content, MessageDelta, Reasoning, join_deltas
-from tandem.frontend.chat.message_parser import MessageShape, ReasoningParser, prompt_opens_thinking
+from tandem.frontend.chat.message_parser import MessageShape, prompt_opens_thinking
 from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.output_tags import OutputTags, Tag
 from tandem.frontend.grammar.grammar import ThinkingMode
-from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
+from tests.support.tool_answers import SHAPE, THINK_END, TOKEN_SHAPE, USE
 
-USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
 
 
@@ -29,12 +29,12 @@ def test_output_without_tools_and_reasoning_is_all_content() -> None:
 
 
 def test_reasoning_content_and_a_call_are_separated() -> None:
-    shape = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPTIONAL, think_end_id=8)
+    shape = TOKEN_SHAPE
     assert not shape.is_content_only
     parser = shape.new_parser()
     deltas: list[MessageDelta] = []
     deltas += parser.push(ChoiceDelta(0, "<think>what to", [7, 7], None))
-    deltas += parser.push(ChoiceDelta(0, " do</think>\n\nI look. ", [7, 8, 7, 7], None))
+    deltas += parser.push(ChoiceDelta(0, " do</think>\n\nI look. ", [7, 8, 7, 7], None, tags=[Tag(3, THINK_END)]))
     deltas += parser.push(piece(CALL))
     deltas += parser.push(piece("", "stop"))
     message = join_deltas(deltas)
@@ -46,19 +46,19 @@ def test_reasoning_content_and_a_call_are_separated() -> None:
 
 
 def test_reasoning_tokens_are_counted_when_one_token_ends_the_reasoning() -> None:
-    unknown = MessageShape(thinking=ThinkingMode.OPTIONAL).new_parser()
+    unknown = SHAPE.new_parser()
     unknown.push(ChoiceDelta(0, "<think>a", [7], None))
     assert unknown.reasoning_tokens is None
-    none = MessageShape(thinking=ThinkingMode.OPTIONAL, think_end_id=8).new_parser()
+    none = TOKEN_SHAPE.new_parser()
     none.push(ChoiceDelta(0, "an answer", [7, 7], "stop"))
     assert none.reasoning_tokens == 0
-    endless = MessageShape(thinking=ThinkingMode.OPEN, think_end_id=8).new_parser()
+    endless = MessageShape(tags=OutputTags({8: THINK_END}, ThinkingMode.OPEN)).new_parser()
     endless.push(ChoiceDelta(0, "on and on", [7, 7, 7], "length"))
     assert endless.reasoning_tokens == 3
 
 
 def test_a_call_within_reasoning_is_not_a_call() -> None:
-    parser = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPEN).new_parser()
+    parser = MessageShape(USE, FORMATS["hermes"], OutputTags(thinking=ThinkingMode.OPEN)).new_parser()
     deltas = parser.push(piece(f"maybe {CALL}", "length"))
     assert deltas == [Reasoning(f"maybe {CALL}")]
     assert parser.num_calls == 0
@@ -72,9 +72,9 @@ def test_text_held_back_is_released_at_the_end() -> None:
 
 def read(opened: bool, *chunks: str) -> tuple[str | None, str | None]:
     """Parse the chunks into reasoning and answer."""
-    parser = ReasoningParser(opened)
-    deltas: list[MessageDelta] = [delta for chunk in chunks for delta in parser.push(chunk)]
-    deltas += parser.finish()
+    parser = MessageShape(tags=OutputTags(thinking=ThinkingMode.OPEN if opened else ThinkingMode.OPTIONAL)).new_parser()
+    deltas: list[MessageDelta] = [delta for chunk in chunks for delta in parser.push(ChoiceDelta(0, chunk, [7], None))]
+    deltas += parser.push(ChoiceDelta(0, "", [], "stop"))
     message = join_deltas(deltas)
     return message.reasoning, message.content
 
@@ -102,14 +102,10 @@ def test_reasoning_is_separated_from_the_answer(
 
 
 def test_reasoning_streams_as_it_arrives() -> None:
-    parser = ReasoningParser(opened=False)
-    assert parser.push("<think>\nLet me") == [Reasoning("Let me")]
-    assert parser.has_started
-    assert parser.push(" see <") == [Reasoning(" see")]
-    assert parser.push("b>") == [Reasoning(" <b>")]
-    answering = ReasoningParser(opened=False)
-    answering.push("no thoughts")
-    assert not answering.has_started
+    parser = SHAPE.new_parser()
+    assert parser.push(piece("<think>\nLet me")) == [Reasoning("Let me")]
+    assert parser.push(piece(" see <")) == [Reasoning(" see")]
+    assert parser.push(piece("b>")) == [Reasoning(" <b>")]
 
 
 def test_prompt_opens_thinking_only_at_its_end() -> None:

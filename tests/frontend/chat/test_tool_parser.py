@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.chat.message import (
-    MAX_BLANKS,
     CallArguments,
     CallStart,
     Content,
@@ -17,6 +16,7 @@ from tandem.frontend.chat.message import (
 )
 from tandem.frontend.chat.tool_formats import FORMATS, MODEL_FORMATS, tool_format
 from tandem.frontend.chat.tool_parser import ToolParser
+from tandem.frontend.generation.output_tags import MAX_BLANKS
 
 NAMES = frozenset(("look", "add"))
 LOOK = '{"name": "look", "arguments": {"at": "the \\"moon\\" {"}}'
@@ -211,9 +211,9 @@ def test_call_ids_follow_their_format() -> None:
 
 def test_tool_format_follows_the_model_type() -> None:
     assert set(MODEL_FORMATS.values()) <= set(FORMATS)
-    assert tool_format("auto", "qwen3") is FORMATS["hermes"]
-    assert tool_format("auto", "unheard-of") is FORMATS["json"]
-    assert tool_format("mistral", "qwen3") is FORMATS["mistral"]
+    assert tool_format("auto", ["qwen3"]) is FORMATS["hermes"]
+    assert tool_format("auto", ["unheard-of"]) is FORMATS["json"]
+    assert tool_format("mistral", ["qwen3"]) is FORMATS["mistral"]
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

@@ -60,7 +60,7 @@ class Streams:
     def retry_after(self, code: ErrorCode, sequences: int, tokens: int) -> int:
         return 7
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool, tags: object = None) -> Detokenizer:
         return Detokenizer(byte_level_tokenizer(), (), skip_special_tokens)
 
 

@@ -7,13 +7,24 @@ import pytest
 
 from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar.grammar import Grammar, output_grammar
-from tandem.frontend.grammar.tool_calls import GENERIC_JSON, HERMES, LLAMA3_JSON, MISTRAL, CallSyntax, tool_grammar
+from tandem.frontend.grammar.tool_calls import (
+    GENERIC_JSON,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    MISTRAL_NAMED,
+    MISTRAL_WITH_IDS,
+    CallSyntax,
+    tool_grammar,
+)
 from tandem.frontend.request.tools import Tool, ToolChoice, ToolUse
 from tests.support.byte_grammar import verdict
 
-SPECIAL = {"[TOOL_CALLS]": 400, "<tool_call>": 401}
+SPECIAL = {"[TOOL_CALLS]": 400, "<tool_call>": 401, "[ARGS]": 402, "[CALL_ID]": 403}
 FORMS: list[tuple[CallSyntax, dict[str, int]]] = [
-    (form, special) for form in (HERMES, LLAMA3_JSON, MISTRAL, GENERIC_JSON) for special in ({}, SPECIAL)
+    (form, special)
+    for form in (HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_NAMED, MISTRAL_WITH_IDS, GENERIC_JSON)
+    for special in ({}, SPECIAL)
 ]
 
 WEATHER = {
@@ -35,6 +46,9 @@ def use(*tools: Tool, mode: Any = "required", name: str | None = None, parallel:
 
 
 def call(form: CallSyntax, name: str, arguments: object) -> str:
+    if form.arguments_tag:
+        call_id = f"{form.id_tag}abcdefg12" if form.id_tag else ""
+        return name + call_id + form.arguments_tag + json.dumps(arguments, ensure_ascii=False)
     return json.dumps({"name": name, form.arguments: arguments}, ensure_ascii=False)
 
 
@@ -119,6 +133,24 @@ def test_response_format_allows_json_or_calls(form: CallSyntax, special: dict[st
     assert verdict(text, '{"answer": 1', special) == verdict(text, "Well", special) == "wrong"
     only_calls = tool_grammar(use(STRICT), form, special, content)
     assert verdict(text_of(only_calls), '{"answer": null}', special) == "wrong"
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL])
+def test_named_calls_take_an_id_only_where_their_format_has_one(special: dict[str, int]) -> None:
+    with_ids = text_of(tool_grammar(use(STRICT, EMPTY), MISTRAL_WITH_IDS, special))
+    without = text_of(tool_grammar(use(STRICT, EMPTY), MISTRAL_NAMED, special))
+    plain, identified = "[TOOL_CALLS]ping[ARGS]{}", "[TOOL_CALLS]ping[CALL_ID]abcdefg12[ARGS]{}"
+    assert [verdict(with_ids, plain * 2, special), verdict(with_ids, identified * 2, special)] == ["whole"] * 2
+    assert [verdict(without, plain * 2, special), verdict(without, identified, special)] == ["whole", "wrong"]
+    for wrong in ("[TOOL_CALLS]ping[CALL_ID]abc[ARGS]{}", "[TOOL_CALLS]ping{}", '[TOOL_CALLS]{"name": "ping"}'):
+        assert verdict(with_ids, wrong, special) == "wrong"
+
+
+def test_a_tag_that_is_one_token_cannot_be_spelled_by_others() -> None:
+    text = text_of(tool_grammar(use(EMPTY, mode="auto"), HERMES, SPECIAL))
+    assert verdict(text, "<tool_call> is spelled", {}) == "whole"
+    assert verdict(text, "<tool_call> is no call", SPECIAL) == "wrong"
+    assert verdict(text_of(tool_grammar(use(EMPTY), HERMES, SPECIAL)), '<tool_call>\n{"', {}) == "wrong"
 
 
 def test_tool_grammar_is_none_when_nothing_is_strict_or_required() -> None:

@@ -16,6 +16,7 @@ from tandem.frontend.chat.tool_formats import FORMATS
 from tandem.frontend.errors import unavailable
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.output_tags import OutputTags
 from tandem.frontend.generation.scored_tokens import ScoredToken
 from tandem.frontend.generation.usage import Usage
 from tandem.frontend.grammar.grammar import ThinkingMode
@@ -28,7 +29,7 @@ MODEL = ModelFacts("m", 420, 2048, [1], "", "cpu", "float32", 0)
 USE = ToolUse((Tool("look", None, False, {}),), ToolChoice("auto"))
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "ü\\n"}}</tool_call>'
 PLAIN = MessageShape()
-RICH = MessageShape(USE, FORMATS["hermes"], thinking=ThinkingMode.OPTIONAL)
+RICH = MessageShape(USE, FORMATS["hermes"], OutputTags(thinking=ThinkingMode.OPTIONAL))
 SCORED = ScoredToken(b"a", -0.5, [(b"b", -1.0)], 0)
 PIECES = [
     ChoiceDelta(0, "Hm", [5], None),

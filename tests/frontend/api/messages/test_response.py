@@ -17,10 +17,11 @@ from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted, AdmittedPrompt
 from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.output_tags import Tag
 from tandem.frontend.generation.usage import PromptDetails, Usage
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.protocol.events import ModelFacts
-from tests.support.tool_answers import CALL, SHAPE, TEXTS
+from tests.support.tool_answers import CALL, SHAPE, TEXTS, THINK_END, TOKEN_SHAPE
 
 USAGE = Usage(30, 4, 34, PromptDetails(16))
 BODY = b'{"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "x"}]}'
@@ -176,10 +177,12 @@ REQUIRED = {
 
 
 def test_every_property_that_the_published_schema_requires_is_present() -> None:
-    for parsed_reasoning in (SHAPE, structs.replace(SHAPE, think_end_id=None)):
-        text = f"<think>hm</think>I look.\n{CALL}"
-        message = json.loads(format_of(parsed_reasoning).whole([ChoiceDelta(0, text, [7, 1], "stop")], USAGE))
-        started, *_, changed, _ = found = stream([text], ChoiceDelta(0, "", [1], "stop"), format_of(parsed_reasoning))
+    text = f"<think>hm</think>I look.\n{CALL}"
+    for shape, tags in ((SHAPE, []), (TOKEN_SHAPE, [Tag(9, THINK_END)])):
+        piece = ChoiceDelta(0, text, [7, 1], "stop", tags=tags)
+        message = json.loads(format_of(shape).whole([piece], USAGE))
+        form = format_of(shape)
+        started, *_, changed, _ = found = events_of(form.opening(USAGE) + form.batch([piece]) + form.closing(USAGE))
         for shown in (message, started["message"]):
             assert shown.keys() >= REQUIRED["message"]
             assert shown["usage"].keys() >= REQUIRED["usage"]
@@ -203,8 +206,11 @@ def test_usage_counts_cached_tokens_apart() -> None:
 
 
 def test_thinking_is_signed_and_counted() -> None:
-    form = format_of()
-    pieces = [ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None), ChoiceDelta(0, "", [1], "stop")]
+    form = format_of(TOKEN_SHAPE)
+    pieces = [
+        ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None, tags=[Tag(10, THINK_END)]),
+        ChoiceDelta(0, "", [1], "stop"),
+    ]
     events = events_of(form.opening(USAGE) + form.batch(pieces) + form.closing(USAGE))
     (thinking, _) = replay(events)["content"]
     assert (thinking["thinking"], bool(thinking["signature"])) == ("a b", True)

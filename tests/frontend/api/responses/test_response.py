@@ -15,9 +15,10 @@ from tandem.frontend.api.responses.response import ResponsesFormatter
 from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
+from tandem.frontend.generation.output_tags import Tag
 from tandem.frontend.generation.usage import Usage
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tests.support.tool_answers import CALL, SHAPE, TEXTS
+from tests.support.tool_answers import CALL, SHAPE, TEXTS, THINK_END, TOKEN_SHAPE
 
 USAGE = Usage(3, 4, 7)
 BODY = b'{"model": "m", "input": "x", "tools": [{"type": "function", "name": "look", "strict": true}]}'
@@ -189,7 +190,10 @@ def test_failure_is_reported_and_ends_the_response(status: int, code: str) -> No
 
 
 def test_reasoning_tokens_are_counted() -> None:
-    form = format_of()
-    pieces = [ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None), ChoiceDelta(0, "", [1], "stop")]
+    form = format_of(TOKEN_SHAPE)
+    pieces = [
+        ChoiceDelta(0, "<think>a b</think>c", [7, 7, 8, 7], None, tags=[Tag(10, THINK_END)]),
+        ChoiceDelta(0, "", [1], "stop"),
+    ]
     usage = events_of(form.batch(pieces) + form.closing(USAGE))[-1]["response"]["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": 3}

@@ -1,0 +1,103 @@
+"""Find out what a chat template does by rendering small conversations.
+
+Each of them has words that appear nowhere else, so that the rendered text shows what became of them. A conversation
+that the template rejects tells nothing.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from tandem.frontend.grammar.grammar import MISTRAL_THINK_TAGS, THINK_TAGS, ThinkTags
+
+Render = Callable[[Sequence[dict[str, Any]], dict[str, Any]], Awaitable[str]]
+"""Function that renders messages with further variables; "" if the template rejects them."""
+
+_QUESTION, _THOUGHT, _ANSWER, _NAME, _RESULT = "ZQUESTION", "ZTHOUGHT", "ZANSWER", "zfunction", "ZRESULT"
+_USER: dict[str, Any] = {"role": "user", "content": _QUESTION}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "zother", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+_OPENED_OBJECT = re.compile(r'\[?\s*\{[^{}]*"name":\s*"\Z')
+"""A JSON object up to the value of its name."""
+_NEXT_KEY = re.compile(r'"\s*,\s*"(parameters|arguments)"')
+"""What follows the name, up to the key of the arguments."""
+_MAX_OBJECT_CHARS = 200
+"""Number of characters ahead of a name in which its object begins."""
+
+
+class TemplateFacts(Struct, frozen=True):
+    """What the probes found out about a template."""
+
+    call_format: str | None = None
+    """Name of the format in which it writes tool calls; None if that is unknown, or it writes none."""
+    think_tags: ThinkTags | None = None
+    """Tags around reasoning that it writes, or looks for; None if there are none."""
+
+
+async def probe_template(render: Render) -> TemplateFacts:
+    """Find out what a template does."""
+    return TemplateFacts(await _call_format(render), await _think_tags(render))
+
+
+async def _call_format(render: Render) -> str | None:
+    """Return the name of the format in which the template writes tool calls."""
+    for arguments in ({"zkey": "zvalue"}, '{"zkey": "zvalue"}'):
+        call = {"id": "zcall0001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": "zcall0001", "name": _NAME, "content": _RESULT}
+        for content in ("", None):
+            asked: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+            text = await render([_USER, asked, result], {"tools": [_TOOL], "add_generation_prompt": True})
+            if (found := _format_of_call(text)) is not None:
+                return found
+    return None
+
+
+def _format_of_call(text: str) -> str | None:
+    before, name, after = text.partition(_NAME)
+    if not name:
+        return None
+    if before.rstrip().endswith("[TOOL_CALLS]"):
+        named = {"[CALL_ID]": "mistral_v11", "[ARGS]": "mistral_v13"}
+        return next((name for tag, name in named.items() if after.startswith(tag)), None)
+    opened = _OPENED_OBJECT.search(before, max(0, len(before) - _MAX_OBJECT_CHARS))
+    if opened is None:
+        return None
+    before = before[: opened.start()].rstrip()
+    if before.endswith("<tool_call>"):
+        return "hermes"
+    if before.endswith("[TOOL_CALLS]"):
+        return "mistral"
+    key = _NEXT_KEY.match(after)
+    return None if key is None else {"parameters": "llama3_json", "arguments": "json"}[key[1]]
+
+
+async def _think_tags(render: Render) -> ThinkTags | None:
+    """Return the tags around reasoning that the template writes or looks for.
+
+    It may write them ahead of an answer, around the reasoning of a message, in its instructions, or, to turn reasoning
+    off, both at once. It may also leave out what they enclose in a message.
+    """
+    thought: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+    parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
+    thought_in_parts: dict[str, Any] = {"role": "assistant", "content": parts}
+    for messages, variables in (
+        ([_USER], {"add_generation_prompt": True}),
+        ([_USER, thought], {}),
+        ([_USER], {"add_generation_prompt": True, "enable_thinking": False, "thinking": False}),
+        ([_USER], {"add_generation_prompt": True, "enable_thinking": True, "thinking": True}),
+        ([_USER, thought_in_parts], {}),
+    ):
+        text = await render(messages, variables)
+        for tags in (THINK_TAGS, MISTRAL_THINK_TAGS):
+            if tags.start in text or tags.end in text:
+                return tags
+    for tags in (THINK_TAGS, MISTRAL_THINK_TAGS):
+        written = {"role": "assistant", "content": f"{tags.start}\n{_THOUGHT}\n{tags.end}\n\n{_ANSWER}"}
+        text = await render([_USER, written, _USER], {"add_generation_prompt": True})
+        if _ANSWER in text and _THOUGHT not in text:
+            return tags
+    return None
