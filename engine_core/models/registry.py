@@ -52,23 +52,28 @@ class Model(Loadable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The functions that configure and build the models of an architecture."""
+    """The models of an architecture, and the functions that configure and build them."""
 
+    models: str
+    """Names that the makers gave the models."""
     read_config: Callable[[ConfigSource], ModelConfig]
     build: Callable[[ModelConfig, int, BuildContext], Model]
     """Allocates a model for a number of positions; its weights are not filled yet."""
 
 
 FAMILIES = {
-    "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.build),
-    "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.build),
-    "LlamaForCausalLM": Family(llama.read_config, llama.build),
-    "MistralForCausalLM": Family(mistral.read_config, mistral.build),
-    "Olmo2ForCausalLM": Family(olmo2.read_config, olmo2.build),
-    "Phi3ForCausalLM": Family(phi3.read_config, phi3.build),
-    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.build),
-    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.build),
+    "Gemma2ForCausalLM": Family("Gemma 2", gemma2.read_config, gemma2.build),
+    "Gemma3ForCausalLM": Family("Gemma 3", gemma3.read_config, gemma3.build),
+    "LlamaForCausalLM": Family("Llama 2 and 3", llama.read_config, llama.build),
+    "MistralForCausalLM": Family("Mistral", mistral.read_config, mistral.build),
+    "Olmo2ForCausalLM": Family("OLMo 2", olmo2.read_config, olmo2.build),
+    "Phi3ForCausalLM": Family("Phi-3 and Phi-4", phi3.read_config, phi3.build),
+    "Qwen2ForCausalLM": Family("Qwen 2 and 2.5", qwen2.read_config, qwen2.build),
+    "Qwen3ForCausalLM": Family("Qwen 3", qwen3.read_config, qwen3.build),
 }
+
+FAMILY_TABLE = "engine_core/README.md#families"
+"""Table of the families in the documents."""
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -130,7 +135,8 @@ def _find_family(source: ConfigSource) -> Family:
     Raises ConfigError that lists the known ones if it has none.
     """
     architecture = source.architecture
-    known = f"supported: {', '.join(FAMILIES)}, and the text halves of {', '.join(TEXT_HALVES)}"
+    models = ", ".join(family.models for family in FAMILIES.values())
+    known = f"supported are dense models of these families: {models}; {FAMILY_TABLE} lists them"
     half = TEXT_HALVES.get(architecture)
     if half is not None:
         text = source.fields.get("text_config")

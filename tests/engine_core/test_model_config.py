@@ -10,7 +10,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import FAMILIES, read_config
+from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.quantization.scheme import Int4Scheme
 from tandem.engine_core.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 
@@ -243,5 +243,5 @@ def test_a_config_may_have_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"GPT2LMHeadModel is not supported; supported: {', '.join(FAMILIES)}, and"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not supported; supported .* Llama 2 and 3, .*#families"):
         read(tmp_path, architectures=["GPT2LMHeadModel"], vocab_size=..., hidden_act="unheard of")

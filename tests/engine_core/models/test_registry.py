@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
-from tandem.engine_core.models.registry import FAMILIES, build_model, read_config
+from tandem.engine_core.models.registry import FAMILIES, FAMILY_TABLE, build_model, read_config
 from tests.support.paged_model import load
 from tests.support.parity import SMALL, check_parity, save_random
 
@@ -105,9 +105,18 @@ def test_an_unknown_architecture_is_refused_for_what_it_is_before_any_other_fiel
     with pytest.raises(ConfigError) as refused:
         read_config(tmp_path)
     text = str(refused.value)
-    assert f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; supported: " in text
-    assert all(name in text for name in FAMILIES)
+    assert f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; supported are " in text
+    assert all(family.models in text for family in FAMILIES.values())
+    assert FAMILY_TABLE in text
     assert "hidden_size" not in text
+
+
+def test_table_of_families_has_the_names_of_the_models() -> None:
+    page, _, heading = FAMILY_TABLE.partition("#")
+    table = (Path(__file__).parents[3] / page).read_text().partition(f"## {heading.capitalize()}")[2]
+    for architecture, family in FAMILIES.items():
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{architecture}` |")]
+        assert family.models.split(" and ")[0] in row
 
 
 @pytest.mark.parametrize("found", [None, [], ["A", "B"], [7], "LlamaForCausalLM"])
