@@ -1,7 +1,8 @@
 """`--check` of the commands that serve, which says whether they would start.
 
-The rules are those of the start itself. Nothing is started, downloaded or changed. What another process has in use now,
-such as the ports and the memory of a service that runs with an older configuration, is a warning.
+The rules are those of the start itself. Nothing is started or changed, and of a model on the hub only the small files
+are downloaded. What another process has in use now, such as the ports and the memory of a service that runs with an
+older configuration, is a warning.
 """
 
 import argparse
@@ -18,16 +19,17 @@ from msgspec import structs
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import ENVIRONMENT, api_keys
 from tandem.frontend.chat.chat_template import ChatTemplateError, load_chat_template
-from tandem.frontend.cli.doctor import AskEngine, ask_engine
 from tandem.frontend.cli.flags import hub_options
 from tandem.frontend.flags.arguments import check_origins, check_tls, check_traces
 from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
+from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import url_of
 from tandem.frontend.store.sqlite_file import check_store
 from tandem.frontend.store.store import StoreError
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import TcpAddress, listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.addresses.unix_socket import listening_unix_socket
+from tandem.frontend.supervisor.forecast import AskEngine, ask_engine
 from tandem.frontend.supervisor.launch import (
     check_engine_installed,
     check_ipc_length,
@@ -43,7 +45,9 @@ from tandem.frontend.supervisor.model import (
     ModelFolder,
     NotDownloadedError,
     find_model,
+    preview_model,
 )
+from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.protocol.engine_options import EngineOptions, engine_options, flag_name, wrong_numbers
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.forecast import Forecast, Section
@@ -51,7 +55,7 @@ from tandem.protocol.model_folder import TemplateFileError, max_positions, read_
 from tandem.protocol.sockets import check_ipc_place, check_server_keys
 
 _MAX_PORT = 65_535
-_REFUSALS = (LaunchError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
+_REFUSALS = (LaunchError, ConversionError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
 """What the parts of a start raise for settings that cannot work."""
 _PRIVATE_ENDPOINT = "ipc:///private"
 """Stands for the endpoint that a start would make."""
@@ -80,8 +84,6 @@ class Findings:
                 self.problems.append(f"{error}: this command has {min(own)} for another of its addresses")
                 return
             self.warnings.append(str(error))
-        except NotDownloadedError as error:
-            self.warnings.append(f"{error}; the model itself was not checked")
         except _REFUSALS as error:
             self.problems.append(str(error))
 
@@ -97,7 +99,7 @@ def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask
     found.problems += problems
     command = arguments.command
     if command == "frontend":
-        model = _find_model(arguments.model_dir, arguments, False, found)
+        model, _ = _find_model(arguments.model_dir, arguments, False, found)
     else:
         model = _check_engine(arguments, ask, found)
     _check_addresses(arguments, found)
@@ -139,7 +141,7 @@ def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings
     # Some flags are the frontends' too, with the same bounds.
     told = {text.partition(" ")[0] for text in found.problems}
     found.problems += [text for name, text in wrong.items() if flag_name(name) not in told]
-    model = _find_model(options.model, arguments, True, found)
+    model, weight_bytes = _find_model(options.model, arguments, True, found)
     installed: list[bool] = []
     with found.caught():
         check_engine_installed()
@@ -152,15 +154,17 @@ def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings
     if options.max_len is not None and positions is not None and options.max_len > positions:
         wrong["max_len"] = ""
     with found.caught():
-        _note(_ask(options, model, ask, wrong), found, wrong)
+        _note(_ask(options, model, weight_bytes, ask, wrong), found, wrong)
     return model
 
 
-def _ask(options: EngineOptions, model: ModelFolder, ask: AskEngine, wrong: Collection[str]) -> Forecast:
+def _ask(
+    options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: AskEngine, wrong: Collection[str]
+) -> Forecast:
     """Ask for the engine's choices, with defaults for numbers that are wrong."""
     defaults = EngineOptions()
     usual = {name: getattr(defaults, name) for name in wrong}
-    return ask(structs.replace(options, **usual, model=str(model.folder)), None)
+    return ask(structs.replace(options, **usual, model=str(model.folder)), weight_bytes)
 
 
 def _note(engine: Forecast, found: Findings, wrong: Collection[str]) -> None:
@@ -179,13 +183,33 @@ def _note(engine: Forecast, found: Findings, wrong: Collection[str]) -> None:
 
 def _find_model(
     model: str | None, arguments: argparse.Namespace, with_weights: bool, found: Findings
-) -> ModelFolder | None:
-    """Return the model's folder, or None if it is not here."""
+) -> tuple[ModelFolder | None, int | None]:
+    """Return the model's folder, or None if it is found nowhere, and the bytes of weights that are still on the hub.
+
+    What is in the cache is taken without asking the hub.
+    """
+    hub = hub_options(arguments)
     with found.caught():
-        folder = find_model(model, hub_options(arguments), with_weights=with_weights, may_download=False)
+        try:
+            folder = find_model(model, hub, with_weights=with_weights, may_download=False)
+        except NotDownloadedError:
+            assert model is not None, "it has a name on the hub"
+            if with_weights:
+                return _preview(model, hub, found)
+            folder = find_model(model, hub, with_weights=False)
         found.facts["model"] = f"{folder.folder}{f', commit {folder.commit}' if folder.commit else ''}"
-        return folder
-    return None
+        return folder, None
+    return None, None
+
+
+def _preview(model: str, hub: HubOptions, found: Findings) -> tuple[ModelFolder, int | None]:
+    """Download the small files of a model, as a start does before the weights."""
+    seen = preview_model(model, hub)
+    commit = seen.rows["commit"]
+    found.facts["model"] = f"{seen.folder}, commit {commit}"
+    found.facts["download"] = seen.rows["download"]
+    folder = with_tokenizer(seen.folder, cache_folder())
+    return ModelFolder(folder, model, commit), seen.weight_bytes
 
 
 def _check_addresses(arguments: argparse.Namespace, found: Findings) -> None:

@@ -11,8 +11,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,18 +18,16 @@ import msgspec
 from msgspec import Struct, structs
 
 from tandem.frontend.cli.flags import hub_options
-from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
-from tandem.frontend.process import child_environment
 from tandem.frontend.supervisor.addresses.port_flags import port_clash
 from tandem.frontend.supervisor.addresses.port_owner import port_owner
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import tcp_addresses
+from tandem.frontend.supervisor.forecast import AskEngine, ask_engine, tokenizer_problem
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
-from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name
-from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
-from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
+from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name, preview_model
+from tandem.protocol.engine_options import check_numbers, engine_options
 from tandem.protocol.forecast import Forecast, Section
 
 PACKAGES = (
@@ -39,8 +35,6 @@ PACKAGES = (
     *("tokenizers", "huggingface_hub", "safetensors", "llguidance", "uvicorn"),
 )
 GIB = 2**30
-CHILD_SECONDS = 300.0
-"""Longest time that the engine's child process may take; importing torch from a slow disk takes a while."""
 
 
 class Report(Struct, frozen=True):
@@ -56,10 +50,6 @@ class Report(Struct, frozen=True):
             lines += [title, *(f"  {name:<18}{value}" for name, value in rows.items()), ""]
         problems = [f"  - {problem}" for problem in self.problems]
         return "\n".join([*lines, *(["problems", *problems] if problems else ["No problem found."])])
-
-
-AskEngine = Callable[[EngineOptions, int | None], Forecast]
-"""Takes the settings, and the bytes of the weights if they are not here yet."""
 
 
 def run_doctor(arguments: argparse.Namespace, ask: AskEngine | None = None) -> int:
@@ -87,7 +77,7 @@ def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
         problems.append(str(error))
     if engine.problems or engine.shortage:
         problems += engine.problems or [engine.shortage]
-    elif engine.choices and (reason := _tokenizer_problem(Path(model["folder"]))):
+    elif engine.choices and (reason := tokenizer_problem(Path(model["folder"]))):
         problems.append(reason)
     driver = _driver()
     gpus = {f"GPU {number}": line for number, line in enumerate(engine.gpus)} or {"GPU": "none seen by torch"}
@@ -108,51 +98,13 @@ def _find_model(model: str | None, options: HubOptions) -> tuple[Section, int | 
     """
     if model is None or not is_hub_name(model):
         return {"folder": str(find_model(model, options).folder)}, None
-    from tandem.frontend.hub.client import HubModel
-    from tandem.frontend.hub.errors import HubError
-    from tandem.frontend.hub.preview import preview
-
-    try:
-        found = preview(HubModel.open(model, options))
-    except HubError as error:
-        raise LaunchError(str(error)) from None
+    found = preview_model(model, options)
     return {"name": model, "folder": str(found.folder), **found.rows}, found.weight_bytes
 
 
 def _kind(model: str | None) -> str:
     """Return what to call a model as it was given: a name on the hub, or a folder."""
     return "folder" if model is None or not is_hub_name(model) else "name"
-
-
-def _tokenizer_problem(folder: Path) -> str:
-    """Return why the tokenizer of a folder cannot be loaded.
-
-    Empty if it can. One in another format is converted, as at a start.
-    """
-    try:
-        load_tokenizer(with_tokenizer(folder, cache_folder()), threads=1).close()
-    except (ConversionError, TokenizerError) as error:
-        return str(error)
-    return ""
-
-
-def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
-    """Run the engine's forecast in a child process.
-
-    No frontend imports torch. Raises ValueError if the child fails.
-    """
-    command = [sys.executable, "-P", "-m", "tandem.engine_core.startup.forecast", *engine_argv(options)]
-    if weight_bytes is not None:
-        command.append(f"--weight-bytes={weight_bytes}")
-    try:
-        environment = child_environment(os.environ)
-        child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=environment)
-        return msgspec.json.decode(child.stdout, type=Forecast)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"the engine's libraries did not load within {CHILD_SECONDS:g} s") from None
-    except msgspec.MsgspecError:
-        reason = (child.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(f"the engine's libraries cannot be used (exit code {child.returncode}): {reason}") from None
 
 
 def _version(package: str) -> str:

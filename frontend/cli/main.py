@@ -264,6 +264,7 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
+    from tandem.frontend.supervisor.forecast import check_before_weights
     from tandem.frontend.supervisor.launch import (
         check_engine_installed,
         check_template,
@@ -282,7 +283,8 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
             check_template(arguments.chat_template)
         # Here an interrupt ends the download at once; within the loop it would wait for it.
         with raised_sigterm():
-            model = find_model(arguments.model, hub_options(arguments))
+            check = check_before_weights(options)
+            model = find_model(arguments.model, hub_options(arguments), before_weights=check)
         return asyncio.run(supervise(arguments, options, model, with_frontends))
     except LaunchError as error:
         return _refuse(str(error))

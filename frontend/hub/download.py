@@ -11,6 +11,7 @@ from functools import cached_property
 from tandem.frontend.hub.client import MAX_HTTP_BYTES, HubModel, Listing, RemoteFile
 from tandem.frontend.hub.connections import Connections, open_connections
 from tandem.frontend.hub.errors import HubError, explain_file_error
+from tandem.frontend.hub.options import BeforeWeights
 from tandem.frontend.hub.progress import DownloadProgress, size_text
 from tandem.frontend.hub.selection import (
     CONFIG,
@@ -56,14 +57,21 @@ class Download:
     def __exit__(self, *_exit: object) -> None:
         self._resources.close()
 
-    def run(self) -> None:
+    def run(self, before_weights: BeforeWeights | None = None) -> None:
         """Download what the snapshot lacks.
 
-        Raises HubError if that fails; what has arrived is kept. At a KeyboardInterrupt it says so.
+        Raises HubError if that fails, and what `before_weights` raises; what has arrived is kept. At a
+        KeyboardInterrupt it says so.
         """
         try:
-            if absent := [file for file in self.wanted() if not (self._snapshot / file.name).exists()]:
-                self.check_space(absent)
+            wanted = self.wanted()
+            if absent := [file for file in wanted if not (self._snapshot / file.name).exists()]:
+                if before_weights is not None:
+                    # What cannot be served is refused for that reason, whatever room the disk has for the weights.
+                    self._download([file for file in absent if not _is_weights(file)])
+                    absent = [file for file in absent if _is_weights(file)]
+                    if absent:
+                        before_weights(self._snapshot, weight_bytes(wanted))
                 self._download(absent)
         except OSError as error:
             raise HubError(explain_file_error(error, self._model.cache.root)) from None
@@ -121,17 +129,20 @@ class Download:
         return 0
 
     def _download(self, files: Sequence[RemoteFile]) -> None:
-        """Download files with progress.
+        """Download files with progress, if the disk has room for them.
 
         The small ones come first, so that a snapshot never has weights without them.
         """
+        if not files:
+            return
+        self.check_space(files)
         total = sum(file.size for file in files)
         logger.info(
             "downloading %s, commit %s: %d files, %s, to %s",
             self._model.name, self._listing.commit, len(files), size_text(total), self._snapshot,
         )  # fmt: skip
         progress = _new_progress(files)
-        weights = [file for file in files if file.name.endswith(".safetensors")]
+        weights = [file for file in files if _is_weights(file)]
         config = [file for file in files if file.name == CONFIG]
         small = [file for file in files if file not in weights and file not in config]
         try:
@@ -221,6 +232,15 @@ class Download:
             # Not by the library, which would ask again, and take what a later answer says in place of what was checked.
             self._model.cache.link(file.name, file.digest, commit)
         progress.add_file()
+
+
+def weight_bytes(files: Sequence[RemoteFile]) -> int:
+    """Return the bytes of the weights among some files."""
+    return sum(file.size for file in files if _is_weights(file))
+
+
+def _is_weights(file: RemoteFile) -> bool:
+    return file.name.endswith(".safetensors")
 
 
 def _new_progress(files: Sequence[RemoteFile]) -> DownloadProgress:

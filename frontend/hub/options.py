@@ -1,8 +1,12 @@
 """Options of a model on the Hugging Face hub."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
+
+BeforeWeights = Callable[[Path, int], None]
+"""Called with the folder of the small files and the bytes of the weights before their download; raises to stop it."""
 
 
 class HubOptions(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Preview of a download from the hub, for `tandem doctor`."""
+"""Preview of a download from the hub, for `tandem doctor` and `--check`."""
 
 import threading
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from tandem.frontend.hub.client import HubModel
-from tandem.frontend.hub.download import Download
+from tandem.frontend.hub.download import Download, weight_bytes
 from tandem.frontend.hub.errors import HubError, UnreachableError
 from tandem.frontend.hub.progress import size_text
 from tandem.frontend.hub.snapshot import cached_snapshot
@@ -50,5 +50,4 @@ def preview(model: HubModel) -> Preview:
         download.check_space(absent)
     with Download(model, listing, False, threading.Event()) as download:
         download.run()
-    weights = sum(file.size for file in wanted if file.name.endswith(".safetensors"))
-    return Preview(rows, folder, weights)
+    return Preview(rows, folder, weight_bytes(wanted))

@@ -9,6 +9,7 @@ from msgspec import Struct
 from tandem.frontend.hub.client import HubModel
 from tandem.frontend.hub.download import Download
 from tandem.frontend.hub.errors import HubError, UnreachableError
+from tandem.frontend.hub.options import BeforeWeights
 from tandem.frontend.hub.selection import missing
 
 logger = logging.getLogger(__name__)
@@ -21,12 +22,14 @@ class Snapshot(Struct, frozen=True):
     commit: str
 
 
-def find_snapshot(model: HubModel, with_weights: bool, stop: threading.Event) -> Snapshot:
+def find_snapshot(
+    model: HubModel, with_weights: bool, stop: threading.Event, before_weights: BeforeWeights | None = None
+) -> Snapshot:
     """Return the folder of a model, after a download if something is missing.
 
     A commit that is here is not asked for. If the hub does not list the files, for whatever reason, the last complete
     download is used, with a warning unless HF_HUB_OFFLINE is set. Raises HubError if there is none, or if the download
-    fails.
+    fails, and what `before_weights` raises.
     """
     cached = cached_snapshot(model, with_weights)
     if cached is not None and (model.offline or cached.commit == model.revision):
@@ -41,7 +44,7 @@ def find_snapshot(model: HubModel, with_weights: bool, stop: threading.Event) ->
         logger.warning("%s; serving %s from the cache, commit %s", error, model.name, cached.commit)
         return cached
     with Download(model, listing, with_weights, stop) as download:
-        download.run()
+        download.run(before_weights)
     return Snapshot(model.cache.snapshot(listing.commit), listing.commit)
 
 

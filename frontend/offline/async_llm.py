@@ -29,6 +29,7 @@ from tandem.frontend.offline.fields import (
 from tandem.frontend.offline.result import EngineError, OutputDelta, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.supervisor.forecast import check_before_weights
 from tandem.frontend.supervisor.launch import check_engine_installed
 from tandem.frontend.supervisor.model import ModelFolder, find_model
 
@@ -56,9 +57,9 @@ class AsyncLLM:
 
         Raises TypeError for an unknown option, ValueError for a value that its flag would not take.
         """
-        self._session = OfflineSession(
-            engine_options(model, options), chat or ChatOptions(), check_log_level(log_level)
-        )
+        settings = engine_options(model, options)
+        self._session = OfflineSession(settings, chat or ChatOptions(), check_log_level(log_level))
+        self._before_weights = check_before_weights(settings)
         self._model, self._hub = model, hub_options(revision, hf_token, download_dir)
         self._startup_timeout = startup_timeout
         self._state = "not started"
@@ -89,7 +90,9 @@ class AsyncLLM:
         """Find or download the model in a thread, which a cancelled call tells to stop."""
         stop = threading.Event()
         try:
-            return await asyncio.to_thread(find_model, self._model, self._hub, stop=stop)
+            return await asyncio.to_thread(
+                find_model, self._model, self._hub, stop=stop, before_weights=self._before_weights
+            )
         finally:
             stop.set()
 

@@ -31,6 +31,7 @@ from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
 from tandem.frontend.offline.session import Item, OfflineSession
 from tandem.frontend.request.prompts import Prompt
+from tandem.frontend.supervisor.forecast import check_before_weights
 from tandem.frontend.supervisor.launch import check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model
 
@@ -77,7 +78,8 @@ class LLM:
         """
         settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()
-        found = find_model(model, hub_options(revision, hf_token, download_dir))
+        hub = hub_options(revision, hf_token, download_dir)
+        found = find_model(model, hub, before_weights=check_before_weights(settings))
         self._session = OfflineSession(settings, chat or ChatOptions(), level)
         self._thread = LoopThread("tandem-offline")
         self._thread.start()

@@ -5,15 +5,22 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from tandem.frontend.hub.options import HubOptions
+from tandem.frontend.hub.options import BeforeWeights, HubOptions
 from tandem.frontend.hub.selection import has_tokenizer
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.frontend.supervisor.wrong_folder import check_readable, explain, inaccessible
 from tandem.protocol.engine_options import EngineOptions
+
+if TYPE_CHECKING:  # they load huggingface_hub
+    from tandem.frontend.hub.client import HubModel
+    from tandem.frontend.hub.preview import Preview
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +81,7 @@ def find_model(
     with_weights: bool = True,
     may_download: bool = True,
     stop: threading.Event | None = None,
+    before_weights: BeforeWeights | None = None,
 ) -> ModelFolder:
     """Return the folder of the model to serve.
 
@@ -82,13 +90,13 @@ def find_model(
     By default it is the model that ships with the engine core. The engine core is located, not imported. A safetensors
     file stands for its folder, if that has no other weights. with_weights: False for a frontend, which needs the
     tokenizer and templates only. may_download: False to take what is in the cache without asking the hub. stop: ends a
-    download early.
+    download early. before_weights: checks the small files of a model before its weights are downloaded.
 
     Raises LaunchError if the model is found nowhere, or if it cannot be read, downloaded or converted;
     NotDownloadedError if it would have to be downloaded.
     """
     try:
-        found = _find(model, hub, with_weights, stop or threading.Event(), may_download)
+        found = _find(model, hub, with_weights, stop or threading.Event(), may_download, before_weights)
         check_readable(found.folder, with_weights)
         folder = with_tokenizer(found.folder, cache_folder())
     except ConversionError as error:
@@ -104,7 +112,12 @@ def find_model(
 
 
 def _find(
-    model: str | None, hub: HubOptions, with_weights: bool, stop: threading.Event, may_download: bool
+    model: str | None,
+    hub: HubOptions,
+    with_weights: bool,
+    stop: threading.Event,
+    may_download: bool,
+    before_weights: BeforeWeights | None,
 ) -> ModelFolder:
     if model is None:
         if hub.revision is not None:
@@ -120,7 +133,7 @@ def _find(
         return _checked_folder(path, with_weights) if is_folder else _folder_of_file(path)
     if not is_hub_name(model):
         raise LaunchError(_missing_folder(model))
-    return _download(model, hub, with_weights, stop, may_download)
+    return _download(model, hub, with_weights, stop, may_download, before_weights)
 
 
 def _checked_folder(path: Path, with_weights: bool) -> ModelFolder:
@@ -166,30 +179,62 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not os.path.exists(model)
 
 
-def _download(
-    model: str, hub: HubOptions, with_weights: bool, stop: threading.Event, may_download: bool
-) -> ModelFolder:
-    # The library reads the environment when it is imported, and takes a while.
+@contextmanager
+def _hub_errors() -> Iterator[None]:
+    """Turn the errors of a hub into LaunchError."""
+    from tandem.frontend.hub.errors import HubError
+
+    try:
+        yield
+    except HubError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _open_model(model: str, hub: HubOptions) -> "HubModel":
+    """Return the model on its hub, of which nothing is asked yet.
+
+    The library reads the environment when it is imported, and takes a while.
+    """
     try:
         from tandem.frontend.hub.client import HubModel
-        from tandem.frontend.hub.errors import HubError
-        from tandem.frontend.hub.snapshot import cached_snapshot, find_snapshot
     except ValueError as error:
         raise LaunchError(
             f"the settings of huggingface_hub in the environment cannot be read ({error}): check HF_ENDPOINT and the "
             "other variables that start with HF_"
         ) from None
+    return HubModel.open(model, hub)
 
-    try:
-        wanted = HubModel.open(model, hub)
+
+def preview_model(model: str, hub: HubOptions) -> "Preview":
+    """Ask the hub for a model and download its small files.
+
+    Raises LaunchError if the model cannot be had.
+    """
+    with _hub_errors():
+        wanted = _open_model(model, hub)
+        from tandem.frontend.hub.preview import preview
+
+        return preview(wanted)
+
+
+def _download(
+    model: str,
+    hub: HubOptions,
+    with_weights: bool,
+    stop: threading.Event,
+    may_download: bool,
+    before_weights: BeforeWeights | None,
+) -> ModelFolder:
+    with _hub_errors():
+        wanted = _open_model(model, hub)
+        from tandem.frontend.hub.snapshot import cached_snapshot, find_snapshot
+
         if may_download or wanted.offline:  # offline it says why there is nothing to serve
-            found = find_snapshot(wanted, with_weights, stop)
+            found = find_snapshot(wanted, with_weights, stop, before_weights)
         elif (cached := cached_snapshot(wanted, with_weights)) is not None:
             found = cached
         else:
             raise NotDownloadedError(f"{model} is not in the cache {wanted.cache.root}; a start downloads it")
-    except HubError as error:
-        raise LaunchError(str(error)) from None
     logger.info("%s is commit %s, in %s", model, found.commit, found.folder)
     return ModelFolder(found.folder, model, found.commit)
 

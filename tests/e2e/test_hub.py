@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -51,7 +52,8 @@ def test_server_downloads_once_continues_after_a_cut_and_serves_from_the_cache(h
         assert json.loads(server.get("/v1/models")[1])["data"][0]["id"] == NAME
         until(lambda: server.said(f"(model {NAME}, commit {COMMIT}, cpu"), "the line that the server is ready")
         log = (tmp_path / "log").read_text()
-        assert f"downloading {NAME}, commit {COMMIT}: 5 files, 11.2 MB" in log
+        assert f"downloading {NAME}, commit {COMMIT}: 4 files, 266 kB" in log
+        assert f"downloading {NAME}, commit {COMMIT}: 1 files, 11 MB" in log
         assert "downloaded 100 %" in log
     assert len(hub.lists()) == 1
     assert [len(hub.bodies(name)) for name in ("config.json", "tokenizer.json", WEIGHTS)] == [1, 1, 2]
@@ -94,6 +96,31 @@ def test_every_command_explains_a_name_that_the_hub_does_not_have(
     text = out if command == "doctor" else err
     assert f"the model org/other is neither a directory here nor a model on {hub.url}" in text
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "reason"),
+    [
+        (["serve"], {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "a mixture of experts"),
+        pytest.param(
+            ["engine", "--endpoint", "ipc:///nowhere", "--check"],
+            {"quantization_config": {"quant_method": "hqq"}},
+            'quant_method "hqq" is not supported',
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_model_that_is_not_supported_is_refused_before_its_weights_are_downloaded(
+    hub: HubServer, command: list[str], config: dict[str, Any], reason: str
+) -> None:
+    files = hub.repositories[NAME].files
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | config).encode()
+    done = subprocess.run([TANDEM, *command, "--model", NAME], capture_output=True, text=True, timeout=GUARD_SECONDS)
+    assert done.returncode == 2, done.stderr
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(hub.bodies("tokenizer.json")) == 1
+    assert hub.bodies(WEIGHTS) == []
 
 
 @pytest.mark.slow

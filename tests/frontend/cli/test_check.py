@@ -11,14 +11,17 @@ import pytest
 
 from tandem.frontend.cli.check import run_check
 from tandem.frontend.cli.main import build_parser, main
+from tandem.frontend.hub.client import HubModel
 from tandem.frontend.listening import listen
 from tandem.frontend.store.sqlite_file import FILE_NAME, open_store
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast
+from tests.fakes.hub_server import hub_server
 from tests.fakes.scripted_engine import DEFAULT_MODEL
 from tests.fakes.tokenizer import write_tokenizer
+from tests.support.hub_models import NAME, SINGLE, hub_model, repository
 from tests.support.tcp_proxy import free_ports
 
 CHOICES = Forecast([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
@@ -46,10 +49,10 @@ class Checked:
     def __init__(
         self, capsys: pytest.CaptureFixture[str], command: str, model: str, *argv: str, engine: Forecast = CHOICES
     ) -> None:
-        self.asked: list[EngineOptions] = []
+        self.asked: list[tuple[EngineOptions, int | None]] = []
 
-        def ask(options: EngineOptions, _: int | None) -> Forecast:
-            self.asked.append(options)
+        def ask(options: EngineOptions, weight_bytes: int | None) -> Forecast:
+            self.asked.append((options, weight_bytes))
             return engine
 
         capsys.readouterr()
@@ -80,7 +83,7 @@ def test_good_settings_have_no_line_on_stderr_and_a_summary(
     state = tmp_path / "state"
     good = Checked(capsys, "serve", str(model), *FREE, "--state-dir", str(state), "--max-len", "64")
     assert (good.code, good.lines, good.summary[-1]) == (0, [], "tandem serve would start")
-    assert [options.model for options in good.asked] == [str(model)]
+    assert [options.model for options, _ in good.asked] == [str(model)]
     assert "architecture      LlamaForCausalLM" in good.summary
     assert f"state             {state}" in good.summary
     assert not state.exists()
@@ -152,7 +155,7 @@ def test_problems_of_the_engine_are_told_beside_wrong_numbers(capsys: pytest.Cap
     )
     flags = ("--max-rows", "0", "--max-len", "65", "--kv-tokens", "9")
     found = Checked(capsys, "serve", str(model), *FREE, *flags, engine=engine)
-    assert [(asked.max_rows, asked.max_len, asked.kv_tokens) for asked in found.asked] == [(None, None, 9)]
+    assert [(asked.max_rows, asked.max_len, asked.kv_tokens) for asked, _ in found.asked] == [(None, None, 9)]
     assert [line[:14] for line in found.problems] == ["--max-rows 0: ", "--max-len 65 i", "--kv-memory an"]
 
 
@@ -278,13 +281,31 @@ def test_a_store_is_looked_at_and_left_as_it_is(
     assert "is not a directory" in problem
 
 
-def test_a_model_that_is_not_downloaded_is_a_warning_unless_a_start_could_not_download_it(
+def test_the_small_files_of_a_model_on_the_hub_are_downloaded_and_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {**SINGLE, "tokenizer.json": (DEFAULT_MODEL / "tokenizer.json").read_bytes()}
+    with hub_server({NAME: repository(files)}) as hub:
+        monkeypatch.setattr(HubModel, "open", lambda name, _: hub_model(hub, tmp_path, name))
+        argv = (NAME, *FREE, "--download-dir", str(tmp_path))
+        found = Checked(capsys, "serve", *argv)
+        assert (found.code, found.lines) == (0, [])
+        ((options, weight_bytes),) = found.asked
+        assert weight_bytes == len(SINGLE["model.safetensors"])
+        assert (Path(options.model or "") / "config.json").read_bytes() == SINGLE["config.json"]
+        assert any(line.startswith("download          6 files, ") for line in found.summary), found.summary
+        refusing = Forecast([], {}, {}, problems=["the architecture MixtralForCausalLM is not supported"])
+        assert Checked(capsys, "serve", *argv, engine=refusing).problems == refusing.problems
+        assert Checked(capsys, "frontend", *argv, "--endpoint", f"ipc://{tmp_path}/e").code == 0
+        assert hub.bodies("model.safetensors") == []
+        (problem,) = Checked(capsys, "serve", "org/other", *argv[1:]).problems
+        assert "the model org/other is neither a directory here nor a model on" in problem
+
+
+def test_a_model_that_is_not_downloaded_is_a_problem_without_the_hub(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ("serve", "org/never", *FREE, "--download-dir", str(tmp_path))
-    found = Checked(capsys, *argv)
-    assert (found.code, found.asked) == (0, [])
-    assert [line.startswith(f"org/never is not in the cache {tmp_path}") for line in found.warnings] == [True]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (problem,) = Checked(capsys, *argv).problems
     assert "org/never is not in the cache" in problem

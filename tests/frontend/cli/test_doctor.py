@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tandem.frontend.cli import doctor
-from tandem.frontend.cli.doctor import ask_engine, run_doctor
+from tandem.frontend.cli.doctor import run_doctor
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.listening import listen
 from tandem.frontend.supervisor.addresses.port_owner import port_owner
+from tandem.frontend.supervisor.forecast import ask_engine
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast
 from tests.support.serving import free_port

@@ -18,7 +18,7 @@ from tandem.frontend.hub.cache import ModelCache
 from tandem.frontend.hub.client import HubModel
 from tandem.frontend.hub.errors import HubError
 from tandem.frontend.hub.options import HubOptions
-from tandem.frontend.hub.snapshot import Snapshot, find_snapshot
+from tandem.frontend.hub.snapshot import Snapshot, cached_snapshot, find_snapshot
 from tandem.frontend.hub.transfer import StoppedError
 from tests.fakes.hub_server import COMMIT, HubServer, digest_of, hub_server
 from tests.support.hub_models import NAME, SHARDED, SHARDS, SINGLE, UNWANTED, hub_model, names_in, repository
@@ -131,6 +131,41 @@ def test_frontend_needs_no_weights_and_a_server_then_only_those(hub: HubServer, 
     hub.seen.clear()
     assert names_in(find(hub, tmp_path)) == set(SINGLE)
     assert [name for name in SINGLE if hub.bodies(name)] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("files", [SINGLE, SHARDED], ids=["one file", "shards"])
+def test_small_files_are_checked_before_the_first_byte_of_the_weights(tmp_path: Path, files: dict[str, bytes]) -> None:
+    weights = {name: content for name, content in files.items() if name.endswith(".safetensors")}
+    seen: list[tuple[set[str], int]] = []
+
+    def check(folder: Path, weight_bytes: int) -> None:
+        seen.append(({path.name for path in folder.iterdir()}, weight_bytes))
+        if len(seen) == 1:
+            raise ValueError("not this model")
+
+    with hub_server({NAME: repository(files | UNWANTED)}) as hub:
+        model = hub_model(hub, tmp_path)
+        with pytest.raises(ValueError, match="not this model"):
+            find_snapshot(model, True, threading.Event(), check)
+        assert not any(hub.bodies(name) for name in weights)
+        assert cached_snapshot(model, True) is None
+        found = find_snapshot(model, True, threading.Event(), check)
+        assert names_in(found) == set(files)
+        assert Counter(len(hub.bodies(name)) for name in files) == {1: len(files)}
+        assert seen == [(files.keys() - weights.keys(), sum(map(len, weights.values())))] * 2
+        find_snapshot(model, True, threading.Event(), check)
+        assert len(seen) == 2, "what is in the cache is not checked"
+
+
+def test_disk_without_room_for_the_weights_is_refused_after_the_check(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _place: DiskUsage(30_000, 10_000, 20_000))
+    with pytest.raises(HubError, match="20000 bytes"):
+        find_snapshot(hub_model(hub, tmp_path), True, threading.Event(), lambda _, size: checked.append(size))
+    assert checked == [len(SINGLE["model.safetensors"])]
+    assert hub.bodies("model.safetensors") == []
 
 
 def test_second_start_downloads_nothing_and_a_pinned_commit_asks_nothing(hub: HubServer, tmp_path: Path) -> None:

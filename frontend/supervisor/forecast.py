@@ -1,0 +1,79 @@
+"""The engine's forecast for a model, and the check of a model before its weights are downloaded.
+
+The engine's own code runs in a child process, since no frontend imports torch.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from tandem.frontend.hub.options import BeforeWeights
+from tandem.frontend.process import child_environment
+from tandem.frontend.supervisor.model import LaunchError
+from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
+from tandem.protocol.engine_options import EngineOptions, engine_argv
+from tandem.protocol.forecast import Forecast
+
+CHILD_SECONDS = 300.0
+"""Longest time that the engine's child process may take; importing torch from a slow disk takes a while."""
+
+AskEngine = Callable[[EngineOptions, int | None], Forecast]
+"""Takes the settings, and the bytes of the weights if they are not here yet."""
+
+
+def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
+    """Run the engine's forecast in a child process.
+
+    Raises ValueError if the child fails.
+    """
+    command = [sys.executable, "-P", "-m", "tandem.engine_core.startup.forecast", *engine_argv(options)]
+    if weight_bytes is not None:
+        command.append(f"--weight-bytes={weight_bytes}")
+    try:
+        environment = child_environment(os.environ)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=environment)
+        return msgspec.json.decode(child.stdout, type=Forecast)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the engine's libraries did not load within {CHILD_SECONDS:g} s") from None
+    except msgspec.MsgspecError:
+        reason = (child.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"the engine's libraries cannot be used (exit code {child.returncode}): {reason}") from None
+
+
+def check_before_weights(options: EngineOptions, ask: AskEngine = ask_engine) -> BeforeWeights:
+    """Return a check of a model's small files, for a download to call before it fetches the weights.
+
+    It raises LaunchError for a family, a quantization or a dtype that the engine refuses, for weights that the machine
+    has no room for, and for a tokenizer that cannot be loaded.
+    """
+
+    def check(folder: Path, weight_bytes: int) -> None:
+        try:
+            problems = ask(structs.replace(options, model=str(folder)), weight_bytes).problems
+        except ValueError as error:
+            problems = [str(error)]
+        if not problems and (problem := tokenizer_problem(folder)):
+            problems = [problem]
+        if problems:
+            raise LaunchError("\n".join([*problems, f"the weights of {options.model} were not downloaded"]))
+
+    return check
+
+
+def tokenizer_problem(folder: Path) -> str:
+    """Return why the tokenizer of a folder cannot be loaded; "" if it can.
+
+    One in another format is converted, as at a start.
+    """
+    from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer  # takes a while
+
+    try:
+        load_tokenizer(with_tokenizer(folder, cache_folder()), threads=1).close()
+    except (ConversionError, TokenizerError) as error:
+        return str(error)
+    return ""
