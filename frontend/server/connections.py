@@ -5,9 +5,11 @@ It bounds their number, chooses the one to close when there are too many, and ch
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from enum import StrEnum
+from itertools import islice
 from typing import Protocol
 
 from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
@@ -15,6 +17,10 @@ from tandem.frontend.server.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
+REPLACEABLE_SECONDS = 0.5
+"""Time for which a connection has to be without a request before another replaces it: before, one may be on its way."""
+_SCANNED = 64
+"""Connections among which one to close is looked for."""
 _SLICE = 256
 """Connections that are checked in one turn of the event loop."""
 STARTS_PER_TURN = 4
@@ -56,6 +62,11 @@ class Connection(Protocol):
         """Address of the client, for logs."""
         ...
 
+    @property
+    def has_unread(self) -> bool:
+        """True if bytes of the client wait to be read, maybe a request."""
+        ...
+
     def check(self, now: float) -> None:
         """End the connection if it is over one of its deadlines.
 
@@ -64,7 +75,10 @@ class Connection(Protocol):
         ...
 
     def evict(self) -> None:
-        """Close the connection now, to make room for another."""
+        """Close the connection now, to make room for another.
+
+        A client that has sent a part of a request gets an answer.
+        """
         ...
 
     def drain(self, grace: float) -> None:
@@ -103,11 +117,19 @@ class Connections:
     """The table of open connections, of which there are at most `limit`.
 
     A connection has a request from the last byte of its headers to the last byte of the answer. A connection beyond the
-    limit takes the place of the one that has been without a request for the longest time. A few places are kept for
-    connections without one, so that there always is such a connection and a request beyond the others can be answered.
+    limit replaces the one that has been without a request for the longest time, unless a request of it may be on its
+    way: that is so for REPLACEABLE_SECONDS, and while bytes of it are unread. A few connections are kept from requests,
+    so that a request beyond the others can be answered.
     """
 
-    def __init__(self, limit: int, interval: float, metrics: ConnectionMetrics, log: RateLimitedLog) -> None:
+    def __init__(
+        self,
+        limit: int,
+        interval: float,
+        metrics: ConnectionMetrics,
+        log: RateLimitedLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Create an empty table; deadlines are checked every `interval` seconds."""
         self.limit = limit
         self.max_requests = limit - max(1, min(_MAX_SPARE, limit // 8))
@@ -119,8 +141,9 @@ class Connections:
         self._interval = interval
         self._metrics = metrics
         self._log = log
-        self._waiting: OrderedDict[Connection, None] = OrderedDict()
-        """Connections without a request, the one that has been so for the longest time first."""
+        self._clock = clock
+        self._waiting: OrderedDict[Connection, float] = OrderedDict()
+        """Connections without a request with the time since when, the oldest first."""
         self._busy: set[Connection] = set()
 
     def __len__(self) -> int:
@@ -134,17 +157,35 @@ class Connections:
     def add(self, connection: Connection, successor_of: Connection | None = None) -> None:
         """Add a new connection.
 
-        If the table is full, close the connection that has been without a request for the longest time.
-        `successor_of` is the entry whose place it takes, if there is one.
+        If the table is full, close the connection that has been without a request for the longest time, of those
+        that can be replaced if there is one. `successor_of` is the entry that it replaces, if there is one.
         """
         if successor_of is not None:
             self.remove(successor_of)
         if len(self) >= self.limit:
-            oldest, _ = self._waiting.popitem(last=False)
+            oldest = next(self._replaceable(), None) or next(iter(self._waiting))
+            del self._waiting[oldest]
             why = f"all {self.limit} connections are taken, so the oldest without a request is closed"
             self.report(Closed.EVICTED, oldest, f"{why}; raise --limit-concurrency and ulimit -n if clients need more")
             oldest.evict()
-        self._waiting[connection] = None
+        self._waiting[connection] = self._clock()
+
+    def room(self, most: int) -> int:
+        """Return the number of connections that can be added now, at most `most`.
+
+        None that may have a request on its way would be closed for them.
+        """
+        free = self.limit - len(self)
+        return free if free >= most else min(most, free + sum(1 for _ in self._replaceable()))
+
+    def _replaceable(self) -> Iterator[Connection]:
+        """Yield connections of which no request is on its way, the one to close first before the others."""
+        latest = self._clock() - REPLACEABLE_SECONDS
+        for connection, since in islice(self._waiting.items(), _SCANNED):
+            if since > latest:
+                return
+            if not connection.has_unread:
+                yield connection
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended. Idempotent."""
@@ -167,7 +208,7 @@ class Connections:
         """Mark a connection as one without a request, unless it was removed."""
         if connection in self._busy:
             self._busy.remove(connection)
-            self._waiting[connection] = None
+            self._waiting[connection] = self._clock()
 
     def report(self, reason: Closed, connection: Connection, message: str = "") -> None:
         """Count a closed connection or a refusal, and log the message if given."""

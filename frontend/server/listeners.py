@@ -23,6 +23,8 @@ _OPENING_SECONDS = 0.1
 longer; they count as connections from their start."""
 _PAUSE_SECONDS = 1.0
 """Pause after the system had no descriptor for another connection."""
+_FULL_SECONDS = 0.01
+"""Pause while there is no room for another connection."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Connect = Callable[[socket.socket, str], asyncio.Task[None]]
@@ -39,10 +41,14 @@ class Listeners:
     served, whatever happens to the listener.
     """
 
-    def __init__(self, slots: Sequence[Sequence[socket.socket]], connect: Connect) -> None:
-        """Take over the sockets, from none of which is accepted yet."""
+    def __init__(self, slots: Sequence[Sequence[socket.socket]], connect: Connect, room: Callable[[int], int]) -> None:
+        """Take over the sockets, from none of which is accepted yet.
+
+        `room` returns how many connections can be added now, of a number; others wait in the queue of their socket.
+        """
         self._sockets = tuple(map(tuple, slots))
         self._connect = connect
+        self._room = room
         self._slots: frozenset[int] = frozenset()
         self._accepting: frozenset[socket.socket] = frozenset()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,7 +82,7 @@ class Listeners:
         Connections without TLS have been opened when this returns, so that whoever counts them misses none.
         """
         for _ in range(_LAST_TURNS):
-            if not sum([self._accept(sock) for sock in self._accepting]):
+            if not sum([self._accept(sock, is_last=True) for sock in self._accepting]):
                 break
             await asyncio.sleep(0)
         self.accept_from(())
@@ -94,18 +100,25 @@ class Listeners:
         if listener in self._accepting:
             asyncio.get_running_loop().add_reader(listener, partial(self._accept, listener))
 
-    def _accept(self, listener: socket.socket) -> int:
-        """Accept connections and return their number."""
+    def _pause(self, listener: socket.socket, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(seconds, self._resume, listener)
+
+    def _accept(self, listener: socket.socket, is_last: bool = False) -> int:
+        """Accept connections and return their number; the last ones whether there is room or not."""
         # All processes accept from the one Unix socket; one at a time leaves some for those that have more time.
         most = 1 if listener.family == socket.AF_UNIX else _ACCEPTED_AT_ONCE
+        if not is_last:
+            most = self._room(most)
+            if not most:
+                self._pause(listener, _FULL_SECONDS)
         for count in range(most):
             try:
                 sock, address = listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
-                    loop = asyncio.get_running_loop()
-                    loop.remove_reader(listener)
-                    loop.call_later(_PAUSE_SECONDS, self._resume, listener)
+                    self._pause(listener, _PAUSE_SECONDS)
                 return count
             sock.setblocking(False)
             is_unix = listener.family == socket.AF_UNIX
@@ -164,6 +177,10 @@ class Handshake:
 
     def drain(self, grace: float) -> None:
         self._deadline = asyncio.get_running_loop().time() + grace
+
+    @property
+    def has_unread(self) -> bool:
+        return False  # no request before the end of the handshake
 
     def evict(self) -> None:
         assert self._task is not None

@@ -253,8 +253,16 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._input is _Input.NEW and (self._deadline is None or self._deadline > self.loop.time() + grace):
             self._expire_after(grace, Closed.DRAINED)
 
+    @property
+    def has_unread(self) -> bool:
+        return self._input is not _Input.UNREAD and has_unread(self.transport)
+
     def evict(self) -> None:
-        if self.transport.get_write_buffer_size():
+        if self._input is _Input.HEADERS and not self._is_answering:
+            busy = refusal.too_busy(self._connections.max_requests)
+            self.transport.write(busy.response(self.server_state.default_headers, self.scope, self.url))
+            self.transport.close()
+        elif self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()

@@ -81,6 +81,8 @@ class DrainingServer(uvicorn.Server):
         self._slot_sockets: Sequence[Sequence[socket.socket]] = ()
         self._slots: tuple[int, ...] = (service.config.slot,)
         """Slots to accept from once the process serves."""
+        self._num_opening = 0
+        """Accepted connections that are not in the table yet."""
         self._is_serving = False
         self._is_leaving = False
         self._signaled_at: float | None = None
@@ -106,7 +108,8 @@ class DrainingServer(uvicorn.Server):
         if self._supervised is not None:
             self._tasks.append(asyncio.create_task(self._supervised.run()))
         await super().startup(sockets=[])
-        self._listeners = Listeners(self._slot_sockets or [[sock] for sock in sockets or ()], self._connect)
+        slots = self._slot_sockets or [[sock] for sock in sockets or ()]
+        self._listeners = Listeners(slots, self._connect, self._room)
         # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
         gc.collect()
         gc.freeze()
@@ -256,13 +259,21 @@ class DrainingServer(uvicorn.Server):
     def _connect(self, sock: socket.socket, peer: str) -> asyncio.Task[None]:
         """Begin to serve an accepted connection."""
         if self._tls is None or sock.family == socket.AF_UNIX:
+            self._num_opening += 1
             return asyncio.create_task(self._open(sock))
         timeout = self._service.config.connections.header_timeout
         return Handshake(sock, peer).start(self._tls, timeout, self.connections, self._make_protocol)
 
     async def _open(self, sock: socket.socket) -> None:
-        with suppress(OSError):  # the client is gone already
-            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, sock)
+        try:
+            with suppress(OSError):  # the client is gone already
+                await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, sock)
+        finally:
+            self._num_opening -= 1
+
+    def _room(self, most: int) -> int:
+        """Return the number of connections that can be accepted now, at most `most`."""
+        return max(self.connections.room(most + self._num_opening) - self._num_opening, 0)
 
     def _make_protocol(self, successor_of: Connection | None = None) -> LimitedProtocol:
         return LimitedProtocol(

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
-from tandem.frontend.server.connections import STARTS_PER_TURN, Closed, Connections, Starts
+from tandem.frontend.server.connections import REPLACEABLE_SECONDS, STARTS_PER_TURN, Closed, Connections, Starts
 from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tests.fakes.clock import FakeClock
 
 
 class Recorded(RateLimitedLog):
@@ -33,6 +34,7 @@ class Peer:
     def __init__(self, name: int = 0) -> None:
         self.peer = f"peer {name}"
         self.is_evicted = False
+        self.has_unread = False
         self.grace: float | None = None
         self.checks: list[float] = []
 
@@ -51,7 +53,30 @@ class Table(Connections):
     def __init__(self, limit: int) -> None:
         self.registry = CollectorRegistry()
         self.log = Recorded()
-        super().__init__(limit, 0.001, ConnectionMetrics(self.registry), self.log)
+        self.clock = FakeClock()
+        super().__init__(limit, 0.001, ConnectionMetrics(self.registry), self.log, self.clock)
+
+
+def test_connection_with_unread_bytes_is_not_replaced() -> None:
+    table = Table(3)
+    peers = [Peer(name) for name in range(6)]
+    for peer in peers[:3]:
+        table.add(peer)
+    assert table.room(5) == 0, "a request of each may be on its way"
+    table.clock.advance(REPLACEABLE_SECONDS)
+    peers[0].has_unread = True
+    assert [table.room(most) for most in (0, 1, 5)] == [0, 1, 2]
+    table.add(peers[3])
+    assert [peer.is_evicted for peer in peers[:3]] == [False, True, False]
+    peers[2].has_unread = peers[3].has_unread = True
+    assert table.room(5) == 0
+    table.add(peers[4])  # whether there is room or not
+    assert peers[0].is_evicted and len(table) == 3
+    table.claim(peers[2])
+    table.clock.advance(REPLACEABLE_SECONDS)
+    assert table.room(5) == 1, "the newest has sent nothing"
+    table.remove(peers[3])
+    assert [table.room(most) for most in (1, 5)] == [1, 2]
 
 
 @pytest.mark.parametrize(("limit", "most"), [(2, 1), (8, 7), (16, 14), (64, 56), (512, 448), (16384, 16320)])

@@ -190,6 +190,32 @@ def test_the_oldest_connection_without_a_request_gives_way(strict: RunningServer
             client.close()
 
 
+def test_each_request_of_more_clients_than_connections_is_answered(strict: RunningServer) -> None:
+    until(lambda: len(strict.server.connections) == 0)
+    clients = [connect(strict).send(request("/version", "authorization: Bearer key")) for _ in range(200)]
+    try:
+        assert {client.reply().status for client in clients} <= {200, 503}
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_part_of_a_request_that_gives_way_is_answered(strict: RunningServer) -> None:
+    until(lambda: len(strict.server.connections) == 0)
+    clients = [connect(strict) for _ in range(8)]
+    try:
+        until(lambda: len(strict.server.connections) == 8)
+        for client in clients:
+            client.send(request(POST)[:20])
+        assert get(strict.url + "/health/live").status_code == 200
+        reply = clients[0].reply()
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "overloaded", "1")
+        assert clients[0].rest() == b""
+    finally:
+        for client in clients:
+            client.close()
+
+
 def test_request_is_503_when_all_connections_have_one(strict: RunningServer) -> None:
     until(lambda: len(strict.server.connections) == 0)
     unfinished = request(POST, "content-length: 5", "authorization: Bearer key", method="POST")

@@ -21,7 +21,7 @@ def test_last_connections_have_been_opened_when_the_sockets_are_closed() -> None
 
     async def close_with_a_queue() -> None:
         sock = listen("127.0.0.1", 0)
-        listeners = Listeners([[sock]], lambda accepted, _: asyncio.create_task(serve(accepted)))
+        listeners = Listeners([[sock]], lambda accepted, _: asyncio.create_task(serve(accepted)), lambda most: most)
         listeners.accept_from([0])
         clients = [socket.create_connection(sock.getsockname()) for _ in range(CLIENTS)]
         await listeners.close()
