@@ -289,11 +289,13 @@ class EngineOptions(Struct, frozen=True):
         ),
     ] = "off"
     max_waiting: Annotated[
-        int,
+        int | None,
         EngineFlag(
-            "maximum number of requests that wait in the engine; further requests get a 429", bounds=(1, math.inf)
+            "maximum number of requests that wait in the engine; further requests get a 429 "
+            "(default: --max-concurrent)",
+            bounds=(1, math.inf),
         ),
-    ] = 1024
+    ] = None
     max_concurrent: Annotated[
         int,
         EngineFlag(

@@ -36,6 +36,14 @@ class TestDefaults:
         assert (config.max_len, config.page_size, config.max_waiting) == (2048, 16, 1024)
         assert (config.model_name, config.device, config.dtype) == ("tiny", "cpu", "float32")
 
+    @pytest.mark.parametrize(
+        ("options", "most"),
+        [({}, 1024), ({"max_concurrent": 4096}, 4096), ({"max_concurrent": 5}, 5), ({"max_waiting": 7}, 7),
+         ({"max_waiting": 7, "max_concurrent": 4096}, 7)],
+    )  # fmt: skip
+    def test_as_many_requests_may_wait_as_may_be_open(self, options: dict[str, int], most: int) -> None:
+        assert decide(**options).max_waiting == most
+
     def test_cuda_has_large_steps_and_two_in_flight(self) -> None:
         config = decide("cuda")
         assert (config.depth, config.max_rows, config.max_step_tokens, config.prefill_chunk) == (2, 256, 8192, 8192)
@@ -214,7 +222,7 @@ MAYBE = st.none() | st.integers(-2, 700)
         max_step_tokens=MAYBE,
         prefill_chunk=MAYBE,
         page_size=st.sampled_from([1, 2, 8, 16, 64, "max"]),
-        max_waiting=st.integers(1, 9),
+        max_waiting=st.none() | st.integers(1, 9),
     ),
     st.builds(ModelShape, st.just("m"), st.integers(2, 600)),
     st.sampled_from(["cpu", "cuda"]),

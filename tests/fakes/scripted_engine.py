@@ -220,7 +220,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
     rows = options.max_rows or MAX_ROWS
     pages = (options.kv_tokens or rows * PAGES_PER_ROW * PAGE_SIZE) // PAGE_SIZE
     status.stats.rows_total, status.stats.pages_total = rows, pages
-    limits = SchedulerLimits(MAX_STEP_TOKENS, 0, max(options.max_waiting, rows))
+    limits = SchedulerLimits(MAX_STEP_TOKENS, 0, max(options.max_waiting or options.max_concurrent, rows))
     scheduler = Scheduler(RowGate(rows), KVManager(PageAllocator(pages + 1), PAGE_SIZE), limits)
     tokenizer = folder / "tokenizer.json"
     name = options.served_model_name or ("tandem-default" if options.model is None else folder.resolve().name)

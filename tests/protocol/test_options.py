@@ -45,7 +45,7 @@ OPTIONS = st.builds(
     kv_memory=MAYBE,
     gpu_memory=st.none() | st.floats(0, 1),
     kv_dtype=st.sampled_from(["auto", "fp8", "fp8_e4m3"]),
-    max_waiting=INTS,
+    max_waiting=MAYBE,
     threads=MAYBE,
 )
 
