@@ -24,7 +24,7 @@ longer; they count as connections from their start."""
 _PAUSE_SECONDS = 1.0
 """Pause after the system had no descriptor for another connection."""
 _FULL_SECONDS = 0.01
-"""Pause while there is no room for another connection."""
+"""Pause while no further connection can be added."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Connect = Callable[[socket.socket, str], asyncio.Task[None]]
