@@ -1,4 +1,4 @@
-"""Cost of attackers without an API key to a frontend and its other clients.
+"""Cost of attackers, without an API key and with one, to a frontend and its other clients.
 
     python -m benchmarks.bench_attacks [--attackers 64] [--seconds 5] [--only NAME ...] [--save NAME]
 
@@ -7,10 +7,16 @@ each repeats its attack on a new connection as soon as the server has closed the
 client requests /health/live on a new connection every 20 ms. The table shows the growth of the frontend's resident
 memory over its size before the attack, the slowest of those requests, the share of the frontend's CPU time, and the
 answers that the attackers got. The ceilings are 64 MiB and 0.5 s.
+
+The attacks of a tenant, who has a key, have a frontend of their own, with an engine that answers at once. It holds a
+response with an item of 31 MiB. The well-behaved client is another tenant, that stores a small response with each
+request. The ceilings are 512 MiB, which is what bodies of 31 MiB that are sent may take, and 0.5 s.
 """
 
 import argparse
+import json
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
@@ -21,10 +27,11 @@ from types import TracebackType
 
 from msgspec import Struct, to_builtins
 
-from benchmarks.frontends.attackers import ATTACKS, Attack, run_attackers
+from benchmarks.frontends.attackers import ATTACKS, OTHER, TENANT, Attack, large_body, request, run_attackers
 from benchmarks.measuring.processes import cpu_seconds, family, stop_process
 from benchmarks.measuring.results import save
 from tandem.frontend.listening import raise_file_limit
+from tests.fakes.engine import FakeEngine
 
 MODEL = Path(__file__).parents[1] / "engine_core" / "default_model"
 READY_SECONDS, STOP_SECONDS = 120.0, 30.0
@@ -32,8 +39,10 @@ PROBE = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
 PROBE_SECONDS = 0.02
 """Pause in seconds between two requests of the well-behaved client."""
 PROBE_TIMEOUT = 60.0
-MAX_GROWTH, MAX_LATENCY = 64.0, 0.5
-"""Ceilings of the memory's growth, in MiB, and of the slowest answer, in seconds."""
+STORE = b'{"model": "m", "input": "go", "max_output_tokens": 1}'
+STORING_PROBE = request(OTHER, "POST", "/v1/responses", len(STORE)) + STORE
+MAX_GROWTH, MAX_TENANT_GROWTH, MAX_LATENCY = 64.0, 512.0, 0.5
+"""Ceilings of the memory's growth, in MiB, also for a tenant, and of the slowest answer, in seconds."""
 
 
 class Figures(Struct, frozen=True):
@@ -44,44 +53,77 @@ class Figures(Struct, frozen=True):
     growth: float
     """Largest growth of the frontend's resident memory, in MiB."""
     worst: float
-    """Slowest answer of /health/live, in seconds."""
+    """Slowest answer to the well-behaved client, in seconds."""
     probes: int
-    """Number of requests to /health/live."""
+    """Number of its requests."""
     failed: int
-    """Number of requests to /health/live that were not answered with 200."""
+    """Number of its requests that were not answered with 200."""
     cpu: float
     """CPU time of the frontend divided by the duration of the attack."""
     outcomes: dict[str, int]
     """Number of attacks by the status of their answer, or "closed"."""
+    is_tenant: bool = False
+    """True for attacks with an API key."""
+
+    @property
+    def is_within(self) -> bool:
+        """True if the ceilings hold."""
+        growth = MAX_TENANT_GROWTH if self.is_tenant else MAX_GROWTH
+        return self.growth <= growth and self.worst <= MAX_LATENCY and not self.failed
 
 
 class Frontend:
-    """A frontend without an engine, which runs from entry to exit of the context."""
+    """A frontend, which runs from entry to exit of the context.
 
-    def __init__(self, log: Path) -> None:
+    It has no engine, or `engine`, and then takes the keys of two tenants.
+    """
+
+    def __init__(self, log: Path, engine: FakeEngine | None = None) -> None:
         self._log = log
+        self._engine = engine
+        self.target = ""
+        """Id of a stored response with a large item."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address: tuple[str, int] = probe.getsockname()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Frontend":
-        command = [sys.executable, "-m", "tandem.frontend", "--endpoint", f"ipc://{self._log.parent}/e"]
+        endpoint = f"ipc://{self._log.parent}/e" if self._engine is None else self._engine.endpoint
+        command = [sys.executable, "-m", "tandem.frontend", "--endpoint", endpoint]
         command += ["--model-dir", str(MODEL), "--port", str(self.address[1]), "--frontends", "1"]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            keys = {"TANDEM_API_KEY": f"{TENANT},{OTHER}"} if self._engine is not None else {}
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | keys)
         deadline = time.monotonic() + READY_SECONDS
         while probe(self.address) is None:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the frontend did not come up:\n{self._log.read_text()}")
+                raise RuntimeError(f"the frontend did not come up:\n{self._log.read_text()[-2000:]}")
             time.sleep(0.1)
+        if self._engine is not None:
+            self._engine.start()
+            self.target = self._store_large(deadline)
         return self
+
+    def _store_large(self, deadline: float) -> str:
+        """Store a response of the tenant that attacks with a large item, once the engine is known."""
+        while probe(self.address, STORING_PROBE) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the frontend stores nothing:\n{self._log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        body = b"".join(large_body("rs_1"))
+        with socket.create_connection(self.address, timeout=PROBE_TIMEOUT) as client:
+            client.sendall(request(TENANT, "POST", "/v1/responses", len(body)) + body)
+            answer = client.makefile("rb").read()
+        return str(json.loads(answer.partition(b"\r\n\r\n")[2])["id"])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
         stop_process(self._process, STOP_SECONDS)
+        if self._engine is not None:
+            self._engine.die()
 
     def memory(self) -> float:
         """Return the resident memory in MiB, its supervisor's and its helpers' with it."""
@@ -94,15 +136,15 @@ class Frontend:
         return sum(cpu_seconds(process.pid) for process in family(self._process.pid))
 
 
-def probe(address: tuple[str, int]) -> float | None:
-    """Request /health/live on a new connection and return the seconds to the answer.
+def probe(address: tuple[str, int], sent: bytes = PROBE) -> float | None:
+    """Send a request on a new connection and return the seconds to the answer.
 
     Returns None unless the status is 200.
     """
     started = time.monotonic()
     try:
         with socket.create_connection(address, timeout=PROBE_TIMEOUT) as client:
-            client.sendall(PROBE)
+            client.sendall(sent)
             answer = client.makefile("rb").read()
     except OSError:
         return None
@@ -114,13 +156,13 @@ def measure(frontend: Frontend, attack: Attack, attackers: int, seconds: float) 
     seconds = max(seconds, attack.seconds)
     before, cpu = frontend.memory(), frontend.cpu()
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    arguments = (frontend.address, attack.name, attackers, seconds, sender)
+    arguments = (frontend.address, attack.name, frontend.target, attackers, seconds, sender)
     process = multiprocessing.get_context("spawn").Process(target=run_attackers, args=arguments)
     started = time.monotonic()
     process.start()
     largest, latencies = before, []
     while not receiver.poll(PROBE_SECONDS):
-        latencies.append(probe(frontend.address))
+        latencies.append(probe(frontend.address, STORING_PROBE if attack.is_tenant else PROBE))
         largest = max(largest, frontend.memory())
     outcomes = receiver.recv()
     taken = time.monotonic() - started
@@ -136,6 +178,7 @@ def measure(frontend: Frontend, attack: Attack, attackers: int, seconds: float) 
         failed=latencies.count(None),
         cpu=round(cpu / taken, 2),
         outcomes=dict(sorted(outcomes.items())),
+        is_tenant=attack.is_tenant,
     )
 
 
@@ -148,16 +191,26 @@ def table(figures: list[Figures]) -> str:
             f"{row.attack:28} {row.growth:6.1f} {row.worst * 1000:9.1f} {row.probes:7} {row.failed:7} {row.cpu:5.0%}"
             f"  {answers}"
         )
-    return "\n".join([*lines, f"{'(ceiling)':28} {MAX_GROWTH:6.1f} {MAX_LATENCY * 1000:9.1f} {'':7} {0:7}"])
+    for name, growth in (("(ceiling)", MAX_GROWTH), ("(ceiling, tenant)", MAX_TENANT_GROWTH)):
+        lines.append(f"{name:28} {growth:6.1f} {MAX_LATENCY * 1000:9.1f} {'':7} {0:7}")
+    return "\n".join(lines)
 
 
 def run(attackers: int, seconds: float, names: list[str]) -> list[Figures]:
-    """Measure the named attacks one after the other, against the same frontend."""
+    """Measure the named attacks one after the other, those of tenants against a frontend of their own."""
     raise_file_limit()
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, Frontend(Path(folder) / "log") as frontend:
-        for _ in range(20):
-            probe(frontend.address)
-        return [measure(frontend, attack, attackers, seconds) for attack in ATTACKS if attack.name in names]
+    figures: list[Figures] = []
+    for is_tenant in (False, True):
+        attacks = [attack for attack in ATTACKS if attack.name in names and attack.is_tenant is is_tenant]
+        if not attacks:
+            continue
+        with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+            engine = FakeEngine(f"ipc://{folder}/engine", name="m", vocab_size=4096) if is_tenant else None
+            with Frontend(Path(folder) / "log", engine) as frontend:
+                for _ in range(20):
+                    probe(frontend.address)
+                figures += [measure(frontend, attack, attackers, seconds) for attack in attacks]
+    return figures
 
 
 def main() -> int:
@@ -173,7 +226,7 @@ def main() -> int:
     if arguments.save:
         config = {"attackers": arguments.attackers, "seconds": arguments.seconds}
         print(save(arguments.save, config, to_builtins(figures)))
-    return int(any(row.growth > MAX_GROWTH or row.worst > MAX_LATENCY or row.failed for row in figures))
+    return int(not all(row.is_within for row in figures))
 
 
 if __name__ == "__main__":

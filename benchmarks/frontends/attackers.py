@@ -1,4 +1,4 @@
-"""Attacking clients without an API key.
+"""Attacking clients without an API key, and tenants with one.
 
 Each kind of attack sends its bytes over one connection, and is repeated again and again.
 """
@@ -15,6 +15,10 @@ from msgspec import Struct
 
 CHUNK = b"b" * 65536
 FIRST = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+TENANT, OTHER = "sk-attacker-0123456789", "sk-another-0123456789"
+"""Keys of the tenant that attacks and of another one."""
+LARGE_BYTES = 31 * 2**20
+"""Bytes of a tenant's large item, which is the most that a body may hold, about."""
 READ_SECONDS = 1.0
 """Seconds that an attacker waits for an answer after it can send no more."""
 
@@ -22,8 +26,10 @@ READ_SECONDS = 1.0
 class Line:
     """One connection of an attacker."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, target: str) -> None:
         self._sock = sock
+        self.target = target
+        """Id of a large stored response of a tenant."""
         self._loop = asyncio.get_running_loop()
         self.answer: bytes | None = None
 
@@ -90,6 +96,50 @@ async def never_reading(line: Line) -> None:
     await asyncio.sleep(10**6)
 
 
+def request(key: str, method: str, path: str, length: int) -> bytes:
+    """Return the head of a tenant's request."""
+    return (
+        f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def large_body(item_id: str) -> list[bytes]:
+    """Return the parts of a body with a large item of which the model reads nothing."""
+    item = f'{{"type": "reasoning", "id": "{item_id}", "summary": [], "content": [{{"type": "reasoning_text", "text": "'
+    start = f'{{"model": "m", "max_output_tokens": 1, "input": [{item}'.encode()
+    return [start, *[CHUNK] * (LARGE_BYTES // len(CHUNK)), b'"}]}, {"role": "user", "content": "go"}]}']
+
+
+async def _post(line: Line, parts: list[bytes]) -> None:
+    await line.send(request(TENANT, "POST", "/v1/responses", sum(map(len, parts))))
+    for part in parts:
+        await line.send(part)
+    await line.read(60.0)
+
+
+async def storing(line: Line) -> None:
+    await _post(line, large_body("rs_2"))
+
+
+async def referring(line: Line) -> None:
+    references = ", ".join(['{"type": "item_reference", "id": "rs_1"}'] * 120)
+    user = '{"role": "user", "content": "go"}'
+    await _post(line, [f'{{"model": "m", "max_output_tokens": 1, "input": [{references}, {user}]}}'.encode()])
+
+
+async def continuing(line: Line) -> None:
+    body = f'{{"model": "m", "max_output_tokens": 1, "input": "go", "previous_response_id": "{line.target}"}}'
+    await _post(line, [body.encode()])
+
+
+async def listing(line: Line) -> None:
+    await line.send(request(TENANT, "GET", f"/v1/responses/{line.target}/input_items?limit=100", 0))
+    await line.read(60.0)
+    if line.answer and b" 200 " in line.answer[:16]:
+        await asyncio.sleep(10**6)
+
+
 async def nothing(_: Line) -> None:
     await asyncio.sleep(10**6)
 
@@ -107,6 +157,10 @@ class Attack(Struct, frozen=True):
     """Size of the socket's receive buffer in bytes; 0 for the system's default."""
     statuses: frozenset[int] = frozenset()
     """HTTP statuses with which the server should answer the attack."""
+    is_tenant: bool = False
+    """True for a client with an API key."""
+    most: int = 10**6
+    """Largest number of attackers."""
 
 
 ATTACKS = (
@@ -120,10 +174,15 @@ ATTACKS = (
     Attack("a body byte each 0.1 s", slow_body, seconds=36, statuses=frozenset({408})),
     Attack("endless pipelined requests", pipelined),
     Attack("16 answers never read", never_reading, receive_buffer=4096),
+    Attack("tenant: nothing", nothing, is_tenant=True),
+    Attack("tenant: 120 references", referring, statuses=frozenset({200, 429}), is_tenant=True),
+    Attack("tenant: long conversation", continuing, statuses=frozenset({200, 429}), is_tenant=True),
+    Attack("tenant: lists never read", listing, receive_buffer=4096, statuses=frozenset({429}), is_tenant=True),
+    Attack("tenant: 31 MiB stored", storing, statuses=frozenset({200, 429}), is_tenant=True, most=16),
 )
 
 
-async def _attack(address: tuple[str, int], attack: Attack, outcomes: Counter[str]) -> None:
+async def _attack(address: tuple[str, int], attack: Attack, target: str, outcomes: Counter[str]) -> None:
     """Repeat an attack on fresh connections until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
@@ -133,7 +192,7 @@ async def _attack(address: tuple[str, int], attack: Attack, outcomes: Counter[st
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, attack.receive_buffer)
             try:
                 await loop.sock_connect(sock, address)
-                line = Line(sock)
+                line = Line(sock, target)
             except OSError:
                 outcomes["not connected"] += 1
                 await asyncio.sleep(0.1)
@@ -152,9 +211,12 @@ async def _outcome(line: Line) -> str:
     return "closed"
 
 
-async def _attack_all(address: tuple[str, int], attack: Attack, attackers: int, seconds: float) -> Counter[str]:
+async def _attack_all(
+    address: tuple[str, int], attack: Attack, target: str, attackers: int, seconds: float
+) -> Counter[str]:
     outcomes: Counter[str] = Counter()
-    tasks = [asyncio.create_task(_attack(address, attack, outcomes)) for _ in range(attackers * attack.lines)]
+    lines = min(attackers, attack.most) * attack.lines
+    tasks = [asyncio.create_task(_attack(address, attack, target, outcomes)) for _ in range(lines)]
     await asyncio.sleep(seconds)
     for task in tasks:
         task.cancel()
@@ -162,11 +224,15 @@ async def _attack_all(address: tuple[str, int], attack: Attack, attackers: int, 
     return outcomes
 
 
-def run_attackers(address: tuple[str, int], name: str, attackers: int, seconds: float, result: Connection) -> None:
+def run_attackers(
+    address: tuple[str, int], name: str, target: str, attackers: int, seconds: float, result: Connection
+) -> None:
     """Attack from this process, and send the number of each outcome.
+
+    `target` is the id of a large stored response of the tenant that attacks.
 
     In reality attackers have processors of their own, so the process yields to all others.
     """
     os.nice(19)
     attack = next(attack for attack in ATTACKS if attack.name == name)
-    result.send(dict(asyncio.run(_attack_all(address, attack, attackers, seconds))))
+    result.send(dict(asyncio.run(_attack_all(address, attack, target, attackers, seconds))))
