@@ -332,7 +332,7 @@ def _supervisor(
     is_tls = frontends is not None and arguments.tls_cert is not None
     names = [*default_allowed_hosts([ops_socket.getsockname()[0]]), *(getattr(arguments, "allowed_hosts", None) or ())]
     urls = listeners.urls(is_tls)
-    is_early = arguments.ops_port == 0
+    is_early = ops_socket.getsockname()[1] != (arguments.ops_port or DEFAULT_OPS_PORT)
     announcement = Announcement(engine, frontends, urls, url_of(ops_socket), commit, arguments.endpoint, is_early)
     ops = ops_server(engine.watch if engine is not None else None, frontends, exposition, AllowedHosts(names), urls)
     manager = ServiceManager()
