@@ -53,7 +53,7 @@ from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.runtime.masks import MaskFiller, mask_places, place_masks
+from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
 from tandem.engine_core.runtime.staging import Ints, capacity, pack
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.planner import SchedulerLimits
@@ -99,7 +99,7 @@ class StagingRuntime:
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
-        self.rows[slot], self.places[slot] = plan.rows, mask_places(plan)
+        self.rows[slot], self.places[slot] = plan.rows, mask_indices(plan)
 
     def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
         sampled = [row.row for row in self.rows[slot] if row.samples]
@@ -109,13 +109,13 @@ class StagingRuntime:
         return ArrivingTokens(self.views[slot], [index[row] for row, _ in masks])
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
-        self.filler.begin(place_masks(masks, self.places[slot]), self.masks[slot])
+        self.filler.begin(index_masks(masks, self.places[slot]), self.masks[slot])
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         places, masked = self.places[slot], set[int]()
         self.results[slot][:] = PENDING_TOKEN
         if masks is not None:
-            self.filler.fill(place_masks(masks, places), self.masks[slot])
+            self.filler.fill(index_masks(masks, places), self.masks[slot])
             masked = {row for row, _ in masks} if self.samples_masks else masked
         for index, row in enumerate([row.row for row in self.rows[slot] if row.samples]):
             self.results[slot][index] = self._allowed(self.masks[slot][places[row]]) if row in masked else 7

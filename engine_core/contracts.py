@@ -118,31 +118,25 @@ class Constraint(Protocol):
 T = TypeVar("T")
 
 
-class SteadyList(list[T]):
-    """List that is the same object for all steps for which it is equal.
+class InternedList(list[T]):
+    """List that is reused across steps while it is equal, so that readers may cache on it."""
 
-    So what follows from it need not be found again for each step, nor outlive it.
-    """
-
-    __slots__ = ("kept",)
+    __slots__ = ("cache",)
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         super().__init__(items)
-        self.kept: dict[tuple[str, int], Any] = {}
-        """What its readers keep with it, each under names of its own."""
+        self.cache: dict[tuple[str, int], Any] = {}
+        """Values that readers derived from the list, each under names of its own."""
 
 
-def kept_with(items: Sequence[T]) -> dict[tuple[str, int], Any]:
-    """Return what is kept with a list.
-
-    Nothing is kept with a list that is not steady.
-    """
-    return items.kept if isinstance(items, SteadyList) else {}
+def cache_of(items: Sequence[T]) -> dict[tuple[str, int], Any]:
+    """Return the cache of an interned list; an empty one for any other list."""
+    return items.cache if isinstance(items, InternedList) else {}
 
 
 Masks = Sequence[tuple[int, Constraint]]
 """Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
-PlacedMasks = Sequence[tuple[Constraint, int]]
+IndexedMasks = Sequence[tuple[Constraint, int]]
 """The constraints, each with the index of its mask among those on the host."""
 
 
@@ -155,22 +149,20 @@ class ArrivingTokens(Struct, frozen=True):
     """Index of each row's token in it."""
 
 
-class Acceptor(Protocol):
-    """Advances the constraints of many rows at once."""
+class GrammarAdvancer(Protocol):
+    """Advance the grammars of many rows, asynchronously as sampled tokens arrive."""
 
     def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
-        """Have others accept the tokens that are sampled under masks as they arrive.
+        """Start worker processes that accept the tokens sampled under masks as they arrive.
 
-        Return True if others than the calling thread do: `Runtime.begin_masks` may then give them more. `begin` must
-        follow with the same masks, before anything else happens to their constraints.
+        Return False if the calling thread will have to do it; if True, `Runtime.begin_masks` may hand the workers more.
+        `begin` must follow with the same masks before the constraints are used otherwise.
         """
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
-        """Begin to accept the tokens that were sampled under masks.
+        """Begin to accept the tokens that were sampled under masks, one for each, or NO_TOKEN.
 
-        There is one for each, or NO_TOKEN. `finish` must follow before the next call.
-
-        least: fewest tokens that a grammar must force for anything to be done about it, at least 1.
+        `finish` must follow before the next call. least: minimum number of forced tokens worth appending, at least 1.
         """
 
     def finish(self) -> Set[int]:
@@ -344,5 +336,5 @@ class Mailbox(Protocol):
     def has_backlog(self) -> bool:
         """True if a flush is due.
 
-        The last one kept output, or a frontend is gone or has disconnected.
+        The last one cache output, or a frontend is gone or has disconnected.
         """

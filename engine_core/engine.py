@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec import Struct, structs
 
-from tandem.engine_core.contracts import Acceptor, Compiler, Mailbox, Masks, Runtime, StepResult
+from tandem.engine_core.contracts import Compiler, GrammarAdvancer, Mailbox, Masks, Runtime, StepResult
 from tandem.engine_core.control import Control
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
@@ -67,7 +67,7 @@ class Engine:
         compiler: Compiler,
         stats: EngineStats,
         stages: StageClock,
-        acceptor: Acceptor,
+        acceptor: GrammarAdvancer,
     ) -> None:
         self.scheduler = scheduler
         self.pipeline = pipeline
@@ -100,7 +100,7 @@ class Engine:
         stats: EngineStats,
         clock: Callable[[], float],
         stage_clock: Callable[[], float],
-        acceptor: Acceptor,
+        acceptor: GrammarAdvancer,
     ) -> "Engine":
         """Build an engine from the parts that differ between its users.
 
@@ -174,7 +174,7 @@ class Engine:
         self.control.key_limits.advance(now)
         for client, command in self.mailbox.drain():
             answer = self.control.apply(client, command)
-            if (usage := self.control.key_limits.take_news()) is not None:
+            if (usage := self.control.key_limits.pop_usage_update()) is not None:
                 self.mailbox.reply(client, usage)
             if isinstance(answer, Failure):
                 self.mailbox.add_outcome(client, answer)
@@ -299,7 +299,7 @@ class Engine:
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
             # Where another step is in flight, it samples the first of the forced tokens, which saves no step then.
-            least = self.scheduler.least_jump + (1 if is_waited_for else 0)
+            least = self.scheduler.min_jump + (1 if is_waited_for else 0)
             self.acceptor.begin(masks if tokens else (), tokens, least)
             self.stages.mark("commit")
         return collected

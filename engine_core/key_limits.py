@@ -189,7 +189,7 @@ class KeyLimits:
         if (key := seq.submit.key) is not None and (account := self.accounts.get(key.name)) is not None:
             account.note_end(seq)
 
-    def take_news(self) -> KeyUsage | None:
+    def pop_usage_update(self) -> KeyUsage | None:
         """Return the usage that a frontend has to learn, if there is one."""
         news, self.news = self.news, None
         return news

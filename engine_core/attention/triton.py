@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
-from tandem.engine_core.kernels.attention.decode_plans import HELD_WIDTH, choose_plan, choose_rotating, fit_plan
+from tandem.engine_core.kernels.attention.decode_plans import (
+    PDL_DELAY_MIN_WIDTH,
+    choose_plan,
+    choose_rotating,
+    fit_plan,
+)
 from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode, split_scratch
 from tandem.engine_core.kernels.attention.paged_prefill import (
@@ -152,7 +157,7 @@ class DecodeStep:
             tile=plan.tile,
             least=plan.least,
             early=plan.early,
-            hold=out is None and heads * query.shape[2] >= HELD_WIDTH,
+            delay_next=out is None and heads * query.shape[2] >= PDL_DELAY_MIN_WIDTH,
             out=out,
             scratch=scratch,
             scales=scales,

@@ -13,15 +13,15 @@ from tandem.engine_core.constraints.mask_budget import FREE_SECONDS, MaskBudget
 from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory, bits_of
 from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool, are_current
-from tandem.engine_core.contracts import PlacedMasks, kept_with
+from tandem.engine_core.contracts import IndexedMasks, cache_of
 from tandem.protocol.stats import EngineStats
 
 Ints = NDArray[np.int32]
 Pairs = Sequence[tuple[GrammarConstraint, int]]
-"""`PlacedMasks` of this package."""
+"""`IndexedMasks` of this package."""
 
 
-class Writers(Struct, frozen=True):
+class MaskJobs(Struct, frozen=True):
     """Matchers that write masks."""
 
     ids: Ints
@@ -34,14 +34,14 @@ class Writers(Struct, frozen=True):
     """What the workers do."""
 
 
-class Begun(Struct, frozen=True):
+class PrefetchedMasks(Struct, frozen=True):
     """Masks that workers were told to begin with."""
 
-    masks: PlacedMasks
+    masks: IndexedMasks
     out: Ints
-    writers: Writers
+    writers: MaskJobs
 
-    def holds(self, masks: PlacedMasks, out: Ints) -> bool:
+    def holds(self, masks: IndexedMasks, out: Ints) -> bool:
         """Return whether these masks were begun, and all their matchers are on workers."""
         is_same = masks is self.masks and out is self.out
         return is_same and self.writers.is_whole and are_current(self.writers.batches)
@@ -77,33 +77,33 @@ class MaskBuilder:
         self._budget = MaskBudget(clock)
         self.workers = workers
         self.memory = memory or MaskMemory()
-        self._begun: Begun | None = None
+        self._begun: PrefetchedMasks | None = None
         """What `begin` was called for since the last `fill`."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
         return None if self.workers is None else self.memory.allocate(rows, words)
 
-    def begin(self, masks: PlacedMasks, out: Ints) -> None:
+    def begin(self, masks: IndexedMasks, out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.begin`.
 
         The workers get what was added to their batches before, too.
         """
         if self.workers is not None and masks:
             first = self.memory.place(out)
-            kept = kept_with(masks)
-            writers: Writers | None = kept.get(("writers", first))
+            kept = cache_of(masks)
+            writers: MaskJobs | None = kept.get(("writers", first))
             if writers is not None and are_current(writers.batches):
                 self.workers.repeat(writers.batches)
             else:
                 ids, indices = _matchers(cast("Pairs", masks))
                 batches = self.workers.begin(MASK, ids, indices + first)
-                writers = Writers(ids, indices, bool(ids.min() >= 0), batches)
+                writers = MaskJobs(ids, indices, bool(ids.min() >= 0), batches)
                 if writers.is_whole:  # one that is here may come to a worker yet
                     kept["writers", first] = writers
-            self._begun = Begun(masks, out, writers)
+            self._begun = PrefetchedMasks(masks, out, writers)
             self.workers.post_awaited()
 
-    def fill(self, masks: PlacedMasks, out: Ints) -> None:
+    def fill(self, masks: IndexedMasks, out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
 
         A matcher that has failed allows the end ids only, and one whose masks took too long everything; `accept`
@@ -185,7 +185,7 @@ class MaskBuilder:
         return pairs if workers.take_ending() else here + late
 
     def _begin_others(
-        self, workers: WorkerPool, begun: Begun | None, pairs: Pairs, out: Ints
+        self, workers: WorkerPool, begun: PrefetchedMasks | None, pairs: Pairs, out: Ints
     ) -> tuple[list[tuple[GrammarConstraint, int]], list[tuple[GrammarConstraint, int]]]:
         """Have the workers begin with those of their masks that they have not begun with.
 

@@ -12,10 +12,10 @@ from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.workers.channel import ACCEPT, ACCEPTED, EXPECT, FAILED, FORCES, STOPPED
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool, are_current
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks, kept_with
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks, cache_of
 
 
-class Followed(Struct, frozen=True):
+class AdvanceBatch(Struct, frozen=True):
     """Constraints that accept the tokens of a step."""
 
     rows: list[int]
@@ -31,11 +31,11 @@ class Followed(Struct, frozen=True):
     """Where the tokens were expected, as of `ArrivingTokens`."""
 
 
-_NOTHING = Followed([], frozenset(), [], [], [], [], ())
+_NOTHING = AdvanceBatch([], frozenset(), [], [], [], [], ())
 
 
 class TokenAcceptor:
-    """Implement `contracts.Acceptor` for `GrammarConstraint`s only.
+    """Implement `contracts.GrammarAdvancer` for `GrammarConstraint`s only.
 
     Most tokens are accepted by a grammar that goes on and forces little: their constraints are not looked at again.
     Work for each row of a step is kept out of the loops here as far as can be: 256 rows take 0.1 ms for each call in
@@ -54,15 +54,15 @@ class TokenAcceptor:
         """Masks whose tokens the workers take as they arrive."""
 
     def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
-        """Implement `Acceptor.expect`.
+        """Implement `GrammarAdvancer.expect`.
 
         What the workers are to do is sent with the masks that they are to begin with, or by `finish`.
         """
         first = self.memory.find(arriving.memory)
         if self.workers is None or first is None:
             return False
-        kept = kept_with(masks)
-        known: Followed | None = kept.get(("expected", first))
+        kept = cache_of(masks)
+        known: AdvanceBatch | None = kept.get(("expected", first))
         if known is not None and known.indices == arriving.indices and are_current(known.batches):
             self._followed = known
             self.workers.repeat(known.batches)
@@ -75,7 +75,7 @@ class TokenAcceptor:
         return bool(self._followed.batches)
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
-        """Implement `Acceptor.begin`."""
+        """Implement `GrammarAdvancer.begin`."""
         assert self._expected is None or masks is self._expected, "other tokens were expected"
         assert len(masks) == len(tokens), f"{len(tokens)} tokens for {len(masks)} masks"
         self._tokens, self._least = tokens, least
@@ -87,7 +87,9 @@ class TokenAcceptor:
                 if given is not None and token != NO_TOKEN:
                     given.append(token)
 
-    def _follow(self, operation: int, masks: Masks, values: NDArray[np.int32], indices: Sequence[int] = ()) -> Followed:
+    def _follow(
+        self, operation: int, masks: Masks, values: NDArray[np.int32], indices: Sequence[int] = ()
+    ) -> AdvanceBatch:
         """Give the workers an operation on the constraints that they follow.
 
         values: second number of each operation.
@@ -95,7 +97,7 @@ class TokenAcceptor:
         rows = [row for row, _ in masks]
         constraints = cast("list[GrammarConstraint]", [each for _, each in masks])
         ids = np.array([each.remote_id for each in constraints], dtype=np.int32)
-        return Followed(
+        return AdvanceBatch(
             rows,
             frozenset(rows),
             constraints,
@@ -106,7 +108,7 @@ class TokenAcceptor:
         )
 
     def finish(self) -> Set[int]:
-        """Implement `Acceptor.finish`."""
+        """Implement `GrammarAdvancer.finish`."""
         followed = self._followed
         if followed.batches and self.workers is not None:
             self.workers.post_awaited()

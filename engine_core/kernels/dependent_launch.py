@@ -17,12 +17,12 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr, HOLD: tl.constexpr = False):
+def wait_for_previous(PDL: tl.constexpr, DELAY_NEXT: tl.constexpr = False):
     """Wait for the kernel before this one, then let the next one start.
 
-    With HOLD the next one starts when this one ends. Does nothing for a kernel that was launched without PDL.
+    With DELAY_NEXT the next one starts when this one ends. Does nothing for a kernel that was launched without PDL.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not HOLD:
+        if not DELAY_NEXT:
             tl.extra.cuda.gdc_launch_dependents()

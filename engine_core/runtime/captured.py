@@ -50,7 +50,7 @@ class CudaGraphRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplePlaces:
+class SampleBuffers:
     """Memory in which a forward pass leaves what sampling reads.
 
     These are P tokens, padding among them. The logits are those of all slots and graphs, because a step's are used up
@@ -64,9 +64,9 @@ class SamplePlaces:
     logits: Tensor
     """[P, V]."""
 
-    def first(self, count: int) -> "SamplePlaces":
+    def first(self, count: int) -> "SampleBuffers":
         """Return the first places, as views."""
-        return SamplePlaces(self.rows[:count], self.positions[:count], self.logits[:count])
+        return SampleBuffers(self.rows[:count], self.positions[:count], self.logits[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class DecodeGraphs:
     reach: int
     """Most positions of a row that is not long."""
 
-    def forward_of(self, longest: int) -> Graph:
+    def select(self, longest: int) -> Graph:
         """Return the quicker graph for a step.
 
         Both serve rows of every length. longest: positions of the step's longest row.

@@ -14,7 +14,7 @@ from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.runtime.captured import SamplePlaces
+from tandem.engine_core.runtime.captured import SampleBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.tables import DeviceTables
 
@@ -39,7 +39,7 @@ class CudaForward:
         self.gpu = gpu
 
     @torch.inference_mode()
-    def decode(self, rows: Tensor, positions: Tensor, places: SamplePlaces, long: bool = True) -> Tensor:
+    def decode(self, rows: Tensor, positions: Tensor, places: SampleBuffers, long: bool = True) -> Tensor:
         """Compute one token per row and return its logits, [B, V], those of `places`.
 
         places: as many, written; long: False for no spare programs, which rows up to `reach` need not.
@@ -76,7 +76,7 @@ class CudaForward:
         return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()
-    def head(self, hidden: Tensor, rows: Tensor, positions: Tensor, index: Tensor, places: SamplePlaces) -> Tensor:
+    def head(self, hidden: Tensor, rows: Tensor, positions: Tensor, index: Tensor, places: SampleBuffers) -> Tensor:
         """Return the logits of a mixed step's samples, those of `places`.
 
         hidden: [T, hidden], final states; rows, positions: [T] int32, as `mixed` leaves them; index: [P] int32, token

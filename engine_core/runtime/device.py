@@ -25,7 +25,7 @@ from tandem.engine_core.runtime.cuda_streams import CudaEvent, CurrentStream, Si
 
 logger = logging.getLogger(__name__)
 
-EVERY = 7
+TIMING_INTERVAL = 7
 """Steps from one timed step to the next; an odd number, since steps with prompts often take turns with others."""
 
 
@@ -43,7 +43,7 @@ class Instant(Protocol):
 
 
 class StepClock:
-    """Timer of one step in EVERY, and of the gap after it.
+    """Timer of one step in TIMING_INTERVAL, and of the gap after it.
 
     It times step n on the device from the beginning of its forward pass to the end of its sampling, and the gap from
     there to the forward pass of step n + 1. Updates of tables before a forward pass, some microseconds, count to the
@@ -64,7 +64,7 @@ class StepClock:
 
         follows: True if the step before was still in flight or has only just been collected.
         """
-        if step_id % EVERY == 0:
+        if step_id % TIMING_INTERVAL == 0:
             self._started.record()
             self._timed, self._gap, self._waits = step_id, False, False
         elif step_id == self._timed + 1 and follows:

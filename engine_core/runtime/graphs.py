@@ -23,20 +23,20 @@ from tandem.engine_core.runtime.captured import (
     GraphRecorder,
     MixedBuffers,
     MixedGraph,
-    SamplePlaces,
+    SampleBuffers,
 )
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.sampling.sampler import Mode
 
-Forward = Callable[[Tensor, Tensor, SamplePlaces, bool], Tensor]
+Forward = Callable[[Tensor, Tensor, SampleBuffers, bool], Tensor]
 """Decode step: (rows [B] int32, positions [B] int32, places of B samples, True for long rows) -> logits [B, V]."""
 Sampling = Callable[[Mode, SamplingBatch], None]
 """Sampling of a batch in one mode."""
 MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
 """Step with prompts: (rows [T] int32, positions [T] int32, bucket, prompts, attended [T, heads, head_dim]) -> hidden
 [T, hidden]."""
-Head = Callable[[Tensor, Tensor, Tensor, Tensor, SamplePlaces], Tensor]
+Head = Callable[[Tensor, Tensor, Tensor, Tensor, SampleBuffers], Tensor]
 """End of a step with prompts: (hidden [T, hidden], rows [T] int32, positions [T] int32, index [P] int32, places of P
 samples) -> logits [P, V]."""
 MAX_PROMPTS = 64
@@ -111,7 +111,7 @@ class StepGraphs:
         return None if rows is None or rows > places else self.decode[slot][rows].sampling
 
 
-def sample_places(bucket: GraphBucket, rows: Sequence[int], max_rows: int) -> int:
+def max_samples(bucket: GraphBucket, rows: Sequence[int], max_rows: int) -> int:
     """Return the number of places for samples in a graph of a step with prompts.
 
     It is the most samples that the step can have, or the smallest bucket of sampling that holds them. rows: these
@@ -174,7 +174,7 @@ def capture_decode(
     for done, bucket in enumerate(reversed(buckets)):
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
-            places = places_of(slot, logits).first(bucket)
+            places = sample_buffers(slot, logits).first(bucket)
             run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], places)
             lengths = (False, True) if reach(bucket) else (True,)
             if number == 0:
@@ -214,7 +214,7 @@ def capture_mixed(
             slot.device_inputs.zero_()
             planner = prompts(number, count)
             for bucket in of_count:
-                own, places = buffers.first(sum(bucket)), places_of(slot, logits).first(shapes[bucket])
+                own, places = buffers.first(sum(bucket)), sample_buffers(slot, logits).first(shapes[bucket])
                 run = partial(_run_mixed, slot, bucket, planner.step, own, places, forward, head)
                 if number == 0:
                     run()
@@ -230,7 +230,7 @@ def _run_mixed(
     bucket: GraphBucket,
     prompts: PromptStep,
     buffers: MixedBuffers,
-    places: SamplePlaces,
+    places: SampleBuffers,
     forward: MixedForward,
     head: Head,
 ) -> Tensor:
@@ -242,12 +242,12 @@ def _run_mixed(
     return head(buffers.hidden, rows, positions, index, places)
 
 
-def places_of(slot: StepSlot, logits: Tensor) -> SamplePlaces:
+def sample_buffers(slot: StepSlot, logits: Tensor) -> SampleBuffers:
     """Return the places of a slot's samples. logits: of all slots, [P, V]."""
-    return SamplePlaces(slot.sample_rows[: len(logits)], slot.sample_positions[: len(logits)], logits)
+    return SampleBuffers(slot.sample_rows[: len(logits)], slot.sample_positions[: len(logits)], logits)
 
 
-def _batch(slot: StepSlot, places: SamplePlaces, mode: Mode) -> SamplingBatch:
+def _batch(slot: StepSlot, places: SampleBuffers, mode: Mode) -> SamplingBatch:
     """Return the sampling inputs of the places of a slot."""
     count = len(places.rows)
     return SamplingBatch(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from tandem.engine_core.contracts import Masks, PlacedMasks, SteadyList, kept_with
+from tandem.engine_core.contracts import IndexedMasks, InternedList, Masks, cache_of
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.staging import Ints
 
@@ -20,14 +20,14 @@ class MaskFiller(Protocol):
         None if any will do.
         """
 
-    def begin(self, masks: PlacedMasks, out: Ints) -> None:
+    def begin(self, masks: IndexedMasks, out: Ints) -> None:
         """Begin with masks that `fill` is probably called for next.
 
         That is of use where others than the calling thread compute them. Those that `fill` is not called for are
         overwritten by the caller.
         """
 
-    def fill(self, masks: PlacedMasks, out: Ints) -> None:
+    def fill(self, masks: IndexedMasks, out: Ints) -> None:
         """Write the tokens that each constraint allows into its row of `out`.
 
         masks: the very object that `begin` got, if they are the same, so that nothing has to be compared; out: [rows,
@@ -36,7 +36,7 @@ class MaskFiller(Protocol):
         """
 
 
-def mask_places(plan: StepPlan) -> dict[int, int]:
+def mask_indices(plan: StepPlan) -> dict[int, int]:
     """Return the place of the mask of each constrained row that samples.
 
     The keys are the rows' numbers in the device's tables, the places those in the slot's masks on the host, in the
@@ -45,15 +45,15 @@ def mask_places(plan: StepPlan) -> dict[int, int]:
     return {row: place for place, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}
 
 
-def place_masks(masks: Masks, places: Mapping[int, int]) -> PlacedMasks:
+def index_masks(masks: Masks, places: Mapping[int, int]) -> IndexedMasks:
     """Return each constraint with the place of its mask.
 
-    places: as of `mask_places`. Where all of them are wanted, equal masks are the same object for all steps.
+    places: as of `mask_indices`. Where all of them are wanted, equal masks are the same object for all steps.
     """
     if len(masks) < len(places):
         return [(constraint, places[row]) for row, constraint in masks]
-    kept = kept_with(masks)
-    placed: PlacedMasks | None = kept.get(_IN_ORDER)
+    kept = cache_of(masks)
+    placed: IndexedMasks | None = kept.get(_IN_ORDER)
     if placed is None:
-        placed = kept[_IN_ORDER] = SteadyList((constraint, place) for place, (_, constraint) in enumerate(masks))
+        placed = kept[_IN_ORDER] = InternedList((constraint, place) for place, (_, constraint) in enumerate(masks))
     return placed

@@ -23,7 +23,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.device import Device, StepClock
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
-from tandem.engine_core.runtime.masks import MaskFiller, mask_places, place_masks
+from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
 from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
 from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
@@ -80,7 +80,7 @@ class TorchRuntime:
         if packed.has_updates:
             s.locations_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
-        s.mask_places = mask_places(plan) if plan.needs_mask else {}
+        s.mask_indices = mask_indices(plan) if plan.needs_mask else {}
 
     @torch.inference_mode()
     def launch(self, slot: int, plan: StepPlan) -> None:
@@ -145,14 +145,14 @@ class TorchRuntime:
             return ArrivingTokens(s.results_memory, range(len(masks)))
         indices = np.flatnonzero(s.packed.read("mask_index"))
         if len(masks) < len(indices):
-            indices = indices[[s.mask_places[row] for row, _ in masks]]
+            indices = indices[[s.mask_indices[row] for row, _ in masks]]
         return ArrivingTokens(s.results_memory, indices.tolist())
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
         s = self.slots[slot]
         assert s.plan is not None, f"slot {slot} was not launched"
         # The copy of the masks before these has run: the slot's last step has committed (I6).
-        self.filler.begin(place_masks(masks, s.mask_places), s.masks_view)
+        self.filler.begin(index_masks(masks, s.mask_indices), s.masks_view)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: Masks | None) -> None:
@@ -216,7 +216,7 @@ class TorchRuntime:
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
             self._begin(s)
-            s.graphs.forward_of(s.packed.longest).replay()
+            s.graphs.select(s.packed.longest).replay()
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]
@@ -304,8 +304,8 @@ class TorchRuntime:
         allows everything; where there are none, the masks are copied to their places at once.
         """
         assert s.plan is not None and s.packed is not None
-        places, allowed = s.mask_places, s.allowed[: len(s.packed.sample_rows)]
-        self.filler.fill(place_masks(masks, places), s.masks_view)
+        places, allowed = s.mask_indices, s.allowed[: len(s.packed.sample_rows)]
+        self.filler.fill(index_masks(masks, places), s.masks_view)
         if len(masks) < len(places):
             # Rows whose token is not needed any more must not depend on what an earlier step left here, or on a mask
             # that was begun.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
-from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, SteadyList, StepResult, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, InternedList, Masks, StepResult, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -136,7 +136,7 @@ class StepMasks:
 
     def _newest(self) -> Masks:
         if self._masks is None:
-            found = SteadyList(self._needed.values())
+            found = InternedList(self._needed.values())
             self._masks = self._before = self._before if found == self._before else found
         return self._masks
 

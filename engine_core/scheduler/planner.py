@@ -3,9 +3,9 @@
 There are three ways, of which the cheapest that applies is taken; each gives the rows that the last would give:
 
 1. `_plan_steady`: all sequences are in steady decode. Each computes one position, so there is nothing to choose.
-2. `_plan_beside_steady`: some are not, the policy puts decoding rows first, and the step has room for them. Those in
+2. `_plan_mixed`: some are not, the policy puts decoding rows first, and the step has room for them. Those in
    steady decode are planned as in 1, and the policy chooses among the others.
-3. `plan_each`: the policy chooses among all.
+3. `plan_general`: the policy chooses among all.
 
 What is chosen gets its limits (`_budget`: positions, and time by `time_budget.py`), positions by the policy
 (`policy.py`), pages (`preemption.py`), and then its rows (`step_rows.py`).
@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.policy import PATIENCE, POLICIES, Budget, RowDemand, choose_rows
+from tandem.engine_core.scheduler.policy import MAX_STEPS_SKIPPED, POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
 from tandem.engine_core.scheduler.step_costs import StepCosts
@@ -126,10 +126,10 @@ class Planner:
         # Under the other policies decoding rows may have to wait, and also where they leave prompts less than half of
         # a step's positions.
         if self.policy == "fcfs" and 2 * len(members) <= self.limits.max_step_tokens:
-            plan = self._plan_beside_steady(step_id, running, held)
+            plan = self._plan_mixed(step_id, running, held)
             if plan is not None:
                 return plan
-        return self.plan_each(step_id, running, held)
+        return self.plan_general(step_id, running, held)
 
     def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
         """Return a step of sequences in steady decode, perhaps of no rows.
@@ -156,17 +156,15 @@ class Planner:
             step_id, tuple(rows), needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
         )
 
-    def _plan_beside_steady(
-        self, step_id: int, running: RunningSequences, held: Collection[Sequence]
-    ) -> StepPlan | None:
+    def _plan_mixed(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
         """Return the next step, with all rows in steady decode.
 
-        The policy chooses among the others. None, for `plan_each` to choose among all, if no row is in steady decode,
-        if pages are missing or a sequence was preempted for them, or if a prompt is overdue and no limit of time keeps
-        it short: then decoding rows may have to wait for it.
+        The policy chooses among the others. None, for `plan_general` to choose among all, if no row is in steady
+        decode, if pages are missing or a sequence was preempted for them, or if a prompt is overdue and no limit of
+        time keeps it short: then decoding rows may have to wait for it.
         """
         members = running.members
-        overdue = any(members[seq_id].steps_skipped >= PATIENCE - 1 for seq_id in running.unsteady)
+        overdue = any(members[seq_id].steps_skipped >= MAX_STEPS_SKIPPED - 1 for seq_id in running.unsteady)
         if overdue and not self._is_limited_by_time:
             return None
         steady = self._plan_steady(step_id, [seq for seq in members.values() if seq.in_steady_decode], running)
@@ -186,7 +184,7 @@ class Planner:
         plan = self._plan_chosen(step_id, running, *chosen)
         return steady if plan is None else steady.followed_by(plan)
 
-    def plan_each(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
+    def plan_general(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
         """Return the next step, with a choice among all rows.
 
         None if no row can compute anything.

@@ -8,10 +8,10 @@ shortest of the others get up to a quarter (the shortest remaining time first, a
 the quarter, and that no shorter one fills, is in the next step however long the first one is. Prompts of different
 priority never share in this way.
 
-Under every policy a row that could compute is served at least once in `PATIENCE` planned steps: a row that was skipped
-that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, has room for only K
-positions of prompts, or takes only whole ones, overdue prompts are served K, or one, in each step, the longest waiting
-first.
+Under every policy a row that could compute is served at least once in `MAX_STEPS_SKIPPED` planned steps: a row that was
+skipped that often comes first. Overdue prompts share the step. Where a step takes at most K prompts, has room for only
+K positions of prompts, or takes only whole ones, overdue prompts are served K, or one, in each step, the longest
+waiting first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from tandem.protocol.engine_options import Policy
 
-PATIENCE = 16
+MAX_STEPS_SKIPPED = 16
 """Planned steps within which every row that could compute is served."""
 DECODE_RUN = 4
 """Consecutive steps without a prompt under `decode_first` while rows decode and prompts wait."""
@@ -127,7 +127,7 @@ class StepDraft:
     def serve_overdue(self) -> None:
         """Serve the rows that were skipped for too long, the longest first."""
         steps_skipped = self.demand.steps_skipped
-        overdue = [index for index in range(len(steps_skipped)) if steps_skipped[index] >= PATIENCE - 1]
+        overdue = [index for index in range(len(steps_skipped)) if steps_skipped[index] >= MAX_STEPS_SKIPPED - 1]
         if not overdue:
             return
         overdue.sort(key=lambda index: -steps_skipped[index])

@@ -39,7 +39,7 @@ class RunningSequences:
         return max(self._logprobs.values()) if self._logprobs else -1
 
     @property
-    def least_jump(self) -> int:
+    def min_jump(self) -> int:
         """Fewest samples that forced tokens must save to be worth a step of another kind.
 
         One is enough where the next step has a row of several positions anyway.

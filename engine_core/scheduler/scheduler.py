@@ -138,7 +138,7 @@ class Scheduler:
     def _begin_constrained(self, seq: Sequence) -> None:
         """Append what the grammar forces at the beginning of a sequence, as output."""
         before = len(seq.tokens)
-        self._go_on(seq)
+        self._apply_forced_tokens(seq)
         if len(seq.tokens) > before:
             self.updates.report_start(seq)
             self.queued.remove(seq.id)
@@ -191,7 +191,7 @@ class Scheduler:
         Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
         the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
 
-        settled: rows whose constraint needs nothing any more for this step's token, as of `Acceptor.finish`.
+        settled: rows whose constraint needs nothing any more for this step's token, as of `GrammarAdvancer.finish`.
         """
         held = self._held
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
@@ -224,7 +224,7 @@ class Scheduler:
             if outcome is not None:
                 self.end(seq, outcome)
             elif seq.constraint is not None:
-                self._go_on(seq, is_settled)
+                self._apply_forced_tokens(seq, is_settled)
             elif len(run) > 1:
                 assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"
                 self._leave_steady_decode(seq)
@@ -274,10 +274,10 @@ class Scheduler:
         if seq.inflight == 0:
             self._release(seq)
 
-    def _go_on(self, seq: Sequence, is_settled: bool = False) -> None:
+    def _apply_forced_tokens(self, seq: Sequence, is_settled: bool = False) -> None:
         """Append what the grammar forces, which may end the sequence."""
         known = len(seq.tokens)
-        outcome = None if is_settled else jump_forward(seq, self.updates, self._running.least_jump)
+        outcome = None if is_settled else jump_forward(seq, self.updates, self._running.min_jump)
         if len(seq.tokens) > known:
             self._masks.drop(seq.id)
         if outcome is not None:
@@ -297,9 +297,9 @@ class Scheduler:
         return updates
 
     @property
-    def least_jump(self) -> int:
+    def min_jump(self) -> int:
         """Fewest samples that forced tokens must save to be appended at once."""
-        return self._running.least_jump
+        return self._running.min_jump
 
     def masks(self, plan: StepPlan) -> Masks:
         """Return the constraints that sampling the newest step needs."""

@@ -14,7 +14,7 @@ DRIFT = 0.02
 """Assumed change of each factor from one measured step to the next, as a share of its first deviation."""
 FIRST_DEVIATION = (0.3, 0.3, 1.0, 1.0)
 """Assumed deviation of each factor from 1 before anything was measured."""
-LEAST_FACTOR = (0.1, 0.1, 0.0, 0.0)
+MIN_FACTOR = (0.1, 0.1, 0.0, 0.0)
 """Lowest value of each factor. A table that expected nothing could not be corrected any more."""
 
 
@@ -152,7 +152,7 @@ class StepCosts:
         gain = [part / variance for part in spread]
         self._factors = [
             max(factor + part * error, least)
-            for factor, part, least in zip(self._factors, gain, LEAST_FACTOR, strict=True)
+            for factor, part, least in zip(self._factors, gain, MIN_FACTOR, strict=True)
         ]
         walked = [
             [entry - gain[i] * spread[j] + (i == j) * (DRIFT * FIRST_DEVIATION[i]) ** 2 for j, entry in enumerate(row)]

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, max_qk_pairs
 
-LEAST_MS, SLOWDOWN = 5.0, 2.5
+MIN_STEP_MS, DECODE_STEP_RATIO = 5.0, 2.5
 """Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
 those of prompts among them; `--max-itl` replaces both."""
-MOST_STRETCH = 1.25
+MAX_STRETCH = 1.25
 """How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
 EFFICIENT_MS, MAX_POSITION_COST = 40.0, 1.3
 """Milliseconds up to which a step may exceed that limit to use the device better, and the cost of a prompt position
 relative to the cheapest below which a larger step is not worth the wait; not with `--max-itl`."""
-IDLE_MS, IDLE_SLOWDOWN = 100.0, 5.0
+IDLE_MS, IDLE_STEP_RATIO = 100.0, 5.0
 """Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
 at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
 
@@ -29,11 +29,11 @@ def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int
     max_itl: milliseconds of a step in which rows decode, in place of all that.
     """
     if not rows:
-        return max(IDLE_MS, IDLE_SLOWDOWN * costs.milliseconds(StepWork(1, 0)))
+        return max(IDLE_MS, IDLE_STEP_RATIO * costs.milliseconds(StepWork(1, 0)))
     if max_itl:
         return max_itl
     alone = costs.milliseconds(StepWork(rows + prompts, context))
-    return min(MOST_STRETCH, 1 + prompts / rows) * max(LEAST_MS, SLOWDOWN * alone)
+    return min(MAX_STRETCH, 1 + prompts / rows) * max(MIN_STEP_MS, DECODE_STEP_RATIO * alone)
 
 
 def fitting_tokens(

@@ -23,7 +23,7 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CudaGraphRecorder, GraphRecorder, MixedBuffers, MixedGraph
 from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
-from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed, capture_updates, sample_places
+from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed, capture_updates, max_samples
 from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
@@ -253,7 +253,7 @@ class CudaParts:
             rows = config.graph_rows
             shapes = {tokens: config.mixed_rows(tokens) for tokens in config.graph_tokens}
             buckets = [GraphBucket(singles, tokens) for tokens in shapes for singles in shapes[tokens]]
-            places = {bucket: sample_places(bucket, rows, config.max_rows) for bucket in buckets}
+            places = {bucket: max_samples(bucket, rows, config.max_rows) for bucket in buckets}
             logits = self._zeros(config, max(rows[-1], *places.values(), 0), model.config.vocab_size)
             mixed = self._mixed(recorder, config, places, logits, forward, slots, lambda p: progress(p // 2))
             launch = sampler.launch

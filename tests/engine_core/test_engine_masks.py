@@ -34,7 +34,7 @@ class RecordingAcceptor(FakeAcceptor):
         return super().expect(masks, arriving)
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
-        more = least - self.bench.scheduler.least_jump
+        more = least - self.bench.scheduler.min_jump
         self.bench.runtime.calls.append({0: ALONE, 1: WAITS}.get(more, f"begin least+{more}"))
         self.rows.append([row for row, _ in masks])
         super().begin(masks, tokens, least)

@@ -77,10 +77,10 @@ def test_tokens_of_a_minute_are_refused_with_the_seconds_until_they_are_there(co
         "try again in 61 s"
     )
     assert ask(control, b"b", 2, claim("bob", tokens=60, prompt=40)) is None
-    usage = control.key_limits.take_news()
+    usage = control.key_limits.pop_usage_update()
     assert usage is not None and (usage.name, usage.limit_tokens, usage.remaining_tokens) == ("bob", 60, 20)
     assert usage.reset_tokens == pytest.approx(61)
-    assert control.key_limits.take_news() is None
+    assert control.key_limits.pop_usage_update() is None
 
 
 def test_choices_of_one_prompt_count_it_once(control: Control) -> None:
@@ -264,7 +264,7 @@ def test_wait_for_a_place_counts_the_time_that_the_ended_sequences_took() -> Non
     fill(3)
     refusal = traffic.limits.refusal(key, True)
     assert refusal is not None and refusal[1] == 11, "two ended in 21 s, however short ago that was"
-    news = traffic.limits.take_news()
+    news = traffic.limits.pop_usage_update()
     assert news is not None and (news.remaining_requests, news.reset_requests) == (0, 21.0), "both of those in progress"
 
 
@@ -281,7 +281,7 @@ def test_idle_time_of_a_key_is_not_taken_for_the_time_of_its_sequences() -> None
             traffic.pass_time(40)
     refusal = traffic.limits.refusal(key, True)
     assert refusal is not None and refusal[1] == 3, "the first was seen to end 3 s after its start"
-    news = traffic.limits.take_news()
+    news = traffic.limits.pop_usage_update()
     assert news is not None and (news.remaining_requests, news.reset_requests) == (0, 3.0)
 
 
@@ -290,7 +290,7 @@ def test_time_until_a_key_s_sequences_have_ended_is_unknown_before_the_first_has
     traffic.limits.begin(
         key, Sequence(1, b"a", Submit(1, b"", SamplingParams(4), key=key), array("i", [5]), frozenset())
     )
-    news = traffic.limits.take_news()
+    news = traffic.limits.pop_usage_update()
     assert news is not None and (news.remaining_requests, news.reset_requests) == (1, None)
 
 
@@ -341,7 +341,7 @@ def test_requests_one_after_another_have_all_places_but_their_own(aborts: bool) 
     bench.control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "test"))
     for number in range(1, 5):
         assert ask(bench.control, b"a", number, key) is None
-        news = bench.control.key_limits.take_news()
+        news = bench.control.key_limits.pop_usage_update()
         assert news is not None and news.remaining_requests == 1
         if aborts:
             bench.engine.tick()

@@ -127,7 +127,7 @@ class FakeCompiler:
 
 
 class FakeAcceptor:
-    """Fake of `contracts.Acceptor`: settles those of the sequences that it may and that `settles()` chooses."""
+    """Fake of `contracts.GrammarAdvancer`: settles those of the sequences that it may and that `settles()` chooses."""
 
     def __init__(self, settles: Callable[[], bool] = lambda: True, is_remote: bool = False) -> None:
         self.settles = settles

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.contracts import Constraint, Masks
-from tandem.engine_core.runtime.masks import MaskFiller, mask_places
+from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
 from tandem.engine_core.runtime.slots import StepSlot
 from tests.fakes.constraint import FakeConstraint
 
@@ -46,4 +46,4 @@ def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
     if masks is None:
         return None
     assert slot.plan is not None
-    return [(row, FixedMask(slot.masks_view[place].copy())) for row, place in mask_places(slot.plan).items()]
+    return [(row, FixedMask(slot.masks_view[place].copy())) for row, place in mask_indices(slot.plan).items()]

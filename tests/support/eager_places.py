@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.engine_core.runtime.captured import SamplePlaces
+from tandem.engine_core.runtime.captured import SampleBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.runtime import TorchRuntime
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from tandem.engine_core.runtime.cuda_forward import CudaForward
 
 
-def places_like(logits: Tensor) -> SamplePlaces:
+def places_like(logits: Tensor) -> SampleBuffers:
     """Allocate places for as many samples, so that those of the graphs keep what they hold."""
     rows, positions = torch.zeros(2, len(logits), dtype=torch.int32, device=logits.device)
-    return SamplePlaces(rows, positions, torch.empty_like(logits))
+    return SampleBuffers(rows, positions, torch.empty_like(logits))
 
 
 def repeat_mixed(runtime: TorchRuntime, forward: "CudaForward", slot: int, bucket: GraphBucket) -> list[Tensor]:

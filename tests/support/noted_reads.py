@@ -28,7 +28,7 @@ def noted_reads() -> Iterator[list[Places]]:
         yield found
 
 
-def places_of(tensor: Tensor) -> Places:
+def sample_buffers(tensor: Tensor) -> Places:
     """Return the addresses of a tensor's elements."""
     offsets = torch.zeros(tensor.shape, dtype=torch.int64)
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -39,7 +39,7 @@ def places_of(tensor: Tensor) -> Places:
 
 def count_strays(reads: list[Places], *tensors: Tensor) -> int:
     """Return the number of reads of anything but elements of tensors. Raises ValueError if nothing was read."""
-    return int((~np.isin(np.concatenate(reads), np.concatenate([places_of(tensor) for tensor in tensors]))).sum())
+    return int((~np.isin(np.concatenate(reads), np.concatenate([sample_buffers(tensor) for tensor in tensors]))).sum())
 
 
 def with_room(tensor: Tensor, room: int) -> Tensor:

@@ -46,12 +46,12 @@ Those of 16 bits took up to 1.4 times as long.
 EARLY_PAIRS = {128: 512}
 """Number of pairs from which keys and values of 16 bits are loaded early, by the `head_width` for which that was
 faster, measured likewise after `rope_and_kv_write`."""
-ROTATING_PAIRS = {64: {64: True, 512: False, 1024: True}}
+FUSED_ROPE_PAIRS = {64: {64: True, 512: False, 1024: True}}
 """Number of pairs from which attention over keys and values of 16 bits rotates the heads of new tokens itself, by
 `head_width`, and whether it loads early then. A forward pass of Llama-3.2-1B took an H200 1 to 3 % less so for 8 to 256
 rows, but as long for one row: there the rotation before attention covers the time in which its programs start. With
 heads of 128 (Llama-3.1-8B) it saved nothing from 1 to 256 rows but 0.4 % at 64."""
-HELD_WIDTH = 3072
+PDL_DELAY_MIN_WIDTH = 3072
 """Elements of a token's query, all heads together, from which the kernel after attention starts only when that has
 ended. It is a product, and one of a single row loads its weights as soon as it starts: what attention waits for then
 comes late. A layer of Llama-3.1-8B (4,096 elements) took an H200 111 us instead of 121 for one row, and up to 4.6 us
@@ -116,7 +116,7 @@ def choose_rotating(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu: GpuTr
 
     None: a kernel before does it. kv_dtype: of keys and values, and of queries.
     """
-    known = ROTATING_PAIRS.get(head_width(head_dim), {})
+    known = FUSED_ROPE_PAIRS.get(head_width(head_dim), {})
     least = max((least for least in known if pairs >= least), default=None)
     if least is None or kv_dtype.itemsize != 2:
         return None

@@ -111,7 +111,7 @@ def _paged_decode_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
-    HOLD: tl.constexpr,
+    DELAY_NEXT: tl.constexpr,
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -172,7 +172,7 @@ def _paged_decode_kernel(
     # The first copies of the loop's pipeline, of fewer than `STAGES` blocks, come before the loop and so before the
     # wait in it.
     if not EARLY or (not TURNING and tl.minimum(first + STAGES, last) * BLOCK > position):
-        wait_for_previous(PDL, HOLD)
+        wait_for_previous(PDL, DELAY_NEXT)
     if not EARLY:
         q, best, weight, acc = begin(
             *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest, eps),
@@ -180,7 +180,7 @@ def _paged_decode_kernel(
         )
     for block in tl.range(first, last, num_stages=STAGES):
         if EARLY and block == first:
-            wait_for_previous(PDL, HOLD)
+            wait_for_previous(PDL, DELAY_NEXT)
             q, best, weight, acc = begin(
                 *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest, eps),
                 *(best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED),
@@ -249,7 +249,7 @@ def paged_decode(
     scales: Tensor | None = None,
     spares: ExtraSplits | None = None,
     early: bool = False,
-    hold: bool = False,
+    delay_next: bool = False,
     rotation: Rotation | None = None,
     rounded: QuantizedActivation | None = None,
     maxima: Tensor | None = None,
@@ -261,10 +261,11 @@ def paged_decode(
     query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
     scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,
     the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
-    it; scales: as in `kv_dtype`; spares: of these positions and splits; hold: the next kernel starts only when this one
-    has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are rotated and stored
-    here; rounded: where to write bytes, with a known scale or one for each head; maxima: where to write the largest
-    absolute numbers of heads, [B, heads] float32. Returns [B, heads, D], contiguous, or the values of `rounded`.
+    it; scales: as in `kv_dtype`; spares: of these positions and splits; delay_next: the next kernel starts only when
+    this one has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are rotated and
+    stored here; rounded: where to write bytes, with a known scale or one for each head; maxima: where to write the
+    largest absolute numbers of heads, [B, heads] float32. Returns [B, heads, D], contiguous, or the values of
+    `rounded`.
 
     With `pdl` the kernel right before may write the query, keys and values (with `early` only the newest ones, with a
     rotation none), but nothing else. Launches on one device must be ordered, as they share counters. Raises
@@ -285,7 +286,7 @@ def paged_decode(
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
         triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
         **(page_table.constants | {"KV_HEADS": kv_heads}),
-        **_variant(window, softcap, scales, rotation, hold, rounded, maxima),
+        **_variant(window, softcap, scales, rotation, delay_next, rounded, maxima),
         **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, count),
     )
     return out
@@ -324,7 +325,7 @@ def _variant(
     softcap: float | None,
     scales: Tensor | None,
     rotation: Rotation | None,
-    hold: bool,
+    delay_next: bool,
     rounded: QuantizedActivation | None,
     maxima: Tensor | None,
 ) -> dict[str, int | float | None]:
@@ -334,7 +335,7 @@ def _variant(
         "SCALED": scales is not None,
         "TURNING": 0 if rotation is None else rotation.cos.shape[2] // 2,
         "NORM": rotation is not None and rotation.q_norm is not None,
-        "HOLD": hold,
+        "DELAY_NEXT": delay_next,
         "BYTES": rounded.scales.ndim if rounded is not None else 3 if maxima is not None else 0,
     }
 

@@ -27,7 +27,7 @@ def test_a_wide_product_waits_for_the_end_of_attention_but_prompts_run_beside_it
     with patch.object(triton, "paged_decode") as launched:
         step.run(query, pool, pool, LayerAttention(1.0))
         step.run(query, pool, pool, LayerAttention(1.0), out=torch.empty_like(query), scratch=step.scratch(query))
-    assert [call.kwargs["hold"] for call in launched.call_args_list] == [held, False]
+    assert [call.kwargs["delay_next"] for call in launched.call_args_list] == [held, False]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_heads_are_rotated_inside_by_the_plan_for_that(rows: int, head_dim: int,
     assert call.args[0] is qkv
     assert call.kwargs["rotation"] is rotation
     assert call.kwargs["early"] is early
-    assert call.kwargs["hold"] is (head_dim == 128), "by the 32 heads of queries, not by all 48"
+    assert call.kwargs["delay_next"] is (head_dim == 128), "by the 32 heads of queries, not by all 48"
 
 
 def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
@@ -88,7 +88,7 @@ def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_large
     assert found is rounded.return_value
     call = attended.call_args.kwargs
     assert (call["maxima"].shape, call["maxima"].dtype, call["rounded"]) == ((2, 32), torch.float32, None)
-    assert call["hold"]
+    assert call["delay_next"]
     x, maxima, wanted, pdl = rounded.call_args.args
     assert (x.shape, wanted, pdl) == ((2, 4096), to, True)
     assert maxima is call["maxima"]

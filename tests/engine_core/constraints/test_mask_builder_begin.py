@@ -15,7 +15,7 @@ from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
-from tandem.engine_core.contracts import Constraint, SteadyList
+from tandem.engine_core.contracts import Constraint, InternedList
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.stats import new_stats
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
@@ -30,7 +30,7 @@ REGEX = LLMatcher.grammar_from_regex("[a-d]{4,30}(xyz|end)[a-f]{1,30}")
 
 
 @dataclass
-class Followed:
+class AdvanceBatch:
     """A constraint, and a matcher alone after the same tokens."""
 
     constraint: GrammarConstraint
@@ -53,7 +53,7 @@ class Site:
         self.compiled = grammars.compile(REGEX)
         self.here = grammars.compile(REGEX)
         """The same grammar, which no worker has."""
-        self.last = SteadyList[tuple[Constraint, int]]()
+        self.last = InternedList[tuple[Constraint, int]]()
         """The last masks that were placed; those that equal them are the same object."""
         self.posted: list[list[int]] = []
         """Places of the masks in each batch that was posted."""
@@ -64,20 +64,20 @@ class Site:
         """Give the grammar to another worker."""
         self.compiled.add_remote(self.pool.compile(REGEX, self.compiled.links))
 
-    def followed(self, compiled: CompiledGrammar) -> Followed:
-        return Followed(compiled.constraint(ignore_ends=False), self.compiled.first.deep_copy())
+    def followed(self, compiled: CompiledGrammar) -> AdvanceBatch:
+        return AdvanceBatch(compiled.constraint(ignore_ends=False), self.compiled.first.deep_copy())
 
-    def placed(self, held: dict[int, Followed]) -> SteadyList[tuple[Constraint, int]]:
-        masks = SteadyList[tuple[Constraint, int]]((each.constraint, place) for place, each in held.items())
+    def placed(self, held: dict[int, AdvanceBatch]) -> InternedList[tuple[Constraint, int]]:
+        masks = InternedList[tuple[Constraint, int]]((each.constraint, place) for place, each in held.items())
         if masks != self.last:
             self.last = masks
         return self.last
 
-    def begin(self, held: dict[int, Followed], out: NDArray[np.int32]) -> None:
+    def begin(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
         out[:] = UNTOUCHED
         self.builder.begin(self.placed(held), out)
 
-    def check(self, held: dict[int, Followed], out: NDArray[np.int32]) -> None:
+    def check(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
         """Fill the masks at these places and compare them with those of the matchers alone."""
         self.builder.fill(self.placed(held), out)
         for place, each in held.items():
@@ -108,7 +108,7 @@ def site(grammars: Grammars) -> Iterator[Site]:
     site.pool.close()
 
 
-def mixed(site: Site, count: int = 6) -> dict[int, Followed]:
+def mixed(site: Site, count: int = 6) -> dict[int, AdvanceBatch]:
     """Return constraints by place: in turn on the first worker, on the second, and here."""
     site.spread()
     site.spread()
@@ -120,7 +120,7 @@ def mixed(site: Site, count: int = 6) -> dict[int, Followed]:
     return held
 
 
-def remote_places(site: Site, held: dict[int, Followed], out: NDArray[np.int32]) -> list[int]:
+def remote_places(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> list[int]:
     first = site.memory.place(out)
     return sorted(first + place for place, each in held.items() if each.constraint.remote is not None)
 
@@ -192,7 +192,7 @@ def test_masks_of_one_object_that_were_begun_in_another_array_do_not_count(site:
     site.check(held, site.outs[1])
 
 
-def step(site: Site, held: dict[int, Followed], out: NDArray[np.int32], random: Random) -> None:
+def step(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32], random: Random) -> None:
     """Begin with the masks of a step, check them, and accept a token in each row."""
     site.begin(held, out)
     assert site.masks_posted() == remote_places(site, held, out)
@@ -294,7 +294,7 @@ def test_masks_are_those_of_matchers_alone_whatever_was_begun(grammars: Grammars
     num_begun = num_late = 0
     for seed in range(6 * EFFORT):
         site, random = Site(grammars), Random(seed)
-        held: dict[int, Followed] = {}
+        held: dict[int, AdvanceBatch] = {}
         for step in range(40):
             out = site.outs[step % 2]
             if step in (5, 12):

@@ -13,7 +13,7 @@ from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks, SteadyList
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, InternedList, Masks
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED, next_token
@@ -75,7 +75,7 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(
     letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyzen"]
     for _ in range(5):
         ahead, alone = constraints(grammars, 40, acceptor), constraints(grammars, 40)
-        masks = SteadyList(numbered(ahead))
+        masks = InternedList(numbered(ahead))
         for step in range(12):
             choices = [*letters * 8, 300, *ENDS, VOCAB, VOCAB + 7, NO_TOKEN] if step else letters[:4]
             tokens = [random.choice(choices) for _ in ahead]
@@ -212,7 +212,7 @@ def test_forced_tokens_are_not_those_of_an_earlier_step(grammars: Grammars, acce
         acceptor.begin(numbered(held), [token] * 8, least)
         settled = acceptor.finish()
     assert settled == set() and all(each.accept(x) for each in held)
-    # Commands that came meanwhile let `least_jump` grow: nothing is jumped over.
+    # Commands that came meanwhile let `min_jump` grow: nothing is jumped over.
     assert all(each.fast_forward_tokens() == [y, z] for each in held)
     acceptor.begin(numbered(held), [y] * 8, 3)
     assert acceptor.finish() == set(range(100, 108))

@@ -11,7 +11,7 @@ import pytest
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.plan import StepPlan
-from tandem.engine_core.runtime.device import EVERY, HostInstant, StepClock
+from tandem.engine_core.runtime.device import TIMING_INTERVAL, HostInstant, StepClock
 from tandem.protocol.params import SamplingParams
 from tests.support.tiny_llama import Shape, TinyEngine
 
@@ -123,33 +123,33 @@ class StreamInstant(HostInstant):
 def test_the_wait_for_masks_is_none_of_a_steps_time(waits: float | None) -> None:
     stream = Stream()
     clock = StepClock(stream.instant)
-    clock.begin(EVERY, follows=True)
+    clock.begin(TIMING_INTERVAL, follows=True)
     stream.now += 0.003
     if waits is not None:
-        clock.pause(EVERY)
+        clock.pause(TIMING_INTERVAL)
         stream.now += waits
-        clock.resume(EVERY)
+        clock.resume(TIMING_INTERVAL)
     stream.now += 0.001
-    clock.end(EVERY)
+    clock.end(TIMING_INTERVAL)
     stream.now += 0.002
-    clock.begin(EVERY + 1, follows=True)
-    assert clock.read(EVERY) == pytest.approx(4.0)
-    assert clock.read(EVERY + 1) == 0.0
+    clock.begin(TIMING_INTERVAL + 1, follows=True)
+    assert clock.read(TIMING_INTERVAL) == pytest.approx(4.0)
+    assert clock.read(TIMING_INTERVAL + 1) == 0.0
     assert (clock.times.busy, clock.times.idle) == (pytest.approx(0.004), pytest.approx(0.002 + (waits or 0.0)))
 
 
 def test_a_step_after_one_that_waited_is_timed_as_a_whole() -> None:
     stream = Stream()
     clock = StepClock(stream.instant)
-    clock.begin(EVERY, follows=True)
-    clock.pause(EVERY)
-    clock.resume(EVERY)
-    clock.end(EVERY)
-    clock.pause(EVERY + 1)
-    clock.begin(2 * EVERY, follows=True)
+    clock.begin(TIMING_INTERVAL, follows=True)
+    clock.pause(TIMING_INTERVAL)
+    clock.resume(TIMING_INTERVAL)
+    clock.end(TIMING_INTERVAL)
+    clock.pause(TIMING_INTERVAL + 1)
+    clock.begin(2 * TIMING_INTERVAL, follows=True)
     stream.now += 0.005
-    clock.end(2 * EVERY)
-    assert clock.read(2 * EVERY) == pytest.approx(5.0)
+    clock.end(2 * TIMING_INTERVAL)
+    assert clock.read(2 * TIMING_INTERVAL) == pytest.approx(5.0)
 
 
 def test_a_step_with_masks_is_marked_before_it_waits_and_once_they_are_on_the_device(model: Decoder) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans
-from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs, sample_places
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs, max_samples
 from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
 from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
@@ -125,7 +125,7 @@ def test_a_step_takes_a_larger_bucket_that_is_faster() -> None:
 )
 def test_places_hold_all_samples_of_a_step_and_a_bucket_of_sampling(bucket: GraphBucket, places: int) -> None:
     """Of at most 80 rows; up to 64 samples are captured."""
-    assert sample_places(bucket, (1, 2, 4, 8, 16, 32, 64), max_rows=80) == places
+    assert max_samples(bucket, (1, 2, 4, 8, 16, 32, 64), max_rows=80) == places
 
 
 def test_a_step_of_more_prompts_than_a_graph_holds_takes_no_bucket() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
-from tandem.engine_core.runtime.masks import mask_places
+from tandem.engine_core.runtime.masks import mask_indices
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, NEWEST, capacity, pack
 from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -204,7 +204,7 @@ def test_places_of_masks_are_looked_up_by_row() -> None:
         ScheduledSequence(3, 5, 0, 1, False, constrained=True),
     ]
     rows += [ScheduledSequence(4, 2, 0, 1, True, constrained=True)]
-    assert mask_places(StepPlan.of(1, tuple(rows))) == {7: 0, 2: 1}
+    assert mask_indices(StepPlan.of(1, tuple(rows))) == {7: 0, 2: 1}
 
 
 def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:

@@ -5,7 +5,7 @@ import weakref
 from itertools import pairwise
 from random import Random
 
-from tandem.engine_core.contracts import Masks, SteadyList
+from tandem.engine_core.contracts import InternedList, Masks
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
@@ -37,7 +37,7 @@ def test_masks_are_the_same_while_the_rows_are_whatever_pages_they_need() -> Non
     scheduler = new()
     added(scheduler, constrained(1, prompt=3), constrained(2, prompt=5), constrained(3, prompt=6))
     first = step(scheduler, 1)
-    assert isinstance(first, SteadyList) and [row for row, _ in first] == [
+    assert isinstance(first, InternedList) and [row for row, _ in first] == [
         seq.row for seq in scheduler.running.values()
     ]
     assert {id(step(scheduler, step_id)) for step_id in range(2, 14)} == {id(first)}, "pages have four tokens"

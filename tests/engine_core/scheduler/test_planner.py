@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
-from tandem.engine_core.scheduler.policy import PATIENCE
+from tandem.engine_core.scheduler.policy import MAX_STEPS_SKIPPED
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
 from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import END, commit, new, sequence
@@ -48,12 +48,12 @@ def test_rows_in_steady_decode_need_no_choice(cache: bool, chunk: int, max_itl: 
         scheduler.admit_waiting()
         running, held = scheduler._running, scheduler._held.values()
         plan = scheduler.plan_step(step)
-        assert (plan is None) == (scheduler.planner.plan_each(step, running, held) is None)
+        assert (plan is None) == (scheduler.planner.plan_general(step, running, held) is None)
         if plan is None:
             if step > 150:
                 break
             continue
-        assert content(plan) == content(scheduler.planner.plan_each(step, running, held))
+        assert content(plan) == content(scheduler.planner.plan_general(step, running, held))
         kinds = [row.length > 1 for row in plan.rows]
         mixed += any(kinds) and not all(kinds)
         scheduler.on_launch(plan)
@@ -77,8 +77,8 @@ def test_overdue_prompts_are_planned_as_with_a_choice_among_all_rows() -> None:
         running, held = scheduler._running, scheduler._held.values()
         plan = scheduler.plan_step(step)
         assert plan is not None
-        assert content(plan) == content(scheduler.planner.plan_each(step, running, held))
-        overdue += any(seq.steps_skipped >= PATIENCE - 1 for seq in scheduler.running.values())
+        assert content(plan) == content(scheduler.planner.plan_general(step, running, held))
+        overdue += any(seq.steps_skipped >= MAX_STEPS_SKIPPED - 1 for seq in scheduler.running.values())
         scheduler.on_launch(plan)
         commit(scheduler, plan, [20] * len(plan.rows))
     assert overdue

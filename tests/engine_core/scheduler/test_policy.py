@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.scheduler.policy import DECODE_RUN, PATIENCE, POLICIES, Budget, RowDemand, choose_rows
+from tandem.engine_core.scheduler.policy import DECODE_RUN, MAX_STEPS_SKIPPED, POLICIES, Budget, RowDemand, choose_rows
 from tandem.protocol.engine_options import POLICIES as NAMES
 from tandem.protocol.engine_options import Policy
 
@@ -58,8 +58,8 @@ def test_fcfs_serves_decoding_rows_first(name: str, pending: list[int], budget: 
 def test_prefill_first_serves_prompts_before_decoding_rows() -> None:
     assert choose("prefill_first", [1, 6, 1, 6], Budget(9, 9)) == [0, 6, 0, 3]
     assert choose("prefill_first", [1, 6, 1], Budget(9, 9)) == [1, 6, 1]
-    assert choose("prefill_first", [1, 6, 1], Budget(9, 9), skipped=[PATIENCE - 1, 0, 0]) == [1, 6, 1]
-    assert choose("prefill_first", [1, 20, 1], Budget(9, 9), skipped=[PATIENCE - 1, 0, 0]) == [1, 8, 0]
+    assert choose("prefill_first", [1, 6, 1], Budget(9, 9), skipped=[MAX_STEPS_SKIPPED - 1, 0, 0]) == [1, 6, 1]
+    assert choose("prefill_first", [1, 20, 1], Budget(9, 9), skipped=[MAX_STEPS_SKIPPED - 1, 0, 0]) == [1, 8, 0]
 
 
 def test_decode_first_runs_prompts_together_and_rarely() -> None:
@@ -86,7 +86,7 @@ def test_priority_serves_the_highest_first() -> None:
 
 
 def test_overdue_prompts_share_the_step() -> None:
-    late = PATIENCE - 1
+    late = MAX_STEPS_SKIPPED - 1
     assert choose("fcfs", [50, 50, 50], Budget(20, 20), skipped=[0, late, late]) == [0, 10, 10]
     assert choose("fcfs", [50, 2, 50], Budget(20, 20), skipped=[0, late, late]) == [8, 2, 10]
     assert choose("fcfs", [50, 50, 50], Budget(20, 20, prompts=1), skipped=[0, late, late + 1]) == [0, 0, 20]
@@ -114,7 +114,7 @@ def test_every_policy_stays_within_the_budget(
         or sum(length > 0 and wanted > 1 for length, wanted in zip(lengths, pending, strict=True)) <= prompts
     )
     for length, waited, wanted in zip(lengths, skipped, pending, strict=True):
-        if waited >= PATIENCE - 1 and wanted == 1:
+        if waited >= MAX_STEPS_SKIPPED - 1 and wanted == 1:
             assert length == 1, "an overdue stream is served"
 
 
@@ -153,12 +153,12 @@ def test_every_policy_serves_every_row_within_patience(
     priority = [value for _, value in rows]
     budget = Budget(count + more + (0 if chunk else 400), chunk, prompts, room)
     skipped, worst = [0] * count, 0
-    for _ in range(4 * PATIENCE + 2 * count):
+    for _ in range(4 * MAX_STEPS_SKIPPED + 2 * count):
         lengths = choose(policy, [wanted for wanted, _ in rows], budget, skipped, priority)
         skipped = [0 if length else waited + 1 for length, waited in zip(lengths, skipped, strict=True)]
         worst = max(worst, *skipped)
     turns = prompts or not chunk or 0 < room < count
-    assert worst < PATIENCE + (count if turns else 0)
+    assert worst < MAX_STEPS_SKIPPED + (count if turns else 0)
 
 
 @pytest.mark.parametrize("policy", NAMES)

@@ -9,13 +9,13 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork, num_pairs
 from tandem.engine_core.scheduler.time_budget import (
+    DECODE_STEP_RATIO,
     EFFICIENT_MS,
     IDLE_MS,
-    IDLE_SLOWDOWN,
-    LEAST_MS,
+    IDLE_STEP_RATIO,
     MAX_POSITION_COST,
-    MOST_STRETCH,
-    SLOWDOWN,
+    MAX_STRETCH,
+    MIN_STEP_MS,
     allowed_milliseconds,
     fitting_tokens,
 )
@@ -129,8 +129,8 @@ def test_no_step_takes_longer_than_streams_may_wait(streams: int, max_itl: float
         context = sum(row.start for row in decoding)
         smallest = run.costs.milliseconds(StepWork(len(decoding), context, SIZES[0], num_pairs(LONG, SIZES[0])))
         alone = run.costs.milliseconds(StepWork(present, context))
-        stretch = min(MOST_STRETCH, present / len(decoding))
-        limit = max_itl or max(EFFICIENT_MS, stretch * max(LEAST_MS, SLOWDOWN * alone))
+        stretch = min(MAX_STRETCH, present / len(decoding))
+        limit = max_itl or max(EFFICIENT_MS, stretch * max(MIN_STEP_MS, DECODE_STEP_RATIO * alone))
         assert milliseconds <= max(limit, smallest) * 1.0001
         assert len(decoding) >= streams, "every stream is in every step"
 
@@ -158,13 +158,13 @@ def test_steps_correct_the_table_with_and_without_masks(grammar: str | None) -> 
     ("rows", "prompts", "expected"),
     [
         (0, 3, IDLE_MS),
-        (4, 0, LEAST_MS),
-        (64, 0, SLOWDOWN * 4.0),
-        (64, 8, SLOWDOWN * 5.0 * 72 / 64),
-        (64, 16, SLOWDOWN * 5.0 * 1.25),
-        (1, 1000, SLOWDOWN * 5.0 * 1001 / 128 * 1.25),
-        (4, 1, LEAST_MS * 1.25),
-        (4, 4, LEAST_MS * 1.25),
+        (4, 0, MIN_STEP_MS),
+        (64, 0, DECODE_STEP_RATIO * 4.0),
+        (64, 8, DECODE_STEP_RATIO * 5.0 * 72 / 64),
+        (64, 16, DECODE_STEP_RATIO * 5.0 * 1.25),
+        (1, 1000, DECODE_STEP_RATIO * 5.0 * 1001 / 128 * 1.25),
+        (4, 1, MIN_STEP_MS * 1.25),
+        (4, 4, MIN_STEP_MS * 1.25),
     ],
 )
 def test_rows_that_wait_for_prompts_count_toward_the_limit(rows: int, prompts: int, expected: float) -> None:
@@ -256,7 +256,7 @@ def test_a_device_that_needs_long_for_one_position_computes_several_in_a_step() 
     run = Simulation(table=slow)
     run.run_until(run.add(640))
     assert [plan.total_tokens for plan, _ in run.steps] == [32] * 20
-    assert max(milliseconds for _, milliseconds in run.steps) <= IDLE_SLOWDOWN * 300
+    assert max(milliseconds for _, milliseconds in run.steps) <= IDLE_STEP_RATIO * 300
 
 
 def test_long_prompts_finish_one_after_the_other() -> None:
@@ -316,4 +316,4 @@ def test_chunks_and_their_number_remain_limits() -> None:
 
 def test_limits_are_those_that_users_are_told() -> None:
     """The help of `--max-itl` and engine_core/README.md."""
-    assert (LEAST_MS, SLOWDOWN, EFFICIENT_MS, IDLE_MS) == (5.0, 2.5, 40.0, 100.0)
+    assert (MIN_STEP_MS, DECODE_STEP_RATIO, EFFICIENT_MS, IDLE_MS) == (5.0, 2.5, 40.0, 100.0)

@@ -117,4 +117,4 @@ def test_queue_equals_a_sorted_list(arrivals: list[tuple[int, bool]]) -> None:
 
 
 def test_a_sequence_that_was_preempted_from_among_none_jumps_over_no_sample_in_flight() -> None:
-    assert RunningSequences().least_jump == 1
+    assert RunningSequences().min_jump == 1

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.workers import pool as pool_module
 from tests.engine_core.constraints.conftest import ENDS
-from tests.engine_core.constraints.test_mask_builder_begin import UNTOUCHED, Followed, Site, mixed
+from tests.engine_core.constraints.test_mask_builder_begin import UNTOUCHED, AdvanceBatch, Site, mixed
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import allowed_tokens
 
@@ -20,7 +20,7 @@ def site(grammars: Grammars) -> Iterator[Site]:
     site.pool.close()
 
 
-def on_workers(site: Site, count: int = 6) -> dict[int, Followed]:
+def on_workers(site: Site, count: int = 6) -> dict[int, AdvanceBatch]:
     site.spread()
     site.spread()
     held = {place: site.followed(site.compiled) for place in range(count)}
@@ -28,7 +28,7 @@ def on_workers(site: Site, count: int = 6) -> dict[int, Followed]:
     return held
 
 
-def accept(held: dict[int, Followed], token: int, settled: object = ()) -> None:
+def accept(held: dict[int, AdvanceBatch], token: int, settled: object = ()) -> None:
     for place, each in held.items():
         assert each.alone.consume_token(token)
         assert place in settled or each.constraint.accept(token)  # type: ignore[operator]
