@@ -88,7 +88,8 @@ def stored_responses_router(service: Service) -> APIRouter:
         if not 1 <= limit <= MAX_LISTED:
             raise unsupported(f"{{param}} must be between 1 and {MAX_LISTED}, not {limit}", "limit")
         with _reserved(service, request) as reservation:
-            query = PageQuery(limit, service.config.max_body, order == "asc", after)
+            # An item as it is stored may be a little longer than its request was: it has an id and a status.
+            query = PageQuery(limit, service.config.max_body + MAX_INLINE_BODY, order == "asc", after)
             page = await _page(service, request, response_id, query, reservation)
             return json_answer(_listed(page), reservation, service.config.connections)
 

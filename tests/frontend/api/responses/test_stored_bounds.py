@@ -264,6 +264,12 @@ def test_pages_end_before_the_body_limit(client: httpx.Client, service: Service)
         service.config = config
 
 
+def test_an_item_of_the_largest_body_can_be_listed(client: httpx.Client) -> None:
+    around = len(json.dumps({"model": "fake-model", "input": [item("fco_z", 0)]}))
+    name = stored(client, [item("fco_z", MAX_BODY - around - 100)])
+    assert len(listed(client, name).json()["data"][0]["caller"]) == MAX_BODY - around - 100
+
+
 def test_unread_answers_of_a_key_are_bounded(
     client: httpx.Client, server: RunningServer, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
