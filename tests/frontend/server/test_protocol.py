@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.server.connections import STARTS_PER_TURN
+from tandem.frontend.server.protocol import LimitedProtocol
 from tests.fakes.tokenizer import write_tokenizer
 from tests.frontend.conftest import RunningServer, until
 from tests.support.raw_http import RawClient, request
@@ -96,3 +98,17 @@ def test_health_checks_do_not_wait_for_the_starts_of_other_requests(server: Runn
     with RawClient(server.sock.getsockname()) as other:
         assert other.send(request("/version")).reply().status == 200
     assert client.reply().status == 200, "the next turn has come"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("connection_made", "connection_lost", "data_received", "resume_writing", "shutdown"),
+        *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"),
+        *("_start_asgi_task", "on_response_complete", "timeout_keep_alive_handler"),
+    ],
+)
+def test_hook_of_uvicorn_that_is_overridden_exists(name: str) -> None:
+    """One that uvicorn no longer calls would silently never run."""
+    assert name in vars(LimitedProtocol)
+    assert name in vars(HttpToolsProtocol)
