@@ -89,8 +89,8 @@ class Service:
             self.names,
         )
         types = model_types(read_json(config.model_dir / "config.json"))
-        parsers = Parsers(config.chat.tool_parser, config.chat.reasoning_parser, types)
-        self.chat = Chat(template, parsers, tag_tokens, self.admission, self.parser, metrics.templates, tokenizer.guard)
+        parsers = Parsers(config.chat.tool_parser, config.chat.reasoning_parser, types, tag_tokens)
+        self.chat = Chat(template, parsers, self.admission, self.parser, metrics.templates, tokenizer.guard)
         self.keys = ApiKeys(config.api_keys, config.api_keys_file)
         self.keys.load()
         self.draining = False

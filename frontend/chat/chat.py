@@ -35,6 +35,10 @@ MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 256, 32 * 1024
 """Largest conversation that is encoded in the event loop."""
 
 
+REASONING_TAGS = {"think": THINK_TAGS, "mistral": MISTRAL_THINK_TAGS}
+"""Tags around reasoning, by the names of `--reasoning-parser`."""
+
+
 class Parsers(Struct, frozen=True):
     """Settings of how outputs are parsed."""
 
@@ -42,30 +46,39 @@ class Parsers(Struct, frozen=True):
     """Name of the format of tool calls, or "auto"."""
     reasoning: str
     """Name of the tags around reasoning, "none", or "auto"."""
-    model_types: Sequence[str] = ()
+    model_types: Sequence[str]
+    tokens: Mapping[int, TagToken]
+    """The tags that are one token, by id."""
 
     def tool_format(self, facts: TemplateFacts) -> ToolFormat:
         """Return the format of tool calls of a model with such a template."""
-        return tool_format(self.tools, self.model_types, facts.call_format)
+        return tool_format(self.tools, self.model_types, self._texts, facts.call_format)
 
     def think_tags(self, facts: TemplateFacts) -> ThinkTags | None:
-        """Return the tags around the reasoning of a model with such a template; None if it has none."""
-        if self.reasoning == "auto":
-            return facts.think_tags
-        return {"think": THINK_TAGS, "mistral": MISTRAL_THINK_TAGS}.get(self.reasoning)
+        """Return the tags around the reasoning of a model with such a template; None if it has none.
+
+        A vocabulary with tokens for tags is that of a model which may reason, even if the template has none.
+        """
+        if self.reasoning != "auto":
+            return REASONING_TAGS.get(self.reasoning)
+        known = (tags for tags in REASONING_TAGS.values() if self._texts.issuperset(tags.texts))
+        return facts.think_tags or next(known, None)
+
+    @property
+    def _texts(self) -> set[str]:
+        return {token.text for token in self.tokens.values()}
 
 
 class Chat:
     """Render and admit conversations with the served model.
 
-    `parsers` tells how outputs are parsed, `tag_tokens` has all tags that are one token, by id.
+    `parsers` tells how outputs are parsed.
     """
 
     def __init__(
         self,
         template: ChatTemplate | None,
         parsers: Parsers,
-        tag_tokens: Mapping[int, TagToken],
         admission: Admission,
         workers: Workers,
         metrics: TemplateMetrics,
@@ -81,7 +94,6 @@ class Chat:
         self._parsers = parsers
         self._facts: asyncio.Task[TemplateFacts] | None = None
         """What probes of the template found out, or will have."""
-        self._tag_tokens = tag_tokens
         self._admission = admission
         self._workers = workers
         self._metrics = metrics
@@ -177,6 +189,8 @@ class Chat:
     def _begin_probes(self) -> asyncio.Task[TemplateFacts]:
         if self._facts is None or (self._facts.done() and (self._facts.cancelled() or self._facts.exception())):
             self._facts = asyncio.get_running_loop().create_task(self._probe())
+            # Without a request no one asks for its failure, which the process has logged.
+            self._facts.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._facts
 
     async def _probed(self) -> TemplateFacts:
@@ -230,7 +244,7 @@ class Chat:
         if think_tags is not None:
             texts |= set(think_tags.texts)
             tags = OutputTags(thinking=_thinking(conversation, prompt, think_tags), think=think_tags)
-        tokens = {token_id: token for token_id, token in self._tag_tokens.items() if token.text in texts}
+        tokens = {token_id: token for token_id, token in self._parsers.tokens.items() if token.text in texts}
         return MessageShape(tool_use, tool_format, structs.replace(tags, tokens=tokens), drops_special)
 
 

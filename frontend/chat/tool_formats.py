@@ -1,6 +1,6 @@
 """The formats in which models write tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from msgspec import Struct
 
@@ -66,13 +66,16 @@ MODEL_FORMATS = {
 """Name of the format by a checkpoint's `model_type`; "json" for any other type."""
 
 
-def tool_format(name: str, model_types: Sequence[str], written: str | None = None) -> ToolFormat:
+def tool_format(name: str, model_types: Sequence[str], tags: Set[str], written: str | None = None) -> ToolFormat:
     """Return the format of this name.
 
     "auto" selects the format that the chat template has `written` calls in, or else that of the first known of the
-    model's types; "mistral" selects the one of its variants that the template writes.
+    model's types. "mistral" selects the one of its variants that the template writes, or else that for which the
+    vocabulary has tokens, of which `tags` are the texts.
     """
     if name == "auto":
         types = [MODEL_FORMATS[kind] for kind in model_types if kind in MODEL_FORMATS]
-        return FORMATS[written or (types[0] if types else "json")]
-    return FORMATS[written if written is not None and written.startswith(f"{name}_v") else name]
+        name = written or (types[0] if types else "json")
+    if name == "mistral" and (written is None or not written.startswith(name)) and ARGUMENTS_TAG in tags:
+        return FORMATS["mistral_v11" if ID_TAG in tags else "mistral_v13"]
+    return FORMATS[written if written is not None and written.startswith(name) else name]

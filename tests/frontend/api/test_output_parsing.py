@@ -277,5 +277,10 @@ def test_the_format_follows_the_type_of_the_text_model(tmp_path: Path) -> None:
         ):
             answer = Route("chat", server).ask(text, False, tools=True)
             assert (answer.content, answer.calls) == ("", [("look", ARGUMENTS)] * 2)
+            answer = Route("chat", server).ask(f"<think>Hm</think>{text}", False, tools=True, tool_choice="required")
+            assert (answer.reasoning, answer.calls) == ("Hm", [("look", ARGUMENTS)] * 2)
+        constraint = server.engine.submits[-1].constraint
+        assert constraint is not None
+        assert verdict(constraint, CALLS["mistral"], IDS) == "whole"
         prompt = RAW.decode(unpack_ids(server.engine.submits[-1].prompt_ids), skip_special_tokens=False)
         assert "[TOOL_CALLS]" in prompt

@@ -211,9 +211,33 @@ def test_call_ids_follow_their_format() -> None:
 
 def test_tool_format_follows_the_model_type() -> None:
     assert set(MODEL_FORMATS.values()) <= set(FORMATS)
-    assert tool_format("auto", ["qwen3"]) is FORMATS["hermes"]
-    assert tool_format("auto", ["unheard-of"]) is FORMATS["json"]
-    assert tool_format("mistral", ["qwen3"]) is FORMATS["mistral"]
+    assert tool_format("auto", ["qwen3"], set()) is FORMATS["hermes"]
+    assert tool_format("auto", ["unheard-of"], set()) is FORMATS["json"]
+    assert tool_format("auto", [], set()) is FORMATS["json"]
+    assert tool_format("auto", ["mistral3", "ministral3"], set()) is FORMATS["mistral"]
+    assert tool_format("mistral", ["qwen3"], set()) is FORMATS["mistral"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tags", "written", "expected"),
+    [
+        ("auto", set(), "mistral_v13", "mistral_v13"),
+        ("auto", {"[ARGS]", "[CALL_ID]"}, "mistral_v13", "mistral_v13"),
+        ("auto", {"[ARGS]", "[CALL_ID]"}, "mistral", "mistral"),
+        ("auto", {"[ARGS]", "[CALL_ID]"}, None, "mistral_v11"),
+        ("auto", {"[ARGS]"}, None, "mistral_v13"),
+        ("auto", {"[ARGS]"}, "hermes", "hermes"),
+        ("mistral", {"[ARGS]"}, "mistral", "mistral"),
+        ("mistral", set(), "mistral_v11", "mistral_v11"),
+        ("mistral", {"[ARGS]"}, "hermes", "mistral_v13"),
+        ("mistral", set(), "hermes", "mistral"),
+        ("hermes", {"[ARGS]"}, "mistral_v11", "hermes"),
+    ],
+)
+def test_variant_of_mistral_follows_template_and_vocabulary(
+    name: str, tags: set[str], written: str | None, expected: str
+) -> None:
+    assert tool_format(name, ["mistral3", "mistral"], tags, written) is FORMATS[expected]
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

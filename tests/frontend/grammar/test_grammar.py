@@ -1,14 +1,24 @@
 """Grammars built from request fields: the texts they accept, and the fields that are rejected."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from tandem.frontend.errors import ApiError
-from tandem.frontend.grammar.grammar import Grammar, escape_regex_characters, output_grammar, regex_position
+from tandem.frontend.grammar.grammar import (
+    THINK_TAGS,
+    Grammar,
+    escape_regex_characters,
+    output_grammar,
+    regex_position,
+)
+from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.support.byte_grammar import verdict
 
 
@@ -182,3 +192,20 @@ def test_reasoning_precedes_the_grammar(made: Grammar, special: dict[str, int]) 
     assert verdict(closed, reasoning + "?", special) == "wrong"
     assert verdict(opened, answer, special) == "beginning"
     assert verdict(opened, reasoning.removeprefix("<think>") + answer, special) == "whole"
+
+
+def test_only_the_token_of_a_tag_ends_reasoning_for_the_engine(tmp_path: Path) -> None:
+    """An added token that is not special can be spelled by other tokens, which the engine's matcher knows as text."""
+    raw = byte_level_tokenizer()
+    raw.add_tokens([AddedToken(tag, special=False) for tag in THINK_TAGS.texts])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    ids = {tag: raw.token_to_id(tag) for tag in THINK_TAGS.texts}
+    grammar = output_grammar(None, None, ["yes"], None)
+    assert grammar is not None
+    matcher = LLMatcher(LLTokenizer(str(tmp_path / "tokenizer.json")), grammar.after_thinking(True, ids))
+    spelled = [raw.token_to_id(character) for character in THINK_TAGS.end]
+    thought = [*raw.encode("Hm", add_special_tokens=False).ids, *spelled]
+    yes = raw.encode("yes", add_special_tokens=False).ids
+    assert matcher.validate_tokens([*thought, *yes, *spelled]) == len(thought) + len(yes) + len(spelled)
+    assert matcher.validate_tokens([*thought, ids[THINK_TAGS.end], *yes]) == len(thought) + 1 + len(yes)
+    assert matcher.validate_tokens([*thought, ids[THINK_TAGS.end], *spelled]) == len(thought) + 1
