@@ -36,6 +36,7 @@ from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.workers import Workers
+from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 MAX_REMEMBERED = 256
 """Schemas whose keywords that do not compile are remembered."""
@@ -103,11 +104,17 @@ class GrammarBuilder:
         grammar = await self._workers.run(self._grammar, draft, use, syntax, special)
         if grammar is None:
             return None
-        checked = await self._checker.compile(grammar, client)
-        if checked.error is not None and (draft.schemas or not grammar.is_strict):
-            draft = await self._corrected(draft, options, ignored, client)
-            grammar = await self._workers.run(self._grammar, draft, use, syntax, special)
+        if len(grammar.text) > MAX_GRAMMAR_CHARS:
+            grammar = await self._workers.run(self._grammar, draft, use, syntax, special, True)
             assert grammar is not None
+        checked = await self._checker.compile(grammar, client)
+        if checked.error is not None and (draft.schemas or grammar.schema is not None):
+            draft = await self._corrected(draft, options, ignored, client)
+            for as_schemas in (False, True):
+                grammar = await self._workers.run(self._grammar, draft, use, syntax, special, as_schemas)
+                assert grammar is not None
+                if (await self._checker.compile(grammar, client)).error is None:
+                    break
         seconds = await self._checker.check(grammar, client)
         if thinking is ThinkingMode.NONE:
             return Constraint(grammar.text, seconds)
@@ -133,12 +140,20 @@ class GrammarBuilder:
         return Draft(content, argument_schemas(use, ignored))
 
     def _grammar(
-        self, draft: Draft, use: ToolUse | None, syntax: CallSyntax | None, special_tokens: Mapping[str, int]
+        self,
+        draft: Draft,
+        use: ToolUse | None,
+        syntax: CallSyntax | None,
+        special_tokens: Mapping[str, int],
+        as_schemas: bool = False,
     ) -> Grammar | None:
+        content = draft.content
+        if not draft.schemas and content is not None and content.schema is not None and as_schemas:
+            return structs.replace(content, body=schema_body(content.schema, as_schema=True))
         if not draft.schemas:
-            return draft.content
+            return content
         assert use is not None and syntax is not None, "calls are constrained without tools"
-        return tool_grammar(use, syntax, special_tokens, draft.content, draft.schemas)
+        return tool_grammar(use, syntax, special_tokens, content, draft.schemas, as_schemas)
 
     async def _corrected(self, draft: Draft, options: GenerationOptions, ignored: IgnoredFields, client: str) -> Draft:
         """Remove what does not compile from the schemas that are not strict.
@@ -147,14 +162,15 @@ class GrammarBuilder:
         """
         content = draft.content
         if content is not None and content.schema is not None:
-            schema = await self._compilable(content, renamed(content.param, options.constraint_names), ignored, client)
+            alone = structs.replace(content, body=schema_body(content.schema, as_schema=True))
+            schema = await self._compilable(alone, renamed(content.param, options.constraint_names), ignored, client)
             if schema is None:
-                await self._checker.check(content, client)
+                await self._checker.check(alone, client)
             else:
                 content = structs.replace(content, body=schema_body(schema), schema=schema)
         schemas = []
         for each in draft.schemas:
-            alone = Grammar(schema_body(each.schema), "tools", each.name, each.schema, each.is_strict)
+            alone = Grammar(schema_body(each.schema, as_schema=True), "tools", each.name, each.schema, each.is_strict)
             schema = await self._compilable(alone, each.tool.path, ignored, client)
             if schema is None:
                 ignored.add(each.tool.path)

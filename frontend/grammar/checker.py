@@ -14,7 +14,7 @@ from time import monotonic
 import msgspec
 
 from tandem.frontend.errors import ApiError
-from tandem.frontend.grammar.grammar import Grammar, regex_position
+from tandem.frontend.grammar.grammar import Grammar, regex_position, schema_body
 from tandem.frontend.grammar.json_schema import join_pointer, shortened
 from tandem.frontend.grammar.lane import Lane
 from tandem.frontend.grammar.process import (
@@ -143,6 +143,8 @@ class GrammarChecker:
         """Word a compiler error for the client, with its place in the field."""
         error = checked.error or ""
         if grammar.schema is not None and not checked.is_limit:
+            alone = Grammar(schema_body(grammar.schema, as_schema=True), "", "")
+            error = (await self._compiled_once(alone.text, client)).error or error
             found = _REGEX_ERROR.search(error)
             reason = f"invalid pattern: {found[2]}" if found else _first_line(error)
             path = await self.search(client).locate(grammar.schema, error)

@@ -4,7 +4,6 @@ Its text is in llguidance's format: JSON that contains a JSON schema or a gramma
 `GrammarChecker` checks it before the engine compiles it.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -14,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.grammar.json_rules import json_grammar, quoted
 from tandem.frontend.grammar.json_schema import (
     OPTIONS,
     SchemaError,
@@ -151,14 +151,13 @@ def schema_grammar(
     return Grammar(schema_body(schema), param, name, schema=schema, is_strict=strict)
 
 
-def schema_body(schema: dict[str, Any]) -> dict[str, Any]:
-    """Make the body of a grammar of a JSON schema."""
-    return {"json_schema": compiler_schema(schema)}
+def schema_body(schema: dict[str, Any], as_schema: bool = False) -> dict[str, Any]:
+    """Make the body of a grammar of a JSON schema.
 
-
-def compiler_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema as the compiler gets it."""
-    return with_options(close_objects(schema), OPTIONS)
+    With `as_schema` the compiler gets nothing but the schema, so that what it says of it is about its keywords.
+    """
+    closed = close_objects(schema)
+    return {"json_schema": with_options(closed, OPTIONS)} if as_schema else json_grammar(closed)
 
 
 def record_removed(pointers: Sequence[str], field: str, ignored: IgnoredFields) -> None:
@@ -183,14 +182,6 @@ def literal(text: str, token_ids: Mapping[str, int]) -> str:
     names = sorted(token_ids, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
     return " ".join(f"<[{token_ids[part]}]>" if part in token_ids else quoted(part) for part in parts if part)
-
-
-def quoted(text: str) -> str:
-    """Write a string literal in Lark, with non-ASCII characters escaped.
-
-    Lark's lexer rejects some of them.
-    """
-    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def _encode(value: object) -> str:

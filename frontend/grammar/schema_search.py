@@ -98,7 +98,7 @@ class SchemaSearch:
     async def _check(self, schema: dict[str, Any]) -> Checked:
         if self._checks >= MAX_CHECKS or self._chars > MAX_SEARCHED_CHARS or self._seconds > MAX_CPU_SECONDS:
             raise SearchError
-        text = Grammar(schema_body(schema), "", "").text
+        text = Grammar(schema_body(schema, as_schema=True), "", "").text
         checked = await self._compile(text)
         self._checks += 1
         self._chars += len(text)

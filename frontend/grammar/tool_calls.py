@@ -1,6 +1,6 @@
 """Grammars of tool calls, in the format in which a model writes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,21 +10,18 @@ from tandem.frontend.errors import unsupported
 from tandem.frontend.grammar.grammar import (
     ANY_TEXT,
     Grammar,
-    compiler_schema,
     lark,
     literal,
-    quoted,
     record_removed,
 )
+from tandem.frontend.grammar.json_rules import json_rule, quoted, schema_rule
 from tandem.frontend.grammar.json_schema import (
-    OPTIONS,
     SchemaError,
     check_count,
     check_schema,
     close_objects,
     invalid_schema,
     rebase_references,
-    with_options,
 )
 from tandem.frontend.grammar.references import check_references
 from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
@@ -126,13 +123,14 @@ def tool_grammar(
     special_tokens: Mapping[str, int],
     content: Grammar | None = None,
     schemas: Sequence[ArgumentSchema] | None = None,
+    as_schemas: bool = False,
 ) -> Grammar | None:
     """Build the grammar of an output that may call tools; None without constraints.
 
     A required call always follows its format and the supported part of its arguments' schema. `special_tokens` maps the
     text of the tokenizer's special tokens, and of tags that are one token, to their id; `content` constrains an output
-    without calls; `schemas` are by default those of `argument_schemas`. Raises ApiError 400 for a schema that is not
-    supported, and for a `content` that cannot be combined with tools.
+    without calls; `schemas` are by default those of `argument_schemas`; `as_schemas` is `as_schema` of `schema_body`.
+    Raises ApiError 400 for a schema that is not supported, and for a `content` that cannot be combined with tools.
     """
     if not calls_are_constrained(use, content):
         return content
@@ -140,15 +138,16 @@ def tool_grammar(
         schemas = argument_schemas(use, IgnoredFields())
     if content is not None and content.schema is None:
         raise unsupported("{param} and 'tools' cannot be combined; give one of them", content.param)
+    write = schema_rule if as_schemas else json_rule
     writer = _RuleWriter(syntax, special_tokens)
-    rules = writer.calls([writer.call(each) for each in schemas], use.parallel and use.choice.name is None)
+    rules = writer.calls([writer.call(each, write) for each in schemas], use.parallel and use.choice.name is None)
     if use.choice.mode != "auto":
         start = "start: calls\n"
     elif content is None:
         start = writer.text_or_calls()
     else:
         assert content.schema is not None
-        start = f"start: calls | content\ncontent: {_json(compiler_schema(content.schema))}\n"
+        start = f"start: calls | content\ncontent: {write(close_objects(content.schema))}\n"
     return Grammar(lark(start + rules), "tools", "'tools'")
 
 
@@ -164,13 +163,13 @@ class _RuleWriter:
         self._syntax = syntax
         self._special_tokens = special_tokens
 
-    def call(self, arguments: ArgumentSchema) -> str:
-        """Write the alternative of the rule `call` for a tool."""
+    def call(self, arguments: ArgumentSchema, write: Callable[[dict[str, Any]], str]) -> str:
+        """Write the alternative of the rule `call` for a tool; `write` writes a schema within a rule."""
         syntax = self._syntax
         if not syntax.arguments_tag:
-            return _json(_call_schema(arguments, syntax))
+            return write(_call_schema(arguments, syntax))
         call_id = f"({self._literal(syntax.id_tag)} CALL_ID)? " if syntax.id_tag else ""
-        schema = _json(compiler_schema(arguments.schema))
+        schema = write(close_objects(arguments.schema))
         return f"{quoted(arguments.tool.name)} {call_id}{self._literal(syntax.arguments_tag)} {schema}"
 
     def calls(self, alternatives: list[str], several: bool) -> str:
@@ -209,9 +208,7 @@ def _call_schema(arguments: ArgumentSchema, syntax: CallSyntax) -> dict[str, Any
         "name": {"const": arguments.tool.name},
         syntax.arguments: rebase_references(close_objects(arguments.schema), f"#/properties/{syntax.arguments}"),
     }
-    return with_options(
-        {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}, OPTIONS
-    )
+    return {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": False}
 
 
 def _arguments(tool: Tool, ignored: IgnoredFields) -> dict[str, Any]:
@@ -237,10 +234,6 @@ def _arguments(tool: Tool, ignored: IgnoredFields) -> dict[str, Any]:
 def _states_type(schema: dict[str, Any]) -> bool:
     """Tell whether a schema states its value's type, directly or by combination."""
     return not {"type", "$ref", "anyOf", "oneOf", "allOf"}.isdisjoint(schema)
-
-
-def _json(schema: dict[str, Any]) -> str:
-    return "%json " + _encoded(schema)
 
 
 def _encoded(value: Any) -> str:

@@ -1,0 +1,245 @@
+"""Write JSON schemas as grammars in which every number ends.
+
+The compiler's own grammar of a number has no limit on digits, so that a small model may write them without end. Where a
+schema admits such numbers, the objects, arrays and alternatives around them are written as rules of Lark, like those
+of the compiler but with numbers of limited length. Parts without such numbers are left to the compiler.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+from tandem.frontend.grammar.json_schema import ANNOTATIONS, NUMBERS, OPTIONS, walk_schemas, with_options
+from tandem.frontend.grammar.references import target_of
+
+MAX_DIGITS, MAX_FRACTION, MAX_EXPONENT = 40, 20, 3
+"""Digits of a number before the point, behind it, and of its exponent."""
+MAX_LIMIT = 10**18
+"""Largest limit of a number: the compiler counts in 64 bits."""
+LIMITED_FRACTION = 10
+"""Digits behind the point of a number between limits: the longest fraction that the compiler can count."""
+MAX_REPEATED = 1000
+"""Fewest and most items of an array that is written as a rule."""
+
+_DIGITS = f"(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
+_REST = rf"(\.[0-9]{{1,{MAX_FRACTION}}})?([eE][+-]?[0-9]{{1,{MAX_EXPONENT}}})?"
+_HEAD = f"""\
+%llguidance {{"ignore_once": true}}
+%ignore /{OPTIONS["whitespace_pattern"]}/
+any: LITERAL | NUMBER | STRING | list | record
+list: "[" (any ("," any)*)? "]"
+record: "{{" (STRING ":" any ("," STRING ":" any)*)? "}}"
+LITERAL: "null" | "true" | "false"
+NUMBER: /-?{_DIGITS}{_REST}/
+POSITIVE: /{_DIGITS}{_REST}/
+INTEGER: /-?{_DIGITS}/
+LONG: /[1-9][0-9]{{18,{MAX_DIGITS - 1}}}/
+STRING: /"([^"\\\\\\x00-\\x1F\\x7F]|\\\\["\\\\bfnrt]|\\\\u(00[01][0-9a-fA-F]|007[fF]))*"/
+"""
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "const", "enum"}
+_SKIPPED = ANNOTATIONS | {"$defs", "definitions"}
+_OBJECT = {"type", "properties", "required", "additionalProperties"}
+_ARRAY = {"type", "items", "prefixItems", "minItems", "maxItems"}
+
+
+class _UnsupportedError(Exception):
+    """The schema is left to the compiler."""
+
+
+def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
+    """Make the body of a grammar of a schema."""
+    rules = _rules(schema)
+    return {"json_schema": with_options(schema, OPTIONS)} if rules is None else {"lark_grammar": rules}
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """Write a schema for use within a rule of Lark."""
+    rules = _rules(schema)
+    return schema_rule(schema) if rules is None else f"%lark {{\n{rules}}}"
+
+
+def quoted(text: str) -> str:
+    """Write a string literal in Lark, with non-ASCII characters escaped.
+
+    Lark's lexer rejects some of them.
+    """
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def schema_rule(schema: dict[str, Any]) -> str:
+    """Write a schema for use within a rule of Lark, for the compiler to follow alone."""
+    return "%json " + msgspec.json.encode(with_options(schema, OPTIONS)).decode()
+
+
+def _rules(schema: dict[str, Any]) -> str | None:
+    """Write the rules of a schema; None if the compiler's serve as well, or none can be written."""
+    writer = _Writer(schema)
+    try:
+        rules = writer.write()
+    except _UnsupportedError:
+        return None
+    return _HEAD + rules if writer.limits_numbers else None
+
+
+class _Writer:
+    """Write the rules of one schema."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.limits_numbers = False
+        """True once a number is limited that the compiler would not limit."""
+        self._root = root
+        self._lines: list[str] = []
+        self._names: dict[int, str] = {}
+        """Names of the rules of schemas that are referred to, by the schema's identity."""
+        self._pending: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self) -> str:
+        start = self._value(self._root)
+        while self._pending:
+            name, node = self._pending.pop()
+            self._lines.append(f"{name}: {self._value(node)}\n")
+        return f"start: {start}\n{''.join(self._lines)}"
+
+    def _rule(self, text: str) -> str:
+        name = f"r{len(self._lines)}_{len(self._names)}"
+        self._lines.append(f"{name}: {text}\n")
+        return name
+
+    def _limited(self, text: str) -> str:
+        self.limits_numbers = True
+        return text
+
+    def _value(self, node: object) -> str:
+        if not isinstance(node, dict):
+            if node is not True:
+                raise _UnsupportedError
+            return self._limited("any")
+        keys = {key for key in node if key not in _SKIPPED and not key.startswith("x-")}
+        if not keys:
+            return self._limited("any")
+        kind = node.get("type")
+        if combining := keys & _COMBINING:
+            if keys == {"$ref"}:
+                return self._reference(node)
+            if keys == {"anyOf"} and node["anyOf"]:
+                return f"({' | '.join(self._value(option) for option in node['anyOf'])})"
+            if keys == {"allOf"} and len(node["allOf"]) == 1:
+                return self._value(node["allOf"][0])
+            if combining <= {"const", "enum"}:
+                return self._schema(node)
+        elif isinstance(kind, list):
+            return f"({' | '.join(self._value({**node, 'type': each}) for each in kind)})"
+        elif kind in ("integer", "number"):
+            return self._number(node, kind)
+        elif kind == "object" and keys <= _OBJECT:
+            return self._object(node)
+        elif kind == "array" and keys <= _ARRAY:
+            return self._array(node)
+        return self._schema(node)
+
+    def _schema(self, node: dict[str, Any]) -> str:
+        """Leave a schema without references to the compiler."""
+        if any(isinstance(part, dict) and "$ref" in part for _, part in walk_schemas(node)):
+            raise _UnsupportedError
+        return schema_rule({key: value for key, value in node.items() if key not in _SKIPPED})
+
+    def _reference(self, node: dict[str, Any]) -> str:
+        found = target_of(node, self._root)
+        if found is None:
+            raise _UnsupportedError
+        _, target = found
+        if id(target) not in self._names:
+            name = self._names[id(target)] = f"s{len(self._names)}"
+            self._pending.append((name, target))
+        return self._names[id(target)]
+
+    def _number(self, node: dict[str, Any], kind: str) -> str:
+        limits = {key: node[key] for key in NUMBERS if key in node}
+        if not limits:
+            return self._limited("INTEGER" if kind == "integer" else "NUMBER")
+        if any(isinstance(limit, bool) or abs(limit) >= MAX_LIMIT for limit in limits.values()):
+            return self._schema(node)
+        if kind == "number" and limits == {"minimum": 0}:
+            return self._limited("POSITIVE")
+        others: dict[str, float] = {} if {"minimum", "exclusiveMinimum"} & limits.keys() else {"minimum": -MAX_LIMIT}
+        if not {"maximum", "exclusiveMaximum"} & limits.keys():
+            others["exclusiveMaximum"] = MAX_LIMIT
+        if kind == "integer":
+            if not others:
+                return self._schema(node)
+            few = schema_rule({"type": kind, **limits, **others})
+            is_upward = "multipleOf" not in limits and "exclusiveMaximum" in others and "minimum" not in others
+            return self._limited(f"({few} | LONG)" if is_upward else few)
+        if "multipleOf" not in limits and all(round(limit, LIMITED_FRACTION) == limit for limit in limits.values()):
+            others["multipleOf"] = 10.0**-LIMITED_FRACTION
+        return self._limited(schema_rule({"type": kind, **limits, **others})) if others else self._schema(node)
+
+    def _object(self, node: dict[str, Any]) -> str:
+        named, required = node.get("properties", {}), node.get("required", [])
+        other = node.get("additionalProperties", True)
+        members: list[tuple[str, bool]] = []
+        for name in dict.fromkeys([*named, *required]):
+            child = named.get(name, other)
+            if child is not False:
+                text = f'{_name(name)} ":" {self._value(child)}'
+                members.append((self._rule(text), name in required))
+            elif name in required:
+                raise _UnsupportedError
+        if not members and other is True:
+            return self._limited("record")
+        return self._rule(f'"{{" {self._members(members, self._others(other, [*named, *required]))} "}}"')
+
+    def _others(self, other: object, taken: list[str]) -> str:
+        """Write a member whose name is not taken; "" if there are none."""
+        if other is False:
+            return ""
+        name = "STRING"
+        if taken:
+            name = f"N{len(self._lines)}"
+            self._lines.append(f"{name}: STRING & ~({' | '.join(map(_name, dict.fromkeys(taken)))})\n")
+        return self._rule(f'{name} ":" {self._value(other)}')
+
+    def _members(self, members: list[tuple[str, bool]], other: str) -> str:
+        """Write the members of an object in their order, of which some are required, and any number of others."""
+        following = self._rule(f'("," {other})*') if other else '""'
+        opening = f'({other} ("," {other})*)?' if other else '""'
+        for rule, is_required in reversed(members):
+            first = f"{rule} {following}"
+            opening = first if is_required else self._rule(f"{first} | {opening}")
+            following = self._rule(f'"," {first}' if is_required else f'("," {rule})? {following}')
+        return opening
+
+    def _array(self, node: dict[str, Any]) -> str:
+        first, least, most = node.get("prefixItems", []), node.get("minItems", 0), node.get("maxItems")
+        other = node.get("items", True)
+        if least > MAX_REPEATED or (most or 0) > MAX_REPEATED:
+            raise _UnsupportedError
+        if other is False:
+            most = min(len(first), len(first) if most is None else most)
+        if most is not None and least > most:
+            raise _UnsupportedError
+        texts = [self._value(child) for child in first[:most]]
+        more = None if most is None else most - len(texts)
+        following = '""'
+        if more != 0:
+            item = self._rule(self._value(other))
+            fewest = max(least - len(texts), 0)
+            if not texts:
+                rest = f"{item} {_repeated(item, max(fewest - 1, 0), None if more is None else more - 1)}"
+                return f'"[" {rest if least else f"({rest})?"} "]"'
+            following = _repeated(item, fewest, more)
+        for index in range(len(texts) - 1, -1, -1):
+            text = f"{quoted(',') if index else ''} {texts[index]} {following}"
+            following = self._rule(text if index < least else f"({text})?")
+        return f'"[" {following} "]"'
+
+
+def _repeated(item: str, least: int, most: int | None) -> str:
+    """Write a number of further items."""
+    return "" if most == 0 else f'("," {item}){{{least},{"" if most is None else most}}}'
+
+
+def _name(name: str) -> str:
+    """Write the name of a property in quotes, as JSON has it."""
+    return quoted(json.dumps(name, ensure_ascii=False))
