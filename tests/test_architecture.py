@@ -47,7 +47,7 @@ L3_NAMES = (
 L3 = {f"tandem.engine_core.{name}" for name in L3_NAMES}
 L4 = {"tandem.engine_core.runtime", "tandem.engine_core.constraints"}
 L5_NAMES = (
-    *("engine", "control", "key_limits", "wire", "outbox", "stats", "__main__"),
+    *("engine", "control", "key_limits", "wire", "stats", "__main__"),
     *(
         f"startup.{name}"
         for name in (
