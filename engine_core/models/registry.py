@@ -72,7 +72,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3.read_config, qwen3.build),
 }
 
-FAMILY_TABLE = "engine_core/README.md#families"
+FAMILY_TABLE = "engine_core/FAMILIES.md"
 """Table of the families in the documents."""
 
 

@@ -9,7 +9,7 @@ from tandem.frontend.cli.main import build_parser
 from tandem.frontend.cli.parsing.foreign_flags import ALIASES, FOREIGN_FLAGS, Alias, ForeignFlag
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("engine_core/README.md", "frontend/FLAGS.md", "deploy/FLAGS.md", "deploy/OPERATIONS.md")
+PAGES = ("engine_core/FLAGS.md", "frontend/FLAGS.md", "deploy/FLAGS.md", "deploy/OPERATIONS.md")
 MIGRATION = ROOT / "docs" / "migration.md"
 ALIAS_TABLE = re.compile(r"<!-- aliases: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 FOREIGN_TABLE = re.compile(r"<!-- foreign flags: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)

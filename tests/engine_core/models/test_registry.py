@@ -112,8 +112,7 @@ def test_an_unknown_architecture_is_refused_for_what_it_is_before_any_other_fiel
 
 
 def test_table_of_families_has_the_names_of_the_models() -> None:
-    page, _, heading = FAMILY_TABLE.partition("#")
-    table = (Path(__file__).parents[3] / page).read_text().partition(f"## {heading.capitalize()}")[2]
+    table = (Path(__file__).parents[3] / FAMILY_TABLE).read_text()
     for architecture, family in FAMILIES.items():
         (row,) = [line for line in table.splitlines() if line.startswith(f"| `{architecture}` |")]
         assert family.models.split(" and ")[0] in row

@@ -315,5 +315,5 @@ def test_chunks_and_their_number_remain_limits() -> None:
 
 
 def test_limits_are_those_that_users_are_told() -> None:
-    """The help of `--max-itl` and engine_core/README.md."""
+    """The help of `--max-itl` and engine_core/MEMORY.md."""
     assert (MIN_STEP_MS, DECODE_STEP_RATIO, EFFICIENT_MS, IDLE_MS) == (5.0, 2.5, 40.0, 100.0)
