@@ -5,19 +5,21 @@ The result includes the shape in which the request's outputs are parsed.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from msgspec import Struct, structs
 
+from tandem.frontend.chat.adapted_messages import adapted
 from tandem.frontend.chat.chat_template import ChatTemplate, no_template
 from tandem.frontend.chat.message_parser import MessageShape, message_opens_thinking, prompt_opens_thinking
 from tandem.frontend.chat.render_frames import json_frame
 from tandem.frontend.chat.template_probes import TemplateFacts, probe_template
 from tandem.frontend.chat.template_process import TemplateProcess
 from tandem.frontend.chat.template_sandbox import TOOK_TOO_LONG, RenderError
+from tandem.frontend.chat.template_traits import TemplateTraits, probe_traits
 from tandem.frontend.chat.tool_formats import ToolFormat, tool_format
-from tandem.frontend.chat.tool_prompt import with_tools_as_text
 from tandem.frontend.generation.admission import Admission, Admitted
 from tandem.frontend.generation.output_tags import NO_TAGS, OutputTags, TagToken
 from tandem.frontend.generation.stage import Stage
@@ -69,6 +71,14 @@ class Parsers(Struct, frozen=True):
         return {token.text for token in self.tokens.values()}
 
 
+class _Probed(Struct, frozen=True):
+    """What probes of the templates found out."""
+
+    facts: TemplateFacts
+    traits: dict[str, TemplateTraits]
+    """What each template renders, by its name; without those of templates that took too long."""
+
+
 class Chat:
     """Render and admit conversations with the served model.
 
@@ -92,7 +102,7 @@ class Chat:
         self._template = template
         self._renderer = None if template is None else TemplateProcess(json_frame(template.templates), metrics)
         self._parsers = parsers
-        self._facts: asyncio.Task[TemplateFacts] | None = None
+        self._probes: asyncio.Task[_Probed] | None = None
         """What probes of the template found out, or will have."""
         self._admission = admission
         self._workers = workers
@@ -115,15 +125,15 @@ class Chat:
 
     async def close(self) -> None:
         """End the process that renders."""
-        if self._facts is not None:
-            self._facts.cancel()
+        if self._probes is not None:
+            self._probes.cancel()
         if self._renderer is not None:
             await self._renderer.close()
 
     async def render(self, conversation: Conversation, ignored: IgnoredFields, client: str = "") -> str:
         """Render the prompt of a conversation, with its special tokens.
 
-        If the template does not render tools, they are described in the messages. With a guard the prompt is sealed.
+        What the template does not render is given to it in another form. With a guard the prompt is sealed.
         `client` is the name of the API key.
 
         Raises ApiError 400 if the model has no chat template, or if the template fails, and 500 if the process that
@@ -132,12 +142,13 @@ class Chat:
         template, renderer = self._template, self._renderer
         if template is None or renderer is None:
             raise no_template("its directory has no chat template, and its type has no built-in one")
+        name = template.name_for(conversation)
         began = monotonic()
-        tool_format = self._parsers.tool_format(await self._probed())
+        arguments = (template, name, await self._probed(), conversation, ignored)
         if _is_small(conversation):
-            request = self._request_frame(template, tool_format, conversation, ignored)
+            request = self._request_frame(*arguments)
         else:
-            request = await self._workers.run(self._request_frame, template, tool_format, conversation, ignored)
+            request = await self._workers.run(self._request_frame, *arguments)
         try:
             rendered = await renderer.render(request, client)
         except RenderError as failure:
@@ -170,7 +181,7 @@ class Chat:
         prompt = await self.render(conversation, ignored, client)
         rendered = Stage("render", begun, monotonic())
         text = prompt if self._guard is None else self._guard.unsealed(prompt)
-        shape = self._shape(await self._probed(), conversation, text, tool_use, options.skip_special_tokens)
+        shape = self._shape((await self._probed()).facts, conversation, text, tool_use, options.skip_special_tokens)
         admitted = await self._admission.admit(
             options,
             [prompt],
@@ -186,40 +197,48 @@ class Chat:
         )
         return admitted, shape
 
-    def _begin_probes(self) -> asyncio.Task[TemplateFacts]:
-        if self._facts is None or (self._facts.done() and (self._facts.cancelled() or self._facts.exception())):
-            self._facts = asyncio.get_running_loop().create_task(self._probe())
+    def _begin_probes(self) -> asyncio.Task[_Probed]:
+        if self._probes is None or (self._probes.done() and (self._probes.cancelled() or self._probes.exception())):
+            self._probes = asyncio.get_running_loop().create_task(self._probe())
             # Without a request no one asks for its failure, which the process has logged.
-            self._facts.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._facts
+            self._probes.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._probes
 
-    async def _probed(self) -> TemplateFacts:
+    async def _probed(self) -> _Probed:
         """Return what is known of the template, which is found out once.
 
         Raises ApiError 500 if the process that renders it fails; the next request tries again.
         """
         return await asyncio.shield(self._begin_probes())
 
-    async def _probe(self) -> TemplateFacts:
+    async def _probe(self) -> _Probed:
         template, renderer = self._template, self._renderer
         assert template is not None and renderer is not None, "a model without a template renders nothing"
         is_stopped = False
 
-        async def render(messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        async def render(messages: Sequence[dict[str, Any]], variables: dict[str, Any], name: str | None = None) -> str:
             nonlocal is_stopped
             if is_stopped:
                 return ""
             try:
-                return await renderer.render(template.probe_frame(messages, variables))
+                return await renderer.render(template.probe_frame(messages, variables, name))
             except RenderError as failure:
                 # One that took too long would do so again.
                 is_stopped = TOOK_TOO_LONG in str(failure)
                 return ""
 
-        return await probe_template(render)
+        async def render_asked(name: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+            return await render(messages, {"tools": tools or None, "add_generation_prompt": True}, name)
+
+        facts = await probe_template(render)
+        traits = {
+            name: await probe_traits(partial(render_asked, name), needs_tools=name == "tool_use")
+            for name in template.source.texts
+        }
+        return _Probed(facts, {} if is_stopped else traits)
 
     def _request_frame(
-        self, template: ChatTemplate, tool_format: ToolFormat, conversation: Conversation, ignored: IgnoredFields
+        self, template: ChatTemplate, name: str, probed: _Probed, conversation: Conversation, ignored: IgnoredFields
     ) -> bytes:
         if (guard := self._guard) is not None:
             conversation = structs.replace(
@@ -229,10 +248,10 @@ class Chat:
                 documents=guard.protect(conversation.documents),
                 template_kwargs=guard.protect(conversation.template_kwargs),
             )
-        if not template.reads_tools:
-            # After the above, because the format of calls has special tokens of its own.
-            conversation = with_tools_as_text(conversation, tool_format.syntax)
-        return template.request_frame(conversation, ignored)
+        # After the above, because the format of calls has special tokens of its own.
+        syntax = self._parsers.tool_format(probed.facts).syntax
+        conversation = adapted(conversation, probed.traits.get(name, TemplateTraits()), syntax)
+        return template.request_frame(name, conversation, ignored)
 
     def _shape(
         self, facts: TemplateFacts, conversation: Conversation, prompt: str, tool_use: ToolUse, drops_special: bool

@@ -6,7 +6,6 @@ It writes the prompt format that the model was trained on.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +85,27 @@ class ChatTemplate:
                     "another with --chat-template FILE"
                 ) from None
 
-    @cached_property
-    def reads_tools(self) -> bool:
-        """True if a template renders the tools of a conversation."""
-        return "tool_use" in self.source.texts or any(map(SandboxedTemplates().reads_tools, self.source.texts.values()))
+    def name_for(self, conversation: Conversation) -> str:
+        """Return the name of the template that renders a conversation.
 
-    def request(self, conversation: Conversation, ignored: IgnoredFields) -> RenderRequest:
-        """Choose the template of a conversation, and its variables.
+        Raises ApiError 400 for a model that lacks it.
+        """
+        name = self._name(bool(conversation.tools))
+        if name not in self.source.texts:
+            raise no_template(f"the model's templates are {sorted(self.source.texts)}, without one named 'default'")
+        return name
+
+    def request(self, name: str, conversation: Conversation, ignored: IgnoredFields) -> RenderRequest:
+        """Build the request to render a conversation with the template of this name.
 
         Fields on reasoning that the template does not read are recorded as ignored.
 
-        Raises ApiError 400 for `documents` that the template does not read, and for a model that lacks a template.
+        Raises ApiError 400 for `documents` that the template does not read.
         """
-        name = self._name(bool(conversation.tools))
-        text = self.source.texts.get(name)
-        if text is None:
-            raise no_template(f"the model's templates are {sorted(self.source.texts)}, without one named 'default'")
+        text = self.source.texts[name]
         if conversation.documents and "documents" not in text:
             raise unsupported_field("{param} is not supported: the model's chat template does not read it", "documents")
-        messages = [_adapt_role(message, text) for message in conversation.messages]
+        messages = list(conversation.messages)
         if conversation.continue_final_message:
             messages[-1] = _with_mark(messages[-1])
         variables = {
@@ -117,20 +118,22 @@ class ChatTemplate:
         }
         return RenderRequest(name, variables)
 
-    def probe_frame(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> bytes:
-        """Encode the request of a conversation that probes the template."""
+    def probe_frame(
+        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], name: str | None = None
+    ) -> bytes:
+        """Encode the request of a conversation that probes the template, by default the one for its tools."""
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **variables, "messages": messages}
-        return json_frame(RenderRequest(self._name(bool(given["tools"])), given))
+        return json_frame(RenderRequest(name or self._name(bool(given["tools"])), given))
 
     def _name(self, has_tools: bool) -> str:
         return "tool_use" if has_tools and "tool_use" in self.source.texts else "default"
 
-    def request_frame(self, conversation: Conversation, ignored: IgnoredFields) -> bytes:
+    def request_frame(self, name: str, conversation: Conversation, ignored: IgnoredFields) -> bytes:
         """Encode the request of a conversation for the process that renders it.
 
         Raises ApiError 400 as `request` does, and for a conversation that cannot be encoded.
         """
-        request = self.request(conversation, ignored)
+        request = self.request(name, conversation, ignored)
         try:
             return json_frame(request)
         except (RecursionError, UnicodeEncodeError) as error:
@@ -210,17 +213,6 @@ def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | No
         if name and tokenizer.token_id(token) is not None:
             return TemplateSource({"default": read_template(TEMPLATES / f"{name}.jinja")}, f"built in for {kind}")
     return None
-
-
-def _adapt_role(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """Return a message with a role that the template knows.
-
-    Another role is replaced by its equivalent, in a copy.
-    """
-    role = message["role"]
-    if role == "developer" and "developer" not in template:
-        return {**message, "role": "system"}
-    return {**message, "role": "tool"} if role == "function" else message
 
 
 def _reasoning_variables(conversation: Conversation, template: str, ignored: IgnoredFields) -> dict[str, Any]:

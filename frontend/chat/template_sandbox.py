@@ -130,17 +130,6 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
         with _failures():
             return self.from_string(source)
 
-    def reads_tools(self, source: str) -> bool:
-        """Tell whether a template reads the variable `tools`.
-
-        A template that is not valid counts as one that does.
-        """
-        try:
-            names = self.parse(source).find_all(nodes.Name)
-        except TemplateError:
-            return True
-        return any(name.name == "tools" and name.ctx == "load" for name in names)
-
     def render(self, template: Template, variables: Mapping[str, Any]) -> str:
         """Render a template. Raises RenderError if it fails or exceeds a limit."""
         with self._lock, _failures():

@@ -21,16 +21,9 @@ _RESULT_ROLES = ("tool", "function")
 def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conversation:
     """Move the tools, earlier calls and their results into the text of the messages.
 
-    Tools are appended to the system message, calls become text of the assistant in the syntax of the model's format,
-    and results become text of the user; results that follow one another share a message.
+    Tools are appended to the system message.
     """
-    messages: list[dict[str, Any]] = []
-    for are_results, group in groupby(conversation.messages, lambda message: message["role"] in _RESULT_ROLES):
-        if are_results:
-            # Joined once: a conversation may have thousands.
-            messages.append({"role": "user", "content": "\n\n".join([_result(message) for message in group])})
-        else:
-            messages += [_with_calls_as_text(message, syntax) for message in group]
+    messages = exchanges_as_text(conversation.messages, syntax)
     if conversation.tools:
         text = _description(conversation.tools, syntax)
         if messages and messages[0]["role"] in _SYSTEM_ROLES:
@@ -40,7 +33,23 @@ def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conver
     return structs.replace(conversation, messages=messages, tools=())
 
 
-def _with_calls_as_text(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
+def exchanges_as_text(messages: Sequence[dict[str, Any]], syntax: CallSyntax) -> list[dict[str, Any]]:
+    """Make calls text of the assistant in the syntax of the model's format, and their results text of the user.
+
+    Results that follow one another share a message.
+    """
+    found: list[dict[str, Any]] = []
+    for are_results, group in groupby(messages, lambda message: message["role"] in _RESULT_ROLES):
+        if are_results:
+            # Joined once: a conversation may have thousands.
+            found.append({"role": "user", "content": "\n\n".join([_result(message) for message in group])})
+        else:
+            found += [calls_as_text(message, syntax) for message in group]
+    return found
+
+
+def calls_as_text(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
+    """Append the calls of a message to its text, as the model writes them."""
     if not (calls := message.get("tool_calls")):
         return message
     rest = {name: value for name, value in message.items() if name != "tool_calls"}

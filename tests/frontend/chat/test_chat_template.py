@@ -201,14 +201,6 @@ def test_template_failure_is_a_400_with_its_reason() -> None:
     assert refused("{{ messages[0].nothing.more }}", Conversation([HELLO])).status == 400
 
 
-def test_unknown_roles_become_their_equivalents() -> None:
-    show = "{% for m in messages %}{{ m.role }} {% endfor %}"
-    roles = Conversation([{"role": role, "content": "x"} for role in ("developer", "user", "function")])
-    assert rendered(template(show), roles, IgnoredFields()) == "system user tool "
-    assert rendered(template(show + "{# developer #}"), roles, IgnoredFields()) == "developer user tool "
-    assert [message["role"] for message in roles.messages] == ["developer", "user", "function"]
-
-
 def test_reasoning_effort_is_passed_to_templates_that_read_it() -> None:
     def effort(value: str) -> Conversation:
         return Conversation([HELLO], reasoning_effort=value)
@@ -237,15 +229,6 @@ def test_documents_are_passed_to_templates_that_read_them() -> None:
     assert rendered(template("{{ documents[0].text }}"), wanted, IgnoredFields()) == "a"
     error = refused(CHATML, wanted)
     assert (error.status, error.param, error.code) == (400, "documents", "unsupported_parameter")
-
-
-@pytest.mark.parametrize(
-    "source", [SOURCES["llama3"], SOURCES["qwen3"], "{% if tools is defined %}x{% endif %}", "{% for"]
-)
-def test_templates_that_render_tools_are_recognized(source: str) -> None:
-    assert template(source).reads_tools
-    assert not template(CHATML).reads_tools
-    assert not template("{# tools #}You have tools.{% set tools = 1 %}").reads_tools
 
 
 def write(folder: Path, **files: Any) -> None:

@@ -16,6 +16,7 @@ from tandem.frontend.offline.llm import LLM, ChatOptions, EngineError, LaunchErr
 from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, until
+from tests.support.published_templates import PUBLISHED
 from tests.support.tandem_with_fake_engine import write_tandem
 
 SERVING = "import sys; from tests.fakes.engine import run_as_process; run_as_process(sys.argv)"
@@ -155,6 +156,16 @@ def test_a_chat_is_rendered_by_the_template_of_its_options(folder: Path) -> None
     with LLM(str(folder), chat=ChatOptions(template=template)) as llm:
         [answer] = llm.chat([{"role": "user", "content": "use os.path.join"}], max_tokens=4)
     assert answer.prompt == "use os.path.join!"
+
+
+def test_a_chat_is_rendered_by_a_template_that_takes_only_some_messages(folder: Path) -> None:
+    template = folder / "own.jinja"
+    template.write_text(PUBLISHED["gemma2"]["default"])
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<b>"}')
+    talk = [{"role": role, "content": role} for role in ("system", "user", "user")]
+    with LLM(str(folder), chat=ChatOptions(template=template)) as llm:
+        [answer] = llm.chat(talk, max_tokens=4)
+    assert answer.prompt == "<b><start_of_turn>user\nsystem\n\nuser\n\nuser<end_of_turn>\n<start_of_turn>model\n"
 
 
 def test_a_chat_is_answered_with_reasoning_and_streamed(folder: Path) -> None:

@@ -20,10 +20,9 @@ from tests.frontend.conftest import DEADLINE, RunningServer, get, post, until
 from tests.support.broken_stream import LONG, slow_down
 from tests.support.reasoning_model import RAW, answer_with, with_reasoning, write_reasoning_model
 
-# It names `tools`, so the server leaves the rendering of calls and results to it.
+# Tools change its output, so the server does not describe them in a message.
 TEMPLATE = (
-    "{% if tools %}{% endif %}"
-    "<|begin|>{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}"
+    "{{ '' if tools else '<|begin|>' }}{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\\n' }}"
     "{% endfor %}assistant:"
 )

@@ -27,8 +27,8 @@ from tests.support.reasoning_model import RAW, answer_with, with_reasoning, writ
 
 # It names `tools`, so the server leaves the rendering of tools and results to it.
 TEMPLATE = (
-    "{% if tools %}{% endif %}<|begin|>"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}assistant:"
+    "{{ '<|begin|>' if tools else '' }}<|begin|>"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}{{ '\\n' }}{% endfor %}assistant:"
 )
 KEYS = ("key-a", "key-b")
 MAX_BODY = 2**20

@@ -1,0 +1,219 @@
+"""Messages in the form that a chat template renders, where it does not render them as they are."""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from tandem.frontend.chat.template_traits import ContentForm, Message, TemplateTraits
+from tandem.frontend.chat.tool_prompt import calls_as_text, exchanges_as_text, with_tools_as_text
+from tandem.frontend.grammar.tool_calls import CallSyntax
+from tandem.frontend.request.conversation import Conversation
+
+_SYSTEM_ROLES = ("system", "developer")
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+
+
+def adapted(conversation: Conversation, traits: TemplateTraits, syntax: CallSyntax) -> Conversation:
+    """Change what the template does not render, given its traits; leave everything else as it is.
+
+    `syntax` is how the model writes calls, for a template that renders no tools.
+    """
+    messages = [_with_known_role(message, traits) for message in conversation.messages]
+    if conversation.tools and not traits.tools:
+        conversation = with_tools_as_text(structs.replace(conversation, messages=messages), syntax)
+        messages = conversation.messages
+    elif not traits.exchanges:
+        messages = exchanges_as_text(messages, syntax)
+    else:
+        messages = _with_calls(messages, traits, syntax)
+    # The last message keeps its form if it is to be continued: one without text cannot be.
+    filled = len(messages) - conversation.continue_final_message
+    messages = [_with_content(message, traits) for message in messages[:filled]] + messages[filled:]
+    lone_system = traits.lone_system_with_tools if conversation.tools else traits.lone_system
+    takes_system = traits.system and (
+        (lone_system or any(message["role"] == "user" for message in messages))
+        and (traits.system_before_result or not _ends_with_result(messages))
+    )
+    messages = _with_system(messages, traits, takes_system)
+    return structs.replace(conversation, messages=_in_turns(messages, traits))
+
+
+def _with_known_role(message: Message, traits: TemplateTraits) -> Message:
+    """Return a message with a role that the template knows.
+
+    Another role is replaced by its equivalent, in a copy.
+    """
+    role = message["role"]
+    if role == "developer" and not traits.developer:
+        return {**message, "role": "system"}
+    return {**message, "role": "tool"} if role == "function" else message
+
+
+def _with_calls(messages: Sequence[Message], traits: TemplateTraits, syntax: CallSyntax) -> list[Message]:
+    """Give calls and results the form that the template takes."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            found += _calling(message, traits, syntax)
+        elif message["role"] == "tool" and not traits.any_call_id and "tool_call_id" in message:
+            found.append({**message, "tool_call_id": _short_id(message["tool_call_id"])})
+        else:
+            found.append(message)
+    return found if traits.parallel_calls else _with_calls_one_by_one(found)
+
+
+def _calling(message: Message, traits: TemplateTraits, syntax: CallSyntax) -> list[Message]:
+    """Return a message with calls as the messages that the template takes."""
+    if message.get("content") and traits.calls_with_text == "as text":
+        return [calls_as_text(message, syntax)]
+    message = {**message, "tool_calls": [_call(call, traits) for call in message["tool_calls"]]}
+    if message.get("content") and traits.calls_with_text == "split":
+        text = {name: value for name, value in message.items() if name != "tool_calls"}
+        return [text, {"role": "assistant", "tool_calls": message["tool_calls"]}]
+    return [message]
+
+
+def _call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    if not traits.any_call_id:
+        call = {**call, "id": _short_id(call["id"])}
+    function = call["function"]
+    if traits.arguments_are_text and not isinstance(function["arguments"], str):
+        arguments = msgspec.json.encode(function["arguments"]).decode()
+        call = {**call, "function": {**function, "arguments": arguments}}
+    return call
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits, the same for each use of an id."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _with_calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Put each of several calls of a message into one of its own, with its results after it."""
+    found: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
+        if len(message.get("tool_calls") or ()) < 2:
+            found.append(message)
+            continue
+        results: dict[Any, list[Message]] = {}
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.setdefault(messages[index].get("tool_call_id"), []).append(messages[index])
+            index += 1
+        for number, call in enumerate(message["tool_calls"]):
+            head = message if number == 0 else {"role": "assistant"}
+            found += [{**head, "tool_calls": [call]}, *results.pop(call["id"], ())]
+        found += [result for rest in results.values() for result in rest]
+    return found
+
+
+def _with_content(message: Message, traits: TemplateTraits) -> Message:
+    """Return a message of the assistant without text in a form that the template takes."""
+    if message["role"] != "assistant" or message.get("content"):
+        return message
+    form: ContentForm = "missing" if message.get("content") is None else "empty"
+    if message.get("tool_calls"):
+        better = traits.call_content.get(form)
+    elif "reasoning_content" in message:
+        better = traits.thought_content.get(form)
+    else:
+        better = None
+    if better is None:
+        return message
+    if better == "missing":
+        return {name: value for name, value in message.items() if name != "content"}
+    return {**message, "content": "" if better == "empty" else None}
+
+
+def _with_system(messages: Sequence[Message], traits: TemplateTraits, takes_system: bool) -> list[Message]:
+    """Give what the system says to the user where the template does not take it from the system.
+
+    It opens the user's next message, after the results of calls in progress, or becomes a message of the user.
+    `takes_system` says whether this conversation may begin with the system.
+    """
+    num_first = next((index for index, message in enumerate(messages) if not _is_system(message)), len(messages))
+    first, rest = list(messages[:num_first]), messages[num_first:]
+    if len(first) > 1 and not traits.several_systems:
+        first = [_merged(first)]
+    waiting: list[Message] = []
+    if not takes_system:
+        first, waiting = [], first
+    if not waiting and traits.later_system:
+        return [*first, *rest]
+    found = first
+    for message in rest:
+        if _is_system(message) and not traits.later_system:
+            waiting.append(message)
+        elif waiting and message["role"] == "user":
+            found.append({**message, "content": _text([*waiting, message])})
+            waiting = []
+        else:
+            if waiting and message["role"] == "assistant":
+                found.append({"role": "user", "content": _text(waiting)})
+                waiting = []
+            found.append(message)
+    return [*found, {"role": "user", "content": _text(waiting)}] if waiting else found
+
+
+def _ends_with_result(messages: Sequence[Message]) -> bool:
+    """Tell whether a result is among the messages after the assistant's last one."""
+    roles = itertools.takewhile(lambda role: role != "assistant", (message["role"] for message in reversed(messages)))
+    return "tool" in roles
+
+
+def _in_turns(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
+    """Join messages that the template does not take one after the other."""
+    found: list[Message] = []
+    waiting: list[Message] = []
+    """Messages of the user between calls and their results, which belong after the results."""
+    for role, group in itertools.groupby(messages, lambda message: message["role"]):
+        run = list(group)
+        if (role == "user" and not traits.users_in_a_row) or (role == "assistant" and not traits.assistants_in_a_row):
+            run = [_merged(run)]
+        if role == "user" and found and not traits.user_after_result:
+            if found[-1].get("tool_calls"):
+                waiting = run
+                continue
+            if found[-1]["role"] == "tool":
+                found[-1] = _merged([found[-1], *run])
+                continue
+        if role == "assistant" and not traits.assistant_first and all(map(_is_system, found)):
+            found.append({"role": "user", "content": ""})
+        if waiting and role == "tool":
+            run[-1] = _merged([run[-1], *waiting])
+        else:
+            found += waiting
+        waiting = []
+        found += run
+    return found + waiting
+
+
+def _merged(messages: Sequence[Message]) -> Message:
+    """Join messages to one of the first one's role, with all their texts, thoughts and calls."""
+    if len(messages) == 1:
+        return messages[0]
+    merged = {**messages[0]}
+    if any("content" in message for message in messages):
+        merged["content"] = _text(messages)
+    if thoughts := [message["reasoning_content"] for message in messages if message.get("reasoning_content")]:
+        merged["reasoning_content"] = "\n\n".join(thoughts)
+    if calls := [call for message in messages for call in message.get("tool_calls") or ()]:
+        merged["tool_calls"] = calls
+    return merged
+
+
+def _text(messages: Iterable[Message]) -> str:
+    return "\n\n".join([message["content"] for message in messages if message.get("content")])
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] in _SYSTEM_ROLES

@@ -1,0 +1,267 @@
+"""Find out which messages a chat template renders as they are, and which it needs in another form.
+
+Templates differ in what they take: some have no role for the system, some want users and assistants to alternate, some
+fail on a call without text. Each probe renders a conversation and checks that its texts are in the output.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+Message = dict[str, Any]
+ContentForm = Literal["missing", "null", "empty"]
+"""How a message has no text: without `content`, with null, or with ""."""
+
+Render = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str]]
+"""Function that renders messages and tools; "" if the template rejects them."""
+
+_FORMS: tuple[ContentForm, ...] = ("empty", "null", "missing")
+"""The forms in the order in which they replace one another."""
+_CONTENTS: dict[ContentForm, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
+_UNKNOWN_ROLE = "proberole"
+_SHORT_ID, _OTHER_SHORT_ID, _LONG_ID = "probecall", "probeback", "call_probe_0123456789"
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"argument": {"type": "string", "description": "A word."}},
+    "required": ["argument"],
+}
+_TOOLS: Sequence[Message] = (
+    {"type": "function", "function": {"name": "probetool", "description": "A tool.", "parameters": _PARAMETERS}},
+)
+
+
+class TemplateTraits(Struct, frozen=True):
+    """What a template renders. By default everything, so that all messages are passed on as they are."""
+
+    tools: bool = True
+    """True if the output depends on the tools."""
+    exchanges: bool = True
+    """True if tool calls and their results are rendered."""
+    arguments_are_text: bool = False
+    """True if the template takes the arguments of a call as JSON text instead of an object."""
+    parallel_calls: bool = True
+    """True if one message may have several calls; otherwise each is followed by its result."""
+    any_call_id: bool = True
+    """True if calls may have any id; otherwise ids have nine letters and digits."""
+    calls_with_text: Literal["kept", "split", "as text"] = "kept"
+    """What happens to calls of a message with text: they are rendered, need a message of their own, or become text."""
+    call_content: dict[ContentForm, ContentForm] = {}
+    """Replacement of the content of calls without text, of the forms that the template does not take."""
+    thought_content: dict[ContentForm, ContentForm] = {}
+    """The same of messages with nothing but reasoning."""
+    developer: bool = True
+    """True if the template has a role `developer`."""
+    system: bool = True
+    """True if a first message of the system is rendered."""
+    several_systems: bool = True
+    """True if several of them are."""
+    lone_system: bool = True
+    """True if one is rendered without a message of the user."""
+    lone_system_with_tools: bool = True
+    """The same with tools."""
+    system_before_result: bool = True
+    """True if one is rendered while the last message is the result of a call."""
+    later_system: bool = True
+    """True if messages of the system are rendered wherever they are."""
+    users_in_a_row: bool = True
+    assistants_in_a_row: bool = True
+    assistant_first: bool = True
+    """True if the assistant may begin the conversation."""
+    user_after_result: bool = True
+    """True if a message of the user may follow the result of a call."""
+
+
+async def probe_traits(render: Render, needs_tools: bool) -> TemplateTraits:
+    """Find out what a template renders.
+
+    `needs_tools` says that it is only used with tools, so that every probe has some. Of a template that fails on a
+    single question, or does not show it, nothing can be told: its traits are the default ones.
+    """
+    probe = _Probe(render, _TOOLS if needs_tools else ())
+    if not await probe.shows([_user(1)], "user1"):
+        return TemplateTraits(developer=False)
+    system = await probe.shows([_system(1), _user(1)], "system1", "user1")
+    tools = await probe.reads_tools(system)
+    developer = await probe.knows_developer()
+    roles = ("system", "developer") if developer else ("system",)
+    return TemplateTraits(
+        tools=tools,
+        **await probe.exchanges(),
+        thought_content=await probe.thought_content(),
+        developer=developer,
+        system=system,
+        several_systems=system and all([await probe.takes_several(first, last) for first in roles for last in roles]),
+        lone_system=system and await probe.shows([_system(1)], "system1"),
+        lone_system_with_tools=system and await probe.shows([_system(1)], "system1", tools=_TOOLS if tools else ()),
+        later_system=all([await probe.takes_later(role) for role in roles]),
+        users_in_a_row=await probe.shows(
+            [_user(1), _user(2), _assistant(1), _user(3), _user(4)], "user1", "user2", "user3", "user4"
+        ),
+        assistants_in_a_row=await probe.shows(
+            [_user(1), _assistant(1), _assistant(2), _user(2)], "assistant1", "assistant2", "user2"
+        ),
+        # An empty question is put first where that helps.
+        assistant_first=await probe.shows([_assistant(1), _user(1)], "assistant1", "user1")
+        or not await probe.shows([{"role": "user", "content": ""}, _assistant(1), _user(1)], "assistant1", "user1"),
+    )
+
+
+class _Probe:
+    """Render the probes of one template."""
+
+    def __init__(self, render: Render, tools: Sequence[Message]) -> None:
+        self._render = render
+        self._tools = tools
+        """Tools of the probes that name none."""
+        self._nones: dict[bool, int] = {}
+        """Number of times that the output of a question has the word None, with tools and without."""
+
+    async def output(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Render messages; return "" if the template rejects them."""
+        return await self._render(messages, tools or self._tools)
+
+    async def shows(self, messages: Sequence[Message], *names: str, tools: Sequence[Message] = ()) -> bool:
+        """Tell whether the texts of these names are in the output."""
+        return _has(await self.output(messages, tools), names)
+
+    async def reads_tools(self, has_system: bool) -> bool:
+        """Tell whether the tools change the output, whatever precedes the question."""
+        for messages in ([_user(1)], [_system(1), _user(1)])[: 1 + has_system]:
+            shown = await self.output(messages, _TOOLS)
+            if not _has(shown, ["user1"]):
+                return False
+            if shown == await self.output(messages) and not self._tools:
+                return False
+        return True
+
+    async def knows_developer(self) -> bool:
+        """Tell whether the template treats the role `developer` in another way than a role that it does not know."""
+        shown = await self.output([_text("developer", 1), _user(1)])
+        unknown = await self.output([{**_text("developer", 1), "role": _UNKNOWN_ROLE}, _user(1)])
+        return _has(shown, ["developer1"]) and shown != unknown.replace(_UNKNOWN_ROLE, "developer")
+
+    async def takes_several(self, first: str, last: str) -> bool:
+        return await self.shows([_text(first, 1), _text(last, 2), _user(1)], f"{first}1", f"{last}2", "user1")
+
+    async def takes_later(self, role: str) -> bool:
+        later = [_text(role, number) for number in range(3)]
+        return await self.shows(
+            [_user(1), later[0], _assistant(1), later[1], _user(2), later[2]],
+            *(f"{role}{number}" for number in range(3)),
+            *("user1", "assistant1", "user2"),
+        )
+
+    async def thought_content(self) -> dict[ContentForm, ContentForm]:
+        """Find the forms of content that a message with nothing but reasoning cannot have."""
+        taken = []
+        for form, content in _CONTENTS.items():
+            thought = {"role": "assistant", "reasoning_content": _word("thought1"), **content}
+            shown = await self.output([_user(1), thought, _user(2)])
+            if _has(shown, ["user1", "user2"]) and not await self._prints_none(shown, ()):
+                taken.append(form)
+        return _replacements(taken)
+
+    async def exchanges(self) -> dict[str, Any]:
+        """Find out how calls and their results have to be given."""
+        for as_text in (False, True):
+            if taken := await self._call_contents(as_text):
+                return {
+                    "arguments_are_text": as_text,
+                    "call_content": _replacements(taken),
+                    **await self._calls(as_text, _CONTENTS[next(form for form in _FORMS if form in taken)]),
+                }
+        return {"exchanges": False}
+
+    async def _call_contents(self, as_text: bool) -> list[ContentForm]:
+        """Return the forms of content with which a call and its result are shown."""
+        shown_with: list[ContentForm] = []
+        shown_with_thought: list[ContentForm] = []
+        for form, content in _CONTENTS.items():
+            call = {**_calls(as_text, _SHORT_ID), **content}
+            shown = await self.output([_user(1), call, _result(1, _SHORT_ID)], _TOOLS)
+            if not _has(shown, ["user1", "call1", "argument1", "result1"]) or await self._prints_none(shown, _TOOLS):
+                continue
+            shown_with.append(form)
+            call["reasoning_content"] = _word("thought1")
+            if _has(await self.output([_user(1), call, _result(1, _SHORT_ID)], _TOOLS), ["call1"]):
+                shown_with_thought.append(form)
+        return shown_with_thought or shown_with
+
+    async def _calls(self, as_text: bool, content: Message) -> dict[str, Any]:
+        """Find out what else holds for calls, given a form of content with which one is shown."""
+        call, result = {**_calls(as_text, _SHORT_ID), **content}, _result(1, _SHORT_ID)
+        names = ("user1", "call1", "argument1", "result1")
+        both = {**_calls(as_text, _SHORT_ID, _OTHER_SHORT_ID), **content}
+        other = {**_calls(as_text, _OTHER_SHORT_ID, first=2), **content}
+        other_result = _result(2, _OTHER_SHORT_ID)
+        all_names = (*names, "call2", "argument2", "result2")
+        long = [_user(1), {**_calls(as_text, _LONG_ID), **content}, _result(1, _LONG_ID)]
+        return {
+            "parallel_calls": await self.shows([_user(1), both, result, other_result], *all_names, tools=_TOOLS)
+            or not await self.shows([_user(1), call, result, other, other_result], *all_names, tools=_TOOLS),
+            "any_call_id": await self.shows(long, *names, tools=_TOOLS),
+            "system_before_result": await self.shows(
+                [_system(1), _user(1), call, result], *names, "system1", tools=_TOOLS
+            ),
+            "calls_with_text": await self._calls_with_text(call, result),
+            "user_after_result": await self.shows([_user(1), call, result, _user(2)], *names, "user2", tools=_TOOLS),
+        }
+
+    async def _calls_with_text(self, call: Message, result: Message) -> Literal["kept", "split", "as text"]:
+        if await self.shows([_user(1), {**call, **_assistant(1)}, result], "call1", tools=_TOOLS):
+            return "kept"
+        split = [_user(1), _assistant(1), call, result, _assistant(2), _user(2)]
+        names = ("assistant1", "call1", "result1", "assistant2", "user2")
+        return "split" if await self.shows(split, *names, tools=_TOOLS) else "as text"
+
+    async def _prints_none(self, shown: str, tools: Sequence[Message]) -> bool:
+        """Tell whether null content was printed as a word."""
+        if bool(tools) not in self._nones:
+            self._nones[bool(tools)] = (await self.output([_user(1)], tools)).count("None")
+        return shown.count("None") > self._nones[bool(tools)]
+
+
+def _replacements(taken: Sequence[ContentForm]) -> dict[ContentForm, ContentForm]:
+    """Map the forms of content that a template does not take to one that it takes, if there is one."""
+    better = next((form for form in _FORMS if form in taken), None)
+    return {} if better is None else {form: better for form in _FORMS if form not in taken}
+
+
+def _has(shown: str, names: Iterable[str]) -> bool:
+    return bool(shown) and all(_word(name) in shown for name in names)
+
+
+def _word(name: str) -> str:
+    """Return the text of a probe: a word that no template writes by itself, and that no other word contains."""
+    return f"probe{name}end"
+
+
+def _text(role: str, number: int) -> Message:
+    return {"role": role, "content": _word(f"{role}{number}")}
+
+
+def _user(number: int) -> Message:
+    return _text("user", number)
+
+
+def _assistant(number: int) -> Message:
+    return _text("assistant", number)
+
+
+def _system(number: int) -> Message:
+    return _text("system", number)
+
+
+def _calls(as_text: bool, *ids: str, first: int = 1) -> Message:
+    calls = []
+    for number, call_id in enumerate(ids, first):
+        value = _word(f"argument{number}")
+        arguments = f'{{"argument": "{value}"}}' if as_text else {"argument": value}
+        function = {"name": _word(f"call{number}"), "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+    return {"role": "assistant", "tool_calls": calls}
+
+
+def _result(number: int, call_id: str) -> Message:
+    return {"role": "tool", "content": _word(f"result{number}"), "tool_call_id": call_id}
