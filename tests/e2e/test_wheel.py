@@ -1,10 +1,11 @@
-"""The wheel, installed outside the tree, serves from a folder whose files have the names of modules."""
+"""The wheel and the sdist, installed outside the tree, serve; also from a folder that shadows modules."""
 
 import shutil
 import site
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,19 +24,35 @@ def run(*command: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a copy, so that nothing is left in the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy what a build needs, so that nothing is left in the tree."""
+    source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
     (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, folder], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.tar.gz")
     return built
 
 
@@ -80,3 +97,25 @@ def test_the_wheel_serves_from_a_folder_that_shadows_modules(
         body = {"model": "tandem-default", "prompt": "a", "max_tokens": 8, "regex": "[ab]"}
         status, reply = serving.post("/v1/completions", body)
         assert (status, reply["choices"][0]["text"] in ("a", "b")) == (200, True), reply
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_sdist_and_wheel_serve_in_an_empty_environment(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: Path = request.getfixturevalue(kind)
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", environment)
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text(f"torch=={version('torch').partition('+')[0]}\n")
+    install = (environment / "bin" / "python", "-m", "pip", "install", "-q", "-c", constraints, f"{built}[engine]")
+    done = subprocess.run(list(map(str, install)), capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with Serving(tmp_path / "log", tandem=environment / "bin" / "tandem") as serving:
+        body = {"model": "tandem-default", "prompt": "What does textwrap.dedent do?", "max_tokens": 8}
+        status, reply = serving.post("/v1/completions", body)
+        assert (status, reply["usage"]["completion_tokens"]) == (200, 8), reply
