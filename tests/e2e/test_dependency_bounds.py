@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_wheel import wheel
+from tests.e2e.test_wheel import source, wheel
 
-__all__ = ["wheel"]
+__all__ = ["source", "wheel"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
