@@ -1,7 +1,7 @@
 """Timing of GPU work in a CUDA graph, without the cost of separate launches."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,8 +11,8 @@ WARMUP_REPLAYS = 3
 def graph_seconds(work: Callable[[], object], replays: int = 20) -> float:
     """Capture `work` in a CUDA graph and return the median seconds of one replay.
 
-    `work` runs once before the capture, so that kernels are compiled and buffers allocated, and WARMUP_REPLAYS replays
-    are not counted. Each replay is timed by its own pair of events, with the device idle before it.
+    `work` runs once before the capture, to compile kernels and allocate buffers; the first WARMUP_REPLAYS replays are
+    discarded. Each replay is timed using its own pair of events, on an idle device.
     """
     work()
     torch.cuda.synchronize()
@@ -30,6 +30,16 @@ def graph_seconds(work: Callable[[], object], replays: int = 20) -> float:
     return statistics.median(times[WARMUP_REPLAYS:])
 
 
+def graph_microseconds(launches: Sequence[Callable[[], object]]) -> float:
+    """Capture all launches in one CUDA graph and return the median microseconds per launch."""
+
+    def launch_all() -> None:
+        for launch in launches:
+            launch()
+
+    return graph_seconds(launch_all) * 1e6 / len(launches)
+
+
 def new_event() -> torch.cuda.Event:
-    """Create an event that records times."""
+    """Create an event with timing enabled."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ Shape: TypeAlias = tuple[int, int]
 """Outputs and inputs of a map."""
 Update: TypeAlias = Tensor | QuantizedActivation
 """What a product returns; before the last of a layer, what the gate rounded."""
-PRODUCTS: tuple[Name, ...] = ("qkv", "o", "gate_up", "down")
+LINEAR_NAMES: tuple[Name, ...] = ("qkv", "o", "gate_up", "down")
 """The maps of a layer, in order."""
 EPS = 1e-5
 
@@ -44,7 +44,7 @@ class LinearLayers:
         shapes: of the maps of a layer, and of the head, which is behind the last layer and in the format of heads.
         """
         maps = [
-            {name: context.linear_method.build(*shapes[name], False, context) for name in PRODUCTS}
+            {name: context.linear_method.build(*shapes[name], False, context) for name in LINEAR_NAMES}
             for _ in range(copies)
         ]
         head = context.head_method.build(*shapes["head"], False, context) if "head" in shapes else None
@@ -80,7 +80,7 @@ class LinearLayers:
         x: Update = update
         stream = residual
         for layer in self.maps:
-            for name in PRODUCTS:
+            for name in LINEAR_NAMES:
                 x, stream = self.run(name, layer, x, stream)
         if self.head is None:
             return x

@@ -41,7 +41,7 @@ FEW_TOKENS = 256
 """Most tokens of prompts for which graphs use Triton.
 
 Its programs that share a tile's positions beat FlashInfer's, whose prompts of few queries leave most of the device
-idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels.bench_prompt_attention`).
+idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels --only prompt-attention`).
 """
 
 
