@@ -25,13 +25,13 @@ from tandem.frontend.cli.parsing.foreign_flags import ALIASES, ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
 from tandem.frontend.config import FrontendConfig, frontend_name
 from tandem.frontend.flags.arguments import (
-    FRONTEND_FLAGS,
     add_child_arguments,
     add_http_arguments,
     add_watch_arguments,
     frontend_config,
 )
 from tandem.frontend.flags.flag import Flag, add_flags, out_of_bounds
+from tandem.frontend.flags.http_flags import FRONTEND_FLAGS
 from tandem.frontend.supervisor.termination import TERMINATED, Terminated, ignored_sighup, raised_sigterm
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, rare_engine_flags, wrong_numbers

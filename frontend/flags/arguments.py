@@ -1,7 +1,7 @@
-"""Arguments of an HTTP process, and the settings that they make.
+"""Parse the arguments of an HTTP process and build its settings.
 
-A new flag is a row in one of the tables beside this module and an attribute of the struct that it fills; the argument
-parser, the check of its bounds and the arguments that a supervisor passes on to HTTP processes follow from the row.
+A new flag is a row in one of the tables of `http_flags` and an attribute of the struct that it fills. The argument
+parser, the bounds check and the arguments that a supervisor passes on to HTTP processes are derived from the row.
 """
 
 import argparse
@@ -17,13 +17,17 @@ from msgspec import Struct
 from tandem.frontend.access.api_keys import ApiKeys
 from tandem.frontend.access.key_sources import add_key_arguments, api_keys
 from tandem.frontend.config import ChatOptions, FrontendConfig
-from tandem.frontend.flags.access_flags import ACCESS, ACCESS_FLAGS
 from tandem.frontend.flags.flag import add_flags
-from tandem.frontend.flags.http_flags import HTTP_FLAGS
-from tandem.frontend.flags.limit_flags import LIMIT_FLAGS
-from tandem.frontend.flags.log_flags import LOG_FLAGS
-from tandem.frontend.flags.store_flags import STORE_FLAGS
-from tandem.frontend.flags.watch_flags import WATCH_FLAGS
+from tandem.frontend.flags.http_flags import (
+    ACCESS,
+    ACCESS_FLAGS,
+    FRONTEND_FLAGS,
+    HTTP_FLAGS,
+    LIMIT_FLAGS,
+    LOG_FLAGS,
+    STORE_FLAGS,
+    WATCH_FLAGS,
+)
 from tandem.frontend.listening import ConnectionLimits
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
@@ -31,9 +35,6 @@ from tandem.protocol.engine_options import flag_name
 from tandem.protocol.installing import install_extra
 from tandem.protocol.sockets import check_port
 from tandem.protocol.transport_options import transport
-
-FRONTEND_FLAGS = (*HTTP_FLAGS, *LIMIT_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *LOG_FLAGS, *WATCH_FLAGS)
-"""All flags of an HTTP process but those of its keys and its link to the engine."""
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,9 @@ from msgspec import Struct
 
 from tandem.frontend.cli.main import build_parser
 from tandem.frontend.config import ChatOptions, FrontendConfig
-from tandem.frontend.flags.arguments import FRONTEND_FLAGS, check_traces, frontend_config, http_argv
+from tandem.frontend.flags.arguments import check_traces, frontend_config, http_argv
 from tandem.frontend.flags.flag import Flag, out_of_bounds
+from tandem.frontend.flags.http_flags import FRONTEND_FLAGS
 from tandem.frontend.request.limits import RequestLimits
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.engine_options import flag_name
