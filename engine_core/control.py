@@ -42,7 +42,6 @@ from tandem.protocol.commands import (
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.errors import ErrorCode, ProtocolError
 from tandem.protocol.events import Answer, AnyEvent, Closed, Failure, Limits, ModelFacts, Ready, Refused
-from tandem.protocol.limited_log import LimitedLog
 from tandem.protocol.logs import printable
 from tandem.protocol.params import (
     MAX_GRAMMAR_CHARS,
@@ -53,6 +52,7 @@ from tandem.protocol.params import (
     SAMPLING_FIELDS,
     SamplingParams,
 )
+from tandem.protocol.rate_limited_log import RateLimitedLog
 from tandem.protocol.stats import EngineStats
 from tandem.protocol.version import PROTOCOL_VERSION, protocol_remedy
 
@@ -92,7 +92,7 @@ class Control:
         self._first_of_group: dict[bytes, int] = {}
         """Group that was accepted last while no other prompt waited, by frontend."""
         self._sequences = 0
-        self._log = LimitedLog(logger, clock)
+        self._log = RateLimitedLog(logger, clock)
 
     def apply(self, client: bytes, command: AnyCommand) -> AnyEvent | Failure | None:
         """Apply one command of a frontend.

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils import z85
 
 from tandem.engine_core.wire.client_keys import ClientKeys
-from tandem.protocol.limited_log import LimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Authenticator:
     def __init__(self, context: Any, keys: ClientKeys) -> None:
         self.keys = keys
         self._context = context
-        self._log = LimitedLog(logger)
+        self._log = RateLimitedLog(logger)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -6,7 +6,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from tandem.protocol.limited_log import LimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ class HandshakeLog:
     """
 
     def __init__(self) -> None:
-        self._log = LimitedLog(logger)
+        self._log = RateLimitedLog(logger)
         self._monitor: Any = None
 
     def open(self, sock: Any) -> None:

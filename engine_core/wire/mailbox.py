@@ -23,7 +23,7 @@ from tandem.protocol.codec import decode_command, encode, step_output
 from tandem.protocol.commands import LEASE_SECONDS, AnyCommand, Hello
 from tandem.protocol.errors import ProtocolError
 from tandem.protocol.events import AnyEvent, Closed, Failure, Finished, Launched, SequenceTimes, Started
-from tandem.protocol.limited_log import LimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ZmqMailbox:
         self._keys: dict[bytes, bytes] = {}
         """Key of each frontend that has one and a lease."""
         self._leases = Leases(clock)
-        self._log = LimitedLog(logger, clock)
+        self._log = RateLimitedLog(logger, clock)
         self._launches = launches
         self._announce = announce
         self._kept = False

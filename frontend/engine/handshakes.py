@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.protocol.limited_log import LimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 from tandem.protocol.sockets import CONNECTION_EVENTS
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[
 
     libzmq gives up after an engine has refused a key; here the connection is tried again, for the key may be added.
     """
-    log = LimitedLog(logger)
+    log = RateLimitedLog(logger)
     monitor = subscriber.get_monitor_socket(CONNECTION_EVENTS)
     try:
         while True:

@@ -20,10 +20,10 @@ from tandem.frontend.metrics.request_metrics import refusal_reason
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
 from tandem.frontend.server.paths import is_health_check, route_label
-from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.request_log.access_log import AccessLog
 from tandem.frontend.server.request_log.audit_log import AuditLog
 from tandem.protocol.logs import without_message
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from tandem.frontend.server.tracing.tracer import RequestTracer
@@ -56,7 +56,7 @@ class Access:
         """
         self._app = app
         self._metrics = metrics
-        self._log = RateLimitedLog(logger)
+        self._log = RateLimitedLog(logger, at_interval_end=True)
         self._access = access
         self._audit = audit
         self._with_details = with_details
@@ -122,7 +122,7 @@ class Access:
             if is_own and (message := scope.get(ERROR_KEY)):
                 line = f"{line}: {message[:_MESSAGE_CHARACTERS]!r}"
             if status == 429 or (is_fault and status in (503, 504, 529)):
-                self._log.warning(str(status), line)  # of which there are many under overload
+                self._log.warning(str(status), "%s", line)  # of which there are many under overload
             else:
                 logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
 

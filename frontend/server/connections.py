@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Protocol
 
 from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
-from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class Connections:
         """Count a closed connection or a refusal, and log the message if given."""
         self._metrics.closed.labels(reason.value).inc()
         if message:
-            self._log.warning(reason.value, f"connection from {connection.peer}: {message}")
+            self._log.warning(reason.value, "connection from %s: %s", connection.peer, message)
 
     async def watch(self) -> None:
         """Check the deadlines of all connections until cancelled."""

@@ -24,9 +24,9 @@ from tandem.frontend.server.app import create_app
 from tandem.frontend.server.connections import Connection, Connections
 from tandem.frontend.server.listeners import Handshake, Listeners, server_context
 from tandem.frontend.server.protocol import LimitedProtocol
-from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.supervised import Supervised
 from tandem.protocol.logs import AUDIT_LOGGER, LogLevel, set_log_level, with_fields
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger(AUDIT_LOGGER)
@@ -327,7 +327,8 @@ def _build_connections(config: FrontendConfig, service: Service) -> Connections:
         )  # fmt: skip
     shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout, limits.send_timeout)
     interval = min(_CHECK_SECONDS, shortest / _CHECKS_PER_TIMEOUT)
-    connections = Connections(min(wanted, allowed), interval, service.metrics.connections, RateLimitedLog(logger))
+    log = RateLimitedLog(logger, at_interval_end=True)
+    connections = Connections(min(wanted, allowed), interval, service.metrics.connections, log)
     service.metrics.registry.register(GarbageCollector(frontend_name(config.slot)))
     service.metrics.connections.open.set_function(lambda: len(connections))
     return connections

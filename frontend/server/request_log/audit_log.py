@@ -8,10 +8,10 @@ from starlette.types import Scope
 from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.admin.pause import NEW_REQUESTS
 from tandem.frontend.api.request_scope import request_record
-from tandem.frontend.server.rate_limited_log import RateLimitedLog
 from tandem.frontend.server.request_log.access_log import client_text
 from tandem.protocol.commands import PAUSE_MODES
 from tandem.protocol.logs import AUDIT_LOGGER, with_fields
+from tandem.protocol.rate_limited_log import RateLimitedLog
 
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
@@ -31,7 +31,7 @@ class AuditLog:
 
     def __init__(self) -> None:
         self._logger = logging.getLogger(AUDIT_LOGGER)
-        self._refused = RateLimitedLog(self._logger)
+        self._refused = RateLimitedLog(self._logger, at_interval_end=True)
 
     def write(self, scope: Scope) -> None:
         """Write the line of a request that has ended, if it is worth one."""
@@ -43,7 +43,7 @@ class AuditLog:
             if record.status == 401 and self._refused.num_kinds >= _MAX_ADDRESSES:
                 kind = "others"
             why = "no valid key" if record.status == 401 else "a key without the right"
-            self._refused.warning(kind, f"refused: {why}", self._fields(scope))
+            self._refused.warning(kind, f"refused: {why}", extra=self._fields(scope))
         elif path.startswith(_ADMIN) or (path.startswith(_SESSIONS) and scope["method"] == "DELETE"):
             self._logger.info("operator request", extra=self._fields(scope))
 

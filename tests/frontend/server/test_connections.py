@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
 from tandem.frontend.server.connections import REPLACEABLE_SECONDS, STARTS_PER_TURN, Closed, Connections, Starts
-from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 from tests.fakes.clock import FakeClock
 
 
@@ -24,8 +24,8 @@ class Recorded(RateLimitedLog):
         super().__init__(logging.getLogger("connections"))
         self.messages: list[tuple[str, str]] = []
 
-    def warning(self, kind: str, message: str) -> None:
-        self.messages.append((kind, message))
+    def warning(self, kind: str, template: str, *values: object, extra: dict[str, Any] | None = None) -> None:
+        self.messages.append((kind, template % values))
 
 
 class Peer:

@@ -19,7 +19,7 @@ from tandem.frontend.server.answer_writer import AnswerWriter
 from tandem.frontend.server.connections import Closed, Connections
 from tandem.frontend.server.lingering import UNREAD_BYTES, UNREAD_SECONDS
 from tandem.frontend.server.protocol import LimitedProtocol
-from tandem.frontend.server.rate_limited_log import RateLimitedLog
+from tandem.protocol.rate_limited_log import RateLimitedLog
 from tests.support.raw_http import request
 
 LIMITS = ConnectionLimits()
@@ -81,7 +81,7 @@ class Line:
         self.clock = Clock()
         self.wire = Wire()
         self.registry = CollectorRegistry()
-        log = RateLimitedLog(logging.getLogger("deadlines"))
+        log = RateLimitedLog(logging.getLogger("deadlines"), at_interval_end=True)
         self.connections = Connections(100, 1.0, ConnectionMetrics(self.registry), log)
         settings = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, timeout_keep_alive=10**6)
         clock: Any = self.clock
