@@ -21,9 +21,8 @@ from tandem.frontend.cli.flags import hub_options
 from tandem.frontend.hub.options import HubOptions
 from tandem.frontend.listening import listen
 from tandem.frontend.supervisor.addresses.port_flags import port_clash
-from tandem.frontend.supervisor.addresses.port_owner import port_owner
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
-from tandem.frontend.supervisor.addresses.tcp_address import tcp_addresses
+from tandem.frontend.supervisor.addresses.tcp_address import port_owner, tcp_addresses
 from tandem.frontend.supervisor.forecast import AskEngine, ask_engine, tokenizer_problem
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name, preview_model

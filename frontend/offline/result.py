@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from tandem.frontend.api.logprobs import keep_best
-from tandem.frontend.chat.message import ToolCall, join_deltas
+from tandem.frontend.chat.message import Content, MessageDelta, Reasoning, ToolCall, join_deltas
 from tandem.frontend.chat.message_parser import MessageParser, MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.admission import Admitted
@@ -184,3 +184,29 @@ def _position(token: ScoredToken) -> Position:
 
 def _text(token: bytes) -> str:
     return token.decode(errors="replace")
+
+
+class ChoiceStream:
+    """Turn the pieces of one choice into what a caller sees.
+
+    Tool calls of a chat are held back to its end, when their arguments are complete.
+    """
+
+    def __init__(self, builder: ResultBuilder) -> None:
+        self._builder = builder
+        self._parser = builder.new_parser()
+        self._calls: list[MessageDelta] = []
+
+    def push(self, piece: ChoiceDelta) -> OutputDelta:
+        """Return what a piece adds to the choice."""
+        ids, logprobs = list(piece.token_ids), self._builder.output_logprobs(piece.logprobs)
+        if self._parser is None:
+            return OutputDelta(piece.index, piece.text, ids, piece.finish_reason, logprobs=logprobs)
+        deltas = self._parser.push(piece)
+        self._calls += [delta for delta in deltas if not isinstance(delta, Content | Reasoning)]
+        text = "".join([delta.text for delta in deltas if isinstance(delta, Content)])
+        reasoning = "".join([delta.text for delta in deltas if isinstance(delta, Reasoning)]) or None
+        if piece.finish_reason is None:
+            return OutputDelta(piece.index, text, ids, None, reasoning, logprobs=logprobs)
+        reason = self._parser.finish_reason(piece.finish_reason)
+        return OutputDelta(piece.index, text, ids, reason, reasoning, join_deltas(self._calls).calls, logprobs)

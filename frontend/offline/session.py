@@ -18,10 +18,10 @@ from tandem.frontend.config import ChatOptions, FrontendConfig
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.offline.batch import Batch, BatchOptions
-from tandem.frontend.offline.choice_stream import ChoiceStream
 from tandem.frontend.offline.engine_process import EngineProcess
 from tandem.frontend.offline.fields import Conversation, Fields
 from tandem.frontend.offline.result import (
+    ChoiceStream,
     EngineError,
     OutputDelta,
     RequestError,

@@ -19,14 +19,14 @@ from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.metrics.request_metrics import refusal_reason
 from tandem.frontend.request.extra_fields import ignored_label
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER, IGNORED_KEY, IgnoredFields
+from tandem.frontend.server.access_log import AccessLog
+from tandem.frontend.server.audit_log import AuditLog
 from tandem.frontend.server.paths import is_health_check, route_label
-from tandem.frontend.server.request_log.access_log import AccessLog
-from tandem.frontend.server.request_log.audit_log import AuditLog
 from tandem.protocol.logs import without_message
 from tandem.protocol.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
-    from tandem.frontend.server.tracing.tracer import RequestTracer
+    from tandem.frontend.server.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 

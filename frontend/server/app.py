@@ -31,18 +31,17 @@ from tandem.frontend.api.tokenize import tokenize_router
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.ignored_fields import IGNORED_HEADER
 from tandem.frontend.server.access import Access
+from tandem.frontend.server.access_log import AccessLog
+from tandem.frontend.server.audit_log import AuditLog
 from tandem.frontend.server.direct_routes import DirectRoutes, direct_endpoints, internal_error
-from tandem.frontend.server.hosts.behind_proxy import StripRootPath, trust_proxies
-from tandem.frontend.server.hosts.check_host import CheckHost
+from tandem.frontend.server.hosts import CheckHost, StripRootPath, trust_proxies
 from tandem.frontend.server.openapi import document
 from tandem.frontend.server.paths import is_health_check, missing_route
-from tandem.frontend.server.request_log.access_log import AccessLog
-from tandem.frontend.server.request_log.audit_log import AuditLog
 from tandem.frontend.server.require_key import RequireKey
 from tandem.protocol.version import distribution_version
 
 if TYPE_CHECKING:
-    from tandem.frontend.server.tracing.tracer import RequestTracer
+    from tandem.frontend.server.tracing import RequestTracer
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -116,7 +115,7 @@ def _open_tracer(service: Service) -> "RequestTracer | None":
     """
     if not service.config.otlp_traces_endpoint:
         return None
-    from tandem.frontend.server.tracing.tracer import open_tracer
+    from tandem.frontend.server.tracing import open_tracer
 
     return open_tracer(service.config.otlp_traces_endpoint, service.metrics.traces)
 

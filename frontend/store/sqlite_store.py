@@ -12,12 +12,13 @@ from itertools import accumulate
 from tandem.frontend.store.store import (
     ItemPage,
     PageQuery,
+    StoredItem,
+    StoredResponse,
     StoredTooLargeError,
     StoreError,
     StoreLimits,
     UnknownItemError,
 )
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 
 ROW_BYTES = 320
 """Estimate of what a row takes beside its body: ids, indexes and the slack of its last page."""

@@ -12,8 +12,15 @@ from tandem.frontend.errors import unavailable
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.store.sqlite_file import open_store
-from tandem.frontend.store.store import ItemPage, PageQuery, ResponseStore, StoreError, StoreLimits
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
+from tandem.frontend.store.store import (
+    ItemPage,
+    PageQuery,
+    ResponseStore,
+    StoredItem,
+    StoredResponse,
+    StoreError,
+    StoreLimits,
+)
 from tandem.frontend.workers import Workers
 
 SAVE_SECONDS = 10.0

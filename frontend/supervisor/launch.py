@@ -23,9 +23,8 @@ from tandem.frontend.listening import listen, url_of
 from tandem.frontend.process import ManagedProcess
 from tandem.frontend.run_directory import run_directory
 from tandem.frontend.supervisor.addresses.port_flags import check_ports
-from tandem.frontend.supervisor.addresses.port_owner import PortInUseError
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses, ServiceSockets, once_free
-from tandem.frontend.supervisor.addresses.tcp_address import listen_tcp, tcp_addresses
+from tandem.frontend.supervisor.addresses.tcp_address import PortInUseError, listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.announcement import Announcement
 from tandem.frontend.supervisor.exposition import supervisor_exposition
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild

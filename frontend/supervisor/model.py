@@ -20,7 +20,7 @@ from tandem.protocol.engine_options import EngineOptions
 
 if TYPE_CHECKING:  # they load huggingface_hub
     from tandem.frontend.hub.client import HubModel
-    from tandem.frontend.hub.preview import Preview
+    from tandem.frontend.hub.snapshot import Preview
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def preview_model(model: str, hub: HubOptions) -> "Preview":
     """
     with _hub_errors():
         wanted = _open_model(model, hub)
-        from tandem.frontend.hub.preview import preview
+        from tandem.frontend.hub.snapshot import preview
 
         return preview(wanted)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import structs
 
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
+from tandem.frontend.store.store import StoredItem, StoredResponse
 
 
 def stored(

@@ -10,9 +10,8 @@ from tandem.frontend.api.responses.input_items import InputItem, Reference, chec
 from tandem.frontend.api.responses.request import ResponsesRequest
 from tandem.frontend.errors import ApiError, unsupported
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.store.store import StoredTooLargeError
+from tandem.frontend.store.store import StoredItem, StoredTooLargeError
 from tandem.frontend.store.store_worker import StoreWorker
-from tandem.frontend.store.stored_response import StoredItem
 from tandem.frontend.workers import Workers
 
 MAX_REFERENCES = 2048

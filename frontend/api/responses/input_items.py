@@ -14,7 +14,7 @@ from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.messages import MAX_MESSAGES, MAX_PARTS
 from tandem.frontend.request.schema import STRING, Schema, array, of_type
 from tandem.frontend.request.values import TypedDecoder
-from tandem.frontend.store.stored_response import StoredItem
+from tandem.frontend.store.store import StoredItem
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -19,7 +19,7 @@ from tandem.frontend.chat.message_parser import MessageShape
 from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.usage import Usage
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
+from tandem.frontend.store.store import StoredItem, StoredResponse
 from tandem.protocol.errors import FinishReason
 
 

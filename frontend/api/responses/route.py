@@ -24,7 +24,7 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import ID, closed
-from tandem.frontend.store.stored_response import StoredItem
+from tandem.frontend.store.store import StoredItem
 
 _BODY = BODY.schema()
 _COUNTED = closed({"object": {"const": "response.input_tokens"}, "input_tokens": ID})

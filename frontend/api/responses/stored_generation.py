@@ -12,8 +12,8 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.generation.choice import ChoiceDelta
 from tandem.frontend.generation.generation import Generation
 from tandem.frontend.generation.usage import Usage
+from tandem.frontend.store.store import StoredItem
 from tandem.frontend.store.store_worker import StoreWorker
-from tandem.frontend.store.stored_response import StoredItem
 
 
 class ResponseRecord:

@@ -17,9 +17,15 @@ from tandem.frontend.api.owner import owner_of
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import ApiError, malformed, unsupported
 from tandem.frontend.request.schema import STRING, closed
-from tandem.frontend.store.store import ItemPage, PageQuery, StoredTooLargeError, UnknownItemError
+from tandem.frontend.store.store import (
+    ItemPage,
+    PageQuery,
+    StoredItem,
+    StoredResponse,
+    StoredTooLargeError,
+    UnknownItemError,
+)
 from tandem.frontend.store.store_worker import StoreWorker
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 
 MAX_LISTED = 100
 DEFAULT_LISTED = 20

@@ -12,7 +12,7 @@ from tandem.frontend.cli import doctor
 from tandem.frontend.cli.doctor import run_doctor
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.listening import listen
-from tandem.frontend.supervisor.addresses.port_owner import port_owner
+from tandem.frontend.supervisor.addresses.tcp_address import port_owner
 from tandem.frontend.supervisor.forecast import ask_engine
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.forecast import Forecast

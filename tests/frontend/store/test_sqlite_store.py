@@ -15,12 +15,13 @@ from tandem.frontend.store.sqlite_store import SIZE, SqliteStore
 from tandem.frontend.store.store import (
     ItemPage,
     PageQuery,
+    StoredItem,
+    StoredResponse,
     StoredTooLargeError,
     StoreError,
     StoreLimits,
     UnknownItemError,
 )
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 from tests.fakes.clock import FakeClock
 from tests.support.effort import machine
 from tests.support.stored import retrieved, stored

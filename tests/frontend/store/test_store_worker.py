@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.errors import ApiError
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.frontend.store import store_worker
-from tandem.frontend.store.store import ItemPage, PageQuery, StoreError, StoreLimits
+from tandem.frontend.store.store import ItemPage, PageQuery, StoredItem, StoredResponse, StoreError, StoreLimits
 from tandem.frontend.store.store_worker import LOG_SECONDS, StoreWorker, open_store_worker
-from tandem.frontend.store.stored_response import StoredItem, StoredResponse
 from tests.fakes.clock import FakeClock
 from tests.support.stored import retrieved, stored
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.server.request_log.access_log import AccessLine, AccessLog, access_text, client_text
+from tandem.frontend.server.access_log import AccessLine, AccessLog, access_text, client_text
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.logs import ACCESS_LOGGER, REQUESTS_LOGGER, LineHandler
 from tests.fakes.engine import FakeEngine
@@ -239,7 +239,7 @@ def test_json_has_the_members_of_every_line(
     path = tmp_path_factory.mktemp("log") / "log"
     with path.open("w") as stream:
         handler = LineHandler("frontend-0", "json", stream)
-        monkeypatch.setattr("tandem.frontend.server.request_log.access_log.line_handler", lambda: handler)
+        monkeypatch.setattr("tandem.frontend.server.access_log.line_handler", lambda: handler)
         monkeypatch.setattr(logging.getLogger(ACCESS_LOGGER), "level", logging.INFO)
         AccessLog().write({"path": "/é\n", "method": "GET", "headers": [], "client": None, "query_string": b""})
     line = json.loads(path.read_text())

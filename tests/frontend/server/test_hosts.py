@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.server.hosts.behind_proxy import trust_proxies
+from tandem.frontend.server.hosts import trust_proxies
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post
 

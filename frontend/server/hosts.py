@@ -1,11 +1,51 @@
-"""ASGI middleware that answers only requests for hosts that are served."""
+"""ASGI middleware for the hosts that a request names, and for the proxies that forward it."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from tandem.frontend.access.allowed_hosts import AllowedHosts, is_address, refusal
 from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.errors import ApiError
 from tandem.frontend.server.paths import is_health_check
+
+UNIX = "unix"
+"""Name of the peers of a Unix socket among those that are trusted."""
+
+
+def trust_proxies(app: ASGIApp, trusted: Sequence[str]) -> ASGIApp:
+    """Let `X-Forwarded-*` headers of these peers replace client and scheme.
+
+    trusted: addresses, networks, `unix` or `*`.
+    """
+    forwarded: Any = ProxyHeadersMiddleware(app, list(trusted))  # type: ignore[arg-type]
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["client"] is None and UNIX in trusted:
+            scope["client"] = (UNIX, 0)
+        await forwarded(scope, receive, send)
+
+    return run
+
+
+class StripRootPath:
+    """Middleware that serves paths below a prefix as well.
+
+    Some proxies remove it, and some do not.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["path"] + "/").startswith(self._root + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root) or "/"
+            scope["raw_path"] = scope["path"].encode()
+        await self._app(scope, receive, send)
+
 
 _MAX_ACCEPTED = 256
 """Most headers that are remembered: clients send few, unless any port or name is allowed."""

@@ -8,7 +8,7 @@ from starlette.types import Scope
 from tandem.frontend.access.api_key import key_name
 from tandem.frontend.api.admin.pause import NEW_REQUESTS
 from tandem.frontend.api.request_scope import request_record
-from tandem.frontend.server.request_log.access_log import client_text
+from tandem.frontend.server.access_log import client_text
 from tandem.protocol.commands import PAUSE_MODES
 from tandem.protocol.logs import AUDIT_LOGGER, with_fields
 from tandem.protocol.rate_limited_log import RateLimitedLog

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from tandem.frontend.config import FrontendConfig
-from tandem.frontend.server.tracing import tracer as tracer_module
+from tandem.frontend.server import tracing
 from tests.fakes.collector import Collector, attributes, collector
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post, until
@@ -154,7 +154,7 @@ def test_a_collector_that_is_away_costs_its_spans_alone(
 def test_a_collector_that_never_answers_does_not_keep_the_server_from_ending(
     engine: FakeEngine, config: FrontendConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracer_module, "_CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.5)
     engine.start()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
