@@ -62,7 +62,7 @@ L5_NAMES = (
             "start_log",
             "heap",
             "loading_progress",
-            "forecast",
+            "preflight",
             "kv_calibration",
         )
     ),

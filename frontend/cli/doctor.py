@@ -23,11 +23,11 @@ from tandem.frontend.listening import listen
 from tandem.frontend.supervisor.addresses.port_flags import port_clash
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import port_owner, tcp_addresses
-from tandem.frontend.supervisor.forecast import AskEngine, ask_engine, tokenizer_problem
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name, preview_model
+from tandem.frontend.supervisor.preflight import RunPreflight, run_preflight, tokenizer_problem
 from tandem.protocol.engine_options import check_numbers, engine_options
-from tandem.protocol.forecast import Forecast, Section
+from tandem.protocol.preflight import PreflightReport, Section
 
 PACKAGES = (
     *("tandem-llm", "torch", "triton", "flashinfer-python", "pyzmq", "msgspec", "transformers"),
@@ -51,22 +51,22 @@ class Report(Struct, frozen=True):
         return "\n".join([*lines, *(["problems", *problems] if problems else ["No problem found."])])
 
 
-def run_doctor(arguments: argparse.Namespace, ask: AskEngine | None = None) -> int:
+def run_doctor(arguments: argparse.Namespace, ask: RunPreflight | None = None) -> int:
     """Print the report; return 1 if something would prevent a start.
 
     ask: returns the engine's choices; by default from a child process.
     """
-    found = examine(arguments, ask or ask_engine)
+    found = examine(arguments, ask or run_preflight)
     print(msgspec.json.format(msgspec.json.encode(found)).decode() if arguments.json else found.text())
     return 1 if found.problems else 0
 
 
-def examine(arguments: argparse.Namespace, ask: AskEngine) -> Report:
+def examine(arguments: argparse.Namespace, ask: RunPreflight) -> Report:
     """Collect the report. It holds no values of the environment and no keys."""
     problems: list[str] = []
     ports = _ports(arguments, problems)
     options = engine_options(arguments)
-    engine, model = Forecast(), {_kind(options.model): options.model or ""}
+    engine, model = PreflightReport(), {_kind(options.model): options.model or ""}
     try:
         model, weight_bytes = _find_model(options.model, hub_options(arguments))
         check_engine_installed()

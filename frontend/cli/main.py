@@ -264,7 +264,6 @@ def run_engine(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
-    from tandem.frontend.supervisor.forecast import check_before_weights
     from tandem.frontend.supervisor.launch import (
         check_engine_installed,
         check_template,
@@ -273,6 +272,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
         supervise,
     )
     from tandem.frontend.supervisor.model import LaunchError, find_model
+    from tandem.frontend.supervisor.preflight import check_before_weights
 
     try:
         check_engine_installed()
@@ -328,7 +328,7 @@ def _serve(config: FrontendConfig) -> int:
 
 
 def run_check(arguments: argparse.Namespace, problems: Sequence[str]) -> int:
-    from tandem.frontend.cli.check import run_check
+    from tandem.frontend.cli.preflight import run_check
 
     return run_check(arguments, problems)
 

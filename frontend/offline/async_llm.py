@@ -29,9 +29,9 @@ from tandem.frontend.offline.fields import (
 from tandem.frontend.offline.result import EngineError, OutputDelta, Result
 from tandem.frontend.offline.session import OfflineSession
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.supervisor.forecast import check_before_weights
 from tandem.frontend.supervisor.launch import check_engine_installed
 from tandem.frontend.supervisor.model import ModelFolder, find_model
+from tandem.frontend.supervisor.preflight import check_before_weights
 
 
 class AsyncLLM:

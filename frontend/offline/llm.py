@@ -31,9 +31,9 @@ from tandem.frontend.offline.loop_thread import LoopThread
 from tandem.frontend.offline.result import EngineError, Logprob, Output, OutputDelta, RequestError, Result
 from tandem.frontend.offline.session import Item, OfflineSession
 from tandem.frontend.request.prompts import Prompt
-from tandem.frontend.supervisor.forecast import check_before_weights
 from tandem.frontend.supervisor.launch import check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model
+from tandem.frontend.supervisor.preflight import check_before_weights
 
 __all__ = [
     "LLM",

@@ -124,7 +124,7 @@ def test_model_that_is_not_supported_is_refused_before_its_weights_are_downloade
 
 
 @pytest.mark.slow
-def test_doctor_forecasts_a_model_without_its_weights(hub: HubServer) -> None:
+def test_doctor_checks_a_model_without_its_weights(hub: HubServer) -> None:
     def doctor() -> dict[str, dict[str, str]]:
         ports = ("--port", "0", "--ops-port", "0")
         done = subprocess.run([TANDEM, "doctor", NAME, *ports, "--json"], capture_output=True, text=True, timeout=300)

@@ -13,16 +13,18 @@ from tandem.frontend.cli.doctor import run_doctor
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.listening import listen
 from tandem.frontend.supervisor.addresses.tcp_address import port_owner
-from tandem.frontend.supervisor.forecast import ask_engine
+from tandem.frontend.supervisor.preflight import run_preflight
 from tandem.protocol.engine_options import EngineOptions
-from tandem.protocol.forecast import Forecast
+from tandem.protocol.preflight import PreflightReport
 from tests.support.serving import free_port
 
-CHOICES = Forecast(["NVIDIA L4, compute capability 8.9"], {"supported": "yes"}, {"rows": "256 (default on cuda)"})
+CHOICES = PreflightReport(
+    ["NVIDIA L4, compute capability 8.9"], {"supported": "yes"}, {"rows": "256 (default on cuda)"}
+)
 PORTS = ["--port", "0", "--ops-port", "0"]
 
 
-def report(*argv: str, found: Forecast = CHOICES) -> int:
+def report(*argv: str, found: PreflightReport = CHOICES) -> int:
     return run_doctor(build_parser().parse_args(["doctor", *argv]), lambda *_: found)
 
 
@@ -101,11 +103,11 @@ def test_the_name_of_a_process_may_be_cut_or_hold_what_a_terminal_obeys(tmp_path
     [
         (["--model", "/nowhere"], CHOICES, "the model /nowhere is not a directory"),
         (["--page-size", "15"], CHOICES, "--page-size 15 is not a power of two"),
-        ([], Forecast(problems=["--device cuda, but torch sees none"]), "--device cuda, but torch sees none"),
+        ([], PreflightReport(problems=["--device cuda, but torch sees none"]), "--device cuda, but torch sees none"),
     ],
 )
 def test_what_prevents_a_start_is_a_problem(
-    argv: list[str], found: Forecast, problem: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], found: PreflightReport, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(*argv, *PORTS, found=found) == 1
     text = capsys.readouterr().out
@@ -153,7 +155,7 @@ def test_engine_that_cannot_be_loaded_is_reported_with_its_last_line(monkeypatch
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(ValueError, match=r"exit code 1\): ImportError: libcudart.so.13 is missing"):
-        ask_engine(EngineOptions(), None)
+        run_preflight(EngineOptions(), None)
 
 
 def test_command_asks_the_engine_itself(capsys: pytest.CaptureFixture[str]) -> None:

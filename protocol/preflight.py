@@ -1,6 +1,6 @@
-"""The answer of an engine's forecast.
+"""Report of an engine's preflight check.
 
-`tandem doctor` reads it from a child process, as JSON.
+`tandem doctor` and `--check` read it from a child process, as JSON.
 """
 
 from msgspec import Struct
@@ -9,7 +9,7 @@ Section = dict[str, str]
 """Names and texts, in the order in which they are shown."""
 
 
-class Forecast(Struct, frozen=True):
+class PreflightReport(Struct, frozen=True):
     """Facts of the machine and the model, and what an engine would choose."""
 
     gpus: list[str] = []

@@ -1,7 +1,7 @@
-"""A forecast of an engine: its choices on this machine.
+"""Preflight check of an engine: whether it would start on this machine, and with which choices.
 
-No weights are loaded. `tandem doctor` runs it as `python -P -m tandem.engine_core.startup.forecast`, with the flags of
-an engine, and reads one JSON object from its stdout.
+No weights are loaded. `tandem doctor` and `--check` run it as `python -P -m tandem.engine_core.startup.preflight`, with
+the flags of an engine, and read one JSON object from its stdout.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, res
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
 from tandem.engine_core.startup.runtime import ModelSource
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
-from tandem.protocol.forecast import Forecast, Section
+from tandem.protocol.preflight import PreflightReport, Section
 
 
 class Gpu(Struct, frozen=True):
@@ -47,14 +47,14 @@ def read_gpus() -> list[Gpu]:
     return [Gpu(read_gpu_traits(), free, total)]
 
 
-def forecast(
+def preflight(
     options: EngineOptions,
     gpus: list[Gpu],
     cpu_free: Callable[[], int],
     cpu_total: Callable[[], int],
     stored_bytes: int | None = None,
-) -> Forecast:
-    """Resolve the settings of an engine as it would itself.
+) -> PreflightReport:
+    """Resolve the settings of an engine as its start does.
 
     cpu_free, cpu_total: return the bytes of main memory that are free, and of all of it. stored_bytes: size of weights
     that are not here yet.
@@ -81,11 +81,11 @@ def forecast(
             shortage = str(error)
             with suppress(ConfigError):
                 _pool(resolved, weights, total, total)
-                return Forecast(lines, model, shortage=shortage)
+                return PreflightReport(lines, model, shortage=shortage)
             raise
     except ConfigError as error:
-        return Forecast(lines, model, problems=list(error.problems))
-    return Forecast(lines, model, _choices(options, resolved, pool, memory))
+        return PreflightReport(lines, model, problems=list(error.problems))
+    return PreflightReport(lines, model, _choices(options, resolved, pool, memory))
 
 
 def _weights_line(resolved: ResolvedEngine, weights: int) -> str:
@@ -173,13 +173,13 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
 
 
 def main() -> None:
-    """Print the forecast for the flags of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tandem.engine_core.startup.forecast", allow_abbrev=False)
+    """Print the preflight report for the flags of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tandem.engine_core.startup.preflight", allow_abbrev=False)
     add_engine_arguments(parser)
     parser.add_argument("--weight-bytes", type=int, help="size of the weights, if they are not in the folder yet")
     arguments = parser.parse_args()
     cpu = CpuDevice()
-    found = forecast(
+    found = preflight(
         engine_options(arguments),
         read_gpus(),
         cpu.free_bytes,

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.frontend.supervisor.forecast import check_before_weights
 from tandem.frontend.supervisor.model import LaunchError
+from tandem.frontend.supervisor.preflight import check_before_weights
 from tandem.protocol.engine_options import EngineOptions
-from tandem.protocol.forecast import Forecast
+from tandem.protocol.preflight import PreflightReport
 from tests.fakes.tokenizer import write_tokenizer
 
 NAME = "org/big"
@@ -22,23 +22,23 @@ def folder(tmp_path: Path) -> Path:
 def test_engine_is_asked_for_the_folder_with_the_given_settings_and_the_bytes_of_the_weights(folder: Path) -> None:
     asked: list[tuple[EngineOptions, int | None]] = []
 
-    def ask(options: EngineOptions, weight_bytes: int | None) -> Forecast:
+    def ask(options: EngineOptions, weight_bytes: int | None) -> PreflightReport:
         asked.append((options, weight_bytes))
-        return Forecast(shortage="now")  # others use the memory, perhaps not at the start
+        return PreflightReport(shortage="now")  # others use the memory, perhaps not at the start
 
     check_before_weights(EngineOptions(NAME, max_len=8), ask)(folder, 90)
     assert asked == [(EngineOptions(str(folder), max_len=8), 90)]
 
 
 def test_problems_of_the_engine_are_told_in_its_words(folder: Path) -> None:
-    forecast = Forecast(problems=["the architecture A is not supported", "--max-len 9 is too long"])
+    report = PreflightReport(problems=["the architecture A is not supported", "--max-len 9 is too long"])
     with pytest.raises(LaunchError) as refused:
-        check_before_weights(EngineOptions(NAME), lambda *_: forecast)(folder, 1)
-    assert str(refused.value).splitlines() == [*forecast.problems, f"the weights of {NAME} were not downloaded"]
+        check_before_weights(EngineOptions(NAME), lambda *_: report)(folder, 1)
+    assert str(refused.value).splitlines() == [*report.problems, f"the weights of {NAME} were not downloaded"]
 
 
 def test_engine_that_cannot_be_asked_refuses_too(folder: Path) -> None:
-    def ask(*_: object) -> Forecast:
+    def ask(*_: object) -> PreflightReport:
         raise ValueError("the engine's libraries cannot be used")
 
     with pytest.raises(LaunchError, match="the engine's libraries cannot be used"):
@@ -48,4 +48,4 @@ def test_engine_that_cannot_be_asked_refuses_too(folder: Path) -> None:
 def test_tokenizer_that_cannot_be_loaded_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(LaunchError, match=r"tokenizer\.json(.|\n)*not downloaded"):
-        check_before_weights(EngineOptions(NAME), lambda *_: Forecast())(folder, 1)
+        check_before_weights(EngineOptions(NAME), lambda *_: PreflightReport())(folder, 1)

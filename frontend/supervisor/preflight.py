@@ -1,4 +1,4 @@
-"""The engine's forecast for a model, and the check of a model before its weights are downloaded.
+"""Preflight check of a model by the engine's code, also before its weights are downloaded.
 
 The engine's own code runs in a child process, since no frontend imports torch.
 """
@@ -17,27 +17,27 @@ from tandem.frontend.process import child_environment
 from tandem.frontend.supervisor.model import LaunchError
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.protocol.engine_options import EngineOptions, engine_argv
-from tandem.protocol.forecast import Forecast
+from tandem.protocol.preflight import PreflightReport
 
 CHILD_SECONDS = 300.0
 """Longest time that the engine's child process may take; importing torch from a slow disk takes a while."""
 
-AskEngine = Callable[[EngineOptions, int | None], Forecast]
+RunPreflight = Callable[[EngineOptions, int | None], PreflightReport]
 """Takes the settings, and the bytes of the weights if they are not here yet."""
 
 
-def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
-    """Run the engine's forecast in a child process.
+def run_preflight(options: EngineOptions, weight_bytes: int | None) -> PreflightReport:
+    """Run the engine's preflight check in a child process.
 
     Raises ValueError if the child fails.
     """
-    command = [sys.executable, "-P", "-m", "tandem.engine_core.startup.forecast", *engine_argv(options)]
+    command = [sys.executable, "-P", "-m", "tandem.engine_core.startup.preflight", *engine_argv(options)]
     if weight_bytes is not None:
         command.append(f"--weight-bytes={weight_bytes}")
     try:
         environment = child_environment(os.environ)
         child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env=environment)
-        return msgspec.json.decode(child.stdout, type=Forecast)
+        return msgspec.json.decode(child.stdout, type=PreflightReport)
     except subprocess.TimeoutExpired:
         raise ValueError(f"the engine's libraries did not load within {CHILD_SECONDS:g} s") from None
     except msgspec.MsgspecError:
@@ -45,7 +45,7 @@ def ask_engine(options: EngineOptions, weight_bytes: int | None) -> Forecast:
         raise ValueError(f"the engine's libraries cannot be used (exit code {child.returncode}): {reason}") from None
 
 
-def check_before_weights(options: EngineOptions, ask: AskEngine = ask_engine) -> BeforeWeights:
+def check_before_weights(options: EngineOptions, ask: RunPreflight = run_preflight) -> BeforeWeights:
     """Return a check of a model's small files, for a download to call before it fetches the weights.
 
     It raises LaunchError for a family, a quantization or a dtype that the engine refuses, for weights that the machine

@@ -29,7 +29,6 @@ from tandem.frontend.store.store import StoreError
 from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import TcpAddress, listen_tcp, tcp_addresses
 from tandem.frontend.supervisor.addresses.unix_socket import listening_unix_socket
-from tandem.frontend.supervisor.forecast import AskEngine, ask_engine
 from tandem.frontend.supervisor.launch import (
     check_engine_installed,
     check_ipc_length,
@@ -47,11 +46,12 @@ from tandem.frontend.supervisor.model import (
     find_model,
     preview_model,
 )
+from tandem.frontend.supervisor.preflight import RunPreflight, run_preflight
 from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, with_tokenizer
 from tandem.protocol.engine_options import EngineOptions, engine_options, flag_name, wrong_numbers
 from tandem.protocol.errors import ExitCode
-from tandem.protocol.forecast import Forecast, Section
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
+from tandem.protocol.preflight import PreflightReport, Section
 from tandem.protocol.sockets import check_ipc_place, check_server_keys
 
 _MAX_PORT = 65_535
@@ -88,7 +88,7 @@ class Findings:
             self.problems.append(str(error))
 
 
-def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask: AskEngine = ask_engine) -> int:
+def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask: RunPreflight = run_preflight) -> int:
     """Print problems and warnings on stderr and a summary on stdout.
 
     Each has a line, and indented ones if it has more. Returns the exit code.
@@ -131,7 +131,7 @@ def _counted(noun: str, texts: list[str]) -> str:
     return f"{count} {noun}{'s' if count > 1 else ''}" if count else ""
 
 
-def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings) -> ModelFolder | None:
+def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findings) -> ModelFolder | None:
     """Check the engine's settings and its model.
 
     The engine's own code does that in a child process.
@@ -159,15 +159,15 @@ def _check_engine(arguments: argparse.Namespace, ask: AskEngine, found: Findings
 
 
 def _ask(
-    options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: AskEngine, wrong: Collection[str]
-) -> Forecast:
+    options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: RunPreflight, wrong: Collection[str]
+) -> PreflightReport:
     """Ask for the engine's choices, with defaults for numbers that are wrong."""
     defaults = EngineOptions()
     usual = {name: getattr(defaults, name) for name in wrong}
     return ask(structs.replace(options, **usual, model=str(model.folder)), weight_bytes)
 
 
-def _note(engine: Forecast, found: Findings, wrong: Collection[str]) -> None:
+def _note(engine: PreflightReport, found: Findings, wrong: Collection[str]) -> None:
     """Note what an engine says.
 
     It was not asked with the numbers that are wrong, so what it says of their flags is left out.

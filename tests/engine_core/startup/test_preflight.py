@@ -1,4 +1,4 @@
-"""A forecast of an engine agrees with the engine, and says why there would be none."""
+"""The preflight report of an engine agrees with its start, or names the problems."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ import torch
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.startup.engine import build_engine
-from tandem.engine_core.startup.forecast import Gpu, forecast
 from tandem.engine_core.startup.kv_sizing import GIB
+from tandem.engine_core.startup.preflight import Gpu, preflight
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
-from tandem.protocol.forecast import Forecast
+from tandem.protocol.preflight import PreflightReport
 from tests.engine_core.models.test_llama import save_random
 from tests.fakes.gpus import L4, T4
 from tests.fakes.mailbox import FakeMailbox
@@ -29,16 +29,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def forecast_of(
+def preflight_of(
     folder: Path, traits: GpuTraits | None = None, free: int = 20 * GIB, total: int | None = None, **options: Any
-) -> Forecast:
+) -> PreflightReport:
     gpus = [] if traits is None else [Gpu(traits, free, 24 * GIB)]
-    return forecast(EngineOptions(model=str(folder), **options), gpus, lambda: free, lambda: total or free)
+    return preflight(EngineOptions(model=str(folder), **options), gpus, lambda: free, lambda: total or free)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 3, "kv_tokens": 160}, {"max_len": 32, "prefix_cache": "off"}])
 def test_choices_are_those_of_the_engine(folder: Path, options: dict[str, Any]) -> None:
-    found = forecast_of(folder, device="cpu", **options)
+    found = preflight_of(folder, device="cpu", **options)
     threads, status = torch.get_num_threads(), Status(1, new_stats())
     build_engine(EngineOptions(model=str(folder), device="cpu", threads=1, **options), FakeMailbox(), status)
     torch.set_num_threads(threads)
@@ -48,12 +48,12 @@ def test_choices_are_those_of_the_engine(folder: Path, options: dict[str, Any]) 
 
 
 def test_choices_name_their_reasons(folder: Path) -> None:
-    usual = forecast_of(folder)
+    usual = preflight_of(folder)
     assert usual.gpus == []
     assert usual.model["architecture"] == "LlamaForCausalLM" and usual.model["supported"] == "yes"
     assert usual.choices["device"] == "cpu (torch sees no CUDA device)"
     assert usual.choices["rows"] == "32 (default on cpu)"
-    given = forecast_of(folder, device="cpu", dtype="float16", max_rows=5, kv_tokens=64)
+    given = preflight_of(folder, device="cpu", dtype="float16", max_rows=5, kv_tokens=64)
     assert given.choices["device"] == "cpu (given as --device)"
     assert given.choices["dtype"] == "float16 (given as --dtype)"
     assert given.choices["rows"] == "5 (given as --max-rows)"
@@ -62,7 +62,7 @@ def test_choices_name_their_reasons(folder: Path) -> None:
 
 def test_a_gpu_is_chosen_with_its_share_of_memory(folder: Path) -> None:
     write_config(folder, torch_dtype="bfloat16")
-    found = forecast_of(folder, L4)
+    found = preflight_of(folder, L4)
     assert found.problems == []
     assert found.gpus == ["NVIDIA L4, compute capability 8.9, 58 multiprocessors, 24.0 GiB, 20.0 free"]
     assert found.choices["device"] == "cuda (torch sees a CUDA device)"
@@ -86,13 +86,13 @@ def test_a_gpu_is_chosen_with_its_share_of_memory(folder: Path) -> None:
 def test_problem_is_the_engine_s_reason(
     folder: Path, traits: GpuTraits | None, free: int, options: dict[str, Any], problem: str
 ) -> None:
-    found = forecast_of(folder, traits, free, **options)
+    found = preflight_of(folder, traits, free, **options)
     assert len(found.problems) == 1 and problem in found.problems[0]
     assert found.choices == {}
 
 
 def test_problems_of_all_settings_are_told_at_once(folder: Path) -> None:
-    found = forecast_of(
+    found = preflight_of(
         folder, None, GIB, device="cuda", kv_memory=1, kv_tokens=1, max_len=10**6, batching="static", policy="priority",
         prefix_cache="on", page_size=2**20, graph_rows="x", graph_tokens="0", max_step_tokens=3,
     )  # fmt: skip
@@ -111,23 +111,23 @@ def test_problems_of_all_settings_are_told_at_once(folder: Path) -> None:
 def test_memory_that_others_use_is_a_shortage_and_no_problem(
     folder: Path, traits: GpuTraits | None, options: dict[str, Any]
 ) -> None:
-    found = forecast_of(folder, traits, free=1000, total=GIB, **options)
+    found = preflight_of(folder, traits, free=1000, total=GIB, **options)
     assert (found.problems, found.choices) == ([], {})
     assert "but 0.00 GiB are free" in found.shortage
 
 
 def test_models_that_are_not_supported_say_so(folder: Path) -> None:
     write_config(folder, architectures=["GPT2LMHeadModel"])
-    found = forecast_of(folder)
+    found = preflight_of(folder)
     assert "GPT2LMHeadModel is not supported" in found.problems[0]
     assert found.model == {"architecture": "GPT2LMHeadModel", "supported": "no"}
-    assert "has no config.json" in forecast_of(folder / "nothing").problems[0]
+    assert "has no config.json" in preflight_of(folder / "nothing").problems[0]
 
 
 def test_formats_of_weights_keys_and_values_are_named(folder: Path) -> None:
     plain, quantized = (
-        forecast_of(folder, device="cpu"),
-        forecast_of(folder, device="cpu", quantize="fp8", kv_dtype="fp8"),
+        preflight_of(folder, device="cpu"),
+        preflight_of(folder, device="cpu", quantize="fp8", kv_dtype="fp8"),
     )
     assert plain.model["weights"].endswith("GiB in float32")
     assert quantized.model["weights"].endswith(
@@ -137,12 +137,12 @@ def test_formats_of_weights_keys_and_values_are_named(folder: Path) -> None:
     assert "float8" not in plain.choices["KV cache"]
 
 
-def test_a_multimodal_model_is_forecast_as_its_text_half(folder: Path) -> None:
-    plain = forecast_of(folder)
+def test_a_multimodal_model_is_checked_as_its_text_half(folder: Path) -> None:
+    plain = preflight_of(folder)
     text = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}
     nested = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(nested))
-    found = forecast_of(folder)
+    found = preflight_of(folder)
     assert found.problems == []
     assert found.model["architecture"] == "Mistral3ForConditionalGeneration" and found.model["supported"] == "yes"
     assert (found.model["positions"], found.model["dtype"]) == (plain.model["positions"], "bfloat16")
@@ -156,13 +156,13 @@ def test_tensors_that_do_not_fit_are_told_as_the_start_would(folder: Path, chang
     with pytest.raises(ConfigError, match=r"does not fit the model of its config\.json") as refused:
         build_engine(EngineOptions(model=str(folder), device="cpu", threads=1), FakeMailbox(), Status(1, new_stats()))
     torch.set_num_threads(threads)
-    assert forecast_of(folder, device="cpu").problems == [str(refused.value)]
-    assert not forecast_of(folder, device="cpu", load_format="dummy").problems
+    assert preflight_of(folder, device="cpu").problems == [str(refused.value)]
+    assert not preflight_of(folder, device="cpu", load_format="dummy").problems
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_format_of_weights_fits(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
-    assert forecast_of(tmp_path, quantize="fp8").problems == []
+    assert preflight_of(tmp_path, quantize="fp8").problems == []
     quantize_checkpoint(tmp_path, LAYOUTS[name])
-    assert forecast_of(tmp_path).problems == []
+    assert preflight_of(tmp_path).problems == []

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tandem.frontend.cli.check import run_check
 from tandem.frontend.cli.main import build_parser, main
+from tandem.frontend.cli.preflight import run_check
 from tandem.frontend.hub.client import HubModel
 from tandem.frontend.listening import listen
 from tandem.frontend.store.sqlite_file import FILE_NAME, open_store
 from tandem.frontend.store.store import StoreLimits
 from tandem.protocol.curve import make_client, make_curve
 from tandem.protocol.engine_options import EngineOptions
-from tandem.protocol.forecast import Forecast
+from tandem.protocol.preflight import PreflightReport
 from tests.fakes.hub_server import hub_server
 from tests.fakes.scripted_engine import DEFAULT_MODEL
 from tests.fakes.tokenizer import write_tokenizer
 from tests.support.hub_models import NAME, SINGLE, hub_model, repository
 from tests.support.tcp_proxy import free_ports
 
-CHOICES = Forecast([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
+CHOICES = PreflightReport([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
 FREE = ("--port", "0", "--ops-port", "0")
 TCP = ("--endpoint", "tcp://127.0.0.1:{port}", "--insecure-tcp")
 
@@ -47,11 +47,16 @@ class Checked:
     """Exit code and lines of a check, whose engine says what `engine` is."""
 
     def __init__(
-        self, capsys: pytest.CaptureFixture[str], command: str, model: str, *argv: str, engine: Forecast = CHOICES
+        self,
+        capsys: pytest.CaptureFixture[str],
+        command: str,
+        model: str,
+        *argv: str,
+        engine: PreflightReport = CHOICES,
     ) -> None:
         self.asked: list[tuple[EngineOptions, int | None]] = []
 
-        def ask(options: EngineOptions, weight_bytes: int | None) -> Forecast:
+        def ask(options: EngineOptions, weight_bytes: int | None) -> PreflightReport:
             self.asked.append((options, weight_bytes))
             return engine
 
@@ -68,7 +73,7 @@ class Checked:
 
 def test_a_problem_of_several_lines_keeps_them(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     """As the tensors of a checkpoint that do not fit, of which a start has a line each."""
-    wrong = Forecast([], {}, {}, problems=["these tensors do not fit:\n  a is [1]\n\n  b  is [2]", "another"])
+    wrong = PreflightReport([], {}, {}, problems=["these tensors do not fit:\n  a is [1]\n\n  b  is [2]", "another"])
     arguments = build_parser().parse_args(["serve", "--model", str(model), *FREE, "--check"])
     assert run_check(arguments, ask=lambda *_: wrong) == 2
     text = capsys.readouterr()
@@ -140,9 +145,11 @@ def test_what_is_wrong_with_the_model_s_folder_is_a_problem(
 def test_the_engine_says_what_it_cannot_serve_and_what_others_use(
     capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    refused = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(problems=["GPT2 is not supported"]))
+    refused = Checked(capsys, "serve", str(model), *FREE, engine=PreflightReport(problems=["GPT2 is not supported"]))
     assert refused.problems == ["GPT2 is not supported"]
-    short = Checked(capsys, "serve", str(model), *FREE, engine=Forecast(shortage="the weights take 9 GiB, 1 is free"))
+    short = Checked(
+        capsys, "serve", str(model), *FREE, engine=PreflightReport(shortage="the weights take 9 GiB, 1 is free")
+    )
     assert (short.code, len(short.warnings)) == (0, 1)
     assert short.summary[-1].endswith(" would start, with 1 warning")
     assert short.warnings[0].startswith("the weights take 9 GiB, 1 is free now; ")
@@ -150,7 +157,7 @@ def test_the_engine_says_what_it_cannot_serve_and_what_others_use(
 
 def test_problems_of_the_engine_are_told_beside_wrong_numbers(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     """The engine is asked without the numbers that are wrong, so what it says of their flags is left out."""
-    engine = Forecast(
+    engine = PreflightReport(
         problems=["--kv-memory and --kv-tokens both size the KV pool", "--max-step-tokens 8 is below --max-rows 32"]
     )
     flags = ("--max-rows", "0", "--max-len", "65", "--kv-tokens", "9")
@@ -294,7 +301,7 @@ def test_the_small_files_of_a_model_on_the_hub_are_downloaded_and_checked(
         assert weight_bytes == len(SINGLE["model.safetensors"])
         assert (Path(options.model or "") / "config.json").read_bytes() == SINGLE["config.json"]
         assert any(line.startswith("download          6 files, ") for line in found.summary), found.summary
-        refusing = Forecast([], {}, {}, problems=["the architecture MixtralForCausalLM is not supported"])
+        refusing = PreflightReport([], {}, {}, problems=["the architecture MixtralForCausalLM is not supported"])
         assert Checked(capsys, "serve", *argv, engine=refusing).problems == refusing.problems
         assert Checked(capsys, "frontend", *argv, "--endpoint", f"ipc://{tmp_path}/e").code == 0
         assert hub.bodies("model.safetensors") == []
