@@ -14,9 +14,9 @@ from tandem.frontend.errors import malformed, unsupported
 from tandem.frontend.generation.admission import MANY_IDS, check_ids
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
+from tandem.frontend.request.field_types import Boolean, Parsed, String
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Boolean, Parsed, String
 from tandem.frontend.request.messages import parse_messages
 from tandem.frontend.request.schema import ANY, ID, STRING, Schema, closed
 from tandem.frontend.request.tools import chat_tool_use

@@ -17,8 +17,8 @@ from tandem.frontend.cli.trust import Trust
 from tandem.frontend.errors import ApiError
 from tandem.frontend.flags.flag import COUNT, MAX_SECONDS, Flag
 from tandem.frontend.hub.options import HubOptions
+from tandem.frontend.request.field_types import CheckedType
 from tandem.frontend.request.fields import Field
-from tandem.frontend.request.kinds import Checked
 from tandem.frontend.request.options import FLAG_FIELDS
 from tandem.protocol.commands import MAX_PRIORITY
 from tandem.protocol.engine_options import flag_name
@@ -159,17 +159,17 @@ def _value_of(field: Field) -> Callable[[str], Any]:
     Values beyond the field's bounds are usage errors.
     """
 
-    kind = field.kind
-    assert isinstance(kind, Checked), f"{field.name} is not a field for a flag"
+    field_type = field.type
+    assert isinstance(field_type, CheckedType), f"{field.name} is not a field for a flag"
 
     def convert(text: str) -> Any:
-        value = kind.flag_type(text)
+        value = field_type.flag_type(text)
         try:
-            return kind.check(field.name, value)
+            return field_type.check(field.name, value)
         except ApiError as error:
             raise argparse.ArgumentTypeError(error.message.removeprefix(f"{field.name!r} ")) from None
 
-    convert.__name__ = kind.flag_type.__name__  # argparse names it for a text that is not a number
+    convert.__name__ = field_type.flag_type.__name__  # argparse names it for a text that is not a number
     return convert
 
 

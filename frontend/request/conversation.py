@@ -6,8 +6,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
+from tandem.frontend.request.field_types import Boolean, JsonObject, OneOf, Parsed, Typed
 from tandem.frontend.request.fields import Field
-from tandem.frontend.request.kinds import Boolean, JsonObject, OneOf, Parsed, Typed
 from tandem.frontend.request.messages import MESSAGES, parse_messages
 from tandem.frontend.request.tools import TOOL_FIELDS, ToolUse
 

@@ -5,8 +5,8 @@ Those that do not change the output are ignored; the others are refused, except 
 
 from collections.abc import Iterable
 
+from tandem.frontend.request.field_types import Ignored, Unsupported
 from tandem.frontend.request.fields import IGNORED_FIELDS, Field
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 
 _ROUTING = "Chooses among providers or models; this server has one."
 _TEXT_ONLY = "Prepares images, audio or video, which this server does not take."
@@ -123,7 +123,7 @@ OTHER = "other"
 
 
 def _names(fields: Iterable[Field]) -> set[str]:
-    return {field.name for field in fields if isinstance(field.kind, Ignored)}
+    return {field.name for field in fields if isinstance(field.type, Ignored)}
 
 
 _LABELS = frozenset(

@@ -10,18 +10,17 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem.frontend.errors import malformed
+from tandem.frontend.request.field_types import FieldType, Ignored, Reader, Unsupported
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Kind, Reader
 from tandem.frontend.request.known_names import split_object
 from tandem.frontend.request.schema import Schema, opened
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 
 
 class Field(Struct, frozen=True):
     """One field of a request body."""
 
     name: str
-    kind: Kind
+    type: FieldType
     text: str = ""
     """One sentence for `/openapi.json`."""
     required: bool = False
@@ -30,7 +29,7 @@ class Field(Struct, frozen=True):
 
     def schema(self) -> Schema:
         """Describe the field as a JSON Schema."""
-        found = {**self.kind.schema(), **self.extra}
+        found = {**self.type.schema(), **self.extra}
         if self.required and isinstance(found.get("type"), list):
             found["type"] = found["type"][0]
         return {**found, "description": self.text} if self.text else found
@@ -40,10 +39,10 @@ class Field(Struct, frozen=True):
 
         The refusal of a field that is not served ends with its text, which says what to use instead.
         """
-        kind = self.kind
-        if isinstance(kind, Unsupported):
-            kind = msgspec.structs.replace(kind, hint=self.text)
-        return kind.reader(self.name)
+        field_type = self.type
+        if isinstance(field_type, Unsupported):
+            field_type = msgspec.structs.replace(field_type, hint=self.text)
+        return field_type.reader(self.name)
 
     @property
     def help(self) -> str:
@@ -80,7 +79,7 @@ class BodyFormat:
         table = {field.name: field for field in (*IGNORED_FIELDS, *self.fields)}
         self._readers = {name: field.reader() for name, field in table.items()}
         self._required = tuple(field.name for field in self.fields if field.required)
-        self._absent = {field.name: field.kind.absent for field in self.fields}
+        self._absent = {field.name: field.type.absent for field in self.fields}
         self._missing = Raw()
         slots = [(name, Raw, self._missing) for name in table]
         self._decoder = msgspec.json.Decoder(msgspec.defstruct("Body", slots, forbid_unknown_fields=True))

@@ -10,13 +10,11 @@ from msgspec import Raw, Struct
 
 from tandem.frontend.errors import ApiError, unsupported
 from tandem.frontend.request.extra_fields import NO_EFFECT_FIELDS, REFUSED_FIELDS
-from tandem.frontend.request.fields import IGNORED_FIELDS, Field
-from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import (
+from tandem.frontend.request.field_types import (
     Boolean,
+    FieldType,
     Integer,
     JsonObject,
-    Kind,
     Number,
     OneOf,
     Parsed,
@@ -27,6 +25,8 @@ from tandem.frontend.request.kinds import (
     Typed,
     sized,
 )
+from tandem.frontend.request.fields import IGNORED_FIELDS, Field
+from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.schema import BOOLEAN, Schema, nullable, opened
 from tandem.frontend.request.structured_outputs import (
     CHOICES,
@@ -63,8 +63,8 @@ class StreamOptions(Struct, frozen=True):
     """Padding against guesses from the lengths of encrypted chunks; accepted without effect on the output."""
 
 
-def _sampling_kind(field: SamplingField) -> Kind:
-    """Return the kind of a sampling field.
+def _sampling_kind(field: SamplingField) -> FieldType:
+    """Return the type of a sampling field.
 
     An absent one is None: it has the default of the served model.
     """
@@ -140,7 +140,7 @@ OPTION_FIELDS = (
     Field("min_tokens", Integer(0, INT32_MAX, 0), "No end of sequence before this many tokens."),
     *_SAMPLING,
     Field(
-        "repeat_penalty", _REPETITION.kind, "Another name of `repetition_penalty`, which counts the whole text here."
+        "repeat_penalty", _REPETITION.type, "Another name of `repetition_penalty`, which counts the whole text here."
     ),
     _SEED,
     Field(

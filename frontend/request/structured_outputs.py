@@ -6,8 +6,8 @@ from typing import Any
 from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
+from tandem.frontend.request.field_types import String, Strings, Typed
 from tandem.frontend.request.fields import Field
-from tandem.frontend.request.kinds import String, Strings, Typed
 from tandem.frontend.request.values import decode_field, wrong_type
 
 CHOICES = Strings(max_items=1024, max_chars=1024, min_items=1)

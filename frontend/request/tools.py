@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from tandem.frontend.errors import malformed, unsupported
+from tandem.frontend.request.field_types import Boolean, Typed
 from tandem.frontend.request.fields import Field
-from tandem.frontend.request.kinds import Boolean, Typed
 from tandem.frontend.request.schema import array, nullable, of_type
 
 MAX_TOOLS = 512

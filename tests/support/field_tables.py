@@ -9,8 +9,8 @@ from tandem.frontend.api.completions.request import BODY as COMPLETION
 from tandem.frontend.api.messages.request import BODY as MESSAGE
 from tandem.frontend.api.responses.request import BODY as RESPONSE
 from tandem.frontend.request.extra_fields import IGNORED_PATHS
+from tandem.frontend.request.field_types import Ignored, Unsupported
 from tandem.frontend.request.fields import IGNORED_FIELDS, Field
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 
 PAGE = Path(__file__).parents[2] / "frontend" / "FIELDS.md"
 BODIES = {"completions": COMPLETION, "chat": CHAT, "responses": RESPONSE, "messages": MESSAGE}
@@ -37,11 +37,11 @@ These are known and ignored. Refused are `messages[].prefix` and `messages[].par
 
 def verdict(field: Field) -> str:
     """Say whether a field is honoured, refused or ignored, and which values are taken all the same."""
-    kind = field.kind
-    if not isinstance(kind, Ignored | Unsupported):
+    field_type = field.type
+    if not isinstance(field_type, Ignored | Unsupported):
         return "honoured"
-    word = "refused" if isinstance(kind, Unsupported) else "ignored"
-    values = [msgspec.json.encode(value).decode() for value in kind.accepted]
+    word = "refused" if isinstance(field_type, Unsupported) else "ignored"
+    values = [msgspec.json.encode(value).decode() for value in field_type.accepted]
     distinct = list(dict.fromkeys(value.removesuffix(".0") for value in values))
     return f"{word}, except for {', '.join(f'`{value}`' for value in distinct)}" if distinct else word
 

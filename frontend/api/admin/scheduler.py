@@ -9,9 +9,9 @@ from tandem.frontend.api.admin.pause import PAUSE, pause_body
 from tandem.frontend.api.openapi import error_response, json_response, takes
 from tandem.frontend.api.service import Service
 from tandem.frontend.errors import unsupported
+from tandem.frontend.request.field_types import String
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import String
 from tandem.frontend.request.schema import STRING, Schema, closed
 from tandem.protocol.engine_options import POLICIES
 from tandem.protocol.events import SEQUENCE_STATES, InspectedSequence, InspectedSession, Inspection, Limits

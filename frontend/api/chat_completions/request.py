@@ -7,9 +7,9 @@ from msgspec import Struct
 
 from tandem.frontend.errors import unsupported
 from tandem.frontend.request.conversation import MESSAGES_FIELD, RENDERING_FIELDS, Conversation, conversation
+from tandem.frontend.request.field_types import Boolean, Ignored, Integer, Unsupported
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Boolean, Integer
 from tandem.frontend.request.options import (
     INT32_MAX,
     OPTION_FIELDS,
@@ -19,7 +19,6 @@ from tandem.frontend.request.options import (
     rejected_with_events,
 )
 from tandem.frontend.request.tools import ToolUse, chat_tool_use
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 BODY = BodyFormat(

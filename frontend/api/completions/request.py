@@ -6,9 +6,9 @@ from typing import Any
 from msgspec import Struct, structs
 
 from tandem.frontend.errors import unsupported
+from tandem.frontend.request.field_types import Boolean, Integer, Parsed, Unsupported
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Boolean, Integer, Parsed
 from tandem.frontend.request.options import (
     INT32_MAX,
     MAX_N,
@@ -20,7 +20,6 @@ from tandem.frontend.request.options import (
     rejected_with_session,
 )
 from tandem.frontend.request.prompts import PROMPTS, Prompt, parse_prompts
-from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES = 256

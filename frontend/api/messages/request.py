@@ -9,9 +9,9 @@ from tandem.frontend.api.messages.conversation import MESSAGES, SYSTEM, parse_me
 from tandem.frontend.api.messages.tools import TOOLS, GivenTools, ToolChoiceBlock, messages_tool_use, parse_tools
 from tandem.frontend.request.conversation import TEMPLATE_KWARGS_FIELD, Conversation, template_kwargs
 from tandem.frontend.request.extra_fields import ANTHROPIC_FIELDS, SINGLE_ANSWER, SINGLE_ANSWER_FIELDS
+from tandem.frontend.request.field_types import Ignored, Integer, Parsed, String, Strings, Typed, Unsupported
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Integer, Parsed, String, Strings, Typed
 from tandem.frontend.request.options import (
     INT32_MAX,
     MAX_STOP_CHARS,
@@ -21,7 +21,6 @@ from tandem.frontend.request.options import (
     generation_options,
 )
 from tandem.frontend.request.tools import ToolUse
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 
 NOT_HERE = ("store",)
 """Shared options that a message lacks."""

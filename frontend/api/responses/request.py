@@ -17,13 +17,12 @@ from tandem.frontend.request.conversation import (
     template_kwargs,
 )
 from tandem.frontend.request.extra_fields import SINGLE_ANSWER, SINGLE_ANSWER_FIELDS
+from tandem.frontend.request.field_types import Boolean, Integer, OneOf, Parsed, String, Typed, Unsupported
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Boolean, Integer, OneOf, Parsed, String, Typed
 from tandem.frontend.request.options import INT32_MAX, OPTION_FIELDS, GenerationOptions, generation_options
 from tandem.frontend.request.schema import Schema, constant, nullable, opened
 from tandem.frontend.request.tools import PARALLEL_FIELD, RequestedChoice, ToolUse, tool_use
-from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.frontend.request.values import decode_exact
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 

@@ -11,9 +11,9 @@ from tandem.frontend.api.messages.request import parse_message_request
 from tandem.frontend.api.responses.request import parse_responses
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request.extra_fields import IGNORED_PATHS, OTHER, ignored_label
+from tandem.frontend.request.field_types import Ignored, Unsupported
 from tandem.frontend.request.fields import Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.unserved_kinds import Ignored, Unsupported
 from tests.support.field_tables import BODIES, PAGE, render, rows
 
 HELLO = {"role": "user", "content": "hi"}
@@ -46,7 +46,7 @@ def unserved(kind: type) -> list[Any]:
         pytest.param(endpoint, field, id=f"{endpoint} {field.name}")
         for endpoint, body in BODIES.items()
         for field in {field.name: field for field in body.fields}.values()
-        if isinstance(field.kind, kind)
+        if isinstance(field.type, kind)
     ]
 
 
@@ -62,8 +62,8 @@ def test_every_field_has_a_meaning_or_a_reason() -> None:
 def test_ignored_field_is_named_and_counted_by_its_name(endpoint: str, field: Field) -> None:
     assert parse(endpoint, {field.name: {"any": "value"}}) == (field.name,)
     assert ignored_label(field.name) != OTHER
-    assert isinstance(field.kind, Ignored)
-    for value in (None, *field.kind.accepted):
+    assert isinstance(field.type, Ignored)
+    for value in (None, *field.type.accepted):
         assert parse(endpoint, {field.name: value}) == ()
 
 
@@ -74,8 +74,8 @@ def test_refused_field_is_refused_by_its_name(endpoint: str, field: Field) -> No
     assert (caught.value.status, caught.value.param) == (400, field.name)
     assert caught.value.code == "unsupported_parameter"
     assert caught.value.message.endswith(f"is accepted. {field.text}".rstrip(".")), "the text says what to use instead"
-    assert isinstance(field.kind, Unsupported)
-    for value in (None, *field.kind.accepted):
+    assert isinstance(field.type, Unsupported)
+    for value in (None, *field.type.accepted):
         assert parse(endpoint, {field.name: value}) == ()
 
 

@@ -8,11 +8,20 @@ import pytest
 from msgspec import Struct
 
 from tandem.frontend.errors import ApiError, malformed, unsupported
+from tandem.frontend.request.field_types import (
+    Boolean,
+    FieldType,
+    Integer,
+    Number,
+    OneOf,
+    String,
+    Strings,
+    Typed,
+    Unsupported,
+)
 from tandem.frontend.request.fields import BodyFormat, Field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import Boolean, Integer, Kind, Number, OneOf, String, Strings, Typed
 from tandem.frontend.request.options import FLAG_FIELDS, OPTION_FIELDS
-from tandem.frontend.request.unserved_kinds import Unsupported
 from tandem.protocol.params import SAMPLING_FIELDS, SamplingParams
 
 
@@ -95,9 +104,9 @@ def test_every_sampling_field_is_an_option_with_its_own_bounds_and_flag() -> Non
     table = {field.name: field for field in OPTION_FIELDS}
     for sampling in SAMPLING_FIELDS:
         field = table[sampling.name]
-        kind: Kind = field.kind
-        assert isinstance(kind, Integer if sampling.is_integer else Number)
-        assert (kind.maximum, kind.absent) == (sampling.maximum, None)
+        field_type: FieldType = field.type
+        assert isinstance(field_type, Integer if sampling.is_integer else Number)
+        assert (field_type.maximum, field_type.absent) == (sampling.maximum, None)
         assert field in FLAG_FIELDS
         assert field.help
         assert sampling.name in SamplingParams.__struct_fields__

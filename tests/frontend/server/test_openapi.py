@@ -123,7 +123,7 @@ def test_error_responses_match_their_schema(chatting: RunningServer) -> None:
 def test_every_engine_failure_is_described(
     chatting: RunningServer, engine: FakeEngine, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.frontend.generation.attempts.MAX_RESUBMISSIONS", 0)
+    monkeypatch.setattr("tandem.frontend.generation.retry_budget.MAX_RESUBMISSIONS", 0)
     document = described(chatting)
     for code in ErrorCode:
         engine.refusal = code

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tandem.frontend.api.completions.request import CompletionRequest, parse_completion
 from tandem.frontend.errors import ApiError
 from tandem.frontend.request import kinds
+from tandem.frontend.request.field_types import MAX_FIELD_BYTES
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.kinds import MAX_FIELD_BYTES
 from tandem.frontend.request.options import MAX_STOP_CHARS, OPTION_FIELDS
 from tandem.protocol.params import SamplingParams
 from tests.support.refusals import check_taken_or_refused_by_name, refusal

@@ -1,19 +1,22 @@
-"""Kinds of values that a request field can hold.
+"""Types of values that a request field can hold.
 
-Each kind parses its JSON and describes it as a schema.
+Each parses the JSON of a field and describes it as a schema. `Unsupported` and `Ignored` are for fields that are not
+served.
 """
 
 import math
 import re
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import Raw, Struct, StructMeta
 
-from tandem.frontend.errors import malformed, unsupported
+from tandem.frontend.errors import ApiError, malformed, unsupported, unsupported_field
 from tandem.frontend.request.ignored_fields import IgnoredFields
-from tandem.frontend.request.schema import BOOLEAN, ID, Schema, array, constant, nullable, of_type
+from tandem.frontend.request.schema import ANY, BOOLEAN, ID, Schema, array, constant, nullable, of_type
 from tandem.frontend.request.values import TypedDecoder, decode_field, type_name, wrong_type
 
 Reader = Callable[[Raw, IgnoredFields], Any]
@@ -31,8 +34,8 @@ class _AbstractStruct(StructMeta, ABCMeta):
     """Metaclass of structs with abstract methods."""
 
 
-class Kind(Struct, metaclass=_AbstractStruct, frozen=True):
-    """Base class of all kinds.
+class FieldType(Struct, metaclass=_AbstractStruct, frozen=True):
+    """Base class of all field types.
 
     An absent field and a null both mean the default. A wrong JSON type, and a value that is out of range or not
     supported, are ApiError 400 with the name of the field.
@@ -60,8 +63,8 @@ class Kind(Struct, metaclass=_AbstractStruct, frozen=True):
         """Describe the accepted values as a JSON Schema."""
 
 
-class Checked(Kind, frozen=True):
-    """Base class of the kinds that check a decoded value of ordinary size."""
+class CheckedType(FieldType, frozen=True):
+    """Base class of the types that check a decoded value of ordinary size."""
 
     def reader(self, name: str) -> Reader:
         return lambda raw, _ignored: self.check(name, decode_field(sized(name, raw), name))
@@ -74,7 +77,7 @@ class Checked(Kind, frozen=True):
         """
 
 
-class Integer(Checked, frozen=True):
+class Integer(CheckedType, frozen=True):
     """An integer within bounds, both inclusive."""
 
     minimum: int
@@ -104,7 +107,7 @@ class Integer(Checked, frozen=True):
         return {"type": ["integer", "null"], "minimum": self.minimum, "maximum": self.maximum, **default}
 
 
-class Number(Checked, frozen=True):
+class Number(CheckedType, frozen=True):
     """A finite number within bounds.
 
     The bounds are inclusive; with `above_minimum`, the minimum itself is excluded.
@@ -139,7 +142,7 @@ class Number(Checked, frozen=True):
         return {"type": ["number", "null"], **bounds, **default}
 
 
-class Boolean(Checked, frozen=True):
+class Boolean(CheckedType, frozen=True):
     """A boolean."""
 
     default: bool | None = False
@@ -157,7 +160,7 @@ class Boolean(Checked, frozen=True):
         return BOOLEAN
 
 
-class String(Checked, frozen=True):
+class String(CheckedType, frozen=True):
     """A string of any content, or within bounds on its length.
 
     The bounds are 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8. With `one_line`, it has no
@@ -189,7 +192,7 @@ class String(Checked, frozen=True):
         return found if self.max_chars is None else {**found, "minLength": 1, "maxLength": self.max_chars}
 
 
-class OneOf(Checked, frozen=True):
+class OneOf(CheckedType, frozen=True):
     """One of a few strings."""
 
     values: tuple[str, ...]
@@ -206,7 +209,7 @@ class OneOf(Checked, frozen=True):
         return constant(*self.values)
 
 
-class Strings(Checked, frozen=True):
+class Strings(CheckedType, frozen=True):
     """A string or an array of strings; a tuple once parsed.
 
     It holds `min_items` to `max_items` strings, each of 1 to `max_chars` characters. With `drop_empty`, empty strings
@@ -245,7 +248,7 @@ class Strings(Checked, frozen=True):
         return nullable(item, array(item, self.max_items, self.min_items))
 
 
-class TokenIds(Checked, frozen=True):
+class TokenIds(CheckedType, frozen=True):
     """An array of at most `max_items` token ids; a tuple once parsed."""
 
     max_items: int
@@ -266,7 +269,7 @@ class TokenIds(Checked, frozen=True):
         return nullable(array(ID, self.max_items))
 
 
-class TokenBiases(Checked, frozen=True):
+class TokenBiases(CheckedType, frozen=True):
     """An object that maps token ids to biases.
 
     It has at most `max_items` ids; biases are between -MAX_BIAS and MAX_BIAS.
@@ -307,7 +310,7 @@ class TokenBiases(Checked, frozen=True):
         )
 
 
-class JsonObject(Checked, frozen=True):
+class JsonObject(CheckedType, frozen=True):
     """An object whose content the consumer checks."""
 
     def check(self, name: str, value: Any) -> dict[str, Any]:
@@ -319,7 +322,7 @@ class JsonObject(Checked, frozen=True):
         return {"type": ["object", "null"]}
 
 
-class Typed(Kind, frozen=True):
+class Typed(FieldType, frozen=True):
     """A value of a msgspec type.
 
     `content` describes it if bounds are checked beyond the type; `max_bytes` bounds its JSON.
@@ -337,7 +340,7 @@ class Typed(Kind, frozen=True):
         return of_type(self.shape | None) if self.content is None else self.content
 
 
-class Parsed(Kind, frozen=True):
+class Parsed(FieldType, frozen=True):
     """A value that a function parses from JSON of any size; `content` describes it."""
 
     parse: Reader
@@ -369,3 +372,59 @@ def _check_items(name: str, expected: str, values: Sequence[object], item_type: 
 def _as_written(number: float) -> float:
     """Return an integral number as an integer, which JSON writes without a fraction."""
     return int(number) if float(number).is_integer() else number
+
+
+_MAX_NEUTRAL_BYTES = 64
+"""Bytes of JSON within which a value of an ignored field is compared with those that mean nothing."""
+
+
+class Unsupported(CheckedType, frozen=True):
+    """A field that would change the output and is refused.
+
+    Null and the values of `accepted`, which change nothing, are taken.
+    """
+
+    accepted: tuple[Any, ...] = ()
+    hint: str = ""
+    """Sentence that the refusal ends with."""
+
+    def check(self, name: str, value: Any) -> None:
+        if not any(type(value) is type(known) and value == known for known in self.accepted):
+            raise _only(name, self.accepted, self.hint)
+
+    def schema(self) -> Schema:
+        # 1 and 1.0 are the same number in JSON.
+        return constant(*(value for index, value in enumerate(self.accepted) if value not in self.accepted[:index]))
+
+
+class Ignored(FieldType, frozen=True):
+    """A field that does not change the output.
+
+    It is checked to be JSON, never decoded, and recorded as ignored. Values of `accepted` mean the same as no field, so
+    they are not recorded. With `never_refused` every value is accepted even where ignored fields are refused.
+    """
+
+    accepted: tuple[Any, ...] = ()
+    never_refused: bool = False
+
+    def reader(self, name: str) -> Reader:
+        return partial(self._record, name)
+
+    def _record(self, name: str, raw: Raw, ignored: IgnoredFields) -> None:
+        written = bytes(memoryview(raw)[:_MAX_NEUTRAL_BYTES])
+        if any(written == msgspec.json.encode(value) for value in self.accepted):
+            return
+        if not ignored.refuse:
+            ignored.add(name)
+        elif not self.never_refused:
+            raise _only(name, self.accepted)
+
+    def schema(self) -> Schema:
+        return ANY
+
+
+def _only(name: str, accepted: Iterable[Any], hint: str = "") -> ApiError:
+    """Return the 400 for a field that takes only null and the accepted values."""
+    values = ", ".join(["null", *(msgspec.json.encode(known).decode() for known in accepted)])
+    end = f". {hint}".rstrip(".") if hint else ""
+    return unsupported_field(f"{{param}} is not supported; only {values} is accepted{end}", name)
