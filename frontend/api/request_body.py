@@ -43,7 +43,7 @@ class PendingRequests:
         self._max_body = max_body
         self._parser = parser
         self._budget = budget
-        self._open: set[Place] = set()
+        self._open: set[PendingRequest] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -63,24 +63,24 @@ class PendingRequests:
             request_record(request.scope).stages.append(Stage("parse", begun, monotonic()))
             yield parsed
 
-    def hold(self, owner: str = "") -> "Place":
+    def hold(self, owner: str = "") -> "PendingRequest":
         """Count one request of an owner as pending within a `with` block.
 
         The block gets its body reservation. Raises ApiError 503 within the block when `end_all` is called.
         """
-        return Place(self._open, self._budget.reservation(owner))
+        return PendingRequest(self._open, self._budget.reservation(owner))
 
     def end_all(self) -> None:
         """Fail every pending request, whatever it is waiting for."""
-        for place in self._open:
-            place.end()
+        for request in self._open:
+            request.end()
 
 
-class Place:
-    """Place of one request among those that are pending."""
+class PendingRequest:
+    """Context manager that counts one request as pending."""
 
-    def __init__(self, places: "set[Place]", reservation: Reservation) -> None:
-        self._places = places
+    def __init__(self, pending: "set[PendingRequest]", reservation: Reservation) -> None:
+        self._pending = pending
         self._reservation = reservation
         self._task: asyncio.Task[object] | None = None
         self._num_cancels = 0
@@ -97,13 +97,13 @@ class Place:
         self._task = asyncio.current_task()
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
-        self._places.add(self)
+        self._pending.add(self)
         return self._reservation.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._places.discard(self)
+        self._pending.discard(self)
         self._reservation.__exit__(kind, error, trace)
         if not self._has_ended or self._task is None:
             return

@@ -11,9 +11,9 @@ from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.engine.streams import ReadySet, Terminal, TokenStream
 from tandem.frontend.errors import RETRY_AFTER_SECONDS, ApiError, out_of_time
 from tandem.frontend.generation.admission import Admitted, check_overload, check_queue
-from tandem.frontend.generation.attempts import ENGINE_LOSSES, Attempts
 from tandem.frontend.generation.choice import Choice, ChoiceDelta, concatenated
 from tandem.frontend.generation.request_record import RequestRecord
+from tandem.frontend.generation.retry_budget import ENGINE_LOSSES, RetryBudget
 from tandem.frontend.generation.sequences import new_choices, submit_command
 from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.generation.usage import PromptDetails, Usage
@@ -68,7 +68,7 @@ class Generation:
         """Error that ends the request."""
         self._link = 0
         """Number of the link that the sequences were submitted on."""
-        self._attempts = Attempts()
+        self._retries = RetryBudget()
         self._is_held = False
         """True while the request waits for an engine."""
         self._lost_at = self._resubmitted_at = arrived
@@ -192,7 +192,7 @@ class Generation:
         admitted, retry_after = self.admitted, RETRY_AFTER_SECONDS
         if terminal.code in _RETRIED:
             retry_after = self._client.retry_after(terminal.code, admitted.num_choices, admitted.prompt_tokens)
-        return self._attempts.error(terminal, retry_after)
+        return self._retries.error(terminal, retry_after)
 
     async def collect(self, on_batch: Callable[[Sequence[ChoiceDelta]], None] | None = None) -> list[ChoiceDelta]:
         """Return each choice as one delta, in the order of their indices.
@@ -235,10 +235,10 @@ class Generation:
     @property
     def had_run(self) -> bool:
         """True if an engine that was lost had begun to compute the request."""
-        return self._attempts.num_running_losses > 0
+        return self._retries.num_running_losses > 0
 
     def note_launched(self, request_ids: frozenset[int]) -> bool:
-        if (failure := self._attempts.note_launched(request_ids)) is not None:
+        if (failure := self._retries.note_launched(request_ids)) is not None:
             self.give_up(self._error_of(failure))
         return failure is None
 
@@ -277,7 +277,7 @@ class Generation:
         for index in range(self.admitted.num_choices):
             number = client.next_id()
             group = group or number
-            command = submit_command(self.admitted, index, number, group, record, self._attempts.num_losses)
+            command = submit_command(self.admitted, index, number, group, record, self._retries.num_losses)
             self._streams.append(client.submit(command, index, self._ready_set))
             self._open[command.request_id] = self.arrived
             self._metrics.running.inc()
@@ -302,9 +302,9 @@ class Generation:
         had_run = any(stream.is_started for stream in self._streams)
         if failure.code in ENGINE_LOSSES:
             self._lost_at += self._clock() - self._resubmitted_at
-            if not self._attempts.lose(failure, had_run, [stream.request_id for stream in self._streams]):
+            if not self._retries.lose(failure, had_run, [stream.request_id for stream in self._streams]):
                 return False
-        elif not self._attempts.waits_for_room(failure, had_run):
+        elif not self._retries.waits_for_room(failure, had_run):
             return False
         measured = self._measured or [0] * len(self._choices)
         self._measured = [max(count, choice.num_tokens) for count, choice in zip(measured, self._choices, strict=True)]

@@ -73,7 +73,7 @@ class Access:
         span = None if self._tracer is None else self._tracer.begin(scope)
         id_headers = [(name, own_id) for name in request_id_headers(scope)]
 
-        async def marking_send(message: Message) -> None:
+        async def send_with_request_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 self._answered(scope, message["status"], own_id)
@@ -83,7 +83,7 @@ class Access:
             await send(message)
 
         try:
-            await self._app(scope, receive, marking_send)
+            await self._app(scope, receive, send_with_request_id)
         except Exception as error:
             # The framework has sent a 500 if the response had not started.
             record.error = record.error or "internal_error"

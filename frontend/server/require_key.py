@@ -44,13 +44,13 @@ class RequireKey:
         scope[API_KEY] = key
         right = needed_right(scope["path"])
         if right is Right.GENERATE and right in key.rights:
-            await self._app(scope, receive, self._telling(scope, key, send))
+            await self._app(scope, receive, self._with_rate_limits(scope, key, send))
         elif right is None or right in key.rights:
             await self._app(scope, receive, send)
         else:
             await error_answer(scope, _missing(key, right, scope["path"]))(scope, receive, send)
 
-    def _telling(self, scope: Scope, key: ApiKey, send: Send) -> Send:
+    def _with_rate_limits(self, scope: Scope, key: ApiKey, send: Send) -> Send:
         """Return a `send` that adds what is left of the limits of a key to the headers.
 
         What the engine told before the request is out of date, and is not repeated.
@@ -59,14 +59,14 @@ class RequireKey:
             return send
         known = self._client.key_usage.get(key.name)
 
-        async def telling_send(message: Message) -> None:
+        async def send_with_rate_limits(message: Message) -> None:
             usage = self._client.key_usage.get(key.name)
             if message["type"] == "http.response.start" and usage is not None and usage is not known:
                 headers = rate_limit_headers(usage, speaks_anthropic(scope))
                 message["headers"] = [*message["headers"], *headers]
             await send(message)
 
-        return telling_send
+        return send_with_rate_limits
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         header = "'x-api-key: KEY' or 'authorization: Bearer KEY'" if speaks_anthropic(scope) else _BEARER

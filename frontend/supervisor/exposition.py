@@ -47,7 +47,7 @@ def supervisor_exposition(
                 if process.child.pid is not None:
                     yield slot.name, process.child.pid
 
-    def told_name() -> str:
+    def model_label() -> str:
         return (frontends.metrics.model_name if frontends is not None else "") or model_name
 
     sources: list[Collected] = []
@@ -57,7 +57,7 @@ def supervisor_exposition(
     if frontends is not None:
         sources += [FrontendCollector(frontends), frontends.metrics]
     sources += [BuildCollector(), ProcessesCollector(running), GarbageCollector(_OWN_NAME)]
-    exposition = Exposition(sources, told_name, has_vllm_names)
+    exposition = Exposition(sources, model_label, has_vllm_names)
     if frontends is not None:
         frontends.exposition = exposition
     return exposition

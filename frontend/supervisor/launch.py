@@ -29,7 +29,7 @@ from tandem.frontend.supervisor.announcement import Announcement
 from tandem.frontend.supervisor.exposition import supervisor_exposition
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontends import Frontends
-from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
+from tandem.frontend.supervisor.frontends.stall_aware_clock import StallAwareClock
 from tandem.frontend.supervisor.model import AddressInUseError, LaunchError, ModelFolder
 from tandem.frontend.supervisor.ops import ops_server
 from tandem.frontend.supervisor.reload import Reloader
@@ -313,7 +313,7 @@ def _frontends(
         child.start()
         return child
 
-    return Frontends(len(fds), start_child, arguments.hang_timeout, arguments.drain_timeout, OnTimeClock())
+    return Frontends(len(fds), start_child, arguments.hang_timeout, arguments.drain_timeout, StallAwareClock())
 
 
 def _supervisor(

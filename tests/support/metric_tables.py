@@ -13,7 +13,7 @@ from tandem.frontend.metrics.processes import GarbageCollector, ProcessesCollect
 from tandem.frontend.metrics.vllm_names import VLLM_NAMES
 from tandem.frontend.supervisor.exposition import BuildCollector
 from tandem.frontend.supervisor.frontends.frontends import Frontends
-from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
+from tandem.frontend.supervisor.frontends.stall_aware_clock import StallAwareClock
 from tandem.frontend.supervisor.ops import FrontendCollector
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
@@ -51,7 +51,7 @@ def engine_sources() -> list[Collected]:
 
 
 def supervisor_sources() -> list[Collected]:
-    frontends = Frontends(1, FakeFrontendChildren(), 8.0, 25.0, OnTimeClock(FakeClock()))
+    frontends = Frontends(1, FakeFrontendChildren(), 8.0, 25.0, StallAwareClock(FakeClock()))
     return [
         FrontendCollector(frontends),
         BuildCollector(),

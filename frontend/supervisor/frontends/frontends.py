@@ -7,8 +7,8 @@ from tandem.frontend.control_channel import Metrics, Reload, Totals
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.metrics.metric_totals import MetricTotals
 from tandem.frontend.supervisor.frontends.frontend_process import FrontendProcess
-from tandem.frontend.supervisor.frontends.on_time_clock import TICK_SECONDS, OnTimeClock
 from tandem.frontend.supervisor.frontends.slot import FrontendSlot, StartChild
+from tandem.frontend.supervisor.frontends.stall_aware_clock import TICK_SECONDS, StallAwareClock
 from tandem.frontend.supervisor.restart_policy import RestartPolicy
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import LogLevel
@@ -30,7 +30,7 @@ class Frontends:
         start_child: StartChild,
         hang_timeout: float,
         drain_timeout: float,
-        clock: OnTimeClock,
+        clock: StallAwareClock,
         make_policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
         self.exit_code: ExitCode | None = None

@@ -12,7 +12,7 @@ from tandem.frontend.control_channel import Beat
 from tandem.frontend.engine.health import EngineWatch
 from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
-from tandem.frontend.supervisor.frontends.on_time_clock import OnTimeClock
+from tandem.frontend.supervisor.frontends.stall_aware_clock import StallAwareClock
 from tandem.frontend.supervisor.ops import FrontendCollector, health, ops_app, ops_server
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
@@ -26,7 +26,7 @@ LOADING = Heartbeat(7, Phase.LOADING, 40, "weights", 0, EngineStats())
 def frontends(*serving: bool) -> tuple[Frontends, FakeFrontendChildren]:
     """Make frontends of which these serve."""
     children = FakeFrontendChildren()
-    made = Frontends(len(serving), children, 8.0, 25.0, OnTimeClock(FakeClock()))
+    made = Frontends(len(serving), children, 8.0, 25.0, StallAwareClock(FakeClock()))
     made.tick()
     children.of(0).beats("starting")
     made.tick()

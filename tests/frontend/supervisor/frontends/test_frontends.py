@@ -13,7 +13,7 @@ from tandem.frontend.metrics.families import Family, Sample
 from tandem.frontend.metrics.reports import Report
 from tandem.frontend.supervisor.frontends.frontend_process import EXTRA_STOP_SECONDS, START_SECONDS
 from tandem.frontend.supervisor.frontends.frontends import Frontends
-from tandem.frontend.supervisor.frontends.on_time_clock import MAX_LAG, TICK_SECONDS, OnTimeClock
+from tandem.frontend.supervisor.frontends.stall_aware_clock import MAX_LAG, TICK_SECONDS, StallAwareClock
 from tandem.frontend.supervisor.restart_policy import FIRST_BACKOFF, LAST_BACKOFF
 from tandem.protocol.errors import ExitCode
 from tests.fakes.clock import FakeClock
@@ -29,7 +29,7 @@ class Service:
     def __init__(self, count: int) -> None:
         self.clock = FakeClock()
         self.children = FakeFrontendChildren()
-        self.frontends = Frontends(count, self.children, HANG, DRAIN, OnTimeClock(self.clock))
+        self.frontends = Frontends(count, self.children, HANG, DRAIN, StallAwareClock(self.clock))
         self.mute: set[FakeFrontendChild] = set()
         """Children that send no beats."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.frontend.generation.attempts import Attempts
+from tandem.frontend.generation.retry_budget import RetryBudget
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 
@@ -21,24 +21,24 @@ LOSS = Failure(1, ErrorCode.ENGINE_UNAVAILABLE, "gone")
     ],
 )
 def test_a_request_is_sent_to_three_engines_and_runs_in_at_most_two(losses: list[bool], allowed: list[bool]) -> None:
-    attempts = Attempts()
-    assert [attempts.lose(LOSS, had_run, [number]) for number, had_run in enumerate(losses)] == allowed
+    budget = RetryBudget()
+    assert [budget.lose(LOSS, had_run, [number]) for number, had_run in enumerate(losses)] == allowed
 
 
 def test_an_engine_that_had_begun_a_request_without_a_word_counts_once() -> None:
-    attempts = Attempts()
-    attempts.lose(LOSS, False, [1, 2])
-    assert attempts.note_launched(frozenset({3})) is None
-    assert attempts.num_running_losses == 0, "others were launched"
+    budget = RetryBudget()
+    budget.lose(LOSS, False, [1, 2])
+    assert budget.note_launched(frozenset({3})) is None
+    assert budget.num_running_losses == 0, "others were launched"
     for _ in range(2):
-        assert attempts.note_launched(frozenset({2, 3})) is None
-        assert attempts.num_running_losses == 1
-    assert not attempts.lose(LOSS, True, [4, 5])
+        assert budget.note_launched(frozenset({2, 3})) is None
+        assert budget.num_running_losses == 1
+    assert not budget.lose(LOSS, True, [4, 5])
 
 
 def test_a_request_ends_when_the_second_engine_turns_out_to_have_begun_it() -> None:
-    attempts = Attempts()
-    attempts.lose(LOSS, True, [1])
-    assert attempts.note_launched(frozenset({1})) is None, "that is known"
-    assert attempts.lose(LOSS, False, [2])
-    assert attempts.note_launched(frozenset({2})) == LOSS
+    budget = RetryBudget()
+    budget.lose(LOSS, True, [1])
+    assert budget.note_launched(frozenset({1})) is None, "that is known"
+    assert budget.lose(LOSS, False, [2])
+    assert budget.note_launched(frozenset({2})) == LOSS

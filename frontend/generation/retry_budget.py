@@ -17,7 +17,7 @@ MAX_RUNNING_LOSSES = 1
 gets no third one."""
 
 
-class Attempts:
+class RetryBudget:
     """Count of the engines that one request has lost."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ MAX_LAG = 1.0
 """Seconds by which a tick may be late; a longer delay is that of this process and does not count."""
 
 
-class OnTimeClock:
+class StallAwareClock:
     """Clock in seconds that counts only while its ticks come on time.
 
     What a process that was stopped for a while, or got no CPU time, has not heard meanwhile says nothing about those
