@@ -84,7 +84,7 @@ class Job:
         return prod(self.piece.shape) * self.filling.dtype.itemsize
 
     @property
-    def place(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
         """The file and the first byte in it."""
         stored = self.filling.stored
         return str(stored.path), stored.start + self.piece.start * self.filling.dtype.itemsize
@@ -102,7 +102,7 @@ class Job:
 
         Raises ConfigError if the file cannot be read.
         """
-        self.filling.file.read_into(buffer, self.place[1])
+        self.filling.file.read_into(buffer, self.location[1])
 
     def view(self, buffer: Tensor) -> Tensor:
         """Return what was read into a buffer of bytes, in the shape of the target."""

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.error_text import list_faults, printable
 from tandem.engine_core.loader.header import StoredTensor
-from tandem.engine_core.loader.listing import listing, shown
 from tandem.engine_core.loader.slots import WeightSlot
 
 HARMLESS = (
@@ -26,9 +26,8 @@ def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
     given twice, and tied tensors that differ. Of many it names twenty. Raises it as well if a file cannot be read.
     """
     if problems := _problems(checkpoint, slots):
-        raise ConfigError(
-            f"{checkpoint.directory} does not fit the model of its config.json:\n  {listing(problems, by_kind=True)}"
-        )
+        faults = list_faults(problems, by_kind=True)
+        raise ConfigError(f"{checkpoint.directory} does not fit the model of its config.json:\n  {faults}")
 
 
 def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
@@ -53,9 +52,9 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
 
 def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
     """Return the problems of one checkpoint tensor, one line each."""
-    found = shown(str(list(tensor.shape)))
+    found = printable(str(list(tensor.shape)))
     if not slots:
-        return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {shown(tensor.name)}: {found}"]
+        return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {printable(tensor.name)}: {found}"]
     for slot in slots:
         if tensor.shape not in slot.accepted_shapes:
             return [f"misshaped {tensor.name}: expected {list(slot.accepted_shapes[0])}, found {found}"]

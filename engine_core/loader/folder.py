@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.loader.error_text import list_faults, printable
 from tandem.engine_core.loader.header import LFS_MARK, StoredTensor, read_header
-from tandem.engine_core.loader.listing import listing, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -47,17 +47,17 @@ def read_folder(directory: Path) -> Files:
 def _remedy(directory: Path, safetensors: list[Path]) -> str:
     """Explain what a folder has in the place of weights that can be loaded."""
     if safetensors:
-        others = ", ".join(shown(path.name) for path in safetensors[:3])
+        others = ", ".join(printable(path.name) for path in safetensors[:3])
         return f", but {len(safetensors)} other safetensors files ({others}); download the index too"
     names = [path.name for path in sorted(directory.glob("*"))]
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return (
-            f", but weights in PyTorch's format ({shown(pickles[0])}), which can run code when they are read; convert "
-            "them to safetensors: load the folder with transformers' AutoModelForCausalLM.from_pretrained and write it "
-            "with save_pretrained"
+            f", but weights in PyTorch's format ({printable(pickles[0])}), which can run code when they are read; "
+            "convert them to safetensors: load the folder with transformers' AutoModelForCausalLM.from_pretrained and "
+            "write it with save_pretrained"
         )
     if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
-        return f", but weights in the GGUF format ({shown(ggufs[0])}); download the model's safetensors instead"
+        return f", but weights in the GGUF format ({printable(ggufs[0])}); download the model's safetensors instead"
     return "; download the model's safetensors, or convert it to them"
 
 
@@ -79,12 +79,12 @@ def _shards(directory: Path) -> Files:
             holders.setdefault(name, []).append(file.name)
     for name, held in holders.items():
         if len(held) > 1:
-            problems.append(f"{shown(name)} is in {_names(held, ' and ')}")
+            problems.append(f"{printable(name)} is in {_names(held, ' and ')}")
     for name, shard in weight_map.items():
         if shard not in holders.get(name, []):
-            problems.append(f"{shown(name)} is not in {shown(shard)}")
+            problems.append(f"{printable(name)} is not in {printable(shard)}")
     if problems:
-        raise ConfigError(f"{path} does not match its files:\n  {listing(problems)}")
+        raise ConfigError(f"{path} does not match its files:\n  {list_faults(problems)}")
     return files
 
 
@@ -102,7 +102,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         return msgspec.json.decode(text, type=_Index).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is malformed: {shown(str(error))}") from None
+        raise ConfigError(f"{path} is malformed: {printable(str(error))}") from None
 
 
 def _is_file(path: Path) -> bool:
@@ -114,6 +114,6 @@ def _is_file(path: Path) -> bool:
 
 def _names(names: list[str], separator: str = ", ") -> str:
     """Join names, of many only the first five."""
-    kept = [shown(name) for name in names[:5]]
+    kept = [printable(name) for name in names[:5]]
     text = separator.join(kept)
     return text if len(names) <= len(kept) else f"{text} and {len(names) - len(kept)} more"

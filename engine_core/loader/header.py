@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta, Struct
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.loader.listing import shown
+from tandem.engine_core.loader.error_text import printable
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the format allows."""
@@ -127,9 +127,9 @@ def _tensors(header: bytes, path: Path) -> dict[str, StoredTensor]:
             name = msgspec.json.decode(raw_name, type=str)
             name.encode()
         except (msgspec.MsgspecError, ValueError):
-            raise _FormatError(f"the name {shown(repr(raw_name))} is not UTF-8 text") from None
+            raise _FormatError(f"the name {printable(repr(raw_name))} is not UTF-8 text") from None
         if name in found or (name == "__metadata__" and metadata):
-            raise _FormatError(f"its header names {shown(name)} twice")
+            raise _FormatError(f"its header names {printable(name)} twice")
         if name == "__metadata__":
             metadata = True
         else:
@@ -167,21 +167,23 @@ def _tensor(name: str, raw: bytes, data: int, path: Path) -> StoredTensor:
     data: first byte of the tensors' bytes in the file.
     """
     if len(raw) > MAX_ENTRY_BYTES:
-        raise _FormatError(f"the entry of {shown(name)} has {len(raw)} bytes, at most {MAX_ENTRY_BYTES}")
+        raise _FormatError(f"the entry of {printable(name)} has {len(raw)} bytes, at most {MAX_ENTRY_BYTES}")
     try:
         fields = json.loads(raw.decode(), object_pairs_hook=list)
         entry = msgspec.convert(dict(fields), _Entry)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _FormatError(f"the entry of {shown(name)} is malformed: {shown(str(error))}") from None
+        raise _FormatError(f"the entry of {printable(name)} is malformed: {printable(str(error))}") from None
     if len({field for field, _ in fields}) < len(fields):
-        raise _FormatError(f"the entry of {shown(name)} names a field twice")
+        raise _FormatError(f"the entry of {printable(name)} names a field twice")
     if entry.dtype not in BITS:
-        raise _FormatError(f"{shown(name)} has the unknown dtype {shown(entry.dtype)}; known: {', '.join(BITS)}")
+        raise _FormatError(
+            f"{printable(name)} has the unknown dtype {printable(entry.dtype)}; known: {', '.join(BITS)}"
+        )
     start, end = entry.data_offsets
     if math.prod(entry.shape) * BITS[entry.dtype] != 8 * (end - start):
         raise _FormatError(
-            f"{shown(name)} has the shape {shown(str(entry.shape))} in {entry.dtype}, which does not take the "
-            f"{shown(str(end - start))} bytes of its data_offsets"
+            f"{printable(name)} has the shape {printable(str(entry.shape))} in {entry.dtype}, which does not take the "
+            f"{printable(str(end - start))} bytes of its data_offsets"
         )
     return StoredTensor(name, tuple(entry.shape), entry.dtype, path, data + start, end - start)
 
@@ -194,11 +196,11 @@ def _check_layout(tensors: list[StoredTensor], data: int, size: int) -> None:
     reached, before = data, "the header"
     for tensor in sorted(tensors, key=lambda item: (item.start, item.nbytes)):
         if tensor.start < reached:
-            raise _FormatError(f"{shown(before)} and {shown(tensor.name)} overlap at byte {tensor.start}")
+            raise _FormatError(f"{printable(before)} and {printable(tensor.name)} overlap at byte {tensor.start}")
         if tensor.start > reached:
             raise _FormatError(f"bytes {reached} to {tensor.start - 1} belong to no tensor")
         reached, before = tensor.start + tensor.nbytes, tensor.name
         if reached > size:
-            raise _FormatError(f"{shown(before)} ends at byte {reached}, but the file at {size}; download it again")
+            raise _FormatError(f"{printable(before)} ends at byte {reached}, but the file at {size}; download it again")
     if reached < size:
         raise _FormatError(f"bytes {reached} to {size - 1}, at its end, belong to no tensor; download it again")

@@ -49,13 +49,13 @@ class SourceFile:
         """
         done = 0
         while done < len(buffer):
-            place = start + done
+            offset = start + done
             try:
-                count = os.preadv(self._descriptor, [buffer[done:]], place)
+                count = os.preadv(self._descriptor, [buffer[done:]], offset)
             except OSError as error:
                 kind = BufferAddressError if error.errno == errno.EFAULT else ConfigError
                 raise kind(
-                    f"{self.path} cannot be read at byte {place}: {error.strerror}; check the disk, or download the "
+                    f"{self.path} cannot be read at byte {offset}: {error.strerror}; check the disk, or download the "
                     "file again"
                 ) from None
             if count == 0:

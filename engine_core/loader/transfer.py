@@ -10,8 +10,8 @@ from threading import Lock, Thread
 import torch
 
 from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.copiers import Copier, HostCopier, HostToDeviceCopier
 from tandem.engine_core.loader.filling import Filling, Job
-from tandem.engine_core.loader.lanes import CudaLane, HostLane, Lane
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.source_file import SourceFile
 
@@ -45,11 +45,11 @@ def transfer(
             for slot in slots:
                 stored = checkpoint.tensors[slot.name]
                 jobs += Filling(slot, stored, files[stored.path]).jobs(PIECE_BYTES)
-            jobs.sort(key=lambda job: job.place)
+            jobs.sort(key=lambda job: job.location)
             count = min(threads or _thread_count(), len(jobs))
             largest = max((job.nbytes for job in jobs), default=0)
             with _single_threaded_torch():
-                _Transfer(jobs, progress).run([_lane(device, largest) for _ in range(count)])
+                _Transfer(jobs, progress).run([_copier(device, largest) for _ in range(count)])
         if device.type == "cuda":
             _release_pinned()
 
@@ -64,17 +64,17 @@ class _Transfer:
         self._done, self._total = 0, sum(job.nbytes for job in jobs)
         self._error: BaseException | None = None
 
-    def run(self, lanes: list[Lane]) -> None:
-        """Do all jobs, with a thread for each lane.
+    def run(self, copiers: list[Copier]) -> None:
+        """Do all jobs, with a thread for each copier.
 
         Raises the first error of any of them.
         """
-        threads = [Thread(target=self._work, args=(lane,), name="loader") for lane in lanes[1:]]
+        threads = [Thread(target=self._work, args=(copier,), name="loader") for copier in copiers[1:]]
         try:
             for thread in threads:
                 thread.start()
-            for lane in lanes[:1]:
-                self._work(lane)
+            for copier in copiers[:1]:
+                self._work(copier)
         finally:
             self._jobs.clear()
             for thread in threads:
@@ -83,14 +83,14 @@ class _Transfer:
         if self._error is not None:
             raise self._error
 
-    def _work(self, lane: Lane) -> None:
+    def _work(self, copier: Copier) -> None:
         try:
-            with torch.inference_mode(), lane:
+            with torch.inference_mode(), copier:
                 while job := self._take():
-                    for moved in lane.move(job):
-                        self._end(moved)
-                for moved in lane.finish():
-                    self._end(moved)
+                    for copied in copier.copy(job):
+                        self._end(copied)
+                for copied in copier.finish():
+                    self._end(copied)
         except BaseException as error:
             with self._lock:
                 self._error = self._error or error
@@ -132,8 +132,8 @@ def _single_threaded_torch() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def _lane(device: torch.device, nbytes: int) -> Lane:
-    return CudaLane(nbytes, device) if device.type == "cuda" else HostLane(nbytes)
+def _copier(device: torch.device, nbytes: int) -> Copier:
+    return HostToDeviceCopier(nbytes, device) if device.type == "cuda" else HostCopier(nbytes)
 
 
 def _release_pinned() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader import checkpoint as checkpoints
-from tandem.engine_core.loader import lanes as lane_module
+from tandem.engine_core.loader import copiers as copier_module
 from tandem.engine_core.loader import transfer as transfers
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
@@ -89,20 +89,20 @@ def test_as_many_threads_read_as_the_process_has_cores_up_to_sixteen(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
     monkeypatch.setattr(transfers, "PIECE_BYTES", 64)
-    lanes: list[int] = []
+    copiers: list[int] = []
 
-    def lane(_device: torch.device, nbytes: int) -> lane_module.HostLane:
-        lanes.append(nbytes)
-        return lane_module.HostLane(nbytes)
+    def copier(_device: torch.device, nbytes: int) -> copier_module.HostCopier:
+        copiers.append(nbytes)
+        return copier_module.HostCopier(nbytes)
 
-    monkeypatch.setattr(transfers, "_lane", lane)
+    monkeypatch.setattr(transfers, "_copier", copier)
     checkpoint, slots = opened(tmp_path)
     transfer(slots, checkpoint)
-    assert len(lanes) == threads
+    assert len(copiers) == threads
 
 
 def test_pinned_buffers_of_all_threads_stay_below_one_gibibyte() -> None:
-    assert transfers.MAX_THREADS * lane_module.STAGING_BUFFERS * transfers.PIECE_BYTES <= 2**30
+    assert transfers.MAX_THREADS * copier_module.STAGING_BUFFERS * transfers.PIECE_BYTES <= 2**30
 
 
 @pytest.mark.usefixtures("small_pieces")

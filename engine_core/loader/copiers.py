@@ -1,6 +1,6 @@
 """The ways from a file into a parameter, one for each kind of device.
 
-A lane belongs to one thread and is entered by it.
+A copier belongs to one thread and is entered by it.
 """
 
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ from tandem.engine_core.loader.source_file import BufferAddressError, memory_of
 BLOCK_ROWS = 64
 """Rows that are transposed at once on the host: their cache lines are written whole, 3 to 5 times as fast."""
 STAGING_BUFFERS = 2
-"""Buffers of a lane to a GPU: one is filled while the other is copied."""
+"""Buffers of a copier to a GPU: one is filled while the other is copied."""
 
 
-class Lane(Protocol):
+class Copier(Protocol):
     """A way from files to one device."""
 
     def __enter__(self) -> Self:
-        """Allocate what the lane needs."""
+        """Allocate what the copier needs."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def move(self, job: Job) -> Iterator[Job]:
+    def copy(self, job: Job) -> Iterator[Job]:
         """Read a piece and start to copy it.
 
         Yield the pieces, of this call or an earlier one, that are copied.
@@ -40,14 +40,14 @@ class Lane(Protocol):
         """Wait for all copies, and yield the pieces that `move` has not."""
 
 
-class HostLane:
-    """Implement `Lane` for parameters in host memory.
+class HostCopier:
+    """Implement `Copier` for parameters in host memory.
 
     A piece whose elements have the parameter's dtype and order is read in place, any other through a buffer.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Set up a lane.
+        """Set up a copier.
 
         nbytes: those of the largest piece.
         """
@@ -62,8 +62,8 @@ class HostLane:
     ) -> None:
         self._buffer = None
 
-    def move(self, job: Job) -> Iterator[Job]:
-        """Implement `Lane.move`."""
+    def copy(self, job: Job) -> Iterator[Job]:
+        """Implement `Copier.copy`."""
         target = job.target()
         if target.device.type == "cpu" and job.is_plain(target):
             job.read(memory_of(target))
@@ -75,18 +75,18 @@ class HostLane:
         yield job
 
     def finish(self) -> Iterator[Job]:
-        """Implement `Lane.finish`."""
+        """Implement `Copier.finish`."""
         yield from ()
 
 
-class CudaLane:
-    """Implement `Lane` for parameters on a GPU.
+class HostToDeviceCopier:
+    """Implement `Copier` for parameters on a GPU.
 
-    Pieces are read into pinned buffers and copied on a stream of the lane's own, where they are cast if need be.
+    Pieces are read into pinned buffers and copied on a stream of the copier's own, where they are cast if need be.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Set up a lane.
+        """Set up a copier.
 
         nbytes: those of the largest piece.
         """
@@ -121,8 +121,8 @@ class CudaLane:
         self._cast = self._unpinned = None
         self._stack.close()
 
-    def move(self, job: Job) -> Iterator[Job]:
-        """Implement `Lane.move`."""
+    def copy(self, job: Job) -> Iterator[Job]:
+        """Implement `Copier.copy`."""
         turn = self._turn
         self._turn = (turn + 1) % STAGING_BUFFERS
         yield from self._await(turn)
@@ -140,7 +140,7 @@ class CudaLane:
         self._moving[turn] = job
 
     def finish(self) -> Iterator[Job]:
-        """Implement `Lane.finish`."""
+        """Implement `Copier.finish`."""
         for turn in range(STAGING_BUFFERS):
             yield from self._await(turn)
 
