@@ -7,7 +7,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.commands import KeyClaim
 from tandem.protocol.events import KeyUsage
 
-SETTLE_SECONDS = 0.25
+UPDATE_INTERVAL = 0.25
 """Time between two looks at what the sequences of all keys have generated."""
 _KEPT_SECONDS = 61
 """Time from the beginning of a second until its tokens count no longer: a minute from its end."""
@@ -25,11 +25,11 @@ class KeyAccount:
     def __init__(self) -> None:
         self.max_concurrent = self.tokens_per_minute = 0
         self.used = 0
-        """Tokens of the last minute, as of the last `settle`."""
+        """Tokens of the last minute, as of the last `roll_forward`."""
         self.open: dict[Sequence, tuple[int, int]] = {}
         """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
         self._num_ended = 0
-        """Number of those that have ended since the last `settle`."""
+        """Number of those that have ended since the last `roll_forward`."""
         self._seconds: dict[int, int] = {}
         """Tokens by second, the oldest first."""
         self._ends: dict[int, tuple[int, int, float]] = {}
@@ -56,10 +56,10 @@ class KeyAccount:
         self._spend(second, charge(seq))
 
     def note_end(self, seq: Sequence) -> None:
-        """Count a sequence as ended until the next `settle` forgets it."""
+        """Count a sequence as ended until the next `roll_forward` forgets it."""
         self._num_ended += seq in self.open
 
-    def settle(self, now: float) -> None:
+    def roll_forward(self, now: float) -> None:
         """Forget sequences that have ended, and bring the count of tokens up to date.
 
         A prompt that no step has computed is given back.
@@ -138,10 +138,10 @@ class KeyLimits:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.accounts: dict[str, KeyAccount] = {}
-        self.news: KeyUsage | None = None
+        self._usage_update: KeyUsage | None = None
         """Usage of the key of the last request, until it was taken for the frontend."""
         self._clock = clock
-        self._settle_at = 0.0
+        self._update_at = 0.0
 
     def refusal(self, claim: KeyClaim, is_first: bool) -> tuple[str, int] | None:
         """Return why a sequence exceeds a limit of its key.
@@ -156,8 +156,8 @@ class KeyLimits:
         num_open, limit, wanted = len(account.open), account.tokens_per_minute, claim.prompt_tokens
         is_full = 0 < account.max_concurrent < num_open + size
         if is_full or (is_first and limit > 0 and account.left < wanted + num_open):
-            account.settle(now := self._clock())
-            self.news = account.usage(claim.name, now)
+            account.roll_forward(now := self._clock())
+            self._usage_update = account.usage(claim.name, now)
             num_open = len(account.open)
         if account.max_concurrent and num_open + size > account.max_concurrent:
             wait = account.time_until_ended(num_open + size - account.max_concurrent, self._clock())
@@ -182,7 +182,7 @@ class KeyLimits:
         """
         account, now = self._account(claim), self._clock()
         account.take(seq, now)
-        self.news = account.usage(claim.name, now)
+        self._usage_update = account.usage(claim.name, now)
 
     def end(self, seq: Sequence) -> None:
         """Give back the place of a sequence that has ended."""
@@ -191,16 +191,16 @@ class KeyLimits:
 
     def pop_usage_update(self) -> KeyUsage | None:
         """Return the usage that a frontend has to learn, if there is one."""
-        news, self.news = self.news, None
-        return news
+        update, self._usage_update = self._usage_update, None
+        return update
 
     def advance(self, now: float) -> None:
         """Bring all accounts up to date, if that is due."""
-        if now < self._settle_at:
+        if now < self._update_at:
             return
-        self._settle_at = now + SETTLE_SECONDS
+        self._update_at = now + UPDATE_INTERVAL
         for name, account in list(self.accounts.items()):
-            account.settle(now)
+            account.roll_forward(now)
             if account.is_idle:
                 del self.accounts[name]
 

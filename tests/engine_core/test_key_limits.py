@@ -193,7 +193,7 @@ def test_tokens_of_the_last_minute_are_those_of_an_exact_account(
         if taken:
             assert traffic.last(60) <= limit
         if (account := traffic.limits.accounts.get("alice")) is not None:
-            account.settle(traffic.clock())
+            account.roll_forward(traffic.clock())
             # Outputs count when they are seen, up to 2 s later, and a second counts as a whole.
             assert traffic.last(60) <= account.used <= traffic.last(61 + 2.0)
 
@@ -246,7 +246,7 @@ def test_idle_keys_are_forgotten() -> None:
     assert traffic.limits.accounts == {}
 
 
-def test_wait_for_a_place_counts_the_time_that_the_ended_sequences_took() -> None:
+def test_wait_for_a_slot_counts_the_time_that_the_ended_sequences_took() -> None:
     traffic, key = Traffic(0), claim(concurrent=2)
 
     def fill(number: int) -> None:
@@ -294,7 +294,7 @@ def test_time_until_a_key_s_sequences_have_ended_is_unknown_before_the_first_has
     assert news is not None and (news.remaining_requests, news.reset_requests) == (1, None)
 
 
-def test_wait_for_a_place_follows_from_how_fast_the_key_ends_sequences() -> None:
+def test_wait_for_a_slot_follows_from_how_fast_the_key_ends_sequences() -> None:
     clock = FakeClock()
     limits, key = KeyLimits(clock), claim(concurrent=4)
     running: list[Sequence] = []
@@ -335,8 +335,8 @@ def test_wait_for_a_place_follows_from_how_fast_the_key_ends_sequences() -> None
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-def test_requests_one_after_another_have_all_places_but_their_own(aborts: bool) -> None:
-    """The place of a sequence is free as soon as its end is sent, before the account is settled."""
+def test_requests_one_after_another_have_all_slots_but_their_own(aborts: bool) -> None:
+    """A sequence frees its concurrency slot when its end is sent, before the account rolls forward."""
     bench, key = Bench(2, pages=200), claim(concurrent=2)
     bench.control.apply(b"a", Hello(PROTOCOL_VERSION, EPOCH, "test"))
     for number in range(1, 5):
@@ -349,5 +349,5 @@ def test_requests_one_after_another_have_all_places_but_their_own(aborts: bool) 
         while not bench.at_rest():
             bench.engine.tick()
     account = bench.control.key_limits.accounts["alice"]
-    account.settle(bench.clock())
+    account.roll_forward(bench.clock())
     assert (len(account.open), account._num_ended) == (0, 0)
