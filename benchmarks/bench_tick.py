@@ -43,9 +43,9 @@ from benchmarks.measuring.grammars import ENDLESS
 from benchmarks.measuring.results import save
 from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, settle
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
+from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
-from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, StepResult
 from tandem.engine_core.engine import Engine
@@ -90,7 +90,7 @@ class StagingRuntime:
         self.masks = [self._allocate(max_rows, VOCAB // 32) for _ in range(2)]
         self.results = [self._allocate(1, max_rows)[0] for _ in range(2)]
         self.views = [results.data for results in self.results]
-        self.places: list[dict[int, int]] = [{}, {}]
+        self.indices: list[dict[int, int]] = [{}, {}]
         self.samples_masks = samples_masks
         self.random = random.Random(0)
 
@@ -99,7 +99,7 @@ class StagingRuntime:
 
     def launch(self, slot: int, plan: StepPlan) -> None:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
-        self.rows[slot], self.places[slot] = plan.rows, mask_indices(plan)
+        self.rows[slot], self.indices[slot] = plan.rows, mask_indices(plan)
 
     def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
         sampled = [row.row for row in self.rows[slot] if row.samples]
@@ -109,16 +109,16 @@ class StagingRuntime:
         return ArrivingTokens(self.views[slot], [index[row] for row, _ in masks])
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
-        self.filler.begin(index_masks(masks, self.places[slot]), self.masks[slot])
+        self.filler.begin(index_masks(masks, self.indices[slot]), self.masks[slot])
 
     def sample(self, slot: int, masks: Masks | None) -> None:
-        places, masked = self.places[slot], set[int]()
+        indices, masked = self.indices[slot], set[int]()
         self.results[slot][:] = PENDING_TOKEN
         if masks is not None:
-            self.filler.fill(index_masks(masks, places), self.masks[slot])
+            self.filler.fill(index_masks(masks, indices), self.masks[slot])
             masked = {row for row, _ in masks} if self.samples_masks else masked
         for index, row in enumerate([row.row for row in self.rows[slot] if row.samples]):
-            self.results[slot][index] = self._allowed(self.masks[slot][places[row]]) if row in masked else 7
+            self.results[slot][index] = self._allowed(self.masks[slot][indices[row]]) if row in masked else 7
 
     def collect(self, slot: int) -> StepResult:
         counts = [int(row.samples) for row in self.rows[slot]]
@@ -210,7 +210,7 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
         stats=stats,
         clock=time.monotonic,
         stage_clock=options.clock,
-        acceptor=TokenAcceptor(workers, masks),
+        advancer=BatchAdvancer(workers, masks),
     )
 
 

@@ -36,8 +36,8 @@ class StepLogprobs(Struct, frozen=True):
 
     top: int
     records: bytes
-    """One record for each sampled token, then one for each scored position (`ScheduledSequence.targets`), both in the
-    plan's order. That of a token whose sequence wants none (`NewSequence.logprobs`) may hold anything."""
+    """One record for each sampled token, then one for each scored position (`ScheduledSequence.prompt_logprob_ids`),
+    both in the plan's order. That of a token whose sequence wants none (`NewSequence.logprobs`) may hold anything."""
 
 
 NO_TOKEN = -1

@@ -67,7 +67,7 @@ class Engine:
         compiler: Compiler,
         stats: EngineStats,
         stages: StageClock,
-        acceptor: GrammarAdvancer,
+        advancer: GrammarAdvancer,
     ) -> None:
         self.scheduler = scheduler
         self.pipeline = pipeline
@@ -77,7 +77,7 @@ class Engine:
         self.compiler = compiler
         self.stats = stats
         self.stages = stages
-        self.acceptor = acceptor
+        self.advancer = advancer
         self.timelines = Timelines()
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
@@ -100,7 +100,7 @@ class Engine:
         stats: EngineStats,
         clock: Callable[[], float],
         stage_clock: Callable[[], float],
-        acceptor: GrammarAdvancer,
+        advancer: GrammarAdvancer,
     ) -> "Engine":
         """Build an engine from the parts that differ between its users.
 
@@ -112,7 +112,7 @@ class Engine:
         stats.page_size = limits.page_size
         control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
         stages = StageClock(stats.stage_seconds, stage_clock)
-        return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages, acceptor)
+        return cls(scheduler, PipelineState(depth), runtime, mailbox, control, compiler, stats, stages, advancer)
 
     def run(self) -> None:
         """Tick until `stopping` is set.
@@ -246,7 +246,7 @@ class Engine:
     def _begin_masks(self, step: Step) -> None:
         """Have workers write the masks of a step, once they see the tokens before it."""
         masks = self._masks[0] if self._masks else ()
-        if masks and self.acceptor.expect(masks, self.runtime.arriving(self.pipeline.steps[0].slot, masks)):
+        if masks and self.advancer.expect(masks, self.runtime.arriving(self.pipeline.steps[0].slot, masks)):
             self.runtime.begin_masks(step.slot, self.scheduler.masks(step.plan))
         self.stages.mark("sample")
 
@@ -300,15 +300,15 @@ class Engine:
             tokens = masked_tokens(step.plan, result, masks)
             # Where another step is in flight, it samples the first of the forced tokens, which saves no step then.
             least = self.scheduler.min_jump + (1 if is_waited_for else 0)
-            self.acceptor.begin(masks if tokens else (), tokens, least)
+            self.advancer.begin(masks if tokens else (), tokens, least)
             self.stages.mark("commit")
         return collected
 
     def _commit(self, collected: Collected) -> None:
         """Apply the tokens of a step, whose slot is then free (I6), and send them."""
         step = collected.step
-        settled = self.acceptor.finish() if step.plan.needs_mask else frozenset()
-        updates = self.scheduler.commit(step.plan, collected.result, settled)
+        advanced = self.advancer.finish() if step.plan.needs_mask else frozenset()
+        updates = self.scheduler.commit(step.plan, collected.result, advanced)
         for seq in updates.first_tokens:
             count_first_token(self.stats, seq, collected.at)
         self.pipeline.finish_commit(step)

@@ -40,7 +40,7 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     """Pages that the device's page table lacks."""
     first_page: int = 0
     """Index of `new_pages[0]` in the row's page table."""
-    targets: bytes = b""
+    prompt_logprob_ids: bytes = b""
     """Packed int32 ids of the prompt tokens that follow the row's first positions, if their log-probabilities are
     wanted: those positions are scored."""
     skipped: int = 0
@@ -189,4 +189,4 @@ class StepPlan(Struct, frozen=True):
 
 def _is_steady(row: ScheduledSequence) -> bool:
     """Return True for one sampled position without tokens to upload or to score."""
-    return row.length == 1 and row.samples and not (row.tokens or row.targets)
+    return row.length == 1 and row.samples and not (row.tokens or row.prompt_logprob_ids)

@@ -197,7 +197,7 @@ class Sequence:
         return self.total_len - 1
 
     @property
-    def scored(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """True if all positions of the prompt are computed, even cached ones.
 
         Their log-probabilities are wanted, which the cache does not hold.

@@ -89,7 +89,7 @@ class MaskBuilder:
         The workers get what was added to their batches before, too.
         """
         if self.workers is not None and masks:
-            first = self.memory.place(out)
+            first = self.memory.first_index(out)
             kept = cache_of(masks)
             writers: MaskJobs | None = kept.get(("writers", first))
             if writers is not None and are_current(writers.batches):
@@ -198,7 +198,7 @@ class MaskBuilder:
         written_by = writers[indices]
         is_here, is_missing = ids < 0, (written_by != ids) & (ids >= 0)
         if is_missing.any():
-            workers.begin(MASK, ids[is_missing], self.memory.place(out) + indices[is_missing])
+            workers.begin(MASK, ids[is_missing], self.memory.first_index(out) + indices[is_missing])
             workers.post_awaited()
         here = [pairs[index] for index in np.flatnonzero(is_here & (written_by < 0)).tolist()]
         late = [pairs[index] for index in np.flatnonzero(is_here & (written_by >= 0)).tolist()]

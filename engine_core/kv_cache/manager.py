@@ -113,7 +113,7 @@ class KVManager:
         least its priority is computing that page.
         """
         tree, cache = self.tree, seq.cache
-        if tree is None or not self.pending or seq.scored:
+        if tree is None or not self.pending or seq.needs_prompt_logprobs:
             return False
         if cache.awaited_key not in self.pending or not tree.is_current(cache.matched, cache.matched_epoch):
             path = self._match(seq)
@@ -142,7 +142,7 @@ class KVManager:
         shared = tree.pages(path) if tree is not None else []
         seq.pages, seq.num_scheduled_tokens = shared + own, start
         seq.cache.nodes, seq.cache.matched, seq.cache.matched_epoch = path, [], -1
-        if tree is not None and not (seq.preemptions or seq.scored):
+        if tree is not None and not (seq.preemptions or seq.needs_prompt_logprobs):
             self.num_queried_tokens += len(seq.tokens)
             self._count_hit(seq, start)
         if seq.submit.session:
@@ -156,7 +156,7 @@ class KVManager:
         Another sequence may have computed them since the prompt was admitted.
         """
         tree, cache = self.tree, seq.cache
-        if tree is None or seq.scored:
+        if tree is None or seq.needs_prompt_logprobs:
             return
         shared = len(cache.nodes)
         found = tree.match(cache.namespace, seq.tokens, self._max_cached_pages(seq), shared, _last(cache.nodes))
@@ -298,7 +298,7 @@ class KVManager:
         Nodes evicted since the path was found are dropped from it first.
         """
         tree, cache = self.tree, seq.cache
-        if tree is None or seq.scored:
+        if tree is None or seq.needs_prompt_logprobs:
             return []
         path = cache.matched
         tree.prune(path, cache.matched_epoch)

@@ -79,9 +79,9 @@ class DecodeGraphs:
     """[bucket, V], written by every forward pass."""
     sampling: dict[Mode, Graph]
     """Sampling of as many places in each mode, also after other forward passes; MASKED reads the slot's `allowed`."""
-    long: Graph
+    long_context_graph: Graph
     """The forward pass that is quicker with long rows; `forward` itself where one graph serves rows of every length."""
-    reach: int
+    max_short_len: int
     """Most positions of a row that is not long."""
 
     def select(self, longest: int) -> Graph:
@@ -89,7 +89,7 @@ class DecodeGraphs:
 
         Both serve rows of every length. longest: positions of the step's longest row.
         """
-        return self.forward if longest <= self.reach else self.long
+        return self.forward if longest <= self.max_short_len else self.long_context_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,18 +39,19 @@ class CudaForward:
         self.gpu = gpu
 
     @torch.inference_mode()
-    def decode(self, rows: Tensor, positions: Tensor, places: SampleBuffers, long: bool = True) -> Tensor:
-        """Compute one token per row and return its logits, [B, V], those of `places`.
+    def decode(self, rows: Tensor, positions: Tensor, samples: SampleBuffers, has_long_rows: bool = True) -> Tensor:
+        """Compute one token per row and return its logits, [B, V], in `samples.logits`.
 
-        places: as many, written; long: False for no spare programs, which rows up to `reach` need not.
-        rows, positions: [B] int32; negative positions are replaced by those of the rows' newest tokens.
+        samples: B slots, written; has_long_rows: False to launch no spare programs, which rows of at most
+        `max_short_len` positions do not need. rows, positions: [B] int32; negative positions are replaced by those of
+        the rows' newest tokens.
         """
-        input_ids, slot_mapping = self._inputs(rows, positions, (places.rows, places.positions))
-        step = self._decode_step(rows, positions, long)
+        input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
+        step = self._decode_step(rows, positions, has_long_rows)
         batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, step)
-        return self.model.logits(self.model.forward(batch, self.kv), places.logits)
+        return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
-    def reach(self, rows: int) -> int:
+    def max_short_len(self, rows: int) -> int:
         """Return the most positions of rows that need no spare programs.
 
         A decode step of such rows is quicker without them. 0 for a number of rows that has none, and where each row has
@@ -76,14 +77,14 @@ class CudaForward:
         return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()
-    def head(self, hidden: Tensor, rows: Tensor, positions: Tensor, index: Tensor, places: SampleBuffers) -> Tensor:
-        """Return the logits of a mixed step's samples, those of `places`.
+    def head(self, hidden: Tensor, rows: Tensor, positions: Tensor, index: Tensor, samples: SampleBuffers) -> Tensor:
+        """Return the logits of a mixed step's samples, in `samples.logits`.
 
         hidden: [T, hidden], final states; rows, positions: [T] int32, as `mixed` leaves them; index: [P] int32, token
-        of each place, negative for padding; places: P, written.
+        index of each sample, negative for padding; samples: P slots, written.
         """
-        given = hidden, rows, positions, index, places.rows, places.positions
-        return self.model.logits(gather_samples(*given, pdl=self.gpu.pdl), places.logits)
+        given = hidden, rows, positions, index, samples.rows, samples.positions
+        return self.model.logits(gather_samples(*given, pdl=self.gpu.pdl), samples.logits)
 
     @torch.inference_mode()
     def update_tables(self, locations: Tensor, inputs: Tensor) -> None:
@@ -95,9 +96,9 @@ class CudaForward:
     ) -> tuple[Tensor, Tensor]:
         return decode_inputs(self.tables.sampling, self.page_table, rows, positions, kept, pdl=self.gpu.pdl)
 
-    def _decode_step(self, rows: Tensor, positions: Tensor, long: bool = True) -> DecodeStep:
+    def _decode_step(self, rows: Tensor, positions: Tensor, has_long_rows: bool = True) -> DecodeStep:
         splits, count = self._programs(len(rows))
-        spares = assign_extra_splits(positions, splits, count if long else 0, pdl=self.gpu.pdl)
+        spares = assign_extra_splits(positions, splits, count if has_long_rows else 0, pdl=self.gpu.pdl)
         return DecodeStep(rows, positions, self.page_table, splits, self.gpu, spares)
 
     def _programs(self, rows: int) -> tuple[int, int]:

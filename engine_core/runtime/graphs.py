@@ -30,14 +30,14 @@ from tandem.engine_core.runtime.slots import StepSlot
 from tandem.engine_core.sampling.sampler import Mode
 
 Forward = Callable[[Tensor, Tensor, SampleBuffers, bool], Tensor]
-"""Decode step: (rows [B] int32, positions [B] int32, places of B samples, True for long rows) -> logits [B, V]."""
+"""Decode step: (rows [B] int32, positions [B] int32, buffers of B samples, has_long_rows) -> logits [B, V]."""
 Sampling = Callable[[Mode, SamplingBatch], None]
 """Sampling of a batch in one mode."""
 MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
 """Step with prompts: (rows [T] int32, positions [T] int32, bucket, prompts, attended [T, heads, head_dim]) -> hidden
 [T, hidden]."""
 Head = Callable[[Tensor, Tensor, Tensor, Tensor, SampleBuffers], Tensor]
-"""End of a step with prompts: (hidden [T, hidden], rows [T] int32, positions [T] int32, index [P] int32, places of P
+"""End of a step with prompts: (hidden [T, hidden], rows [T] int32, positions [T] int32, index [P] int32, buffers of P
 samples) -> logits [P, V]."""
 MAX_PROMPTS = 64
 """Most rows of several tokens that a graph has room for; a step with more runs eagerly. FlashInfer plans for each of
@@ -70,7 +70,7 @@ class StepGraphs:
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
-        """Take larger buckets in the place of those that were measured to be slower."""
+        """Use larger buckets instead of those that were measured to be slower."""
         self._faster = faster
 
     def bucket(self, plan: StepPlan) -> GraphBucket | None:
@@ -98,24 +98,25 @@ class StepGraphs:
         singles = _at_least(wanted.num_decode_tokens, self.shapes[tokens])
         return None if singles is None else GraphBucket(singles, tokens)
 
-    def places(self, bucket: GraphBucket) -> int:
-        """Return the number of places for samples in a bucket with prompts, else 0."""
+    def sample_capacity(self, bucket: GraphBucket) -> int:
+        """Return the number of samples that a bucket with prompts has room for, else 0."""
         return len(self.mixed[0][bucket].logits) if bucket.num_prefill_tokens else 0
 
-    def sampling(self, slot: int, count: int, places: int) -> dict[Mode, Graph] | None:
-        """Return the sampling graphs for the first `count` of a forward pass's places.
+    def sampling(self, slot: int, count: int, capacity: int) -> dict[Mode, Graph] | None:
+        """Return the sampling graphs for the first `count` of a forward pass's sample slots.
 
-        They also touch the places up to their bucket, which must be padding. None: no bucket fits.
+        They also touch the slots up to their bucket, which must be padding. None: no bucket fits. capacity: number of
+        sample slots.
         """
         rows = _at_least(count, self.rows)
-        return None if rows is None or rows > places else self.decode[slot][rows].sampling
+        return None if rows is None or rows > capacity else self.decode[slot][rows].sampling
 
 
 def max_samples(bucket: GraphBucket, rows: Sequence[int], max_rows: int) -> int:
-    """Return the number of places for samples in a graph of a step with prompts.
+    """Return the sample capacity of the graph of a step with prompts.
 
-    It is the most samples that the step can have, or the smallest bucket of sampling that holds them. rows: these
-    buckets, ascending.
+    This is the smallest sampling bucket that holds the most samples of such a step, or that number if none does. rows:
+    sampling buckets, ascending.
     """
     prompts = min(MAX_PROMPTS, max(1, bucket.num_prefill_tokens // 2))
     most = min(bucket.num_decode_tokens + prompts, max_rows)
@@ -127,7 +128,7 @@ def _is_sampled(row: ScheduledSequence) -> bool:
 
     A decode step's graph serves no other rows.
     """
-    return row.samples and not row.targets
+    return row.samples and not row.prompt_logprob_ids
 
 
 def _at_least(wanted: int, sizes: Sequence[int]) -> int | None:
@@ -159,7 +160,7 @@ def capture_decode(
     slots: list[StepSlot],
     logits: Tensor,
     forward: Forward,
-    reach: Callable[[int], int],
+    max_short_len: Callable[[int], int],
     sampling: Sampling,
     progress: Callable[[int], None],
 ) -> list[dict[int, DecodeGraphs]]:
@@ -167,25 +168,25 @@ def capture_decode(
 
     The largest bucket is captured first, so that the smaller ones reuse its memory. Every path runs once before it is
     captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. logits: of
-    all graphs, [P, V]; reach: tells most positions of a bucket's rows that are not long, 0 where long ones cost the
-    others nothing and need no graph of their own; progress: called with a percentage.
+    all graphs, [P, V]; max_short_len: tells most positions of a bucket's rows that are not long, 0 where long ones cost
+    the others nothing and need no graph of their own; progress: called with a percentage.
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
-            places = sample_buffers(slot, logits).first(bucket)
-            run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], places)
-            lengths = (False, True) if reach(bucket) else (True,)
+            samples = sample_buffers(slot, logits).first(bucket)
+            run = partial(forward, slot.device_inputs[:bucket], slot.device_inputs[bucket : 2 * bucket], samples)
+            lengths = (False, True) if max_short_len(bucket) else (True,)
             if number == 0:
-                for long in lengths:
-                    run(long)
+                for has_long_rows in lengths:
+                    run(has_long_rows)
                 for mode in Mode:
-                    sampling(mode, _batch(slot, places, mode))
+                    sampling(mode, _batch(slot, samples, mode))
                 recorder.synchronize()
-            graphs = [recorder.record(partial(run, long))[0] for long in lengths]
-            sampled = {mode: recorder.record(partial(sampling, mode, _batch(slot, places, mode)))[0] for mode in Mode}
-            captured[bucket] = DecodeGraphs(graphs[0], places.logits, sampled, graphs[-1], reach(bucket))
+            graphs = [recorder.record(partial(run, has_long_rows))[0] for has_long_rows in lengths]
+            sampled = {mode: recorder.record(partial(sampling, mode, _batch(slot, samples, mode)))[0] for mode in Mode}
+            captured[bucket] = DecodeGraphs(graphs[0], samples.logits, sampled, graphs[-1], max_short_len(bucket))
         progress(100 * (done + 1) // len(buckets))
     return steps
 
@@ -203,7 +204,7 @@ def capture_mixed(
 ) -> list[dict[GraphBucket, MixedGraph]]:
     """Capture the steps with prompts of every slot, the largest first.
 
-    shapes: buckets with the number of their samples' places; prompts: makes the planner of a slot, by its number, for
+    shapes: buckets with their sample capacities; prompts: makes the planner of a slot, by its number, for
     graphs with that many tokens of prompts; logits, progress: as for `capture_decode`.
     """
     steps: list[dict[GraphBucket, MixedGraph]] = [{} for _ in slots]
@@ -214,13 +215,13 @@ def capture_mixed(
             slot.device_inputs.zero_()
             planner = prompts(number, count)
             for bucket in of_count:
-                own, places = buffers.first(sum(bucket)), sample_buffers(slot, logits).first(shapes[bucket])
-                run = partial(_run_mixed, slot, bucket, planner.step, own, places, forward, head)
+                own, samples = buffers.first(sum(bucket)), sample_buffers(slot, logits).first(shapes[bucket])
+                run = partial(_run_mixed, slot, bucket, planner.step, own, samples, forward, head)
                 if number == 0:
                     run()
                     recorder.synchronize()
                 graph, _ = recorder.record(run)
-                captured[bucket] = MixedGraph(graph, places.logits, own, planner)
+                captured[bucket] = MixedGraph(graph, samples.logits, own, planner)
         progress(100 * (done + 1) // len(counts))
     return steps
 
@@ -230,30 +231,30 @@ def _run_mixed(
     bucket: GraphBucket,
     prompts: PromptStep,
     buffers: MixedBuffers,
-    places: SampleBuffers,
+    samples: SampleBuffers,
     forward: MixedForward,
     head: Head,
 ) -> Tensor:
     """Compute the final states of all tokens, and the logits of the samples."""
     total, inputs = sum(bucket), slot.device_inputs
     rows, positions = inputs[:total], inputs[total : 2 * total]
-    index = inputs[2 * total : 2 * total + len(places.rows)]
+    index = inputs[2 * total : 2 * total + len(samples.rows)]
     buffers.hidden.copy_(forward(rows, positions, bucket, prompts, buffers.attended))
-    return head(buffers.hidden, rows, positions, index, places)
+    return head(buffers.hidden, rows, positions, index, samples)
 
 
 def sample_buffers(slot: StepSlot, logits: Tensor) -> SampleBuffers:
-    """Return the places of a slot's samples. logits: of all slots, [P, V]."""
+    """Return the sample buffers of a slot. logits: shared by all slots, [P, V]."""
     return SampleBuffers(slot.sample_rows[: len(logits)], slot.sample_positions[: len(logits)], logits)
 
 
-def _batch(slot: StepSlot, places: SampleBuffers, mode: Mode) -> SamplingBatch:
-    """Return the sampling inputs of the places of a slot."""
-    count = len(places.rows)
+def _batch(slot: StepSlot, samples: SampleBuffers, mode: Mode) -> SamplingBatch:
+    """Return a slot's inputs of sampling."""
+    count = len(samples.rows)
     return SamplingBatch(
-        logits=places.logits,
-        rows=places.rows,
-        positions=places.positions,
+        logits=samples.logits,
+        rows=samples.rows,
+        positions=samples.positions,
         sampled=slot.sampled[:count],
         allowed=slot.allowed[:count] if mode is Mode.MASKED else None,
         masked=slot.masked[:count] if mode is Mode.MASKED else None,

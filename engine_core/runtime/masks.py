@@ -7,8 +7,8 @@ from tandem.engine_core.contracts import IndexedMasks, InternedList, Masks, cach
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.staging import Ints
 
-_IN_ORDER = ("placed", 0)
-"""Name of masks that are placed in their own order."""
+_IN_ORDER = ("indexed", 0)
+"""Cache key of masks that are indexed in their own order."""
 
 
 class MaskFiller(Protocol):
@@ -37,23 +37,23 @@ class MaskFiller(Protocol):
 
 
 def mask_indices(plan: StepPlan) -> dict[int, int]:
-    """Return the place of the mask of each constrained row that samples.
+    """Return the index of the mask of each constrained row that samples.
 
-    The keys are the rows' numbers in the device's tables, the places those in the slot's masks on the host, in the
+    The keys are the rows' numbers in the device's tables, the indices those in the slot's masks on the host, in the
     plan's order. On the device the mask that allows everything comes first, so that indices there are larger by one.
     """
-    return {row: place for place, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}
+    return {row: index for index, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}
 
 
-def index_masks(masks: Masks, places: Mapping[int, int]) -> IndexedMasks:
-    """Return each constraint with the place of its mask.
+def index_masks(masks: Masks, indices: Mapping[int, int]) -> IndexedMasks:
+    """Return each constraint with the index of its mask.
 
-    places: as of `mask_indices`. Where all of them are wanted, equal masks are the same object for all steps.
+    indices: as of `mask_indices`. Where all of them are wanted, equal masks are the same object for all steps.
     """
-    if len(masks) < len(places):
-        return [(constraint, places[row]) for row, constraint in masks]
-    kept = cache_of(masks)
-    placed: IndexedMasks | None = kept.get(_IN_ORDER)
-    if placed is None:
-        placed = kept[_IN_ORDER] = InternedList((constraint, place) for place, (_, constraint) in enumerate(masks))
-    return placed
+    if len(masks) < len(indices):
+        return [(constraint, indices[row]) for row, constraint in masks]
+    cache = cache_of(masks)
+    indexed: IndexedMasks | None = cache.get(_IN_ORDER)
+    if indexed is None:
+        indexed = cache[_IN_ORDER] = InternedList((constraint, index) for index, (_, constraint) in enumerate(masks))
+    return indexed

@@ -72,11 +72,11 @@ class TorchRuntime:
         assert s.plan is None, f"slot {slot} staged while step {s.plan.step_id} holds it (I6)"
         bucket = self.graphs.bucket(plan) if self.graphs is not None else None
         max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
-        places = self.graphs.places(bucket) if self.graphs is not None and bucket is not None else 0
-        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket, places)
+        capacity = self.graphs.sample_capacity(bucket) if self.graphs is not None and bucket is not None else 0
+        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket, capacity)
         self.tables.note(plan.admitted)
         if plan.logprobs >= 0:
-            packed.add("record_index", np.flatnonzero(self.tables.scored[packed.sample_rows]).astype(np.int32))
+            packed.add("record_index", np.flatnonzero(self.tables.needs_logprobs[packed.sample_rows]).astype(np.int32))
         if packed.has_updates:
             s.locations_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
@@ -225,9 +225,9 @@ class TorchRuntime:
         mixed.forward.replay()
         s.logits = mixed.logits
         s.sampling = graphs.sampling(slot, len(s.packed.sample_rows), len(mixed.logits))
-        if "targets" in s.packed.fields:
+        if "prompt_logprob_ids" in s.packed.fields:
             scored = mixed.buffers.hidden[field(inputs, s.packed, "score_index").long()]
-            self._score_prompts(s, scored, field(inputs, s.packed, "targets"))
+            self._score_prompts(s, scored, field(inputs, s.packed, "prompt_logprob_ids"))
 
     def _begin(self, s: StepSlot) -> None:
         """Start the clock of a step, right before its forward pass.
@@ -250,8 +250,8 @@ class TorchRuntime:
         assert s.packed is not None
         count = len(s.packed.sample_rows)
         s.logits = self.model.logits(hidden[:count]) if count else hidden[:count]
-        if "targets" in s.packed.fields:
-            self._score_prompts(s, hidden[count:], field(inputs, s.packed, "targets"))
+        if "prompt_logprob_ids" in s.packed.fields:
+            self._score_prompts(s, hidden[count:], field(inputs, s.packed, "prompt_logprob_ids"))
 
     def _score_prompts(self, s: StepSlot, hidden: Tensor, targets: Tensor) -> None:
         """Score prompt positions slice by slice.
@@ -287,7 +287,7 @@ class TorchRuntime:
         self.tables.sampling.find_positions(rows, positions)
         rows, positions = rows.long(), positions.long()
         index = field(inputs, packed, "sample_index")
-        if "targets" in packed.fields:
+        if "prompt_logprob_ids" in packed.fields:
             index = torch.cat([index, field(inputs, packed, "score_index")])
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
@@ -301,29 +301,29 @@ class TorchRuntime:
         """Return the mask of each row that samples, [S, words].
 
         Only the masks of the constrained rows are filled and copied to the device. The other rows get the mask that
-        allows everything; where there are none, the masks are copied to their places at once.
+        allows everything; where there are none, the masks are copied directly.
         """
         assert s.plan is not None and s.packed is not None
-        places, allowed = s.mask_indices, s.allowed[: len(s.packed.sample_rows)]
-        self.filler.fill(index_masks(masks, places), s.masks_view)
-        if len(masks) < len(places):
+        indices, allowed = s.mask_indices, s.allowed[: len(s.packed.sample_rows)]
+        self.filler.fill(index_masks(masks, indices), s.masks_view)
+        if len(masks) < len(indices):
             # Rows whose token is not needed any more must not depend on what an earlier step left here, or on a mask
             # that was begun.
-            unused = places.keys() - {row for row, _ in masks}
-            s.masks_view[[places[row] for row in unused]] = -1
-        in_place = len(places) == len(allowed)
+            unused = indices.keys() - {row for row, _ in masks}
+            s.masks_view[[indices[row] for row in unused]] = -1
+        in_order = len(indices) == len(allowed)
         with self.device.copy():
             # Beside the forward pass that the compute stream runs: nothing there reads the masks before the wait.
-            copied = allowed if in_place else s.device_masks[1 : 1 + len(places)]
-            copied.copy_(s.host_masks[: len(places)], non_blocking=True)
+            copied = allowed if in_order else s.device_masks[1 : 1 + len(indices)]
+            copied.copy_(s.host_masks[: len(indices)], non_blocking=True)
             s.masks_done.record()
         s.masks_done.wait()
         index = field(s.device_inputs, s.packed, "mask_index")
-        if not in_place or len(index) > s.num_in_order:
+        if not in_order or len(index) > s.num_in_order:
             # Those of a step in which every row has a mask are the same each time.
             torch.add(index, 0, out=s.masked[: len(index)])
-            s.num_in_order = len(index) if in_place else 0
-        return allowed if in_place else torch.index_select(s.device_masks, 0, index, out=allowed)
+            s.num_in_order = len(index) if in_order else 0
+        return allowed if in_order else torch.index_select(s.device_masks, 0, index, out=allowed)
 
 
 def _num_record_words(plan: StepPlan) -> int:
@@ -331,7 +331,7 @@ def _num_record_words(plan: StepPlan) -> int:
 
     Their layout is that of `StepLogprobs`.
     """
-    records = sum([row.samples + len(row.targets) // 4 for row in plan.rows])
+    records = sum([row.samples + len(row.prompt_logprob_ids) // 4 for row in plan.rows])
     return records * (1 + 2 * plan.logprobs)
 
 

@@ -1,18 +1,19 @@
 """Packing of a step plan into one array of int32.
 
 A single copy takes everything to the device. The fields follow one another, each as long as this step needs it; floats
-travel as their bits, integers of 64 bits as two words from an even place on.
+travel as their bits, int64 fields are 8-byte aligned.
 
 Always there, in this order:
     token_rows, positions [T]: every token's row and position, -1 for that of the row's newest token, which the device
         knows. Without a bucket the tokens are in the plan's order. With one they are where its graph reads them, and T
         is the bucket's size, padded with row 0, position 0.
-    sample_index [S]: indices of the samples among the T tokens. In a bucket with prompts -1 fills up the graph's places
-        for samples; it is left out of a bucket without prompts, in which token i is sample i.
+    sample_index [S]: indices of the samples among the T tokens. In a bucket with prompts -1 pads it to the graph's
+        sample capacity; it is left out of a bucket without prompts, in which token i is sample i.
     sample_rows [S]: row of each token whose logits are sampled from.
 Only in steps that need them:
     mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything.
-    score_index, targets [P]: indices of the scored positions among the T tokens, and the tokens that follow them.
+    score_index, prompt_logprob_ids [P]: indices of the scored positions among the T tokens, and the tokens that follow
+        them.
     record_index [R]: samples whose log-probabilities are wanted, added by the runtime.
     upload_index [U] int64, upload_tokens [U]: new tokens, at indices of the flat token table.
     length_rows [L] int64, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
@@ -123,17 +124,23 @@ def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> i
 
 
 def pack(
-    plan: StepPlan, max_len: int, pages_per_row: int, out: Ints, bucket: GraphBucket | None = None, places: int = 0
+    plan: StepPlan,
+    max_len: int,
+    pages_per_row: int,
+    out: Ints,
+    bucket: GraphBucket | None = None,
+    sample_capacity: int = 0,
 ) -> Packed:
     """Write a plan into `out`, with the fields that the module docstring describes.
 
     max_len, pages_per_row: columns of the token and page tables; bucket: of the graph that runs the step, which the
-    plan has to fit, or None for a step that no graph holds; places: for samples in a bucket with prompts.
+    plan has to fit, or None for a step that no graph holds; sample_capacity: number of samples that the graph of a
+    bucket with prompts has room for.
     """
     if plan.is_decode_only and (bucket is None or not bucket.num_prefill_tokens):
         packed = _pack_decode(plan, out, bucket)
     else:
-        packed = _pack_mixed(plan, out, bucket, places)
+        packed = _pack_mixed(plan, out, bucket, sample_capacity)
     if plan.needs_mask:
         masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
         packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
@@ -162,7 +169,7 @@ def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packe
     return packed
 
 
-def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, num_places: int) -> Packed:
+def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, sample_capacity: int) -> Packed:
     """Pack the tokens of a step of rows of any length, some of which may not sample.
 
     The steady rows have the first slots and the first samples. Single tokens are written at once; the few longer rows
@@ -187,17 +194,17 @@ def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, num_place
         token_rows[slot : slot + r.length] = r.row
         positions[slot : slot + r.length] = np.arange(r.start, r.end, dtype=np.int32)
     count = len(packed.sample_rows)
-    sample_index = packed.reserve("sample_index", max(num_places, count))
+    sample_index = packed.reserve("sample_index", max(sample_capacity, count))
     sample_index[:count] = (slots + (end - start) - 1)[samples]
     sample_index[count:] = -1
     packed.add("sample_rows", packed.sample_rows)
-    scored = [(index, r) for index, r in enumerate(others) if r.targets]
+    scored = [(index, r) for index, r in enumerate(others) if r.prompt_logprob_ids]
     if scored:
-        ids = [np.frombuffer(r.targets, np.int32) for _, r in scored]
+        ids = [np.frombuffer(r.prompt_logprob_ids, np.int32) for _, r in scored]
         first = slots[[steady + index for index, _ in scored]]
         ranges = [np.arange(len(own), dtype=np.int32) + slot for own, slot in zip(ids, first, strict=True)]
         packed.add("score_index", np.concatenate(ranges))
-        packed.add("targets", np.concatenate(ids))
+        packed.add("prompt_logprob_ids", np.concatenate(ids))
     return packed
 
 

@@ -33,7 +33,7 @@ class DeviceTables:
         """[rows] on the host: the bits of what sampling each row needs, as `needs_of` returns them."""
         self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
         """[rows] on the host: length of each row from which it suppresses no ids."""
-        self.scored = np.zeros(len(sampling.tokens), dtype=bool)
+        self.needs_logprobs = np.zeros(len(sampling.tokens), dtype=bool)
         """[rows] on the host: True for rows whose tokens' log-probabilities are wanted."""
         self.biased = np.zeros(len(sampling.tokens), dtype=bool)
         """[rows] on the host: True for rows whose biased ids on the device are not all -1."""
@@ -66,7 +66,7 @@ class DeviceTables:
         for a in admitted:
             self.needs[a.row] = needs_of(a.params)
             self.free_lens[a.row] = a.prompt_len + a.params.min_tokens
-            self.scored[a.row] = a.logprobs
+            self.needs_logprobs[a.row] = a.logprobs
 
     def apply(self, inputs: Tensor, packed: Packed, graph: Graph | None = None) -> None:
         """Write a step's updates into the tables, from its packed inputs on the device.

@@ -55,23 +55,23 @@ class SchedulerUpdates(Struct):
 
 
 def append_tokens(
-    seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdates, is_settled: bool = False
+    seq: Sequence, tokens: Iterable[int], updates: SchedulerUpdates, is_advanced: bool = False
 ) -> Finished | Failure | None:
     """Append tokens to a sequence and to the updates, up to the one that ends it.
 
-    The sequence's constraint advances with each token, unless it has (`is_settled`). Return the outcome, or None if the
-    sequence goes on; tokens after the one that ended it are dropped.
+    The sequence's constraint advances with each token, unless it has (`is_advanced`). Return the outcome, or None if
+    the sequence goes on; tokens after the one that ended it are dropped.
     """
     constraint, known, delta = seq.constraint, seq.tokens, updates.delta(seq.client)
     for token in tokens:
         if token == NO_TOKEN:
             return _model_error(seq)
-        if constraint is not None and not is_settled and not constraint.accept(token):
+        if constraint is not None and not is_advanced and not constraint.accept(token):
             return _grammar_error(seq, constraint)
         known.append(token)
         delta.request_ids.append(seq.request_id)
         delta.tokens.append(token)
-        is_complete = constraint is not None and not is_settled and constraint.is_complete
+        is_complete = constraint is not None and not is_advanced and constraint.is_complete
         if is_complete or token in seq.end_ids or len(known) >= seq.total_len:
             outcome = check_stop(seq)
             if outcome is not None:
@@ -172,7 +172,7 @@ def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finish
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples <= 1, f"no jump for {seq}"
-    if seq.submit.logprobs is not None or seq.scored:
+    if seq.submit.logprobs is not None or seq.needs_prompt_logprobs:
         return None
     tokens = constraint.fast_forward_tokens()
     if len(tokens) - seq.num_inflight_samples < least:

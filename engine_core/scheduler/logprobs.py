@@ -33,19 +33,19 @@ def add_logprobs(
     """
     assert result.logprobs is not None, "a step without log-probabilities"
     logprobs = result.logprobs
-    sampled, scored = 0, len(result.tokens)
+    sampled, first_scored = 0, len(result.tokens)
     for row, seq, count in zip(rows, sequences, result.counts, strict=True):
-        targets = len(row.targets) // 4
+        num_scored = len(row.prompt_logprob_ids) // 4
         if seq is not None:
-            reported = min(targets, max(0, seq.wire.reported_len - row.start))
-            if targets > reported and (top := seq.submit.prompt_logprobs) is not None:
+            reported = min(num_scored, max(0, seq.wire.reported_len - row.start))
+            if num_scored > reported and (top := seq.submit.prompt_logprobs) is not None:
                 first = row.start + reported
-                _add(deltas, seq, first + 1, top, logprobs, scored + reported, targets - reported)
+                _add(deltas, seq, first + 1, top, logprobs, first_scored + reported, num_scored - reported)
             taken = min(count, len(seq.tokens) - row.end)
             if taken > 0 and (top := seq.submit.logprobs) is not None:
                 _add(deltas, seq, row.end, top, logprobs, sampled, taken)
         sampled += count
-        scored += targets
+        first_scored += num_scored
 
 
 def _add(

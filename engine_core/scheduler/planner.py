@@ -143,8 +143,8 @@ class Planner:
         updated_rows: tuple[ScheduledSequence, ...] = ()
         if len(rows) < len(sequences):
             others = [
-                (place, seq)
-                for place, seq in enumerate(sequences)
+                (index, seq)
+                for index, seq in enumerate(sequences)
                 if seq.next_page_boundary <= seq.num_scheduled_tokens
             ]
             if not self.memory.grow_each([seq for _, seq in others if seq.num_scheduled_tokens < seq.total_len - 1]):

@@ -185,13 +185,13 @@ class Scheduler:
             if seq.in_steady_decode:
                 unsteady.discard(row.seq_id)
 
-    def commit(self, plan: StepPlan, result: StepResult, settled: Set[int] = frozenset()) -> SchedulerUpdates:
+    def commit(self, plan: StepPlan, result: StepResult, advanced: Set[int] = frozenset()) -> SchedulerUpdates:
         """Apply the results of the oldest step; return the updates.
 
         Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
         the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
 
-        settled: rows whose constraint needs nothing any more for this step's token, as of `GrammarAdvancer.finish`.
+        advanced: rows whose constraint needs nothing any more for this step's token, as of `GrammarAdvancer.finish`.
         """
         held = self._held
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
@@ -199,18 +199,18 @@ class Scheduler:
             self.planner.costs.correct(StepWork.of(plan.rows), result.milliseconds)
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
-        if (settled or plan.is_unconstrained) and result.has_single_tokens(len(sampled := plan.sampled_rows)):
-            self._commit_single_tokens(plan, sampled, result.tokens, settled)
+        if (advanced or plan.is_unconstrained) and result.has_single_tokens(len(sampled := plan.sampled_rows)):
+            self._commit_single_tokens(plan, sampled, result.tokens, advanced)
         else:
             for row, run in zip(plan.rows, result.runs(), strict=True):
-                self._commit_run(row, run, row.row in settled)
+                self._commit_run(row, run, row.row in advanced)
         if result.logprobs is not None:
             add_logprobs(plan.rows, live, result, self.updates.deltas)
         if self._preempting:
             self._requeue()
         return self.take_updates()
 
-    def _commit_run(self, row: ScheduledSequence, run: Items[int], is_settled: bool) -> None:
+    def _commit_run(self, row: ScheduledSequence, run: Items[int], is_advanced: bool) -> None:
         """Commit a row of any kind: a chunk, one with a grammar, a run of tokens."""
         seq = self._held[row.seq_id]
         seq.inflight -= 1
@@ -220,11 +220,11 @@ class Scheduler:
         if seq.outcome is not None:
             self._on_zombie(seq)
         elif run and (not was_forced or NO_TOKEN in run):
-            outcome = append_tokens(seq, run, self.updates, is_settled)
+            outcome = append_tokens(seq, run, self.updates, is_advanced)
             if outcome is not None:
                 self.end(seq, outcome)
             elif seq.constraint is not None:
-                self._apply_forced_tokens(seq, is_settled)
+                self._apply_forced_tokens(seq, is_advanced)
             elif len(run) > 1:
                 assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"
                 self._leave_steady_decode(seq)
@@ -232,7 +232,7 @@ class Scheduler:
             self._leave_steady_decode(seq)  # Its next position has no token yet.
 
     def _commit_single_tokens(
-        self, plan: StepPlan, sampled: tuple[ScheduledSequence, ...], tokens: list[int], settled: Set[int]
+        self, plan: StepPlan, sampled: tuple[ScheduledSequence, ...], tokens: list[int], advanced: Set[int]
     ) -> None:
         """Commit one token for each of the rows that sample.
 
@@ -248,8 +248,8 @@ class Scheduler:
                 self._on_zombie(seq)
         for row, token in zip(sampled, tokens, strict=True):
             seq = held[row.seq_id]
-            if row.constrained and not (row.row in settled and seq.in_steady_decode):
-                self._commit_run(row, (token,), row.row in settled)
+            if row.constrained and not (row.row in advanced and seq.in_steady_decode):
+                self._commit_run(row, (token,), row.row in advanced)
                 continue
             seq.inflight -= 1
             seq.num_inflight_samples -= 1
@@ -274,10 +274,10 @@ class Scheduler:
         if seq.inflight == 0:
             self._release(seq)
 
-    def _apply_forced_tokens(self, seq: Sequence, is_settled: bool = False) -> None:
+    def _apply_forced_tokens(self, seq: Sequence, is_advanced: bool = False) -> None:
         """Append what the grammar forces, which may end the sequence."""
         known = len(seq.tokens)
-        outcome = None if is_settled else jump_forward(seq, self.updates, self._running.min_jump)
+        outcome = None if is_advanced else jump_forward(seq, self.updates, self._running.min_jump)
         if len(seq.tokens) > known:
             self._masks.drop(seq.id)
         if outcome is not None:

@@ -15,7 +15,7 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
     start = seq.num_scheduled_tokens
     end = start + length
     first = min(start, seq.device.uploaded_len) if start < seq.device.upload_end else start
-    scored = seq.scored and seq.wire.reported_len < seq.prompt_len
+    needs_logprobs = seq.needs_prompt_logprobs and seq.wire.reported_len < seq.prompt_len
     return ScheduledSequence(
         seq.id,
         seq.row,
@@ -27,7 +27,7 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
         new_pages=memory.unmapped_pages(seq, end),
         first_page=seq.device.num_mapped_pages,
         skipped=start - first,
-        targets=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if scored else b"",
+        prompt_logprob_ids=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if needs_logprobs else b"",
     )
 
 
@@ -36,18 +36,18 @@ def insert_paged_rows(
 ) -> tuple[ScheduledSequence, ...]:
     """Insert the rows of steady sequences that were given a page.
 
-    Return the inserted ones. rows: those of sequences that needed none, in the order of all; others: the place of each
+    Return the inserted ones. rows: those of sequences that needed none, in the order of all; others: the index of each
     other one among all. Those whose positions are all computed get no row.
     """
     paged, num_complete = [], 0
-    for place, seq in others:
+    for index, seq in others:
         start, first = seq.num_scheduled_tokens, seq.device.num_mapped_pages
         if start >= seq.total_len - 1:
             num_complete += 1
             continue
         constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
         row = ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
-        rows.insert(place - num_complete, row)
+        rows.insert(index - num_complete, row)
         paged.append(row)
     return tuple(paged)
 

@@ -253,12 +253,19 @@ class CudaParts:
             rows = config.graph_rows
             shapes = {tokens: config.mixed_rows(tokens) for tokens in config.graph_tokens}
             buckets = [GraphBucket(singles, tokens) for tokens in shapes for singles in shapes[tokens]]
-            places = {bucket: max_samples(bucket, rows, config.max_rows) for bucket in buckets}
-            logits = self._zeros(config, max(rows[-1], *places.values(), 0), model.config.vocab_size)
-            mixed = self._mixed(recorder, config, places, logits, forward, slots, lambda p: progress(p // 2))
+            sample_counts = {bucket: max_samples(bucket, rows, config.max_rows) for bucket in buckets}
+            logits = self._zeros(config, max(rows[-1], *sample_counts.values(), 0), model.config.vocab_size)
+            mixed = self._mixed(recorder, config, sample_counts, logits, forward, slots, lambda p: progress(p // 2))
             launch = sampler.launch
             decode = capture_decode(
-                recorder, rows, slots, logits, forward.decode, forward.reach, launch, lambda p: progress(50 + p // 2)
+                recorder,
+                rows,
+                slots,
+                logits,
+                forward.decode,
+                forward.max_short_len,
+                launch,
+                lambda p: progress(50 + p // 2),
             )
             updates = capture_updates(recorder, slots, forward.update_tables)
         return StepGraphs(rows, shapes, decode, mixed, updates)
@@ -270,22 +277,22 @@ class CudaParts:
         self,
         recorder: GraphRecorder,
         config: StepConfig,
-        places: Mapping[GraphBucket, int],
+        sample_counts: Mapping[GraphBucket, int],
         logits: "Tensor",
         forward: "CudaForward",
         slots: list[StepSlot],
         progress: Callable[[int], None],
     ) -> list[dict[GraphBucket, MixedGraph]]:
-        if not places:
+        if not sample_counts:
             return []
         model = forward.model.config
         eager = [slot.attention for slot in slots]
         prompts = GraphPlanners(self.device, self.gpu, model, config, forward.page_table, eager)
-        largest = max(sum(bucket) for bucket in places)
+        largest = max(sum(bucket) for bucket in sample_counts)
         attended = self._zeros(config, largest, model.heads, model.head_dim)
         buffers = MixedBuffers(attended, self._zeros(config, largest, model.hidden_size))
         return capture_mixed(
-            recorder, places, slots, logits, forward.mixed, forward.head, prompts, buffers, progress
+            recorder, sample_counts, slots, logits, forward.mixed, forward.head, prompts, buffers, progress
         )  # fmt: skip
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:

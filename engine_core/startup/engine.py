@@ -15,9 +15,9 @@ from msgspec import Struct, structs
 from tandem.engine_core import config as configuration
 from tandem.engine_core.config import EngineConfig, ModelShape, StepConfig
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
+from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
-from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.link import WorkerLink
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
@@ -199,7 +199,7 @@ class Constraints(Struct, frozen=True):
 
     compiler: GrammarCompiler
     mask_builder: MaskBuilder
-    acceptor: TokenAcceptor
+    advancer: BatchAdvancer
 
 
 def _num_grammar_workers(options: EngineOptions, device: str) -> int:
@@ -220,7 +220,7 @@ def _start_constraints(num_workers: int, source: ModelSource, mailbox: Mailbox, 
     return Constraints(
         GrammarCompiler(grammars.compile, lanes, mailbox.wake, stats, time.monotonic, workers=workers),
         MaskBuilder(model.eos_ids, stats, time.monotonic, workers=workers, memory=memory),
-        TokenAcceptor(workers, memory),
+        BatchAdvancer(workers, memory),
     )
 
 
@@ -283,7 +283,7 @@ def _build_loop(
         stats=stats,
         clock=time.monotonic,
         stage_clock=time.monotonic,
-        acceptor=constraints.acceptor,
+        advancer=constraints.advancer,
     )
 
 

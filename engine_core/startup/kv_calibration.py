@@ -1,9 +1,9 @@
 """Scales of the keys and values in a pool of 8-bit floats.
 
 They are the checkpoint's, else calibrated. A page that is written with one scale cannot be read with another, and pages
-are shared by all requests for as long as they are cached. So scales are settled before there is a pool: text of the
-model's own, behind random tokens, is computed with keys and values in the model's dtype, and the largest of a layer
-sets its scale.
+are shared by all requests for as long as they are cached. So scales are calibrated before the pool is allocated: text
+of the model's own, behind random tokens, is computed with keys and values in the model's dtype, and the largest of a
+layer sets its scale.
 """
 
 import logging

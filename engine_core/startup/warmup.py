@@ -36,7 +36,7 @@ def full_step(config: StepConfig) -> StepPlan:
     length, longer = divmod(config.max_step_tokens, config.max_rows)
     # The token that is sampled needs a position of its own.
     lengths = [min(length + (index < longer), config.max_len - 1) for index in range(config.max_rows)]
-    rows = tuple([padding_prompt(length, scored=True) for length in lengths])
+    rows = tuple([padding_prompt(length, prompt_logprobs=True) for length in lengths])
     return StepPlan.of(0, rows, (NewSequence(-1, PADDING_ROW, 1, GREEDY),), logprobs=1)
 
 
@@ -50,19 +50,20 @@ def _short_steps(params: SamplingParams, max_len: int, logprobs: int) -> tuple[S
     masked = ScheduledSequence(-1, PADDING_ROW, length, 1, length + 1 < max_len, constrained=True)
     admission = NewSequence(-1, PADDING_ROW, length, params)
     return (
-        StepPlan.of(0, (padding_prompt(length, scored=logprobs >= 0),), (admission,), logprobs),
+        StepPlan.of(0, (padding_prompt(length, prompt_logprobs=logprobs >= 0),), (admission,), logprobs),
         StepPlan.of(0, (decode,), (), logprobs),
         StepPlan.of(0, (masked,), (), logprobs),
     )
 
 
-def padding_prompt(length: int, scored: bool = False) -> ScheduledSequence:
+def padding_prompt(length: int, prompt_logprobs: bool = False) -> ScheduledSequence:
     """Return a prompt in the padding row.
 
     The page table of that row holds nothing but the padding page.
     """
-    targets = pack_ids([0] * (length - 1)) if scored else b""
-    return ScheduledSequence(-1, PADDING_ROW, 0, length, True, tokens=pack_ids([0] * length), targets=targets)
+    ids = pack_ids([0] * length)
+    following = pack_ids([0] * (length - 1)) if prompt_logprobs else b""
+    return ScheduledSequence(-1, PADDING_ROW, 0, length, True, tokens=ids, prompt_logprob_ids=following)
 
 
 def run_step(runtime: Runtime, slot: int, plan: StepPlan) -> None:

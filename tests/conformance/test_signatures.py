@@ -7,13 +7,13 @@ import pytest
 
 from tandem.engine_core import contracts
 from tandem.engine_core.constraints.compiler import GrammarCompiler
+from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import GrammarConstraint
-from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.wire.mailbox import ZmqMailbox
 from tandem.frontend.supervisor.frontends.frontend_child import FrontendChild
 from tandem.frontend.supervisor.frontends.frontend_process import Child
-from tests.fakes.constraint import FakeAcceptor, FakeCompiler, FakeConstraint
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint
 from tests.fakes.frontend_child import FakeFrontendChild
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.runtime import FakeRuntime
@@ -25,8 +25,8 @@ PAIRS: list[tuple[type, type]] = [
     (ZmqMailbox, contracts.Mailbox),
     (FakeConstraint, contracts.Constraint),
     (GrammarConstraint, contracts.Constraint),
-    (FakeAcceptor, contracts.GrammarAdvancer),
-    (TokenAcceptor, contracts.GrammarAdvancer),
+    (FakeAdvancer, contracts.GrammarAdvancer),
+    (BatchAdvancer, contracts.GrammarAdvancer),
     (FakeCompiler, contracts.Compiler),
     (GrammarCompiler, contracts.Compiler),
     (FakeFrontendChild, Child),

@@ -1,4 +1,4 @@
-"""Order of the loop's calls where a step waits for its masks, and an acceptor that others may help."""
+"""Order of the loop's calls where a step waits for its masks, and an advancer that others may help."""
 
 from collections.abc import Sequence, Set
 from random import Random
@@ -11,17 +11,17 @@ from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.protocol.commands import Abort
 from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Finished
-from tests.fakes.constraint import FakeAcceptor, FakeConstraint
+from tests.fakes.constraint import FakeAdvancer, FakeConstraint
 from tests.fakes.model import reference
 from tests.support.effort import EFFORT
 from tests.support.recorded_engine import CLIENT, Bench
 
 WAITS, ALONE = "begin least+1", "begin least"
-"""Calls of the acceptor where another step waits for these tokens, and where none does."""
+"""Calls of the advancer where another step waits for these tokens, and where none does."""
 
 
-class RecordingAcceptor(FakeAcceptor):
-    """Fake acceptor that records its calls beside those of the runtime."""
+class RecordingAdvancer(FakeAdvancer):
+    """Fake advancer that records its calls beside those of the runtime."""
 
     def __init__(self, bench: Bench, is_remote: bool) -> None:
         super().__init__(is_remote=is_remote)
@@ -44,19 +44,19 @@ class RecordingAcceptor(FakeAcceptor):
         return super().finish()
 
 
-def recorded(depth: int, is_remote: bool, rows: int = 4) -> tuple[Bench, RecordingAcceptor]:
-    """Return an engine that records the calls of runtime and acceptor, drains and commits."""
+def recorded(depth: int, is_remote: bool, rows: int = 4) -> tuple[Bench, RecordingAdvancer]:
+    """Return an engine that records the calls of runtime and advancer, drains and commits."""
     bench = Bench(depth, rows)
     calls, commit = bench.runtime.calls, bench.scheduler.commit
 
-    def record(plan: StepPlan, result: StepResult, settled: Set[int] = frozenset()) -> SchedulerUpdates:
+    def record(plan: StepPlan, result: StepResult, advanced: Set[int] = frozenset()) -> SchedulerUpdates:
         calls.append(f"commit {plan.step_id}")
-        return commit(plan, result, settled)
+        return commit(plan, result, advanced)
 
     bench.scheduler.commit = record  # type: ignore[method-assign]
     bench.mailbox.on_drain = lambda: calls.append("drain")
-    bench.engine.acceptor = bench.acceptor = acceptor = RecordingAcceptor(bench, is_remote)
-    return bench, acceptor
+    bench.engine.advancer = bench.advancer = advancer = RecordingAdvancer(bench, is_remote)
+    return bench, advancer
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
@@ -86,16 +86,16 @@ def test_depth_one_begins_no_masks() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_without_masks_are_committed_without_the_acceptor(depth: int) -> None:
-    bench, acceptor = recorded(depth, is_remote=True)
+def test_steps_without_masks_are_committed_without_the_advancer(depth: int) -> None:
+    bench, advancer = recorded(depth, is_remote=True)
     bench.submit(1, 4)
     bench.finish()
-    assert acceptor.rows == [] and "finish" not in bench.runtime.calls
+    assert advancer.rows == [] and "finish" not in bench.runtime.calls
 
 
 def test_step_without_masks_before_one_that_waits_for_them() -> None:
     """Its tokens need nobody to accept them; they are collected before commands are read all the same."""
-    bench, acceptor = recorded(2, is_remote=True)
+    bench, advancer = recorded(2, is_remote=True)
     bench.submit(1, 8)
     assert bench.tick_calls() == ["drain", "launch 1", "sample 1"]
     bench.submit(2, 2, "parity")
@@ -103,7 +103,7 @@ def test_step_without_masks_before_one_that_waits_for_them() -> None:
     assert bench.tick_calls() == [
         "collect 1", "drain", "commit 1", "stage 3", "sample 2", "launch 3", "expect", "begin masks 3"
     ]  # fmt: skip
-    assert acceptor.rows == []
+    assert advancer.rows == []
     assert bench.tick_calls()[:3] == ["collect 2", WAITS, "drain"]
 
 
@@ -111,7 +111,7 @@ def test_least_is_that_of_the_rows_that_run() -> None:
     """Both with few rows, where one forced token is worth a jump, and with many."""
     least: set[int] = set()
     for others in (0, 7, 15):
-        bench, acceptor = recorded(2, is_remote=True, rows=20)
+        bench, advancer = recorded(2, is_remote=True, rows=20)
         for number in range(others):
             bench.submit(number, 6)
         bench.submit(100, 6, "parity")
@@ -119,13 +119,13 @@ def test_least_is_that_of_the_rows_that_run() -> None:
             assert not [
                 call for call in bench.tick_calls() if call.startswith("begin l") and call not in (WAITS, ALONE)
             ]
-            least.add(acceptor.least)
+            least.add(advancer.least)
     assert {2, 3, 5} <= least
 
 
 def test_a_failed_row_is_no_concern_of_the_others() -> None:
     """They are accepted together, and masks are begun with."""
-    bench, acceptor = recorded(2, is_remote=True)
+    bench, advancer = recorded(2, is_remote=True)
     bench.runtime.breaks = lambda row: row.seq_id == failing
     bench.submit(1, 6, "parity")
     bench.submit(2, 6, "parity")
@@ -134,8 +134,8 @@ def test_a_failed_row_is_no_concern_of_the_others() -> None:
     failing = max(bench.scheduler.running)
     bench.engine.tick()
     calls = bench.tick_calls()
-    assert calls[:3] == ["collect 1", WAITS, "drain"] and len(acceptor.rows[0]) == 2
-    assert acceptor.num_settled == 1
+    assert calls[:3] == ["collect 1", WAITS, "drain"] and len(advancer.rows[0]) == 2
+    assert advancer.num_advanced == 1
     bench.finish()
     assert bench.mailbox.received[CLIENT, 1] == reference([3, 4, 5], 6, frozenset(), 0, FakeConstraint("parity"))
     assert bench.mailbox.received[CLIENT, 2] == [] and bench.at_rest()
@@ -143,7 +143,7 @@ def test_a_failed_row_is_no_concern_of_the_others() -> None:
 
 def test_an_abort_between_collect_and_commit_ends_its_request_once() -> None:
     """The step's token for it is not sent; its neighbour gets all of its own."""
-    bench, acceptor = recorded(2, is_remote=True)
+    bench, advancer = recorded(2, is_remote=True)
     for request_id in (1, 2):
         bench.submit(request_id, 6, "parity")
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_an_abort_between_collect_and_commit_ends_its_request_once() -> None:
     bench.say(Abort([1]))
     assert bench.tick_calls()[:3] == ["collect 1", WAITS, "drain"]
     assert bench.outcome(1) == Finished(1, FinishReason.ABORT)
-    assert len(acceptor.rows[0]) == 2 and bench.mailbox.received[CLIENT, 1] == []
+    assert len(advancer.rows[0]) == 2 and bench.mailbox.received[CLIENT, 1] == []
     assert len(bench.mailbox.received[CLIENT, 2]) == 1
     bench.finish()
     assert bench.mailbox.received[CLIENT, 2] == reference([3, 4, 5], 6, frozenset(), 0, FakeConstraint("parity"))
@@ -171,9 +171,9 @@ class Arrivals:
 
     def arrive(self) -> None:
         bench, random = self.bench, self.random
-        if bench.acceptor.begun is None and bench.scheduler.num_open:
+        if bench.advancer.begun is None and bench.scheduler.num_open:
             return
-        self.num_between += bench.acceptor.begun is not None
+        self.num_between += bench.advancer.begun is not None
         if self.asked and random.random() < 0.3:
             self.aborted.update(ids := random.sample(sorted(self.asked), min(len(self.asked), 2)))
             bench.say(Abort(ids))
@@ -187,13 +187,13 @@ class Arrivals:
 def test_nothing_is_lost_where_commands_arrive_between_collect_and_commit(is_remote: bool) -> None:
     num_between = num_aborted = 0
     for seed in range(12 * EFFORT):
-        random, (bench, acceptor) = Random(seed), recorded(2, is_remote, rows=6)
-        acceptor.settles = lambda random=random: random.random() < 0.8
+        random, (bench, advancer) = Random(seed), recorded(2, is_remote, rows=6)
+        advancer.advances = lambda random=random: random.random() < 0.8
         arrivals = Arrivals(bench, random)
         bench.mailbox.on_drain = arrivals.arrive
         while len(arrivals.asked) < 30:
             bench.engine.tick()
-            assert acceptor.begun is None, "a tick that ended before its commit"
+            assert advancer.begun is None, "a tick that ended before its commit"
         bench.finish()
         for number, (max_tokens, grammar) in arrivals.asked.items():
             constraint = None if grammar is None else FakeConstraint(grammar)

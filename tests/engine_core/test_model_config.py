@@ -243,7 +243,5 @@ def test_a_config_may_have_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"GPT2LMHeadModel is not supported; .* Llama 2 and 3, .*FAMILIES\.md"
-    ):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not supported; .* Llama 2 and 3, .*FAMILIES\.md"):
         read(tmp_path, architectures=["GPT2LMHeadModel"], vocab_size=..., hidden_act="unheard of")

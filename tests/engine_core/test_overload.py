@@ -98,7 +98,7 @@ class Overload:
         self.answers[prompt] = max(known, tokens, key=len)
 
 
-def settled_bytes() -> int:
+def bytes_at_rest() -> int:
     gc.collect()
     return psutil.Process().memory_info().rss
 
@@ -106,9 +106,9 @@ def settled_bytes() -> int:
 def test_overload_leaves_nothing_behind() -> None:
     overload = Overload(random_model(), seed=3)
     overload.run(STEPS // 3)
-    before, objects = settled_bytes(), len(gc.get_objects())
+    before, objects = bytes_at_rest(), len(gc.get_objects())
     overload.run(STEPS - STEPS // 3)
-    grown, more = settled_bytes() - before, len(gc.get_objects()) - objects
+    grown, more = bytes_at_rest() - before, len(gc.get_objects()) - objects
     scheduler, stats = overload.driven.scheduler, overload.driven.engine.stats
     memory = scheduler.memory
     print(

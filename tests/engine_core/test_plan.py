@@ -77,7 +77,7 @@ KINDS = (
     row(samples=False),
     row(length=3),
     ScheduledSequence(2, 2, 5, tokens=b"\1\0\0\0"),
-    ScheduledSequence(2, 2, 5, targets=b"\1\0\0\0"),
+    ScheduledSequence(2, 2, 5, prompt_logprob_ids=b"\1\0\0\0"),
 )
 """Rows of every kind, the steady ones first."""
 NUM_STEADY_KINDS = 3
@@ -87,7 +87,7 @@ KINDS_OF_ROWS = st.lists(st.integers(0, len(KINDS) - 1), max_size=6)
 @given(KINDS_OF_ROWS)
 def test_steady_rows_end_before_the_first_row_of_another_kind(kinds: list[int]) -> None:
     found = plan(*[KINDS[kind] for kind in kinds])
-    others = [place for place, kind in enumerate(kinds) if kind >= NUM_STEADY_KINDS]
+    others = [index for index, kind in enumerate(kinds) if kind >= NUM_STEADY_KINDS]
     assert found.num_steady == (others[0] if others else len(kinds))
     assert (*found.steady_rows, *found.other_rows) == found.rows
     assert found.is_decode_only is (not others)

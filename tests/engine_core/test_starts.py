@@ -51,13 +51,13 @@ def test_start_of_a_request_that_lost_an_engine_has_left_the_process_before_the_
     bench = Bench(2)
     bench.submit(1, 3)
     bench.finish()
-    assert bench.mailbox.num_settled == 0
+    assert bench.mailbox.num_sent_waits == 0
     bench.say(Submit(2, pack_ids([10, 11]), SamplingParams(3, ignore_eos=True), lost_engines=1))
     bench.runtime.calls.clear()
     bench.mailbox.on_await_sent = lambda: bench.runtime.calls.append("await sent")
     bench.finish()
     assert bench.runtime.calls[0] == "await sent"
-    assert bench.mailbox.num_settled == 1
+    assert bench.mailbox.num_sent_waits == 1
 
 
 def test_rows_of_a_frontend_that_is_gone_at_its_start_serve_others_in_the_same_tick() -> None:

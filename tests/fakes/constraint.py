@@ -89,9 +89,9 @@ class FakeFiller:
         return None
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
-        for constraint, place in masks:
+        for constraint, index in masks:
             bits = sum(1 << token for token in range(1, VOCAB) if own(constraint).allows(token))
-            out[place] = np.frombuffer(bits.to_bytes(out.shape[1] * 4, "little"), dtype=np.int32)
+            out[index] = np.frombuffer(bits.to_bytes(out.shape[1] * 4, "little"), dtype=np.int32)
 
 
 class FakeCompiler:
@@ -126,16 +126,17 @@ class FakeCompiler:
         self.closed = True
 
 
-class FakeAcceptor:
-    """Fake of `contracts.GrammarAdvancer`: settles those of the sequences that it may and that `settles()` chooses."""
+class FakeAdvancer:
+    """Fake of `contracts.GrammarAdvancer`: advances those of the sequences that it may and that `advances()`
+    chooses."""
 
-    def __init__(self, settles: Callable[[], bool] = lambda: True, is_remote: bool = False) -> None:
-        self.settles = settles
+    def __init__(self, advances: Callable[[], bool] = lambda: True, is_remote: bool = False) -> None:
+        self.advances = advances
         self.is_remote = is_remote
         """Whether it says that others than the loop's thread are at work."""
         self.begun: list[tuple[int, Constraint, int]] | None = None
         self.least = 1
-        self.num_settled = 0
+        self.num_advanced = 0
         self.expected: tuple[Masks, ArrivingTokens] | None = None
         """Masks of which others know where the tokens arrive."""
 
@@ -156,16 +157,16 @@ class FakeAcceptor:
 
     def finish(self) -> Set[int]:
         assert self.begun is not None, "finished before it has begun"
-        begun, self.begun, settled = self.begun, None, set()
+        begun, self.begun, advanced = self.begun, None, set()
         for row, constraint, token in begun:
             ahead = copy(own(constraint))
             ahead.queue = list(ahead.queue)
             goes_on = ahead.accept(token) and not ahead.is_complete and len(ahead.fast_forward_tokens()) < self.least
-            if goes_on and self.settles():
+            if goes_on and self.advances():
                 constraint.accept(token)
-                settled.add(row)
-        self.num_settled += len(settled)
-        return settled
+                advanced.add(row)
+        self.num_advanced += len(advanced)
+        return advanced
 
 
 def own(constraint: Constraint) -> FakeConstraint:

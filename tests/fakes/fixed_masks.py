@@ -30,15 +30,15 @@ class ReplayingFiller:
 
     def begin(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         self.inner.begin(
-            [(constraint, place) for constraint, place in masks if not isinstance(constraint, FixedMask)], out
+            [(constraint, index) for constraint, index in masks if not isinstance(constraint, FixedMask)], out
         )
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
-        for constraint, place in masks:
+        for constraint, index in masks:
             if isinstance(constraint, FixedMask):
-                out[place] = constraint.words
+                out[index] = constraint.words
             else:
-                self.inner.fill([(constraint, place)], out)
+                self.inner.fill([(constraint, index)], out)
 
 
 def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
@@ -46,4 +46,4 @@ def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
     if masks is None:
         return None
     assert slot.plan is not None
-    return [(row, FixedMask(slot.masks_view[place].copy())) for row, place in mask_indices(slot.plan).items()]
+    return [(row, FixedMask(slot.masks_view[index].copy())) for row, index in mask_indices(slot.plan).items()]

@@ -31,7 +31,7 @@ class FakeMailbox:
         self.on_flush: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self.on_await_sent: Callable[[], None] = lambda: None
-        self.num_settled = self.num_announced = 0
+        self.num_sent_waits = self.num_announced = 0
         self._pending: set[bytes] = set()
 
     @property
@@ -81,7 +81,7 @@ class FakeMailbox:
 
     def await_sent(self) -> None:
         assert not self._pending, "flush before"
-        self.num_settled += 1
+        self.num_sent_waits += 1
         self.on_await_sent()
 
     def flush(self, step_id: int) -> dict[bytes, str]:

@@ -135,7 +135,7 @@ def interpreted_parts(_kind: str) -> CudaParts:
 
 @contextmanager
 def oracle_attention() -> Iterator[None]:
-    """Put the oracles in the place of the kernels that a forward pass launches itself."""
+    """Put the oracles instead of the kernels that a forward pass launches itself."""
     kernels = {"paged_decode": _paged_decode, "paged_prefill": _paged_prefill}
     inputs = {
         "decode_inputs": lambda *given, **_launch: decode_inputs_reference(*given),

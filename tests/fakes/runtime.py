@@ -80,7 +80,9 @@ class FakeRuntime:
         self.uploads = 0
         states = self.states[slot] = []
         for row in plan.rows:
-            assert plan.logprobs >= 0 or not row.targets, f"{row} is scored in a step that wants no log-probabilities"
+            assert plan.logprobs >= 0 or not row.prompt_logprob_ids, (
+                f"{row} is scored in a step that wants no log-probabilities"
+            )
             states.append(self._forward(row))
             scored += self._scored(row, plan.logprobs)
         self.launched[slot] = plan
@@ -168,7 +170,7 @@ class FakeRuntime:
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """Return the records of a row's scored positions; their targets must be the prompt's tokens."""
-        targets = array("i", row.targets)
+        targets = array("i", row.prompt_logprob_ids)
         later = array("i", row.tokens)[row.skipped + 1 :]
         assert targets[: len(later)] == later[: len(targets)], f"{row} is scored at tokens that are not its prompt's"
         return [logprob_record(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]

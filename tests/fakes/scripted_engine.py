@@ -38,7 +38,7 @@ from tandem.engine_core.wire.leases import Leases
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
 from tandem.protocol.model_folder import template_fingerprint
-from tests.fakes.constraint import FakeAcceptor, FakeCompiler
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_MODEL = ROOT / "engine_core" / "default_model"
@@ -249,7 +249,7 @@ def build_engine(options: EngineOptions, mailbox: Mailbox, status: Status) -> En
         stats=status.stats,
         clock=time.monotonic,
         stage_clock=time.monotonic,
-        acceptor=FakeAcceptor(),
+        advancer=FakeAdvancer(),
     )
     assert isinstance(engine, ScriptedEngine)
     engine.script = script
@@ -271,7 +271,7 @@ def _end_ids(config: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    """Run the engine core's own program with the scripted model in the place of a real one."""
+    """Run the engine core's own program with the scripted model instead of a real one."""
     script = Script.from_environment()
     if script.protocol_version is not None:
         control.PROTOCOL_VERSION = script.protocol_version

@@ -18,7 +18,7 @@ from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.protocol.commands import Abort
 from tandem.protocol.params import SamplingParams
-from tests.fakes.constraint import FakeAcceptor, FakeCompiler, FakeFiller
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.support.engine_driver import CLIENT, DrivenEngine
 
@@ -129,7 +129,7 @@ def constraining(engine: Engine) -> None:
     """Give the engine constraints that need no grammar and can be replayed. Call it before the first tick."""
     assert isinstance(engine.runtime, TorchRuntime)
     engine.compiler = engine.control.compiler = FakeCompiler()
-    engine.acceptor = FakeAcceptor(is_remote=True)
+    engine.advancer = FakeAdvancer(is_remote=True)
     engine.runtime.filler = ReplayingFiller(FakeFiller())
 
 

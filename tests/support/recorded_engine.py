@@ -15,7 +15,7 @@ from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAcceptor, FakeCompiler
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -70,7 +70,7 @@ class Bench:
         self.scheduler = Scheduler(RowGate(rows), self.memory, SchedulerLimits(64, 64, 50))
         self.mailbox, self.clock, self.stats = FakeMailbox(), FakeClock(), new_stats()
         facts = ModelFacts("fake", VOCAB, 64, [END], "", "cpu", "float32", 0)
-        self.compiler, self.acceptor = FakeCompiler(), FakeAcceptor()
+        self.compiler, self.advancer = FakeCompiler(), FakeAdvancer()
         limits = Limits(rows, 0, 4, 64, 50)
         self.engine = Engine.assemble(
             self.scheduler,
@@ -84,7 +84,7 @@ class Bench:
             stats=self.stats,
             clock=self.clock,
             stage_clock=self.clock,
-            acceptor=self.acceptor,
+            advancer=self.advancer,
         )
         self.control = self.engine.control
         self.say(Hello(PROTOCOL_VERSION, EPOCH, "test"))

@@ -1,4 +1,4 @@
-"""Steps of one matcher on a worker, as `TokenAcceptor` and `MaskBuilder` begin them for many."""
+"""Steps of one matcher on a worker, as `BatchAdvancer` and `MaskBuilder` begin them for many."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ def begin_accept(matcher: RemoteMatcher, token: int) -> None:
     _begin(matcher, ACCEPT, token)
 
 
-def begin_mask(matcher: RemoteMatcher, place: int) -> None:
-    _begin(matcher, MASK, place)
+def begin_mask(matcher: RemoteMatcher, index: int) -> None:
+    _begin(matcher, MASK, index)
 
 
 def _begin(matcher: RemoteMatcher, operation: int, value: int) -> None:

@@ -24,7 +24,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import NO_LIMIT, Failure, Limits, ModelFacts
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAcceptor, FakeCompiler
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler
 from tests.fakes.mailbox import FakeMailbox
 from tests.fakes.model import END, VOCAB
 from tests.fakes.runtime import FakeRuntime
@@ -85,8 +85,8 @@ class World:
         self.operators = random.Random(f"operators of {seed}")
         self.shape = shape
         self.clock = FakeClock()
-        choices = random.Random(f"acceptor of {seed}")
-        self.acceptor = FakeAcceptor(lambda: choices.random() < 0.8, is_remote=choices.random() < 0.5)
+        choices = random.Random(f"advancer of {seed}")
+        self.advancer = FakeAdvancer(lambda: choices.random() < 0.8, is_remote=choices.random() < 0.5)
         self._build(random.Random(seed))
         self.scheduler.masks = self._check_masks  # type: ignore[method-assign]
         self.requests = Traffic(rng, shape).requests(rng.randint(1, shape.requests))
@@ -160,7 +160,7 @@ class World:
             stats=new_stats(),
             clock=self.clock,
             stage_clock=self.clock,
-            acceptor=self.acceptor,
+            advancer=self.advancer,
         )
         self.pipeline = self.engine.pipeline
 

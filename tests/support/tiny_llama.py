@@ -37,7 +37,7 @@ from tandem.protocol.events import Failure, Finished, Limits, ModelFacts
 from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
-from tests.fakes.constraint import FakeAcceptor, FakeCompiler, FakeConstraint, FakeFiller
+from tests.fakes.constraint import FakeAdvancer, FakeCompiler, FakeConstraint, FakeFiller
 from tests.fakes.fixed_masks import ReplayingFiller, as_filled
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.kv_pool import kv_memory
@@ -268,7 +268,7 @@ class TinyEngine:
             stats=stats,
             clock=clock,
             stage_clock=clock,
-            acceptor=FakeAcceptor(is_remote=True),
+            advancer=FakeAdvancer(is_remote=True),
         )
         self.control = self.engine.control
         self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "test")))

@@ -27,7 +27,7 @@ AWAKE_SECONDS = 0.005
 ASLEEP_SECONDS = 0.05
 """Time after which a sleeping worker looks by itself."""
 
-_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _ENDING, _UNSETTLED, _HEADER_WORDS = range(9)
+_POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _ENDING, _FLAGGED, _HEADER_WORDS = range(9)
 _FORCED_WORDS = 1 + MAX_FORCED
 _OPERATIONS = 8 * _HEADER_WORDS
 _FLAGS = _OPERATIONS + 12 * MAX_OPERATIONS
@@ -37,8 +37,8 @@ _SIZE = _FORCED + 4 * _FORCED_WORDS * MAX_SLOTS
 
 OPEN, CLOSE, ACCEPT, EXPECT, MASK, DROP, TAKE = range(7)
 """Operations, each with two numbers, of which the first is a slot: put a copy of the matcher of a grammar, the second
-number, into the slot; empty it; let its matcher accept a token; let it accept the token that the device writes to a
-place of `MaskMemory`, once it has arrived; write its mask to such a place. DROP forgets a grammar, the first number.
+number, into the slot; empty it; let its matcher accept a token; let it accept the token that the device writes to an
+index of `MaskMemory`, once it has arrived; write its mask to such an index. DROP forgets a grammar, the first number.
 TAKE is ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the flags: members of an
 enumeration take a microsecond to combine.
 """
@@ -110,12 +110,12 @@ class Channel:
         self._seen = header[_POSTED]
         return self._operations[: 3 * header[_COUNT]]
 
-    def add_unsettled(self, count: int) -> None:
-        """Count unsettled tokens of the batch, as the worker.
+    def add_flagged(self, count: int) -> None:
+        """Count flagged tokens of the batch, as the worker.
 
         Those are tokens after which the flags do not say just that they were accepted.
         """
-        self._header[_UNSETTLED] += count
+        self._header[_FLAGGED] += count
 
     def finish_accepting(self) -> None:
         """Say as the worker that all results of the batch but masks are written."""
@@ -136,9 +136,9 @@ class Channel:
         return self._header[_REFUSED]
 
     @property
-    def num_unsettled(self) -> int:
-        """Number of unsettled tokens of all batches, as of `add_unsettled`."""
-        return self._header[_UNSETTLED]
+    def num_flagged(self) -> int:
+        """Number of flagged tokens of all batches, as of `add_flagged`."""
+        return self._header[_FLAGGED]
 
     @property
     def num_ending(self) -> int:

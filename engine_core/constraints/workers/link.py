@@ -65,7 +65,7 @@ class WorkerLink:
         """Number of the worker in its pool."""
         self.is_lost = False
         """True once the worker is gone; what it knew is lost."""
-        self._num_refused = self._num_ending = self._num_unsettled = 0
+        self._num_refused = self._num_ending = self._num_flagged = 0
         """The channel's numbers when they were asked for last."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called once the worker is given up."""
@@ -216,10 +216,10 @@ class WorkerLink:
         before, self._num_ending = self._num_ending, self.channel.num_ending
         return self._num_ending != before
 
-    def take_unsettled(self) -> bool:
-        """Return whether there were unsettled tokens since the last call."""
-        before, self._num_unsettled = self._num_unsettled, self.channel.num_unsettled
-        return self._num_unsettled != before
+    def take_flagged(self) -> bool:
+        """Return whether there were flagged tokens since the last call."""
+        before, self._num_flagged = self._num_flagged, self.channel.num_flagged
+        return self._num_flagged != before
 
     def _wait(self, is_over: Callable[[Channel], bool]) -> None:
         channel, polls, since = self.channel, 0, 0.0

@@ -1,4 +1,4 @@
-"""Arrays of masks that the workers write in place, and of tokens that they read."""
+"""Arrays of masks that the workers write directly, and of tokens that they read."""
 
 import mmap
 import os
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 
-_PLACE_BITS = 20
-"""Bits of a place that hold the index of its mask; those above hold the number of the array."""
-_INDEX = (1 << _PLACE_BITS) - 1
+_INDEX_BITS = 20
+"""Bits of an index that hold the index of a mask or token in its array; the bits above hold the number of the array."""
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
 MAX_FOUND = 32
-"""Views whose places are remembered. An engine has two for each slot."""
+"""Views that are remembered. An engine has two for each slot."""
 _BITS = np.left_shift(1, np.arange(32, dtype=np.uint32), dtype=np.uint32).view(np.int32)
 """Word with each bit of a mask's word."""
 
@@ -44,21 +44,21 @@ class MaskMemory:
         return array
 
     def find(self, view: Ints | memoryview) -> int | None:
-        """Return what `place` does, None for an array that is not of this memory."""
+        """Return what `first_index` does, None for an array that is not of this memory."""
         known = self._found.get(id(view))
         if known is not None and known[0] is view:
             return known[1]
         address = np.asarray(view).ctypes.data
-        found = self._addresses.index(address) << _PLACE_BITS if address in self._addresses else None
+        found = self._addresses.index(address) << _INDEX_BITS if address in self._addresses else None
         if len(self._found) >= MAX_FOUND:
             self._found.clear()
         self._found[id(view)] = view, found
         return found
 
-    def place(self, array: Ints) -> int:
-        """Return what a worker knows an array's first mask or token by.
+    def first_index(self, array: Ints) -> int:
+        """Return the index of an array's first mask or token, as workers use it.
 
-        The others follow.
+        Those of the others follow.
 
         Raises ValueError for an array that is not of this memory.
         """
@@ -93,26 +93,28 @@ class MappedMasks:
         self._addresses = [array.ctypes.data for array in self._arrays]
         self._end_words, self._end_bits = bits_of(end_ids)
 
-    def may_end(self, places: Sequence[int]) -> bool:
+    def may_end(self, indices: Sequence[int]) -> bool:
         """Return whether one of some masks allows an end id."""
         for number, array in enumerate(self._arrays):
-            rows = np.array([place & _INDEX for place in places if place >> _PLACE_BITS == number], dtype=np.int64)
+            rows = np.array(
+                [index & _INDEX_MASK for index in indices if index >> _INDEX_BITS == number], dtype=np.int64
+            )
             if (array[rows[:, None] * (self.row_bytes // 4) + self._end_words] & self._end_bits).any():
                 return True
         return False
 
-    def write_one(self, place: int, token: int) -> None:
+    def write_one(self, index: int, token: int) -> None:
         """Write a mask that allows one token."""
         words = self.row_bytes // 4
-        first = (place & _INDEX) * words
-        mask = self._arrays[place >> _PLACE_BITS][first : first + words]
+        first = (index & _INDEX_MASK) * words
+        mask = self._arrays[index >> _INDEX_BITS][first : first + words]
         mask[:] = 0
         mask[token // 32] = _BITS[token % 32]
 
-    def token(self, place: int) -> int:
-        """Return what an array of tokens holds at a place."""
-        return self._words[place >> _PLACE_BITS][place & _INDEX]
+    def token(self, index: int) -> int:
+        """Return the token at an index."""
+        return self._words[index >> _INDEX_BITS][index & _INDEX_MASK]
 
-    def address(self, place: int) -> int:
-        """Return the address of a mask by its place."""
-        return self._addresses[place >> _PLACE_BITS] + (place & _INDEX) * self.row_bytes
+    def address(self, index: int) -> int:
+        """Return the address of a mask."""
+        return self._addresses[index >> _INDEX_BITS] + (index & _INDEX_MASK) * self.row_bytes

@@ -172,10 +172,10 @@ class WorkerPool:
         slots = ordered & MAX_SLOTS - 1
         links = self._links
         bounds = [number << SLOT_BITS for link in links for number in (link.number, link.number + 1)]
-        places = np.searchsorted(ordered, bounds).tolist()
+        offsets = np.searchsorted(ordered, bounds).tolist()
         parts = [
             PlacedPart(link, order[start:end], slots[start:end], start, end)
-            for link, start, end in zip(links, places[0::2], places[1::2], strict=True)
+            for link, start, end in zip(links, offsets[0::2], offsets[1::2], strict=True)
             if start < end
         ]
         return Shares(ids.tobytes(), order, slots, parts)

@@ -73,7 +73,7 @@ class Worker:
         self._debts: dict[int, float] = {}
         """Time of each slot's costly masks that no cheap ones have paid for, in seconds."""
         self._written: list[int] = []
-        """Places of the masks of the last batch that were written."""
+        """Indices of the masks of the last batch that were written."""
         self._slow: set[int] = set()
         """Grammars of which masks took too long."""
 
@@ -95,14 +95,14 @@ class Worker:
         """
         matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
-        since, num_masks, num_unsettled = clock(), 0, 0
+        since, num_masks, num_flagged = clock(), 0, 0
         give_up = since + BATCH_SECONDS
         for kind, slot, value in zip(operations[0::3], operations[1::3], operations[2::3], strict=True):
             if kind == MASK:
                 if not num_masks:
-                    channel.add_unsettled(num_unsettled)
+                    channel.add_flagged(num_flagged)
                     channel.finish_accepting()
-                    since, num_unsettled = clock(), 0
+                    since, num_flagged = clock(), 0
                 num_masks += 1
                 if since < give_up and self._write_mask(slot, value, since):
                     written.append(value)
@@ -121,7 +121,7 @@ class Worker:
                 # What follows a forced token is known, and takes long to compute.
                 if not accepted or not channel.drop_forced(slot, value):
                     self._write_state(slot, matcher, ACCEPTED if accepted else 0)
-                num_unsettled += channel.flags[slot] != ACCEPTED
+                num_flagged += channel.flags[slot] != ACCEPTED
             elif kind == TAKE:
                 matchers[slot].consume_token(value)
                 channel.flags[slot] = ACCEPTED
@@ -135,17 +135,17 @@ class Worker:
             else:
                 del self.grammars[slot]
                 self._slow.discard(slot)
-        channel.add_unsettled(num_unsettled)
+        channel.add_flagged(num_flagged)
         return num_masks - len(written)
 
-    def _await_token(self, place: int) -> tuple[int, bool]:
+    def _await_token(self, index: int) -> tuple[int, bool]:
         """Return a token that the device has written, and whether it was waited for."""
-        token, since = self.masks.token(place), 0.0
+        token, since = self.masks.token(index), 0.0
         while token == PENDING_TOKEN:
             since = since or time.monotonic()
             is_soon = time.monotonic() < since + AWAKE_SECONDS
             time.sleep(0 if is_soon else NAP_SECONDS)  # lets other threads run
-            token = self.masks.token(place)
+            token = self.masks.token(index)
         return token, since > 0
 
     def _write_state(self, slot: int, matcher: LLMatcher, flags: int) -> None:
@@ -165,7 +165,7 @@ class Worker:
                     flags |= FAILED
         self.channel.flags[slot] = flags
 
-    def _write_mask(self, slot: int, place: int, start: float) -> bool:
+    def _write_mask(self, slot: int, index: int, start: float) -> bool:
         """Write a mask unless its grammar is slow, and return whether it is good.
 
         start: time now, in seconds.
@@ -177,10 +177,10 @@ class Worker:
             return False
         if flags & FORCES:
             # Nothing else is allowed then, and computing that takes long.
-            self.masks.write_one(place, self.channel.next_forced(slot))
+            self.masks.write_one(index, self.channel.next_forced(slot))
             return True
         matcher = self._matchers[slot]
-        matcher.unsafe_compute_mask_ptr(self.masks.address(place), self.masks.row_bytes)
+        matcher.unsafe_compute_mask_ptr(self.masks.address(index), self.masks.row_bytes)
         took, debt = self.clock() - start, self._debts.get(slot, 0.0)
         if took > FREE_SECONDS or debt:
             self._debts[slot] = debt = debt + took if took > FREE_SECONDS else max(0.0, debt + took - FREE_SECONDS)

@@ -46,8 +46,8 @@ def test_fill_writes_each_mask_into_its_row_only(grammars: Grammars, mask_builde
     mask_builder.fill(wanted, out)
     for index, letter in enumerate("abcdefghijkl"):
         assert allowed(out[39 - 3 * index]) == tokenizer.tokenize_str(letter)
-    taken = {place for _, place in wanted}
-    assert all((out[place] == UNTOUCHED).all() for place in range(40) if place not in taken)
+    taken = {index for _, index in wanted}
+    assert all((out[index] == UNTOUCHED).all() for index in range(40) if index not in taken)
     assert mask_builder.stats.mask_rows == 12
 
 
@@ -161,9 +161,9 @@ def test_masks_that_a_worker_does_not_write_are_computed_here(
     else:
         monkeypatch.setattr("tandem.engine_core.constraints.workers.worker.SLOW_SECONDS", -1.0)
     for _ in range(2):
-        mask_builder.fill([(each, place) for place, each in enumerate(held, 1)], out)
-        for place, (each, token) in enumerate(zip(held, tokens, strict=True), 1):
-            assert token in allowed(out[place]) and not set(ENDS) & set(allowed(out[place]))
+        mask_builder.fill([(each, index) for index, each in enumerate(held, 1)], out)
+        for index, (each, token) in enumerate(zip(held, tokens, strict=True), 1):
+            assert token in allowed(out[index]) and not set(ENDS) & set(allowed(out[index]))
             assert each.remote is None and each.accept(token)
     assert link.num_open == 0
 
@@ -180,10 +180,10 @@ def test_masks_of_many_rows_are_those_of_matchers_compiled_alone(
     alone = [LLMatcher(grammars.prepare(), text, log_level=0) for _ in range(rows)]
     out = masks(rows)
     for _ in range(steps):
-        places = random.sample(range(rows), rows)
-        mask_builder.fill(list(zip(held, places, strict=True)), out)
+        indices = random.sample(range(rows), rows)
+        mask_builder.fill(list(zip(held, indices, strict=True)), out)
         for row, (constraint, reference) in enumerate(zip(held, alone, strict=True)):
-            mask = out[places[row]]
+            mask = out[indices[row]]
             assert mask.tobytes() == reference.compute_bitmask(), f"{name}, row {row}"
             token = random.choice(allowed(mask))
             assert constraint.accept(token) and reference.consume_token(token)

@@ -9,9 +9,9 @@ import pytest
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import CompiledGrammar, GrammarConstraint, Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
-from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.channel import MASK
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
@@ -49,12 +49,12 @@ class Site:
         self.pool = WorkerPool(2, lambda: next(starts))
         clock = FakeClock()
         self.builder = MaskBuilder(ENDS, new_stats(), clock, lambda: 0.0, workers=self.pool, memory=self.memory)
-        self.acceptor = TokenAcceptor(self.pool)
+        self.advancer = BatchAdvancer(self.pool)
         self.compiled = grammars.compile(REGEX)
         self.here = grammars.compile(REGEX)
         """The same grammar, which no worker has."""
         self.last = InternedList[tuple[Constraint, int]]()
-        """The last masks that were placed; those that equal them are the same object."""
+        """The last masks that were indexed; those that equal them are the same object."""
         self.posted: list[list[int]] = []
         """Places of the masks in each batch that was posted."""
         for link in self.links:
@@ -67,38 +67,38 @@ class Site:
     def followed(self, compiled: CompiledGrammar) -> AdvanceBatch:
         return AdvanceBatch(compiled.constraint(ignore_ends=False), self.compiled.first.deep_copy())
 
-    def placed(self, held: dict[int, AdvanceBatch]) -> InternedList[tuple[Constraint, int]]:
-        masks = InternedList[tuple[Constraint, int]]((each.constraint, place) for place, each in held.items())
+    def indexed(self, held: dict[int, AdvanceBatch]) -> InternedList[tuple[Constraint, int]]:
+        masks = InternedList[tuple[Constraint, int]]((each.constraint, index) for index, each in held.items())
         if masks != self.last:
             self.last = masks
         return self.last
 
     def begin(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
         out[:] = UNTOUCHED
-        self.builder.begin(self.placed(held), out)
+        self.builder.begin(self.indexed(held), out)
 
     def check(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
-        """Fill the masks at these places and compare them with those of the matchers alone."""
-        self.builder.fill(self.placed(held), out)
-        for place, each in held.items():
-            assert out[place].tolist() == mask_of(each.alone, WORDS), place
+        """Fill the masks at these indices and compare them with those of the matchers alone."""
+        self.builder.fill(self.indexed(held), out)
+        for index, each in held.items():
+            assert out[index].tolist() == mask_of(each.alone, WORDS), index
 
     def _record(self, link: InlineLink) -> None:
         post = link.inline.post
 
         def record(operations: "memoryview[int]") -> None:
             numbers = list(operations)
-            places = [numbers[index + 2] for index in range(0, len(numbers), 3) if numbers[index] == MASK]
-            self.posted.append(sorted(places))
+            indices = [numbers[index + 2] for index in range(0, len(numbers), 3) if numbers[index] == MASK]
+            self.posted.append(sorted(indices))
             post(operations)  # type: ignore[arg-type]
 
         link.inline.post = record  # type: ignore[method-assign,assignment]
 
     def masks_posted(self) -> list[int]:
-        """Return the places of the masks that were posted since the last call."""
-        places = sorted(place for batch in self.posted for place in batch)
+        """Return the indices of the masks that were posted since the last call."""
+        indices = sorted(index for batch in self.posted for index in batch)
         self.posted.clear()
-        return places
+        return indices
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def site(grammars: Grammars) -> Iterator[Site]:
 
 
 def mixed(site: Site, count: int = 6) -> dict[int, AdvanceBatch]:
-    """Return constraints by place: in turn on the first worker, on the second, and here."""
+    """Return constraints by index: in turn on the first worker, on the second, and here."""
     site.spread()
     site.spread()
     held = {
@@ -120,20 +120,20 @@ def mixed(site: Site, count: int = 6) -> dict[int, AdvanceBatch]:
     return held
 
 
-def remote_places(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> list[int]:
-    first = site.memory.place(out)
-    return sorted(first + place for place, each in held.items() if each.constraint.remote is not None)
+def remote_indices(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> list[int]:
+    first = site.memory.first_index(out)
+    return sorted(first + index for index, each in held.items() if each.constraint.remote is not None)
 
 
 def test_masks_that_were_begun_are_not_asked_for_again(site: Site) -> None:
     held, out = mixed(site), site.outs[1]
     site.begin(held, out)
-    assert site.masks_posted() == remote_places(site, held, out)
-    here = [place for place, each in held.items() if each.constraint.remote is None]
-    assert all((out[place] == UNTOUCHED).all() for place in here)
+    assert site.masks_posted() == remote_indices(site, held, out)
+    here = [index for index, each in held.items() if each.constraint.remote is None]
+    assert all((out[index] == UNTOUCHED).all() for index in here)
     site.check(held, out)
     assert site.masks_posted() == []
-    untouched = [place for place in range(ROWS) if place not in held]
+    untouched = [index for index in range(ROWS) if index not in held]
     assert (out[untouched] == UNTOUCHED).all()
 
 
@@ -148,7 +148,7 @@ def test_masks_are_begun_anew_for_each_fill(site: Site) -> None:
         assert each.constraint.accept(letter) and each.alone.consume_token(letter)
     site.masks_posted()
     site.check(held, out)
-    assert site.masks_posted() == remote_places(site, held, out)
+    assert site.masks_posted() == remote_indices(site, held, out)
 
 
 def test_fewer_masks_than_were_begun(site: Site) -> None:
@@ -161,17 +161,17 @@ def test_fewer_masks_than_were_begun(site: Site) -> None:
 
 
 def test_masks_of_others_than_were_begun_are_computed_after_all(site: Site) -> None:
-    """Another constraint has come to the place, or to one that nothing was begun for."""
+    """Another constraint has come to the index, or to one that nothing was begun for."""
     held, out = mixed(site), site.outs[0]
     (letter,) = site.grammars.prepare().tokenize_str("b")
     site.begin(held, out)
     site.masks_posted()
-    taken, free = next(iter(held)), next(place for place in range(ROWS) if place not in held)
+    taken, free = next(iter(held)), next(index for index in range(ROWS) if index not in held)
     held |= {taken: site.followed(site.compiled), free: site.followed(site.compiled)}
     assert held[taken].constraint.accept(letter) and held[taken].alone.consume_token(letter)
     site.masks_posted()
     site.check(held, out)
-    assert site.masks_posted() == sorted([site.memory.place(out) + taken, site.memory.place(out) + free])
+    assert site.masks_posted() == sorted([site.memory.first_index(out) + taken, site.memory.first_index(out) + free])
 
 
 def test_masks_begun_in_another_array_do_not_count(site: Site) -> None:
@@ -180,13 +180,13 @@ def test_masks_begun_in_another_array_do_not_count(site: Site) -> None:
     site.masks_posted()
     site.outs[1][:] = UNTOUCHED
     site.check(held, site.outs[1])
-    assert site.masks_posted() == remote_places(site, held, site.outs[1])
+    assert site.masks_posted() == remote_indices(site, held, site.outs[1])
 
 
 def test_masks_of_one_object_that_were_begun_in_another_array_do_not_count(site: Site) -> None:
     site.spread()
     site.spread()
-    held = {place: site.followed(site.compiled) for place in range(6)}
+    held = {index: site.followed(site.compiled) for index in range(6)}
     site.begin(held, site.outs[0])
     site.outs[1][:] = UNTOUCHED
     site.check(held, site.outs[1])
@@ -195,7 +195,7 @@ def test_masks_of_one_object_that_were_begun_in_another_array_do_not_count(site:
 def step(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32], random: Random) -> None:
     """Begin with the masks of a step, check them, and accept a token in each row."""
     site.begin(held, out)
-    assert site.masks_posted() == remote_places(site, held, out)
+    assert site.masks_posted() == remote_indices(site, held, out)
     site.check(held, out)
     assert site.masks_posted() == []
     for each in held.values():
@@ -210,7 +210,7 @@ def test_masks_of_one_object_step_after_step(site: Site) -> None:
     site.spread()
     random = Random(1)
     held = {ROWS - 1 - 2 * number: site.followed(site.compiled) for number in range(5)}
-    masks = site.placed(held)
+    masks = site.indexed(held)
     for number in range(6):
         step(site, held, site.outs[number % 2], random)
     remote = held[ROWS - 1].constraint.remote
@@ -220,29 +220,29 @@ def test_masks_of_one_object_step_after_step(site: Site) -> None:
         link.post_and_wait()
     for number in range(4):
         step(site, held, site.outs[number % 2], random)
-    assert site.placed(held) is masks and held[ROWS - 1].constraint.remote is None
+    assert site.indexed(held) is masks and held[ROWS - 1].constraint.remote is None
 
 
 def test_a_constraint_that_comes_to_a_worker_meanwhile(site: Site) -> None:
-    held = {place: site.followed(site.compiled) for place in range(4)}
+    held = {index: site.followed(site.compiled) for index in range(4)}
     site.begin(held, site.outs[0])
     assert site.masks_posted() == []
     site.spread()
     assert all(each.constraint.remote is not None for each in held.values())
     site.check(held, site.outs[0])
-    assert site.masks_posted() == remote_places(site, held, site.outs[0])
+    assert site.masks_posted() == remote_indices(site, held, site.outs[0])
 
 
 def test_a_constraint_that_is_taken_back_meanwhile(site: Site) -> None:
     """Its worker has rejected a token that was accepted in between."""
     held, out = mixed(site), site.outs[0]
     site.begin(held, out)
-    place, each = next((place, each) for place, each in held.items() if each.constraint.remote is not None)
+    index, each = next((index, each) for index, each in held.items() if each.constraint.remote is not None)
     remote = each.constraint.remote
     assert remote is not None
     remote._take_over()
     assert each.constraint.remote is None and each.constraint.local is not None
-    out[place] = UNTOUCHED
+    out[index] = UNTOUCHED
     site.masks_posted()
     site.check(held, out)
     assert site.masks_posted() == []
@@ -299,32 +299,32 @@ def test_masks_are_those_of_matchers_alone_whatever_was_begun(grammars: Grammars
             out = site.outs[step % 2]
             if step in (5, 12):
                 site.spread()
-            for place in random.sample(range(ROWS), 3):
-                if place not in held or random.random() < 0.2:
-                    held[place] = site.followed(random.choice([site.compiled, site.compiled, site.here]))
+            for index in random.sample(range(ROWS), 3):
+                if index not in held or random.random() < 0.2:
+                    held[index] = site.followed(random.choice([site.compiled, site.compiled, site.here]))
             if random.random() < 0.8:
                 site.begin(held, out)
             site.masks_posted()
             if random.random() < 0.3:
-                place = random.choice(list(held))
-                held[place] = site.followed(site.compiled)
+                index = random.choice(list(held))
+                held[index] = site.followed(site.compiled)
             if step == 25:
                 random.choice(site.links).end()
             share = random.choice([0.8, 1.0])
-            wanted = {place: each for place, each in held.items() if random.random() < share}
-            num_remote = len(remote_places(site, wanted, out))
+            wanted = {index: each for index, each in held.items() if random.random() < share}
+            num_remote = len(remote_indices(site, wanted, out))
             site.check(wanted, out)
             late = len(site.masks_posted())
             num_late, num_begun = num_late + late, num_begun + num_remote - late
-            tokens = {place: random.choice(allowed_tokens(each.alone)) for place, each in wanted.items()}
-            masks = [(place, each.constraint) for place, each in wanted.items()]
-            site.acceptor.begin(masks, [tokens[place] for place, _ in masks], 1)
-            settled = site.acceptor.finish()
-            for place, each in wanted.items():
-                assert each.alone.consume_token(tokens[place])
-                assert place in settled or each.constraint.accept(tokens[place])
+            tokens = {index: random.choice(allowed_tokens(each.alone)) for index, each in wanted.items()}
+            masks = [(index, each.constraint) for index, each in wanted.items()]
+            site.advancer.begin(masks, [tokens[index] for index, _ in masks], 1)
+            advanced = site.advancer.finish()
+            for index, each in wanted.items():
+                assert each.alone.consume_token(tokens[index])
+                assert index in advanced or each.constraint.accept(tokens[index])
                 if each.alone.is_stopped():
-                    del held[place]
+                    del held[index]
         assert any(link.is_lost for link in site.links)
         site.pool.close()
     assert num_begun > 100 and num_late > 50

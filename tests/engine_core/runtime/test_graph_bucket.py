@@ -23,14 +23,14 @@ def fields(packed: Packed, out: np.ndarray) -> dict[str, list[int]]:
 @settings(deadline=None, max_examples=80, print_blob=True)
 @given(plans(), st.integers(0, 3), st.integers(0, 5), st.integers(0, 3))
 def test_every_token_is_packed_into_its_slot_of_the_bucket(
-    plan: StepPlan, free_rows: int, free_tokens: int, free_places: int
+    plan: StepPlan, free_rows: int, free_tokens: int, free_samples: int
 ) -> None:
     tight = exact_bucket(plan)
     bucket = GraphBucket(tight.num_decode_tokens + free_rows, tight.num_prefill_tokens + free_tokens)
     out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
     eager = fields(pack(plan, MAX_LEN, PAGES_PER_ROW, out), out)
     samples = sum(row.samples for row in plan.rows)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, bucket, samples + free_places if bucket.num_prefill_tokens else 0)
+    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, bucket, samples + free_samples if bucket.num_prefill_tokens else 0)
     found = fields(packed, out)
     assert {name: found[name] for name in found.keys() - LAYOUT} == {
         name: eager[name] for name in eager.keys() - LAYOUT
@@ -46,12 +46,12 @@ def test_every_token_is_packed_into_its_slot_of_the_bucket(
     # In a decode step token i is sample i, and its graph needs no indices.
     indices = found.get("sample_index", range(len(plan.rows)))
     assert [tokens[index] for index in indices[:samples]] == [in_order[index] for index in eager["sample_index"]]
-    assert list(indices[samples:]) == [-1] * (free_places if bucket.num_prefill_tokens else 0)
+    assert list(indices[samples:]) == [-1] * (free_samples if bucket.num_prefill_tokens else 0)
     assert [tokens[index] for index in found.get("score_index", [])] == [
         in_order[index] for index in eager.get("score_index", [])
     ]
     if bucket.num_prefill_tokens:
-        assert packed.fields["sample_index"] == (2 * total, samples + free_places), "where the graph reads it"
+        assert packed.fields["sample_index"] == (2 * total, samples + free_samples), "where the graph reads it"
     spans = long_spans(plan)
     assert [(span.row, span.start, span.length) for span in spans] == [
         (row.row, row.start, row.length) for row in plan.rows if row.length > 1
@@ -83,7 +83,7 @@ GRAPHS = StepGraphs((1, 2, 4), {16: (0, 2, 8), 64: (0, 2, 8), 256: (0,)}, [], []
         (decode(5), None),
         ([*decode(2), ScheduledSequence(9, 9, 32, 1, True, new_pages=(4,), first_page=2)], GraphBucket(4, 0)),
         ([*decode(2), ScheduledSequence(9, 9, 3, 1, True, constrained=True)], GraphBucket(4, 0)),
-        ([*decode(2), ScheduledSequence(9, 9, 3, 1, True, targets=b"\0\0\0\0")], None),
+        ([*decode(2), ScheduledSequence(9, 9, 3, 1, True, prompt_logprob_ids=b"\0\0\0\0")], None),
         (decode(2, samples=False), None),
         ([prompt(1, 2)], GraphBucket(0, 16)),
         ([prompt(1, 17)], GraphBucket(0, 64)),
@@ -112,7 +112,7 @@ def test_a_step_takes_a_larger_bucket_that_is_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket", "places"),
+    ("bucket", "capacity"),
     [
         (GraphBucket(0, 2), 1),
         (GraphBucket(0, 16), 8),
@@ -123,9 +123,11 @@ def test_a_step_takes_a_larger_bucket_that_is_faster() -> None:
         (GraphBucket(32, 4096), 80),
     ],
 )
-def test_places_hold_all_samples_of_a_step_and_a_bucket_of_sampling(bucket: GraphBucket, places: int) -> None:
+def test_sample_capacity_holds_all_samples_of_a_step_and_a_bucket_of_sampling(
+    bucket: GraphBucket, capacity: int
+) -> None:
     """Of at most 80 rows; up to 64 samples are captured."""
-    assert max_samples(bucket, (1, 2, 4, 8, 16, 32, 64), max_rows=80) == places
+    assert max_samples(bucket, (1, 2, 4, 8, 16, 32, 64), max_rows=80) == capacity
 
 
 def test_a_step_of_more_prompts_than_a_graph_holds_takes_no_bucket() -> None:

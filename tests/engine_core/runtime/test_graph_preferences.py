@@ -1,4 +1,4 @@
-"""Larger graphs in the place of slower ones: whichever those are, requests get the same tokens and leave nothing."""
+"""Larger graphs instead of slower ones: whichever those are, requests get the same tokens and leave nothing."""
 
 from pathlib import Path
 from random import Random

@@ -42,8 +42,8 @@ def lengths(driven: DrivenEngine) -> dict[int, int]:
     graphs = runtime_of(driven).graphs
     assert graphs is not None
     for slot in graphs.decode:
-        assert all((step.long is step.forward) == (step.reach == 0) for step in slot.values())
-    return {rows: step.reach for rows, step in graphs.decode[0].items()}
+        assert all((step.long_context_graph is step.forward) == (step.max_short_len == 0) for step in slot.values())
+    return {rows: step.max_short_len for rows, step in graphs.decode[0].items()}
 
 
 def test_a_step_takes_spare_programs_only_when_a_row_is_long(shared: Shared, tmp_path: Path) -> None:
@@ -64,7 +64,9 @@ def test_each_slot_has_a_graph_of_long_rows(tmp_path: Path) -> None:
     answer(driven, [structs.replace(GREEDY, max_tokens=16)] * 3)
     graphs = runtime_of(driven).graphs
     assert graphs is not None
-    assert all(recorded(graph).replays for slot in graphs.decode for graph in (slot[4].forward, slot[4].long))
+    assert all(
+        recorded(graph).replays for slot in graphs.decode for graph in (slot[4].forward, slot[4].long_context_graph)
+    )
 
 
 def test_no_further_graph_is_captured_where_no_row_can_be_long(shared: Shared, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 new_pages=tuple(draw(st.lists(st.integers(1, 99), max_size=PAGES_PER_ROW - 3))),
                 first_page=draw(st.integers(0, 3)),
                 skipped=skipped,
-                targets=b"" if kind == "decode" else pack_ids(ids[skipped:][: draw(st.integers(0, length))]),
+                prompt_logprob_ids=b"" if kind == "decode" else pack_ids(ids[skipped:][: draw(st.integers(0, length))]),
             )
         )
         if kind in ("first", "cached"):
@@ -86,7 +86,7 @@ def wide(value: int) -> list[int]:
 
 
 WIDE = ("upload_index", "length_rows", "page_index", "ints")
-"""Fields of 64-bit integers, each at an even place."""
+"""Fields of 64-bit integers, each 8-byte aligned."""
 
 
 def by_hand(plan: StepPlan) -> dict[str, list[int]]:
@@ -94,11 +94,11 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields["sample_rows"] = []
     uploads: dict[str, list[int]] = {"upload_index": [], "upload_tokens": [], "length_rows": [], "lengths": []}
     pages: dict[str, list[int]] = {"page_index": [], "pages": []}
-    places: list[int] = []
+    indices: list[int] = []
     scored: list[int] = []
     targets: list[int] = []
     for row in plan.rows:
-        following = unpack_ids(row.targets)
+        following = unpack_ids(row.prompt_logprob_ids)
         scored += range(len(fields["positions"]), len(fields["positions"]) + len(following))
         targets += following
         for position in range(row.start, row.end):
@@ -107,7 +107,7 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
         if row.samples:
             fields["sample_index"].append(len(fields["positions"]) - 1)
             fields["sample_rows"].append(row.row)
-            places.append(1 + max(places, default=0) if row.constrained else 0)
+            indices.append(1 + max(indices, default=0) if row.constrained else 0)
         for index, token in enumerate(unpack_ids(row.tokens)):
             uploads["upload_index"] += wide(row.row * MAX_LEN + row.start - row.skipped + index)
             uploads["upload_tokens"].append(token)
@@ -118,9 +118,9 @@ def by_hand(plan: StepPlan) -> dict[str, list[int]]:
             pages["page_index"] += wide(row.row * PAGES_PER_ROW + row.first_page + index)
             pages["pages"].append(page)
     if targets:
-        fields |= {"score_index": scored, "targets": targets}
-    if any(places):
-        fields["mask_index"] = places
+        fields |= {"score_index": scored, "prompt_logprob_ids": targets}
+    if any(indices):
+        fields["mask_index"] = indices
     for news in (uploads, pages):
         if any(news.values()):
             fields |= news
@@ -154,8 +154,8 @@ def test_every_field_of_an_eager_step_equals_the_reference(plan: StepPlan) -> No
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     assert found == by_hand(plan)
     assert (out[packed.total :] == -77).all(), "nothing is written past the end"
-    places = {place for place in packed.fields.values() if place[1]}
-    gaps = packed.total - sum(length for _, length in places)
+    indices = {index for index in packed.fields.values() if index[1]}
+    gaps = packed.total - sum(length for _, length in indices)
     assert gaps <= sum(name in found for name in WIDE), "the fields fill it without a gap, but before 64-bit integers"
     assert not any(packed.fields.get(name, (0, 0))[0] % 2 for name in WIDE)
     assert packed.sample_rows.tolist() == found["sample_rows"]
@@ -197,7 +197,7 @@ def test_a_decode_step_is_packed_where_its_graph_reads_it(
     assert packed.longest == max(row.end for row in rows)
 
 
-def test_places_of_masks_are_looked_up_by_row() -> None:
+def test_indices_of_masks_are_looked_up_by_row() -> None:
     rows = [
         ScheduledSequence(1, 7, 0, 1, True, constrained=True),
         ScheduledSequence(2, 3, 0, 1, True),
@@ -223,7 +223,16 @@ def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
         tokens, targets = pack_ids([1] * (length + skipped)), pack_ids([1] * (length - 1))
         made.append(
             ScheduledSequence(
-                number, number + 1, skipped, length, True, True, tokens, mine, skipped=skipped, targets=targets
+                number,
+                number + 1,
+                skipped,
+                length,
+                True,
+                True,
+                tokens,
+                mine,
+                skipped=skipped,
+                prompt_logprob_ids=targets,
             )
         )
     admitted = [NewSequence(row.seq_id, row.row, 9, full, tuple(range(MAX_SUPPRESSED))) for row in made]
@@ -248,7 +257,7 @@ def test_a_decode_step_stores_equal_columns_once() -> None:
     rows = tuple(ScheduledSequence(number, number, 10 + number, 1, True) for number in range(1, 5))
     out = np.zeros(100, dtype=np.int32)
     packed = pack(StepPlan.of(1, rows), MAX_LEN, PAGES_PER_ROW, out)
-    assert packed.total <= 4 * len(rows), "columns with the same content share their place"
+    assert packed.total <= 4 * len(rows), "columns with the same content share their offset"
 
 
 def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
@@ -274,7 +283,7 @@ def test_a_decode_step_brings_nothing_more_where_contexts_may_be_longer() -> Non
 
 
 @pytest.mark.parametrize(("rows", "max_len"), [(1024, 131_072), (4096, 2**20)])
-def test_places_in_the_largest_tables_are_exact(rows: int, max_len: int) -> None:
+def test_offsets_in_the_largest_tables_are_exact(rows: int, max_len: int) -> None:
     """The flat index of the last token may not fit 32 bits."""
     last = ScheduledSequence(
         9, rows, max_len - 2, 2, tokens=pack_ids([5, 6]), new_pages=(3,), first_page=max_len // 16 - 1

@@ -73,8 +73,8 @@ def test_each_sequence_gets_its_own_records() -> None:
     """Three samples (1, 3, 4), then the scored positions of 1 and 2; sequence 3 asked for nothing and gets nothing."""
     held = [sequence(1, 2, 4), sequence(2, None, 0), sequence(3), sequence(4, 4)]
     rows = [
-        ScheduledSequence(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
-        ScheduledSequence(2, 2, 0, 2, False, targets=pack_ids([11, 12])),
+        ScheduledSequence(1, 1, 2, 4, True, prompt_logprob_ids=pack_ids([13, 14, 15])),
+        ScheduledSequence(2, 2, 0, 2, False, prompt_logprob_ids=pack_ids([11, 12])),
         ScheduledSequence(3, 3, 7, 1, True),
         ScheduledSequence(4, 4, 6, 1, True),
     ]
@@ -96,7 +96,7 @@ def test_zombies_and_rejected_tokens_get_no_records() -> None:
     held = [sequence(1, 1, 1), sequence(2, 1), sequence(4, 1)]
     held[0].outcome = Finished(101, FinishReason.ABORT)
     rows = [
-        ScheduledSequence(1, 1, 0, 6, True, targets=pack_ids([11])),
+        ScheduledSequence(1, 1, 0, 6, True, prompt_logprob_ids=pack_ids([11])),
         ScheduledSequence(2, 2, 6, 1, True),
         ScheduledSequence(4, 4, 6, 1, True),
     ]
@@ -111,8 +111,8 @@ def test_prompt_tokens_scored_before_a_preemption_are_not_reported_twice() -> No
     seq = sequence(1, None, 1)
     seq.wire.reported_len = 3
     chunks = [
-        ScheduledSequence(1, 1, 0, 2, False, targets=pack_ids([11, 12])),
-        ScheduledSequence(1, 1, 2, 4, True, targets=pack_ids([13, 14, 15])),
+        ScheduledSequence(1, 1, 0, 2, False, prompt_logprob_ids=pack_ids([11, 12])),
+        ScheduledSequence(1, 1, 2, 4, True, prompt_logprob_ids=pack_ids([13, 14, 15])),
     ]
     assert reported(chunks[:1], [seq], step(1, 2)) == {}
     (delta,) = reported(chunks[1:], [seq], step(1, 4)).values()

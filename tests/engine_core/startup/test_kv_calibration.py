@@ -1,4 +1,4 @@
-"""Scales of keys and values are settled before there is a pool."""
+"""Scales of keys and values are calibrated before the pool is allocated."""
 
 import logging
 
@@ -28,7 +28,7 @@ LAYOUT = KVLayout(
 LENGTHS, PREFILL = [23, 9], [20, 4]
 
 
-def settle(model: Decoder, layout: KVLayout = LAYOUT, max_len: int = MAX_LEN) -> None:
+def calibrate(model: Decoder, layout: KVLayout = LAYOUT, max_len: int = MAX_LEN) -> None:
     calibrate_kv_scales(model, layout, torch.float32, max_len)
 
 
@@ -67,39 +67,39 @@ def enlarge(model: Decoder, keys: float, values: float) -> None:
 def test_keys_and_values_of_any_size_are_kept_with_scales_and_lost_without(keys: float, values: float) -> None:
     """With scales rounding costs what it costs numbers of a usual size."""
     usual, model = random_model(), random_model()
-    settle(usual)
+    calibrate(usual)
     rounding = loss(usual)
     assert 0 < rounding < 0.1
     enlarge(model, keys, values)
     model.kv_scales.values.fill_(1.0)
     assert loss(model) > 3 * rounding
     model.kv_scales.values.zero_()
-    settle(model)
+    calibrate(model)
     assert loss(model) == pytest.approx(rounding, rel=0.02)
 
 
 def test_a_scale_is_the_margin_over_the_largest_number_seen() -> None:
     model = random_model()
-    settle(model)
+    calibrate(model)
     before = model.kv_scales.values.clone()
     assert (before > 0).all()
     enlarge(model, 8.0, 4.0)
     model.kv_scales.values.zero_()
-    settle(model)
+    calibrate(model)
     torch.testing.assert_close(model.kv_scales.values / before, torch.tensor([[1.0, 1.0], [8.0, 4.0]]))
 
 
 def test_calibration_gives_the_same_scales_every_time() -> None:
     first, second = random_model(), random_model()
-    settle(first)
-    settle(second)
+    calibrate(first)
+    calibrate(second)
     assert torch.equal(first.kv_scales.values, second.kv_scales.values)
 
 
 def test_text_stays_below_the_margin() -> None:
     """Numbers of sequences that the calibration has not seen are stored without clamping."""
     model = random_model()
-    settle(model)
+    calibrate(model)
     tokens = [torch.arange(50) % CONFIG.vocab_size]
     run = PagedRun(model, tokens, 4, seed=7, dtype=FP8)
     run.step([(0, 0, 50)])
@@ -111,7 +111,7 @@ def test_scales_of_the_checkpoint_are_kept_and_the_others_calibrated(caplog: pyt
     caplog.set_level(logging.INFO, logger="tandem")
     model = random_model()
     model.kv_scales.values[1, 0] = 0.125
-    settle(model)
+    calibrate(model)
     scales = model.kv_scales.values
     assert scales[1, 0] == 0.125
     assert (scales > 0).all()
@@ -122,7 +122,7 @@ def test_scales_that_are_all_given_are_not_calibrated(caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, logger="tandem")
     model = random_model()
     model.kv_scales.values.fill_(0.5)
-    settle(model, max_len=0)
+    calibrate(model, max_len=0)
     assert (model.kv_scales.values == 0.5).all()
     assert "4 from the checkpoint, 0 calibrated" in caplog.text
 
@@ -130,11 +130,11 @@ def test_scales_that_are_all_given_are_not_calibrated(caplog: pytest.LogCaptureF
 def test_a_pool_of_the_model_s_own_dtype_uses_no_scales(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tandem")
     model, wide = random_model(), structs.replace(LAYOUT, dtype=torch.float32)
-    settle(model, wide)
+    calibrate(model, wide)
     assert not caplog.messages
     exact = logits(model, torch.float32)
     model.kv_scales.values.fill_(0.5)
-    settle(model, wide)
+    calibrate(model, wide)
     assert "--kv-dtype fp8" in caplog.text
     assert torch.equal(logits(model, torch.float32), exact)
 
@@ -145,7 +145,7 @@ def test_scales_that_cannot_be_are_refused(scale: float) -> None:
     model.kv_scales.values.fill_(0.5)
     model.kv_scales.values[1, 1] = scale
     with pytest.raises(ConfigError, match=rf"the values of layer 1 is {scale}, but it must be positive"):
-        settle(model)
+        calibrate(model)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), 0.0])
@@ -154,7 +154,7 @@ def test_a_model_of_which_nothing_can_be_learnt_gets_scales_of_1(broken: float) 
     for slot in model.weight_slots():
         if slot.name == "model.layers.0.self_attn.k_proj.weight":
             slot.target.fill_(broken)
-    settle(model)
+    calibrate(model)
     assert model.kv_scales.values[0, 0] == 1
     assert model.kv_scales.values[0, 1] > 0
 
@@ -163,7 +163,7 @@ def test_a_model_of_which_nothing_can_be_learnt_gets_scales_of_1(broken: float) 
 def test_short_contexts_are_calibrated(max_len: int) -> None:
     kinds = (LayerAttention(CONFIG.head_dim**-0.5), LayerAttention(CONFIG.head_dim**-0.5, window=3))
     model = random_model(config=structs.replace(CONFIG, attention=kinds, max_positions=max_len))
-    settle(model, max_len=max_len)
+    calibrate(model, max_len=max_len)
     assert (model.kv_scales.values > 0).all()
 
 
@@ -171,10 +171,10 @@ def test_short_contexts_are_calibrated(max_len: int) -> None:
 def test_blocks_of_every_sort_pass_their_layer_s_scales_on(architecture: str) -> None:
     config = structs.replace(CONFIG, architecture=architecture, qk_norm=architecture == "Qwen3ForCausalLM")
     usual, model = random_model(config=config), random_model(config=config)
-    settle(usual)
+    calibrate(usual)
     enlarge(model, 1.0, 2.0**9)
     model.kv_scales.values.fill_(1.0)
     assert loss(model) > 2 * loss(usual)
     model.kv_scales.values.zero_()
-    settle(model)
+    calibrate(model)
     assert loss(model) == pytest.approx(loss(usual), rel=0.02)

@@ -3,9 +3,9 @@
 import numpy as np
 from llguidance import LLMatcher
 
+from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
-from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.stats import new_stats
@@ -25,12 +25,12 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     here.add_remote(pool.compile(REGEX, []))
     each = here.constraint(ignore_ends=False)
     assert each.remote is not None
-    acceptor = TokenAcceptor(pool)
+    advancer = BatchAdvancer(pool)
     builder = MaskBuilder(ENDS, new_stats(), FakeClock(), workers=pool, memory=memory)
     a, b = (grammars.prepare().tokenize_str(letter)[0] for letter in "ab")
-    acceptor.begin([(0, each)], [a], 1)
+    advancer.begin([(0, each)], [a], 1)
     builder.begin([(each, 0)], out)
-    acceptor.finish()
+    advancer.finish()
     builder.fill([(each, 0)], out)
     # The worker's matcher fails at the next token, as it does where its tables are full; that of this process does not.
     worker, slot = link.worker, each.remote.id
@@ -42,16 +42,16 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     worker._write_mask = lambda *given: (late.append(given), False)[1]  # type: ignore[method-assign]
     finish = worker.channel.finish_batch
     worker.channel.finish_batch = lambda *_: worker.channel.finish_accepting()  # type: ignore[method-assign]
-    acceptor.begin([(0, each)], [b], 1)
+    advancer.begin([(0, each)], [b], 1)
     builder.begin([(each, 0)], out)
-    acceptor.finish()
+    advancer.finish()
     assert each.remote is None and each.accept(b) and not each.problem
     local_mask = np.zeros_like(out)
     each.local.write_mask(local_mask.ctypes.data, out.strides[0])
 
     def go_on() -> None:
-        for slot, place, start in late:
-            worker.channel.has_mask[slot] = write(slot, place, start)
+        for slot, index, start in late:
+            worker.channel.has_mask[slot] = write(slot, index, start)
         finish(1)
 
     wait = pool.wait

@@ -23,15 +23,15 @@ def site(grammars: Grammars) -> Iterator[Site]:
 def on_workers(site: Site, count: int = 6) -> dict[int, AdvanceBatch]:
     site.spread()
     site.spread()
-    held = {place: site.followed(site.compiled) for place in range(count)}
+    held = {index: site.followed(site.compiled) for index in range(count)}
     assert {each.constraint.remote.link for each in held.values() if each.constraint.remote} == set(site.links)
     return held
 
 
-def accept(held: dict[int, AdvanceBatch], token: int, settled: object = ()) -> None:
-    for place, each in held.items():
+def accept(held: dict[int, AdvanceBatch], token: int, advanced: object = ()) -> None:
+    for index, each in held.items():
         assert each.alone.consume_token(token)
-        assert place in settled or each.constraint.accept(token)  # type: ignore[operator]
+        assert index in advanced or each.constraint.accept(token)  # type: ignore[operator]
 
 
 def test_a_lost_worker_that_is_forgotten_before_its_masks_are_needed(
@@ -43,10 +43,10 @@ def test_a_lost_worker_that_is_forgotten_before_its_masks_are_needed(
     site.pool._start_link = lambda: InlineLink(site.grammars, site.memory)
     (b,) = site.grammars.prepare().tokenize_str("b")
     gone.inline.do_next = lambda: None
-    site.acceptor.begin([(place, each.constraint) for place, each in held.items()], [b] * len(held), 1)
+    site.advancer.begin([(index, each.constraint) for index, each in held.items()], [b] * len(held), 1)
     site.begin(held, out)
     gone.end()
-    accept(held, b, site.acceptor.finish())
+    accept(held, b, site.advancer.finish())
     assert gone.is_lost and gone.num_open == 0
     assert site.pool.compile(LLMatcher.grammar_from_regex("[x-z]+"), []) is not None
     assert gone not in site.pool._links
@@ -83,7 +83,7 @@ def test_whole_masks_of_others_than_were_begun(site: Site) -> None:
     held, out = on_workers(site), site.outs[0]
     site.begin(held, out)
     (b,) = site.grammars.prepare().tokenize_str("b")
-    others = {place: site.followed(site.compiled) for place in held}
+    others = {index: site.followed(site.compiled) for index in held}
     accept(others, b)
     site.masks_posted()
     site.check(others, out)
@@ -97,7 +97,7 @@ def test_masks_that_are_refused_are_computed_once(site: Site, monkeypatch: pytes
     compute = site.builder._compute_measured
 
     def record(pairs: list[tuple[object, int]], out: object) -> None:
-        computed.extend(place for _, place in pairs)
+        computed.extend(index for _, index in pairs)
         compute(pairs, out)  # type: ignore[arg-type]
 
     monkeypatch.setattr(site.builder, "_compute_measured", record)

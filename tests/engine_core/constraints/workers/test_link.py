@@ -80,7 +80,7 @@ def check_mask(link: WorkerLink, remote: RemoteMatcher, alone: LocalMatcher, mas
     """Compare the mask that the worker writes."""
     mask = masks.arrays[0]
     mask[1] = 0
-    begin_mask(remote, masks.place(mask) + 1)
+    begin_mask(remote, masks.first_index(mask) + 1)
     link.post_and_wait()
     assert remote.end_mask()
     assert mask[1].tolist() == mask_of(alone._matcher, WORDS)

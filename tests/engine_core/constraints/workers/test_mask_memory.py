@@ -29,7 +29,7 @@ def test_each_mask_of_each_array_has_its_place() -> None:
         for index in range(len(array)):
             row = np.arange(WORDS, dtype=np.int32) + 100 * number + 10 * index
             expected[number][index] = row
-            ctypes.memmove(mapped.address(memory.place(array) + index), row.ctypes.data, row.nbytes)
+            ctypes.memmove(mapped.address(memory.first_index(array) + index), row.ctypes.data, row.nbytes)
     for array, wanted in zip(arrays, expected, strict=True):
         assert (array == wanted).all()
 
@@ -40,7 +40,7 @@ def test_what_the_engine_writes_is_seen_by_the_worker() -> None:
     array = memory.allocate(2, WORDS)
     mapped = MappedMasks(memory.fds, 4 * WORDS)
     array[1, 3] = 42
-    address = mapped.address(memory.place(array) + 1)
+    address = mapped.address(memory.first_index(array) + 1)
     assert ctypes.c_int32.from_address(address + 4 * 3).value == 42
 
 
@@ -48,7 +48,7 @@ def test_first_rows_of_an_array_have_its_place() -> None:
     memory = MaskMemory()
     memory.allocate(4, WORDS)
     array = memory.allocate(4, WORDS)
-    assert memory.place(array[:2]) == memory.place(array) != 0
+    assert memory.first_index(array[:2]) == memory.first_index(array) != 0
 
 
 def test_a_foreign_array_is_refused() -> None:
@@ -56,26 +56,26 @@ def test_a_foreign_array_is_refused() -> None:
     array = memory.allocate(4, WORDS)
     for foreign in (np.zeros((4, WORDS), dtype=np.int32), array[1:], MaskMemory().allocate(4, WORDS)):
         with pytest.raises(ValueError, match="not of the workers' memory"):
-            memory.place(foreign)
+            memory.first_index(foreign)
 
 
 def test_an_end_is_found_in_any_array() -> None:
     memory = MaskMemory()
     arrays = [memory.allocate(4, WORDS) for _ in range(2)]
     mapped = MappedMasks(memory.fds, 4 * WORDS, (3, 40, 8 * WORDS))
-    places = [memory.place(array) + index for array in arrays for index in range(4)]
-    assert not mapped.may_end(places) and not mapped.may_end([])
+    indices = [memory.first_index(array) + index for array in arrays for index in range(4)]
+    assert not mapped.may_end(indices) and not mapped.may_end([])
     for array in arrays:
         array[:] = ~np.int32(0)
         array[:, 0] &= ~np.int32(1 << 3)
         array[:, 1] &= ~np.int32(1 << 8)
         array[:, WORDS // 4] &= ~np.int32(1 << 8 * WORDS % 32)
-    assert not mapped.may_end(places), "all but the ends"
+    assert not mapped.may_end(indices), "all but the ends"
     for number, end in ((1, 3), (6, 40), (7, 8 * WORDS)):
         word = arrays[number // 4][number % 4]
         word[end // 32] |= np.int32(1 << end % 32)
-        assert mapped.may_end(places) and mapped.may_end([places[number]])
-        assert not mapped.may_end([place for place in places if place != places[number]])
+        assert mapped.may_end(indices) and mapped.may_end([indices[number]])
+        assert not mapped.may_end([index for index in indices if index != indices[number]])
         word[end // 32] &= ~np.int32(1 << end % 32)
 
 

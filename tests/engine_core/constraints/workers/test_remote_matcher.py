@@ -62,14 +62,14 @@ class Follower:
 
     link: InlineLink
     masks: NDArray[np.int32]
-    place: int
+    first_index: int
 
     @classmethod
     def build(cls, grammars: Grammars) -> "Follower":
         memory = MaskMemory()
         memory.allocate(3, WORDS)
         masks = memory.allocate(2, WORDS)
-        return cls(InlineLink(grammars, memory), masks, memory.place(masks))
+        return cls(InlineLink(grammars, memory), masks, memory.first_index(masks))
 
     def grammar(self, first: LLMatcher) -> RemoteGrammar:
         """Return a grammar that the worker shares with this process."""
@@ -80,7 +80,7 @@ class Follower:
     def mask(self, matcher: RemoteMatcher, lose: bool = False) -> list[int]:
         """Return a matcher's mask, from wherever it comes."""
         if matcher.local is None:
-            begin_mask(matcher, self.place + 1)
+            begin_mask(matcher, self.first_index + 1)
         if lose:
             self.link.end()
         self.link.post_and_wait()
@@ -305,14 +305,14 @@ def test_more_operations_than_a_batch_holds_are_done(compiled: list[CompiledGram
     slow, quick = (RemoteMatcher(follower.grammar(whole.first), whole) for _ in range(2))
     follower.link.post_and_wait()
     follower.link.worker._slow.add(1)
-    begin_mask(slow, follower.place)
+    begin_mask(slow, follower.first_index)
     for number in range(2 * MAX_OPERATIONS):
-        begin_mask(quick, follower.place + number % 2)
-    begin_mask(quick, follower.place + 1)
+        begin_mask(quick, follower.first_index + number % 2)
+    begin_mask(quick, follower.first_index + 1)
     follower.link.post_and_wait()
     assert follower.link.take_refused()
     assert not slow.end_mask() and quick.end_mask()
     assert follower.masks[1].tolist() == mask_of(whole.first, WORDS)
-    begin_mask(quick, follower.place)
+    begin_mask(quick, follower.first_index)
     follower.link.post_and_wait()
     assert not follower.link.take_refused()

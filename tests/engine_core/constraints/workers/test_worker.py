@@ -110,14 +110,14 @@ def test_each_operation_does_what_it_does_to_a_matcher(firsts: list[LLMatcher], 
         sides.worker.grammars[number] = first
     slots = random.sample(range(MAX_SLOTS), 5)
     own: dict[int, LLMatcher] = {}
-    num_refused = num_unsettled = 0
+    num_refused = num_flagged = 0
     for _ in range(30):
         batch: list[tuple[int, int, int]] = []
         touched: dict[int, bool] = {}
         masks: dict[int, list[int]] = {}
         is_good: dict[int, bool] = {}
         for _ in range(random.randrange(1, 12)):
-            slot, place = random.choice(slots), len(batch)
+            slot, index = random.choice(slots), len(batch)
             if slot not in own or random.random() < 0.04:
                 if slot in own and random.random() < 0.8:
                     batch.append((CLOSE, slot, 0))
@@ -125,24 +125,24 @@ def test_each_operation_does_what_it_does_to_a_matcher(firsts: list[LLMatcher], 
                 own[slot], touched[slot] = firsts[number].deep_copy(), False
                 batch.append((OPEN, slot, number))
             elif random.random() < 0.3:
-                batch.append((MASK, slot, place))
+                batch.append((MASK, slot, index))
                 is_good[slot] = not own[slot].is_error()
                 if is_good[slot]:
-                    masks[place] = mask_of(own[slot], WORDS)
+                    masks[index] = mask_of(own[slot], WORDS)
                 num_refused += own[slot].is_error()
             else:
                 token = next_token(random, own[slot], VOCAB)
                 touched[slot] = own[slot].consume_token(token)
-                num_unsettled += not touched[slot] or own[slot].is_stopped() or bool(own[slot].compute_ff_tokens())
+                num_flagged += not touched[slot] or own[slot].is_stopped() or bool(own[slot].compute_ff_tokens())
                 batch.append((ACCEPT, slot, token))
         sides.do(*batch)
         for slot, accepted in touched.items():
             check_state(sides.engine, slot, own[slot], accepted)
-        for place, mask in masks.items():
-            assert sides.masks[place].tolist() == mask
+        for index, mask in masks.items():
+            assert sides.masks[index].tolist() == mask
         for slot, expected in is_good.items():
             assert sides.engine.has_mask[slot] == expected, "a matcher of the engine's looks at a failure again"
-    assert (sides.engine.num_refused, sides.engine.num_unsettled) == (num_refused, num_unsettled)
+    assert (sides.engine.num_refused, sides.engine.num_flagged) == (num_refused, num_flagged)
     sides.engine.close()
 
 

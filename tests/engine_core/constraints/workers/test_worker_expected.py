@@ -39,7 +39,7 @@ class Site:
         wake_fd = os.eventfd(0)
         self.masks: NDArray[np.int32] = memory.arrays[0]
         self.tokens: NDArray[np.int32] = memory.arrays[1][0]
-        self.place = memory.place(memory.arrays[1])
+        self.first_index = memory.first_index(memory.arrays[1])
         self.engine = Channel(map_memory(memory_fd), wake_fd)
         self.clock = clock
         self.worker = Worker(Channel(map_memory(memory_fd), wake_fd), MappedMasks(memory.fds, 4 * WORDS), clock)
@@ -79,7 +79,7 @@ def test_what_follows_an_expected_token_waits_for_it(site: Site, first: LLMatche
     token, alone = allowed_tokens(first)[0], first.deep_copy()
     site.worker.grammars[0] = first
     site.do((OPEN, 3, 0), (OPEN, 4, 0))
-    site.begin((EXPECT, 3, site.place + 5), (EXPECT, 4, site.place + 6), (MASK, 3, 0), (MASK, 4, 1))
+    site.begin((EXPECT, 3, site.first_index + 5), (EXPECT, 4, site.first_index + 6), (MASK, 3, 0), (MASK, 4, 1))
     site.tokens[:5], site.tokens[7:] = 9, 9
     assert site.still_waits()
     site.tokens[5] = token
@@ -87,16 +87,16 @@ def test_what_follows_an_expected_token_waits_for_it(site: Site, first: LLMatche
     site.tokens[6] = token
     site.doing.join()
     assert alone.consume_token(token)
-    for slot, place in ((3, 0), (4, 1)):
+    for slot, index in ((3, 0), (4, 1)):
         assert site.engine.flags[slot] & ACCEPTED and site.engine.has_mask[slot]
-        assert site.masks[place].tolist() == mask_of(alone, WORDS)
+        assert site.masks[index].tolist() == mask_of(alone, WORDS)
 
 
 def test_no_token_leaves_a_matcher_as_it_is(site: Site, first: LLMatcher) -> None:
     site.worker.grammars[0] = first
     site.do((OPEN, 0, 0))
     flags, site.tokens[2] = site.engine.flags[0], NO_TOKEN
-    site.do((EXPECT, 0, site.place + 2), (MASK, 0, 0))
+    site.do((EXPECT, 0, site.first_index + 2), (MASK, 0, 0))
     assert site.engine.flags[0] == flags and site.masks[0].tolist() == mask_of(first.deep_copy(), WORDS)
 
 
@@ -104,7 +104,7 @@ def test_the_time_of_a_batch_begins_with_its_last_token(site: Site, first: LLMat
     """A step that takes long costs no masks."""
     site.worker.grammars[0] = first
     site.do((OPEN, 0, 0))
-    site.begin((EXPECT, 0, site.place), (MASK, 0, 0))
+    site.begin((EXPECT, 0, site.first_index), (MASK, 0, 0))
     assert site.still_waits()
     site.clock.advance(2 * BATCH_SECONDS)
     site.tokens[0] = allowed_tokens(first)[0]

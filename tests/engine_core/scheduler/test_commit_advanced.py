@@ -72,12 +72,12 @@ def sent(updates: SchedulerUpdates) -> tuple[Any, ...]:
 
 
 class Twins:
-    """Two schedulers with the same requests: one whose rows may be settled before a commit, and one without."""
+    """Two schedulers with the same requests: one whose rows may be advanced before a commit, and one without."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.settling, self.plain = new(), new()
-        self.both = (self.settling, self.plain)
+        self.helped, self.plain = new(), new()
+        self.both = (self.helped, self.plain)
         self.num_requests = self.num_steps = 0
         self.flights: list[tuple[StepPlan, StepPlan]] = []
         self.seen: Counter[str] = Counter()
@@ -116,8 +116,8 @@ class Twins:
             return 0 if constraint is not None else 3
         return self.random.choice([END] * (END in tokens) + tokens)
 
-    def settle(self, seq: Sequence, token: int) -> bool:
-        """Let a constraint accept its token if nothing is left to do for it then, like an acceptor."""
+    def advance(self, seq: Sequence, token: int) -> bool:
+        """Let a constraint accept its token if nothing is left to do for it then, like an advancer."""
         ahead = FakeConstraint("")
         assert seq.constraint is not None
         vars(ahead).update(vars(own(seq.constraint)), queue=list(own(seq.constraint).queue))
@@ -129,39 +129,39 @@ class Twins:
 
     def commit(self) -> None:
         plan, twin_plan = self.flights.pop(0)
-        sequences = {seq.id: seq for seq in self.settling.held}
-        masked = {row for row, _ in self.settling.masks(plan)}
+        sequences = {seq.id: seq for seq in self.helped.held}
+        masked = {row for row, _ in self.helped.masks(plan)}
         constraints = {
             seq.id: own(seq.constraint) for seq in sequences.values() if seq.constraint and seq.row in masked
         }
         tokens = {row.seq_id: self.token(constraints.get(row.seq_id)) for row in plan.sampled_rows}
-        settled = {seq_id for seq_id in constraints if self.settle(sequences[seq_id], tokens[seq_id])}
-        if self.random.random() < 0.1 and (unsettled := [seq_id for seq_id in tokens if seq_id not in settled]):
-            tokens[self.random.choice(unsettled)] = NO_TOKEN
-            self.seen["settled beside a failed row"] += bool(settled)
-        for seq in [seq for seq in self.settling.running.values() if self.random.random() < 0.04]:
+        advanced = {seq_id for seq_id in constraints if self.advance(sequences[seq_id], tokens[seq_id])}
+        if self.random.random() < 0.1 and (others := [seq_id for seq_id in tokens if seq_id not in advanced]):
+            tokens[self.random.choice(others)] = NO_TOKEN
+            self.seen["advanced beside a failed row"] += bool(advanced)
+        for seq in [seq for seq in self.helped.running.values() if self.random.random() < 0.04]:
             for scheduler in self.both:
                 scheduler.abort(seq.client, seq.request_id)
-            self.seen["settled zombie"] += seq.id in settled
-        rows = {sequences[seq_id].row for seq_id in settled}
-        updates = sent(self.settling.commit(plan, result_of(plan, tokens), rows))
+            self.seen["advanced zombie"] += seq.id in advanced
+        rows = {sequences[seq_id].row for seq_id in advanced}
+        updates = sent(self.helped.commit(plan, result_of(plan, tokens), rows))
         assert updates == sent(self.plain.commit(twin_plan, result_of(twin_plan, tokens)))
-        self.seen["settled"] += len(settled)
-        self.seen["settled beside others"] += 0 < len(settled) < len(plan.rows)
-        self.seen["settled beside a chunk"] += bool(settled and plan.chunk_rows)
-        for seq_id in settled:
+        self.seen["advanced"] += len(advanced)
+        self.seen["advanced beside others"] += 0 < len(advanced) < len(plan.rows)
+        self.seen["advanced beside a chunk"] += bool(advanced and plan.chunk_rows)
+        for seq_id in advanced:
             outcome = sequences[seq_id].outcome
             if isinstance(outcome, Finished):
-                self.seen[f"settled and ended by {outcome.reason}"] += 1
+                self.seen[f"advanced and ended by {outcome.reason}"] += 1
 
     def preempt(self) -> None:
-        if self.settling.running and self.random.random() < 0.05:
-            seq_id = self.random.choice(list(self.settling.running))
+        if self.helped.running and self.random.random() < 0.05:
+            seq_id = self.random.choice(list(self.helped.running))
             for scheduler in self.both:
                 scheduler.preempt(scheduler.running[seq_id])
 
 
-def test_settled_rows_are_committed_as_without_an_acceptor() -> None:
+def test_advanced_rows_are_committed_as_without_an_advancer() -> None:
     """Random requests with two steps in flight; some are preempted or end between acceptance and commit."""
     seen: Counter[str] = Counter()
     for seed in range(40 * EFFORT):
@@ -173,11 +173,11 @@ def test_settled_rows_are_committed_as_without_an_acceptor() -> None:
             if twins.flights and (len(twins.flights) == 2 or not is_launched):
                 twins.commit()
             twins.preempt()
-            assert state(twins.settling) == state(twins.plain), seed
+            assert state(twins.helped) == state(twins.plain), seed
         seen += twins.seen
     kinds = ("zombie", "beside a failed row", "beside others", "beside a chunk", "and ended by abort")
     kinds += ("and ended by stop", "and ended by length")
-    assert all(seen[f"settled {kind}"] > 3 for kind in kinds), seen
+    assert all(seen[f"advanced {kind}"] > 3 for kind in kinds), seen
 
 
 def began(grammar: str, max_tokens: int = 10, min_tokens: int = 0) -> tuple[Scheduler, Sequence]:
@@ -190,22 +190,22 @@ def began(grammar: str, max_tokens: int = 10, min_tokens: int = 0) -> tuple[Sche
     return scheduler, seq
 
 
-def commit_settled(scheduler: Scheduler, seq: Sequence, plan: StepPlan, token: int) -> SchedulerUpdates:
+def commit_advanced(scheduler: Scheduler, seq: Sequence, plan: StepPlan, token: int) -> SchedulerUpdates:
     """Commit a token that the constraint has accepted before."""
     assert seq.constraint is not None and seq.constraint.accept(token)
     return scheduler.commit(plan, result_of(plan, {seq.id: token}), {seq.row})
 
 
-def test_a_settled_constraint_gets_no_token_twice() -> None:
+def test_an_advanced_constraint_gets_no_token_twice() -> None:
     scheduler, seq = began("parity")
     for step, token in enumerate((20, 21, 22, 23), start=1):
-        assert commit_settled(scheduler, seq, launched(scheduler, step), token).deltas[b"c"].tokens == [token]
+        assert commit_advanced(scheduler, seq, launched(scheduler, step), token).deltas[b"c"].tokens == [token]
     assert own(seq.constraint).taken == 4 and own(seq.constraint).problem == ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_steady", [True, False])
-def test_a_settled_row_is_asked_nothing_more(is_steady: bool) -> None:
-    """Neither for forced tokens nor whether its grammar is complete: the acceptor has looked at both."""
+def test_an_advanced_row_is_asked_nothing_more(is_steady: bool) -> None:
+    """Neither for forced tokens nor whether its grammar is complete: the advancer has looked at both."""
 
     class Silent(FakeConstraint):
         @property
@@ -227,31 +227,31 @@ def test_a_settled_row_is_asked_nothing_more(is_steady: bool) -> None:
     assert (seq.id in scheduler._running.unsteady) is not is_steady, "the planner looks at it again"
 
 
-def test_a_settled_end_id_and_the_last_token_end_a_sequence() -> None:
+def test_an_advanced_end_id_and_the_last_token_end_a_sequence() -> None:
     scheduler, seq = began("parity", min_tokens=1)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    assert commit_settled(scheduler, seq, plans[0], END).ended == [], "min_tokens is not reached"
+    assert commit_advanced(scheduler, seq, plans[0], END).ended == [], "min_tokens is not reached"
     own(seq.constraint).taken = 2  # type: ignore[arg-type]
-    assert commit_settled(scheduler, seq, plans[1], END).ended == [seq]
+    assert commit_advanced(scheduler, seq, plans[1], END).ended == [seq]
     assert seq.outcome == Finished(1, FinishReason.STOP, END)
     scheduler, seq = began("parity", max_tokens=2)
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    assert commit_settled(scheduler, seq, plans[0], 20).ended == []
-    assert commit_settled(scheduler, seq, plans[1], 21).ended == [seq]
+    assert commit_advanced(scheduler, seq, plans[0], 20).ended == []
+    assert commit_advanced(scheduler, seq, plans[1], 21).ended == [seq]
     assert seq.outcome == Finished(1, FinishReason.LENGTH) and list(scheduler.held) == []
 
 
-def test_a_settled_zombie_gets_no_token_and_is_released() -> None:
+def test_an_advanced_zombie_gets_no_token_and_is_released() -> None:
     scheduler, seq = began("parity")
     plans = [launched(scheduler, 1), launched(scheduler, 2)]
     scheduler.abort(b"c", 1)
-    updates = commit_settled(scheduler, seq, plans[0], 20)
+    updates = commit_advanced(scheduler, seq, plans[0], 20)
     assert (updates.num_zombies, updates.deltas, list(scheduler.held)) == (1, {}, [seq])
     updates = scheduler.commit(plans[1], result_of(plans[1], {seq.id: 21}))
     assert (updates.num_zombies, updates.num_tokens, list(scheduler.held)) == (1, 0, [])
 
 
-def test_a_failed_row_leaves_settled_ones_unharmed() -> None:
+def test_a_failed_row_leaves_advanced_ones_unharmed() -> None:
     scheduler, seq = began("parity")
     other = submitted(2, [13, 14], SamplingParams(9))
     scheduler.add(other)

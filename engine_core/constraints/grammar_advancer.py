@@ -31,14 +31,14 @@ class AdvanceBatch(Struct, frozen=True):
     """Where the tokens were expected, as of `ArrivingTokens`."""
 
 
-_NOTHING = AdvanceBatch([], frozenset(), [], [], [], [], ())
+_EMPTY_BATCH = AdvanceBatch([], frozenset(), [], [], [], [], ())
 
 
-class TokenAcceptor:
+class BatchAdvancer:
     """Implement `contracts.GrammarAdvancer` for `GrammarConstraint`s only.
 
     Most tokens are accepted by a grammar that goes on and forces little: their constraints are not looked at again.
-    Work for each row of a step is kept out of the loops here as far as can be: 256 rows take 0.1 ms for each call in
+    Work for each row of a step is cache out of the loops here as far as can be: 256 rows take 0.1 ms for each call in
     them.
     """
 
@@ -46,7 +46,7 @@ class TokenAcceptor:
         """Keep the workers, and the arrays that they can map."""
         self.workers = workers
         self.memory = memory or MaskMemory()
-        self._followed = _NOTHING
+        self._batch = _EMPTY_BATCH
         self._tokens: Sequence[int] = ()
         self._least = 1
         """Fewest forced tokens that matter."""
@@ -61,18 +61,18 @@ class TokenAcceptor:
         first = self.memory.find(arriving.memory)
         if self.workers is None or first is None:
             return False
-        kept = cache_of(masks)
-        known: AdvanceBatch | None = kept.get(("expected", first))
+        cache = cache_of(masks)
+        known: AdvanceBatch | None = cache.get(("expected", first))
         if known is not None and known.indices == arriving.indices and are_current(known.batches):
-            self._followed = known
+            self._batch = known
             self.workers.repeat(known.batches)
         else:
             values = np.array(arriving.indices, dtype=np.int32) + first
-            self._followed = found = self._follow(EXPECT, masks, values, arriving.indices)
+            self._batch = found = self._begin_batch(EXPECT, masks, values, arriving.indices)
             if not found.here:  # one that is here may come to a worker yet
-                kept["expected", first] = found
-        self._expected = masks if self._followed.batches else None
-        return bool(self._followed.batches)
+                cache["expected", first] = found
+        self._expected = masks if self._batch.batches else None
+        return bool(self._batch.batches)
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
         """Implement `GrammarAdvancer.begin`."""
@@ -80,14 +80,14 @@ class TokenAcceptor:
         assert len(masks) == len(tokens), f"{len(tokens)} tokens for {len(masks)} masks"
         self._tokens, self._least = tokens, least
         if self._expected is None:
-            self._followed = self._follow(ACCEPT, masks, np.array(tokens, dtype=np.int32))
+            self._batch = self._begin_batch(ACCEPT, masks, np.array(tokens, dtype=np.int32))
         self._expected = None
-        if self._followed.batches:
-            for given, token in zip(self._followed.given, tokens, strict=True):
+        if self._batch.batches:
+            for given, token in zip(self._batch.given, tokens, strict=True):
                 if given is not None and token != NO_TOKEN:
                     given.append(token)
 
-    def _follow(
+    def _begin_batch(
         self, operation: int, masks: Masks, values: NDArray[np.int32], indices: Sequence[int] = ()
     ) -> AdvanceBatch:
         """Give the workers an operation on the constraints that they follow.
@@ -109,63 +109,63 @@ class TokenAcceptor:
 
     def finish(self) -> Set[int]:
         """Implement `GrammarAdvancer.finish`."""
-        followed = self._followed
-        if followed.batches and self.workers is not None:
+        current = self._batch
+        if current.batches and self.workers is not None:
             self.workers.post_awaited()
         others: list[int] = []
         if NO_TOKEN in self._tokens:
-            others += [row for row, token in zip(followed.rows, self._tokens, strict=True) if token == NO_TOKEN]
-        if followed.here:
+            others += [row for row, token in zip(current.rows, self._tokens, strict=True) if token == NO_TOKEN]
+        if current.here:
             others += self._accept_here()
-        if followed.batches and self.workers is not None:
+        if current.batches and self.workers is not None:
             self.workers.wait_accepted()
             others += self._read_workers()
-        self._followed = _NOTHING
-        return followed.all_rows.difference(others) if others else followed.all_rows
+        self._batch = _EMPTY_BATCH
+        return current.all_rows.difference(others) if others else current.all_rows
 
     def _accept_here(self) -> list[int]:
         """Have the matchers of this process accept their tokens.
 
-        Return the rows that are not settled.
+        Return the rows whose constraint needs a call of `accept`.
         """
-        others, followed = [], self._followed
-        for index in followed.here:
-            constraint, token = followed.constraints[index], self._tokens[index]
+        others, current = [], self._batch
+        for index in current.here:
+            constraint, token = current.constraints[index], self._tokens[index]
             matcher = constraint.local
             if token == NO_TOKEN:
                 continue
             if constraint.overdrawn or matcher is None:
                 # One without tokens may have been moved to a worker since `begin`.
-                others.append(followed.rows[index])
+                others.append(current.rows[index])
                 continue
             forced = matcher.follow(token)
             if forced is None or len(forced) >= self._least:
                 constraint.advance(token, matcher.accepted, forced)
-                others.append(followed.rows[index])
+                others.append(current.rows[index])
         return others
 
     def _read_workers(self) -> list[int]:
         """Read what the workers have made of their tokens.
 
-        Return the rows that are not settled.
+        Return the rows whose constraint needs a call of `accept`.
         """
-        others, followed = [], self._followed
-        for batch in followed.batches:
-            channel, has_more = batch.link.channel, batch.link.take_unsettled()
+        others, current = [], self._batch
+        for batch in current.batches:
+            channel, has_more = batch.link.channel, batch.link.take_flagged()
             if not (has_more or batch.link.is_lost):
                 continue
             flags = channel.all_flags[batch.slots]
-            is_settled = flags == ACCEPTED
+            is_advanced = flags == ACCEPTED
             if batch.link.is_lost:
-                is_settled[:] = False
+                is_advanced[:] = False
             else:
                 forces_little = channel.num_forced[batch.slots] < self._least
-                is_settled |= (flags & (ACCEPTED | STOPPED | FAILED | FORCES) == ACCEPTED | FORCES) & forces_little
-            for index in batch.indices[~is_settled].tolist():
+                is_advanced |= (flags & (ACCEPTED | STOPPED | FAILED | FORCES) == ACCEPTED | FORCES) & forces_little
+            for index in batch.indices[~is_advanced].tolist():
                 if self._tokens[index] == NO_TOKEN:
                     continue
-                constraint = followed.constraints[index]
+                constraint = current.constraints[index]
                 assert constraint.remote is not None, "a matcher was taken back before its token was accepted"
                 constraint.advance(self._tokens[index], *constraint.remote.end_accept())
-                others.append(followed.rows[index])
+                others.append(current.rows[index])
         return others

@@ -1,9 +1,9 @@
-"""A constraint's forced tokens after its row was settled, where its sequence is preempted and begins again."""
+"""A constraint's forced tokens after its row was advanced, where its sequence is preempted and begins again."""
 
 import pytest
 
+from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars
-from tandem.engine_core.constraints.token_acceptor import TokenAcceptor
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.contracts import StepResult
@@ -22,23 +22,23 @@ OTHERS = 39
 TEXT = fixed_record(kind={"enum": ["a", "b"]}, other={"type": "boolean"})
 
 
-def step(scheduler: Scheduler, acceptor: TokenAcceptor, seq: Sequence, number: int, token: int, least: int) -> bool:
-    """Compute a step as the engine does; return whether the sequence's row was settled."""
+def step(scheduler: Scheduler, advancer: BatchAdvancer, seq: Sequence, number: int, token: int, least: int) -> bool:
+    """Compute a step as the engine does; return whether the sequence's row was advanced."""
     plan = launched(scheduler, number)
     tokens = [token if row.seq_id == seq.id else 20 for row in plan.rows]
-    acceptor.begin(scheduler.masks(plan), [token], least)
-    settled = acceptor.finish()
-    scheduler.commit(plan, StepResult([1] * len(tokens), tokens), settled)
-    return bool(settled)
+    advancer.begin(scheduler.masks(plan), [token], least)
+    advanced = advancer.finish()
+    scheduler.commit(plan, StepResult([1] * len(tokens), tokens), advanced)
+    return bool(advanced)
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_settled_sequence_that_is_preempted_goes_on_after_its_tokens(grammars: Grammars, is_remote: bool) -> None:
+def test_an_advanced_sequence_that_is_preempted_goes_on_after_its_tokens(grammars: Grammars, is_remote: bool) -> None:
     """The run after the choice is looked at and not appended, as in a step whose one prompt is aborted meanwhile."""
     memory = MaskMemory()
     memory.allocate(1, 1)
     pool = WorkerPool(1, lambda: InlineLink(grammars, memory))
-    acceptor, compiled = TokenAcceptor(pool), grammars.compile(TEXT)
+    advancer, compiled = BatchAdvancer(pool), grammars.compile(TEXT)
     if is_remote:
         compiled.add_remote(pool.compile(TEXT, []))
     scheduler = Scheduler(RowGate(OTHERS + 1), kv_memory(900), SchedulerLimits(400, 400, 50))
@@ -51,10 +51,10 @@ def test_a_settled_sequence_that_is_preempted_goes_on_after_its_tokens(grammars:
     alone = compiled.first.deep_copy()
     assert alone.consume_tokens(list(seq.tokens[3:])), "what was forced at once"
     (choice,) = grammars.prepare().tokenize_str("b")
-    assert not step(scheduler, acceptor, seq, 1, choice, least=1) and alone.consume_token(choice)
+    assert not step(scheduler, advancer, seq, 1, choice, least=1) and alone.consume_token(choice)
     run = alone.compute_ff_tokens()
     assert seq.tokens[-1] == choice and 1 < len(run) < scheduler.min_jump, (run, scheduler.min_jump)
-    assert step(scheduler, acceptor, seq, 2, run[0], scheduler.min_jump) and alone.consume_token(run[0])
+    assert step(scheduler, advancer, seq, 2, run[0], scheduler.min_jump) and alone.consume_token(run[0])
     assert constraint.fast_forward_tokens() == alone.compute_ff_tokens()
     scheduler.preempt(seq)
     scheduler.admit_waiting()
