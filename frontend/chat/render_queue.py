@@ -5,9 +5,11 @@ renders.
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 
 from msgspec import Struct
+
+from tandem.protocol.fair_queue import FairQueue
 
 MAX_BYTES_AHEAD = 256 * 1024
 """Bytes of requests that a process is given in advance, so that it need not wait for the next one."""
@@ -40,13 +42,13 @@ class RenderQueue:
     def __init__(self) -> None:
         self._again: deque[RenderJob] = deque()
         """Conversations that an ended process had; they come before all others."""
-        self._waiting: OrderedDict[str, deque[RenderJob]] = OrderedDict()
-        """Other conversations of each key; the key whose turn is next comes first."""
+        self._waiting: FairQueue[RenderJob] = FairQueue()
+        """Other conversations, by key."""
         self._given: deque[RenderJob] = deque()
         self._bytes_ahead = 0
 
     def __len__(self) -> int:
-        return len(self._again) + sum(map(len, self._waiting.values())) + len(self._given)
+        return len(self._again) + len(self._waiting) + len(self._given)
 
     @property
     def current(self) -> RenderJob | None:
@@ -55,7 +57,7 @@ class RenderQueue:
 
     def add(self, job: RenderJob) -> None:
         """Append a conversation to those of its key."""
-        self._waiting.setdefault(job.client, deque()).append(job)
+        self._waiting.add(job.client, job)
 
     def retry(self, job: RenderJob) -> None:
         """Put a conversation before all others."""
@@ -98,7 +100,7 @@ class RenderQueue:
 
     def take_all(self) -> list[RenderJob]:
         """Remove all conversations."""
-        jobs = [*self._given, *self._again, *(job for jobs in self._waiting.values() for job in jobs)]
+        jobs = [*self._given, *self._again, *self._waiting]
         for removed in (self._given, self._again, self._waiting):
             removed.clear()
         self._bytes_ahead = 0
@@ -108,16 +110,14 @@ class RenderQueue:
         """Return the conversation whose turn it is."""
         if self._again:
             return self._again[0]
-        return next((jobs[0] for jobs in self._waiting.values()), None)
+        found = self._waiting.peek()
+        return None if found is None else found[1]
 
     def _remove_first(self) -> None:
         """Remove the conversation whose turn it is; another key's turn is next."""
         if self._again:
             self._again.popleft()
             return
-        client, jobs = next(iter(self._waiting.items()))
-        jobs.popleft()
-        if jobs:
-            self._waiting.move_to_end(client)
-        else:
-            del self._waiting[client]
+        found = self._waiting.take()
+        assert found is not None, "no conversation waits"
+        self._waiting.charge(found[0], 1.0)

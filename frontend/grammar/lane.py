@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.frontend.errors import overloaded
-from tandem.frontend.grammar.fair_queue import FairQueue
 from tandem.frontend.grammar.process import Checked
+from tandem.protocol.fair_queue import FairQueue
 
 
 class Compiler(Protocol):

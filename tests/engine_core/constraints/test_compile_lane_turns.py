@@ -1,6 +1,6 @@
 """Turns of grammars between API keys."""
 
-from tandem.engine_core.constraints.compile_turns import CompileTurns
+from tandem.engine_core.constraints.compile_lane import CompileTurns
 
 
 def taken(turns: CompileTurns) -> list[str | None]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.grammar.fair_queue import FairQueue
+from tandem.protocol.fair_queue import FairQueue
 
 LONGEST = 3
 """Greatest cost of an item."""
@@ -105,3 +105,26 @@ def test_no_client_waits_while_another_gets_more_than_its_share(
         end()
         begin()
     assert len(queue) == 0
+
+
+def test_skipped_clients_keep_their_items_and_their_turn() -> None:
+    queue = FairQueue[int]()
+    queue.add("a", 1)
+    queue.add("b", 2)
+    assert queue.peek(lambda client: client == "b") == ("b", 2)
+    assert queue.take(lambda client: client == "b") == ("b", 2)
+    assert queue.take(lambda client: client == "b") is None
+    assert (queue.peek(), len(queue)) == (("a", 1), 1)
+
+
+def test_an_item_is_removed_from_all_clients() -> None:
+    queue = FairQueue[int]()
+    for client, item in (("a", 1), ("a", 2), ("a", 1), ("b", 1)):
+        queue.add(client, item)
+    queue.remove(1)
+    queue.remove(3)
+    assert (list(queue), len(queue)) == ([2], 1)
+    assert queue.take() == ("a", 2)
+    queue.add("b", 4)
+    queue.clear()
+    assert queue.take() is None
