@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.grammar.json_schema import ANNOTATIONS, NUMBERS, OPTIONS, walk_schemas, with_options
+from tandem.frontend.grammar.json_schema import ANNOTATIONS, NUMBERS, OPTIONS, map_schemas, walk_schemas, with_options
 from tandem.frontend.grammar.references import target_of
 
 MAX_DIGITS, MAX_FRACTION, MAX_EXPONENT = 40, 20, 3
@@ -41,6 +41,15 @@ _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "const", "enum"}
 _SKIPPED = ANNOTATIONS | {"$defs", "definitions"}
 _OBJECT = {"type", "properties", "required", "additionalProperties"}
 _ARRAY = {"type", "items", "prefixItems", "minItems", "maxItems"}
+_KEYWORDS_OF = {
+    "integer": {*NUMBERS},
+    "number": {*NUMBERS},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "object": {"properties", "patternProperties", "required", "additionalProperties", "minProperties", "maxProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+}
+"""The keywords that say something about values of a type."""
+_ALL_KEYWORDS = set().union(*_KEYWORDS_OF.values())
 
 
 class _UnsupportedError(Exception):
@@ -50,13 +59,15 @@ class _UnsupportedError(Exception):
 def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
     """Make the body of a grammar of a schema."""
     rules = _rules(schema)
-    return {"json_schema": with_options(schema, OPTIONS)} if rules is None else {"lark_grammar": rules}
+    if rules is None:
+        return {"json_schema": with_options(map_schemas(schema, _with_limits), OPTIONS)}
+    return {"lark_grammar": rules}
 
 
 def json_rule(schema: dict[str, Any]) -> str:
     """Write a schema for use within a rule of Lark."""
     rules = _rules(schema)
-    return schema_rule(schema) if rules is None else f"%lark {{\n{rules}}}"
+    return schema_rule(map_schemas(schema, _with_limits)) if rules is None else f"%lark {{\n{rules}}}"
 
 
 def quoted(text: str) -> str:
@@ -80,6 +91,29 @@ def _rules(schema: dict[str, Any]) -> str | None:
     except _UnsupportedError:
         return None
     return _HEAD + rules if writer.limits_numbers else None
+
+
+def _with_limits(node: dict[str, Any]) -> dict[str, Any]:
+    """Give the numbers of a schema limits, so that the compiler bounds their digits."""
+    kinds = node.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if {"integer", "number"}.isdisjoint(kinds) or not _COMBINING.isdisjoint(node):
+        return node
+    limits = {key: node[key] for key in NUMBERS if key in node}
+    return {**node, **_missing_limits("number" if "number" in kinds else "integer", limits)}
+
+
+def _missing_limits(kind: str, limits: dict[str, Any]) -> dict[str, float]:
+    """Return the limits that a number needs besides its own, so that the compiler bounds its digits."""
+    if any(isinstance(limit, bool) or abs(limit) >= MAX_LIMIT for limit in limits.values()):
+        return {}
+    others: dict[str, float] = {} if {"minimum", "exclusiveMinimum"} & limits.keys() else {"minimum": -MAX_LIMIT}
+    if not {"maximum", "exclusiveMaximum"} & limits.keys():
+        others["exclusiveMaximum"] = MAX_LIMIT
+    is_short = all(round(limit, LIMITED_FRACTION) == limit for limit in limits.values())
+    if kind == "number" and "multipleOf" not in limits and is_short:
+        others["multipleOf"] = 10.0**-LIMITED_FRACTION
+    return others
 
 
 class _Writer:
@@ -129,7 +163,12 @@ class _Writer:
             if combining <= {"const", "enum"}:
                 return self._schema(node)
         elif isinstance(kind, list):
-            return f"({' | '.join(self._value({**node, 'type': each}) for each in kind)})"
+            rest = {key: value for key, value in node.items() if key not in _ALL_KEYWORDS}
+            options = [
+                {**rest, **{key: node[key] for key in _KEYWORDS_OF.get(each, ()) if key in node}, "type": each}
+                for each in dict.fromkeys(kind)
+            ]
+            return f"({' | '.join(map(self._value, options))})"
         elif kind in ("integer", "number"):
             return self._number(node, kind)
         elif kind == "object" and keys <= _OBJECT:
@@ -142,7 +181,10 @@ class _Writer:
         """Leave a schema without references to the compiler."""
         if any(isinstance(part, dict) and "$ref" in part for _, part in walk_schemas(node)):
             raise _UnsupportedError
-        return schema_rule({key: value for key, value in node.items() if key not in _SKIPPED})
+        kept = {key: value for key, value in node.items() if key not in _SKIPPED}
+        limited = map_schemas(kept, _with_limits)
+        self.limits_numbers |= limited != kept
+        return schema_rule(limited)
 
     def _reference(self, node: dict[str, Any]) -> str:
         found = target_of(node, self._root)
@@ -158,25 +200,17 @@ class _Writer:
         limits = {key: node[key] for key in NUMBERS if key in node}
         if not limits:
             return self._limited("INTEGER" if kind == "integer" else "NUMBER")
-        if any(isinstance(limit, bool) or abs(limit) >= MAX_LIMIT for limit in limits.values()):
-            return self._schema(node)
         if kind == "number" and limits == {"minimum": 0}:
             return self._limited("POSITIVE")
-        others: dict[str, float] = {} if {"minimum", "exclusiveMinimum"} & limits.keys() else {"minimum": -MAX_LIMIT}
-        if not {"maximum", "exclusiveMaximum"} & limits.keys():
-            others["exclusiveMaximum"] = MAX_LIMIT
-        if kind == "integer":
-            if not others:
-                return self._schema(node)
-            few = schema_rule({"type": kind, **limits, **others})
-            is_upward = "multipleOf" not in limits and "exclusiveMaximum" in others and "minimum" not in others
-            return self._limited(f"({few} | LONG)" if is_upward else few)
-        if "multipleOf" not in limits and all(round(limit, LIMITED_FRACTION) == limit for limit in limits.values()):
-            others["multipleOf"] = 10.0**-LIMITED_FRACTION
-        return self._limited(schema_rule({"type": kind, **limits, **others})) if others else self._schema(node)
+        others = _missing_limits(kind, limits)
+        if not others:
+            return self._schema(node)
+        few = schema_rule({"type": kind, **limits, **others})
+        is_upward = "multipleOf" not in limits and "exclusiveMaximum" in others and "minimum" not in others
+        return self._limited(f"({few} | LONG)" if kind == "integer" and is_upward else few)
 
     def _object(self, node: dict[str, Any]) -> str:
-        named, required = node.get("properties", {}), node.get("required", [])
+        named, required = node.get("properties", {}), dict.fromkeys(node.get("required", []))
         other = node.get("additionalProperties", True)
         members: list[tuple[str, bool]] = []
         for name in dict.fromkeys([*named, *required]):

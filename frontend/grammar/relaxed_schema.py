@@ -34,6 +34,10 @@ _DESCRIBES_PROPERTIES = {
     "$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "oneOf", "patternProperties", "then",
 }  # fmt: skip
 """Keywords that may allow properties which `properties` does not name."""
+_MAX_CONDITIONS = 10
+"""Look-aheads of one pattern that are rewritten."""
+_ENDLESS_GROWTH = 8
+"""Factor by which more endless references are removed at once, so that many take few searches."""
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^.0-9][^.]*)?)?$"
 """Bounds the fraction of a second to nanoseconds; without a bound, a model may write digits without end."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -65,9 +69,12 @@ def relax_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for path, key in found:
             schema, removed = without_keyword(schema, path, key)
             pointers += removed
+    num_removed = 1
     while endless := endless_references(schema):
-        schema, removed = without_keyword(schema, endless[0], "$ref")
-        pointers += removed
+        for path in endless[:num_removed]:
+            schema, removed = without_keyword(schema, path, "$ref")
+            pointers += removed
+        num_removed *= _ENDLESS_GROWTH
     return schema, pointers
 
 
@@ -205,8 +212,11 @@ def _without_look_ahead(node: dict[str, Any]) -> dict[str, Any]:
     pattern = node.get("pattern")
     if not isinstance(pattern, str) or not pattern.startswith("^(?!") or "allOf" in node:
         return node
-    rest, conditions = pattern[1:], []
+    rest = pattern[1:]
+    conditions: list[str] = []
     while rest.startswith("(?!"):
+        if len(conditions) == _MAX_CONDITIONS:
+            return node
         if match := _NOT_FIRST.match(rest):
             conditions.append(f"^([^{match[1]}].*)?$")
         elif match := _NEVER_TWICE.match(rest):

@@ -100,6 +100,40 @@ def test_schemas_without_endless_numbers_are_left_to_the_compiler() -> None:
         assert grammar_of(schema) == grammar_of(schema, as_schema=True)
 
 
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"oneOf": [NUMBER, TEXT]}, "{}"),
+        ({"allOf": [NUMBER, {"minimum": 0}]}, "{}"),
+        ({"$defs": {"n": INTEGER}, "$ref": "#/$defs/n", "minimum": 0}, "{}"),
+        ({"type": "object", "patternProperties": {"^a": {"type": ["integer", "null"]}}}, '{{"a": {}}}'),
+        ({"type": "object", "additionalProperties": NUMBER, "minProperties": 1}, '{{"a": {}}}'),
+        ({"type": "array", "items": NUMBER, "maxItems": 5000}, "[{}]"),
+        ({**record(a=NUMBER), "anyOf": [{"required": ["a"]}]}, '{{"a": {}}}'),
+        ({"type": ["object", "null"], "properties": {"a": NUMBER, "b": {"$ref": "#/$defs/t"}}, "$defs": {"t": TEXT}},
+         '{{"a": {}}}'),
+    ],
+)  # fmt: skip
+def test_numbers_end_in_schemas_that_the_compiler_combines(schema: dict[str, Any], value: str) -> None:
+    text = grammar_of(schema)
+    assert [verdict(text, value.format(number)) for number in ("0", "12", "123456789")] == ["whole"] * 3
+    for number in (*ENDLESS, f"1.{'0' * MAX_FRACTION}1"):
+        assert verdict(text, value.format(number)) != "whole", number
+    assert verdict(text, value.partition("{}")[0].replace("{{", "{") + LONG + "1") == "wrong"
+
+
+def test_the_grammar_grows_no_faster_than_the_schema() -> None:
+    schema: dict[str, Any] = INTEGER
+    for _ in range(30):
+        schema = {"type": ["array", "array", "null"], "items": schema}
+    assert len(grammar_of(schema)) < 10_000
+    names = [f"n{number}" for number in range(50_000)]
+    assert len(grammar_of({"type": "object", "properties": {"a": INTEGER}, "required": names})) > len(names)
+
+
 @pytest.mark.parametrize("mode", ["required", "auto"])
 def test_numbers_of_calls_end(mode: Any) -> None:
     parameters = {**record(n={"$ref": "#/$defs/n"}, m=NUMBER), "$defs": {"n": {"anyOf": [INTEGER, NULL]}}}

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tandem.frontend.errors import ApiError
 from tandem.frontend.grammar import grammar as grammar_module
+from tandem.frontend.grammar import relaxed_schema
 from tandem.frontend.grammar.grammar import output_grammar, schema_grammar
 from tandem.frontend.grammar.json_schema import MAX_SUBSCHEMAS, SUPPORTED_KEYWORDS, check_schema
-from tandem.frontend.grammar.references import check_references
+from tandem.frontend.grammar.references import check_references, endless_references
 from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema, without_keyword
 from tandem.frontend.grammar.worker import ByteTokenizer
 from tandem.frontend.request.ignored_fields import IgnoredFields
@@ -102,6 +103,23 @@ def test_numbers_up_to_2_to_the_64th_can_be_written() -> None:
     schema = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
     assert accepts(schema, 2**64 - 1, strict=False)
     assert not accepts(schema, -1, strict=False)
+
+
+def test_what_a_search_finds_many_times_takes_few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+
+    def counted(schema: dict[str, Any]) -> Any:
+        found = endless_references(schema)
+        searches.append(len(found))
+        return found
+
+    monkeypatch.setattr(relaxed_schema, "endless_references", counted)
+    named = {f"p{number}": {"$ref": f"#/properties/p{number}"} for number in range(100)}
+    _, pointers = relax_schema({"type": "object", "properties": named})
+    assert len(pointers) == 100
+    assert searches == [100, 99, 91, 27, 0]
+    pattern = "^" + "(?!a)" * 20_000 + "b$"
+    assert rewrite_schema({"pattern": pattern}) == {"pattern": pattern}
 
 
 def test_supported_schema_is_not_relaxed() -> None:
