@@ -57,9 +57,13 @@ def _with_known_role(message: Message, traits: TemplateTraits) -> Message:
 def _with_calls(messages: Sequence[Message], traits: TemplateTraits, syntax: CallSyntax) -> list[Message]:
     """Give calls and results the form that the template takes."""
     found: list[Message] = []
-    for message in messages:
+    for index, message in enumerate(messages):
         if message.get("tool_calls"):
-            found += _calling(message, traits, syntax)
+            # A template that counts no turn for a call needs its result.
+            if not traits.user_after_result and _is_abandoned(messages[index + 1 :]):
+                found.append(calls_as_text(message, syntax))
+            else:
+                found += _calling(message, traits, syntax)
         elif message["role"] == "tool" and not traits.any_call_id and "tool_call_id" in message:
             found.append({**message, "tool_call_id": _short_id(message["tool_call_id"])})
         else:
@@ -166,8 +170,16 @@ def _with_system(messages: Sequence[Message], traits: TemplateTraits, takes_syst
 
 def _ends_with_result(messages: Sequence[Message]) -> bool:
     """Tell whether a result is among the messages after the assistant's last one."""
-    roles = itertools.takewhile(lambda role: role != "assistant", (message["role"] for message in reversed(messages)))
-    return "tool" in roles
+    return "tool" in _roles_before_assistant(reversed(messages))
+
+
+def _is_abandoned(following: Sequence[Message]) -> bool:
+    """Tell whether the conversation goes on after a call without its result."""
+    return bool(following) and "tool" not in _roles_before_assistant(following)
+
+
+def _roles_before_assistant(messages: Iterable[Message]) -> Iterable[str]:
+    return itertools.takewhile(lambda role: role != "assistant", (message["role"] for message in messages))
 
 
 def _in_turns(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:

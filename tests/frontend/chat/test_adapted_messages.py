@@ -74,6 +74,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "a result and a reminder": [U1, calls("inn"), result("inn"), U2],
     "results and reminders": [U1, calls("inn"), result("inn"), U2, S1, calls("bar"), result("bar"), U3],
     "a reminder before the result": [U1, calls("inn"), U2, result("inn"), A1, U3],
+    "a call without a result": [U1, calls("inn"), U2, A1, U3, calls("bar")],
     "a thought without content": [U1, {"role": "assistant", "reasoning_content": "hm"}, U2],
     "a thought with empty content": [U1, says("assistant", "", reasoning_content="hm"), U2],
 }
