@@ -1,12 +1,12 @@
-"""Durations of a shape's steps, as an engine measures them at its start.
+"""Step times of a shape, as the engine measures them at startup.
 
     python -m benchmarks.kernels.bench_step_table --shape benchmarks/shapes/llama-3.1-8b [--max-rows 1024]
         [--quantize fp8] [--profile 256:0 256:512] [--save NAME]
 
-Random weights. Milliseconds of each captured step by prompt positions and decoding rows, with next to no context: the
-table by which prompts are limited while rows decode (`engine_core/scheduler/step_costs.py`). The last column has the
-matmuls of the prompts alone at 790 TFLOP/s, twice that with --quantize fp8. --profile lists the kernels of single
-steps, named by rows and positions of one prompt, with the microseconds and the number of launches of each.
+Prints the milliseconds of each captured step by prompt tokens and decoding rows, with random weights and almost no
+context. The scheduler uses this table to limit prompts while rows decode (`engine_core/scheduler/step_costs.py`). The
+last column is the time of the prompts' matmuls alone at 790 TFLOP/s, twice that with --quantize fp8. --profile lists
+the kernels of single steps (rows and tokens of one prompt) with their microseconds and launches.
 """
 
 import argparse
@@ -28,16 +28,16 @@ from tandem.protocol.engine_options import EngineOptions
 from tests.fakes.mailbox import FakeMailbox
 
 FLOPS = {"off": 7.9e14, "fp8": 15.8e14}
-"""Floating-point operations a second that matmuls reach at best."""
+"""Peak matmul throughput."""
 REPLAYS, KERNELS = 10, 24
-"""Replays of a profiled step, and kernels that are listed of it."""
+"""Replays of a profiled step, and kernels to list."""
 
 
 @torch.inference_mode()
 def profile(runtime: Any, rows: int, tokens: int) -> None:
-    """Print what each kernel of a captured step takes.
+    """Print the time of each kernel of a captured step.
 
-    It has one prompt of all positions, and rows without context.
+    tokens: length of the step's one prompt; the rows have no context.
     """
     if tokens:
         mixed = runtime.graphs.mixed[0][GraphBucket(rows, tokens)]
@@ -73,9 +73,14 @@ def main() -> None:
     arguments = parser.parse_args()
     model = read_config(arguments.shape)
     options = EngineOptions(
-        model=str(arguments.shape), load_format="dummy", device=arguments.device, max_rows=arguments.max_rows,
-        max_len=min(4096, model.max_positions), kv_tokens=65_536, quantize=arguments.quantize,
-    )  # fmt: skip
+        model=str(arguments.shape),
+        load_format="dummy",
+        device=arguments.device,
+        max_rows=arguments.max_rows,
+        max_len=min(4096, model.max_positions),
+        kv_tokens=65_536,
+        quantize=arguments.quantize,
+    )
     engine = build_engine(options, FakeMailbox(), Status(1, new_stats()))
     found = engine.scheduler.planner.costs.table
     rows = sorted({rows for rows, tokens in found if tokens})

@@ -88,9 +88,18 @@ def triton_layer(
     def layer(index: int) -> Tensor:
         keys, values = setup.storage.keys[index], setup.storage.values[index]
         return paged_prefill.paged_prefill(
-            query, keys, values, tiles, setup.page_table, setup.scale, splits,
-            pdl=pdl, beside=concurrent, shape=shape, out=out,
-        )  # fmt: skip
+            query,
+            keys,
+            values,
+            tiles,
+            setup.page_table,
+            setup.scale,
+            splits,
+            pdl=pdl,
+            beside=concurrent,
+            shape=shape,
+            out=out,
+        )
 
     return layer
 

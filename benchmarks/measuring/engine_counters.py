@@ -1,4 +1,4 @@
-"""Counters of an engine during a load, read from its server's metrics."""
+"""Engine counters over a load, read from the server's metrics."""
 
 import time
 import urllib.request
@@ -9,7 +9,7 @@ from urllib.error import URLError
 from benchmarks.measuring.scrape import Scrape
 
 Counters = dict[str, float]
-"""Values by name; the seconds of a stage under STAGE and its name."""
+"""Values by name; seconds of a stage under STAGE + its name."""
 
 STAGE = "stage "
 STAGES = "tandem_engine_stage_seconds_total"
@@ -23,11 +23,11 @@ NAMES = {
     "gpu_busy": "tandem_gpu_busy_seconds_total",
     "gpu_idle": "tandem_gpu_idle_seconds_total",
 }
-"""Names of the metrics."""
+"""Metric names."""
 FETCH_SECONDS = 5.0
-POLL_SECONDS, MOST_SECONDS = 0.05, 5.0
-"""Time between two readings, and longest wait for the requests of a load in them. Heartbeats, which have the counters,
-come several times a second."""
+POLL_SECONDS, MAX_WAIT_SECONDS = 0.05, 5.0
+"""Polling interval, and longest wait until the counters include a load's requests; heartbeats carry them several times
+a second."""
 
 
 def fetch(url: str) -> str:
@@ -41,9 +41,9 @@ def fetch(url: str) -> str:
 
 
 def counters(text: str) -> Counters:
-    """Read the counters of an engine.
+    """Parse the counters of an engine.
 
-    Raises ValueError for the metrics of something else.
+    Raises ValueError if the text is not an engine's metrics.
     """
     scrape = Scrape(text)
     stages = {STAGE + stage: seconds for stage, seconds in scrape.by_label(STAGES, "stage").items()}
@@ -53,12 +53,12 @@ def counters(text: str) -> Counters:
 
 
 def added(first: Counters, second: Counters, times: int = 1) -> Counters:
-    """Add counters, of which the second are taken as many times."""
+    """Add counters, the second ones `times` times."""
     return {name: first.get(name, 0.0) + times * second.get(name, 0.0) for name in first | second}
 
 
 class EngineReader:
-    """Reader of an engine's counters, for loads that nothing else runs beside."""
+    """Reader of an engine's counters during a load. Nothing else may load the engine."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class EngineReader:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Keep the source of the metrics' text, and a clock in seconds with its sleep."""
+        """Initialize with a function that fetches the metrics, a clock in seconds and its sleep."""
         self._fetch = fetch
         self._clock = clock
         self._sleep = sleep
@@ -75,27 +75,27 @@ class EngineReader:
         return counters(self._fetch())
 
     def since(self, before: Counters, requests: int) -> Counters:
-        """Return what was counted since a reading, once these requests are.
+        """Return the increments since a reading, once they include these requests.
 
-        Raises ConnectionError if they are not within MOST_SECONDS.
+        Raises ConnectionError if they do not within MAX_WAIT_SECONDS.
         """
-        until = self._clock() + MOST_SECONDS
+        until = self._clock() + MAX_WAIT_SECONDS
         while True:
             found = added(self.read(), before, -1)
             if found[ENDED] >= requests:
                 return found
             if self._clock() >= until:
                 raise ConnectionError(
-                    f"{MOST_SECONDS:g} s after a load of {requests} requests, --metrics counts the end of "
+                    f"{MAX_WAIT_SECONDS:g} s after a load of {requests} requests, --metrics counts the end of "
                     f"{found[ENDED]:.0f}; give the address of the server that got them"
                 )
             self._sleep(POLL_SECONDS)
 
 
 def figures(found: Counters) -> dict[str, Any]:
-    """Return what a step took, in microseconds, and its rows.
+    """Return the mean microseconds of a step, by stage, and its rows.
 
-    What was not counted is None.
+    Figures that were not counted are None.
     """
     steps = found[STEPS]
     timed = found["gpu_busy"] + found["gpu_idle"]
@@ -111,7 +111,7 @@ def figures(found: Counters) -> dict[str, Any]:
 
 
 def line(found: dict[str, Any]) -> str:
-    """Return the `figures` of a load in one line."""
+    """Format the `figures` of a load as one line."""
     stages = ", ".join(f"{stage} {_said(us, '.0f')}" for stage, us in found["stages_us"].items())
     return (
         f"{_said(found['rows_a_step'], '.1f')} rows a step, us of it: {stages}; "

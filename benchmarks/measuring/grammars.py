@@ -1,4 +1,4 @@
-"""Grammars that benchmarks compile, fill masks from and constrain outputs with."""
+"""JSON schemas used by the benchmarks of constrained output."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Schema = dict[str, Any]
 
 
 def record(**properties: Schema) -> Schema:
-    """Make the schema of an object with exactly these properties."""
+    """Build the schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -46,7 +46,7 @@ ENDLESS: dict[str, Schema] = {
 }
 """Grammars that no output completes, so that every request generates all its tokens.
 
-`strings` is free text as users ask for it: `{"type": "string"}` without limits on its length, whose masks repeat within
-a string. `text` is counted text, one string with a length that is not reached: every character leads to a state of its
-own, so that no mask is one of before. That is the cost of `minLength` and `maxLength` alone.
+`strings` is free text, `{"type": "string"}` without length limits: masks repeat within a string. `text` is one string
+with a minimum length that is never reached: every character leads to a new grammar state, so no mask repeats. That is
+the cost of `minLength` and `maxLength` alone.
 """

@@ -1,4 +1,4 @@
-"""Timing of GPU work in a CUDA graph, without the cost of separate launches."""
+"""Time GPU work in CUDA graphs, without launch overhead."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Anonymous memory of this process, and its peak while something runs."""
+"""Anonymous memory of this process and its peak."""
 
 import threading
 from pathlib import Path
@@ -8,9 +8,9 @@ SAMPLE_SECONDS = 0.01
 
 
 def anonymous_bytes() -> int:
-    """Return the resident bytes of this process that no file backs.
+    """Return the anonymous resident bytes of this process.
 
-    Where the kernel does not tell them apart (in some sandboxes), return all resident bytes.
+    Falls back to all resident bytes where the kernel does not report them separately, as in some sandboxes.
     """
     for path, field in (("smaps_rollup", "Anonymous:"), ("status", "RssAnon:"), ("status", "VmRSS:")):
         file = Path("/proc/self") / path
@@ -21,10 +21,7 @@ def anonymous_bytes() -> int:
 
 
 class PeakMemory:
-    """Sampler of the anonymous memory from entry to exit of the context.
-
-    It runs on a thread of its own.
-    """
+    """Context manager that samples anonymous memory in a thread."""
 
     def __init__(self) -> None:
         self.idle = self.peak = 0
@@ -33,7 +30,7 @@ class PeakMemory:
 
     @property
     def growth(self) -> int:
-        """Bytes of the peak above the memory on entry."""
+        """Peak in bytes above the memory on entry."""
         return self.peak - self.idle
 
     def __enter__(self) -> "PeakMemory":

@@ -1,4 +1,4 @@
-"""Linear maps of some layers of a model, run as in the engine but for attention."""
+"""Linear layers of a model, run as in the engine without attention."""
 
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
@@ -15,22 +15,26 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 Name: TypeAlias = Literal["qkv", "o", "gate_up", "down", "head"]
 Shape: TypeAlias = tuple[int, int]
-"""Outputs and inputs of a map."""
+"""Outputs and inputs."""
 Update: TypeAlias = Tensor | QuantizedActivation
-"""What a product returns; before the last of a layer, what the gate rounded."""
+"""Output of a matmul; input of `down` if the gated activation quantizes."""
 LINEAR_NAMES: tuple[Name, ...] = ("qkv", "o", "gate_up", "down")
-"""The maps of a layer, in order."""
+"""Linear layers of a block, in order."""
 EPS = 1e-5
 
 
 class LinearLayers:
-    """Linear maps of some layers in one format, and the output head if there is one."""
+    """Linear layers of several blocks in one weight format, and optionally the LM head."""
 
     def __init__(
-        self, shapes: Mapping[Name, Shape], maps: list[dict[Name, LinearWeights]], head: LinearWeights | None,
-        norm: Norm, context: BuildContext,
-    ) -> None:  # fmt: skip
-        """Keep the maps of each layer; see `build`."""
+        self,
+        shapes: Mapping[Name, Shape],
+        maps: list[dict[Name, LinearWeights]],
+        head: LinearWeights | None,
+        norm: Norm,
+        context: BuildContext,
+    ) -> None:
+        """Initialize from the linear layers of each block; see `build`."""
         self.shapes = shapes
         self.maps = maps
         self.head = head
@@ -39,9 +43,9 @@ class LinearLayers:
 
     @classmethod
     def build(cls, shapes: Mapping[Name, Shape], copies: int, context: BuildContext) -> "LinearLayers":
-        """Allocate layers whose weights are not filled yet.
+        """Allocate the weights of `copies` blocks without filling them.
 
-        shapes: of the maps of a layer, and of the head, which is behind the last layer and in the format of heads.
+        shapes: of a block's linear layers, and of the head, which follows the last block.
         """
         maps = [
             {name: context.linear_method.build(*shapes[name], False, context) for name in LINEAR_NAMES}
@@ -63,17 +67,17 @@ class LinearLayers:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the parameters take."""
+        """Bytes of all parameters."""
         parameters = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in self.weight_slots()}
         return sum(parameters.values())
 
     @property
     def linears(self) -> list[LinearWeights]:
-        """All maps."""
+        """All linear layers."""
         return [linear for layer in self.maps for linear in layer.values()] + ([self.head] if self.head else [])
 
     def step(self, update: Update, residual: Tensor) -> Update:
-        """Run all products of a step, with what is between them but attention.
+        """Run all matmuls of a step with the operations between them, except attention.
 
         update, residual: [rows, hidden].
         """
@@ -88,15 +92,15 @@ class LinearLayers:
         return self.head.apply_normed(x, stream, self.norm)[0]
 
     def run(self, name: Name, layer: Mapping[Name, LinearWeights], x: Update, stream: Tensor) -> tuple[Update, Tensor]:
-        """Run one product of a layer, with what is between it and the one before.
+        """Run one matmul of a block, with the operations since the previous one.
 
-        x: what the product before it returned. Returns the product and the residual stream.
+        x: output of the previous matmul. Returns the output and the residual stream.
         """
         rows = stream.shape[0]
         if isinstance(x, QuantizedActivation):
             return layer["down"].apply_quantized(x), stream
         if name == "o":
-            # Attention's output has as many elements as there are queries.
+            # Attention's output has the shape of the queries.
             inputs = self.shapes["o"][1]
             return layer["o"].apply(x.view(-1)[: rows * inputs].view(rows, inputs)), stream
         if name == "down":
@@ -107,7 +111,7 @@ class LinearLayers:
         return layer[name].apply_normed(x, stream, self.norm, Activation.SILU if name == "gate_up" else None)
 
     def inputs_of(self, name: Name, rows: int) -> tuple[Update, Tensor]:
-        """Return inputs of a product for `run`, and a residual stream."""
+        """Return random inputs of a matmul for `run`, and a residual stream."""
         before: Mapping[Name, Name] = {"o": "qkv", "down": "gate_up"}
         width = self.shapes["qkv"][1]
         if name in before:

@@ -1,7 +1,7 @@
-"""Compilation of Triton kernels for a GPU that need not be there.
+"""Compile Triton kernels for a GPU that is not present.
 
-What is compiled lands in Triton's cache, where a process with the GPU finds it: the name of an entry depends on the
-architecture, the sources and the arguments, not on a device.
+Compiled code goes to Triton's cache, where a process with the GPU finds it: cache keys depend on the architecture, the
+sources and the arguments, not on a device.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from triton.runtime.jit import JITFunction
 
 
 class CompileOnlyDriver:
-    """A driver of Triton for one architecture, which compiles and cannot launch."""
+    """Triton driver for one architecture that compiles but cannot launch."""
 
     def __init__(self, architecture: int) -> None:
-        """Stand in for a GPU of an architecture, 80 for sm_80."""
+        """Initialize for an architecture, such as 80 for sm_80."""
         self.architecture = architecture
 
     def get_current_device(self) -> int:
-        """Return a number that no other architecture has."""
+        """Return the architecture as the device index."""
         return self.architecture
 
     def get_current_stream(self, device: int) -> int:
@@ -30,15 +30,15 @@ class CompileOnlyDriver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """Return what Triton compiles for."""
+        """Return the compilation target."""
         return GPUTarget("cuda", self.architecture, 32)
 
 
 @contextmanager
 def compiling_only(architecture: int) -> Iterator[list[Any]]:
-    """Compile each kernel in place of its launch, with arguments on any device.
+    """Compile each kernel instead of launching it, with arguments on any device.
 
-    Yields the list of the compiled kernels, in the order of the launches. Kernels must not be interpreted.
+    Yields the list of compiled kernels in launch order. Kernels must not be interpreted.
     """
     compiled: list[Any] = []
     run = JITFunction.run

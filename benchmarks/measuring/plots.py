@@ -1,7 +1,4 @@
-"""Figures of benchmark results.
-
-matplotlib is optional: no other part of a benchmark needs it.
-"""
+"""Plots of benchmark results. matplotlib is optional."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +23,13 @@ _PANELS: tuple[Panel, ...] = (
 
 
 class PlottingUnavailableError(Exception):
-    """Error of a plot without matplotlib; the message says what to do."""
+    """Raised without matplotlib; the message gives the command that installs it."""
 
 
 def pyplot() -> Any:
     """Return matplotlib's pyplot, drawing to files only.
 
-    Raises PlottingUnavailableError, with what to do, if matplotlib is not installed.
+    Raises PlottingUnavailableError if matplotlib is not installed.
     """
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]
@@ -47,10 +44,7 @@ def pyplot() -> Any:
 
 
 def plot_serving(path: Path, title: str, levels: list[Level], reference: Reference | None = None) -> None:
-    """Plot throughput and latency over streams, or over the arrival rate.
-
-    The lines of the reference are dashed.
-    """
+    """Plot throughput and latency over streams or the arrival rate, the reference with dashed lines."""
     plt = pyplot()
     open_loop = any(level.load.rate is not None for level in levels)
     at = [level.load.rate or level.load.streams for level in levels]

@@ -6,12 +6,11 @@ import time
 import psutil
 
 CUT_OFF = 75
-"""Exit code of a command that ended in time without all that it should measure: it goes on when it runs again. It is
-EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a command that ran out of time and resumes when run again: EX_TEMPFAIL of sysexits.h."""
 
 
 def stop_process(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Ask a process to end, and kill it if it has not ended after `seconds`."""
+    """Terminate a process, and kill it after `seconds`."""
     process.terminate()
     try:
         process.wait(seconds)
@@ -21,14 +20,14 @@ def stop_process(process: "subprocess.Popen[bytes]", seconds: float) -> None:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Return a process and all that it has started, directly or not."""
+    """Return a process and its descendants."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process, in user and kernel mode.
+    """Return the user and kernel time of all threads of a process, in seconds.
 
-    It is read from the process's own clock (`clock_getcpuclockid`), in nanoseconds where `/proc` has hundredths.
+    `clock_getcpuclockid` has nanosecond resolution, `/proc` only hundredths of a second.
     """
     return time.clock_gettime((~pid << 3) | 2)

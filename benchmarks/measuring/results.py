@@ -1,4 +1,4 @@
-"""Results of benchmarks, saved with their origin: commit, machine and versions."""
+"""Save benchmark results with their commit, machine and versions."""
 
 import json
 import os
@@ -28,10 +28,9 @@ def _processor() -> str:
 
 
 def origin() -> dict[str, Any]:
-    """Return machine, versions and git hash.
+    """Return the git hash, machine and package versions.
 
-    The hash ends in "+" when the tree was changed. Where the tree is a copy of another's, the environment's GIT_HASH
-    gives the hash.
+    The hash of a dirty tree ends in "+". GIT_HASH in the environment overrides it, for copies without a repository.
     """
     git = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
     return {
@@ -45,7 +44,7 @@ def origin() -> dict[str, Any]:
 def save(name: str, config: dict[str, Any], figures: Any) -> Path:
     """Write `benchmarks/results/NAME.json` and return its path.
 
-    Where that cannot be written, print what it would hold and exit: a measurement may have taken hours.
+    If the file cannot be written, print its content and exit, since a measurement may have taken hours.
     """
     path = RESULTS / f"{name}.json"
     text = json.dumps({"origin": origin(), "config": config, "figures": figures}, indent=1)

@@ -1,14 +1,14 @@
-"""Metrics in the text format of Prometheus, and differences of two readings."""
+"""Parse Prometheus metrics and compare two readings."""
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 Buckets = list[tuple[float, float]]
-"""Upper bounds and cumulative counts of a histogram, ascending."""
+"""Upper bounds and cumulative counts of a histogram, in ascending order."""
 
 
 class Scrape:
-    """Metrics of the engine at one moment."""
+    """One reading of the engine's metrics."""
 
     def __init__(self, text: str) -> None:
         self._samples: list[Sample] = [
@@ -16,11 +16,11 @@ class Scrape:
         ]
 
     def value(self, name: str) -> float:
-        """Return the sum of a metric's series; 0 for none."""
+        """Return the sum of a metric's series, 0 without any."""
         return sum(sample.value for sample in self._samples if sample.name == name)
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Return the values of a metric's series by one of their labels."""
+        """Return the values of a metric's series by a label."""
         return {sample.labels[label]: sample.value for sample in self._samples if sample.name == name}
 
     def histogram(self, name: str) -> Buckets:
@@ -39,8 +39,8 @@ def histogram_summary(before: Scrape, after: Scrape, name: str, quantiles: tuple
 def histogram_quantiles(before: Buckets, after: Buckets, quantiles: tuple[int, ...]) -> dict[str, float]:
     """Return percentiles of the observations between two readings.
 
-    They are linear within a bucket. Within the last bucket, which has no upper bound, they are its lower bound. Without
-    observations the result is {}.
+    Interpolates linearly within a bucket; the last bucket, which has no upper bound, counts as its lower bound.
+    Returns {} without observations.
     """
     earlier = dict(before)
     counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in after]

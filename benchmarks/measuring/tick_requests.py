@@ -1,7 +1,4 @@
-"""Requests of `bench_tick`, and the frontend that sends them.
-
-It runs in the thread of the engine.
-"""
+"""Requests of `bench_tick` and the in-thread frontend that sends them."""
 
 import random
 import time
@@ -19,24 +16,24 @@ from tandem.protocol.stats import EngineStats
 from tandem.protocol.version import PROTOCOL_VERSION
 
 PROMPT, PROMPT_SPREAD = 64, 16
-"""Tokens of the longest prompt, and the number of lengths up to it."""
+"""Length of the longest prompt in tokens, and number of distinct lengths."""
 
 
 class Requests(Struct, frozen=True):
-    """Requests that are open at once."""
+    """Concurrent requests."""
 
     rows: int
     longest: int
-    """Tokens of a request that outlasts the measurement."""
+    """Tokens of a request that runs for the whole measurement."""
     length: int
-    """Tokens after which a request ends and another follows; 0: all requests have `longest`."""
+    """Output tokens after which a request is replaced; 0 for requests of `longest` tokens."""
     constrained: int
-    """Percentage of them that follow the grammar."""
+    """Percentage of requests that are constrained."""
     grammar: str
     vocab: int
 
     def request(self, number: int, tokens: int) -> Submit:
-        """Make one request of as many tokens. Its prompt begins like no other's."""
+        """Make one request of `max_tokens` tokens with a unique prompt prefix."""
         follows = (number + 1) * self.constrained // 100 > number * self.constrained // 100
         prompt = [number % self.vocab] * (PROMPT - number % PROMPT_SPREAD)
         params = SamplingParams(tokens, ignore_eos=True)
@@ -44,31 +41,31 @@ class Requests(Struct, frozen=True):
 
 
 class BetweenTicks:
-    """Frontend whose turns are between the ticks of an engine in the same thread.
+    """Frontend that runs between the ticks of an engine in the same thread.
 
-    It reads whatever was sent, without looking into it, as only its arrival matters to the engine.
+    It reads messages without decoding them, since only their arrival matters to the engine.
     """
 
     def __init__(
         self, dealer: Any, stats: EngineStats, requests: Requests, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Keep the parts of a frontend.
+        """Initialize the frontend.
 
-        dealer: socket that is connected to the engine; stats: those of the engine, which tell how many requests have
-        ended; clock: seconds, for the lease.
+        dealer: socket connected to the engine; stats: the engine's, which count finished requests; clock: seconds, for
+        the lease.
         """
         self.dealer = dealer
         self.stats = stats
         self.requests = requests
         self.clock = clock
         self.sent = 0
-        """Requests sent."""
+        """Number of requests sent."""
         self._renewed = 0.0
 
     def begin(self, epoch: int) -> None:
-        """Greet the engine of this epoch, and send a request for each row.
+        """Connect to the engine of this epoch, and send a request for each row.
 
-        If requests end, these have lengths at random, as if they had begun at different times.
+        Requests that end have random lengths, as if they had started at different times.
         """
         self._renewed = self.clock()
         self.dealer.send(encode(Hello(PROTOCOL_VERSION, epoch, "bench")))
@@ -77,7 +74,7 @@ class BetweenTicks:
             self._send(lengths.randint(1, self.requests.length) if self.requests.length else self.requests.longest)
 
     def turn(self) -> None:
-        """Read everything, renew the lease in time, and replace what has ended."""
+        """Read all messages, renew the lease, and replace finished requests."""
         while True:
             try:
                 self.dealer.recv(zmq.NOBLOCK)
@@ -97,10 +94,9 @@ class BetweenTicks:
 
 
 def settle(engine: Engine, frontend: BetweenTicks) -> None:
-    """Tick until the requests are those of a server that is busy for long.
+    """Tick until the load is in a steady state.
 
-    If they end, that is once as many as there are rows have begun since the last compilation: by then each row follows
-    a copy of what the compiler wanted to have, and no request is left of the first ones.
+    For requests that end, that is once every row has a new request since the last grammar compilation.
     """
     rows = frontend.requests.rows
     if not frontend.requests.length:

@@ -1,7 +1,7 @@
-"""Decode steps of two engines that differ in `max_len`, in turns.
+"""Compare the decode steps of two engines that differ in `max_len`.
 
-Two engines timed one after the other differ by more than a longer context costs. Here both hold rows of the same
-prompts, and short windows of steps of one and of the other alternate.
+Engines timed one after the other differ by more than a longer context costs. So both run the same prompts, and short
+windows of steps alternate between them.
 """
 
 import random
@@ -18,29 +18,29 @@ from tests.support.engine_driver import DrivenEngine
 
 PROMPT = 448
 SETTLE, WINDOW, WINDOWS = 4, 32, 12
-"""Steps before each window, which are not timed; steps of a window; windows of each engine."""
+"""Untimed steps before each window, timed steps of a window, and windows per engine."""
 LEAST = PROMPT + 1 + WINDOWS * (SETTLE + WINDOW) + 8
-"""Positions of a row, and with them the least `max_len`."""
+"""Positions that a row needs, the minimum of `max_len`."""
 KINDS = {
     "greedy": {"temperature": 0.0},
     "penalties": {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
 }
-"""Parameters of all rows by the name of their kind."""
+"""Sampling parameters of all rows, by name."""
 
 
 class Loss(Struct):
-    """Milliseconds of a step in both engines, and the loss of the second."""
+    """Milliseconds per step in both engines, and the slowdown of the second."""
 
     kind: str
     rows: int
     steps: tuple[float, float]
-    """Medians of the windows."""
+    """Medians over the windows."""
     gpu: tuple[float, float]
-    """The part in which the device worked; 0 on a CPU."""
+    """Device time of a step; 0 on a CPU."""
     loss_percent: float
-    """Median over pairs of neighbouring windows."""
+    """Median over pairs of consecutive windows."""
     gpu_loss_percent: float
-    """The same of the device's part; 0 on a CPU."""
+    """The same for device time; 0 on a CPU."""
 
 
 class Times(Struct):
@@ -53,7 +53,7 @@ class Times(Struct):
 def build(
     folder: Path, lengths: Sequence[int], max_rows: int, quantize: str, device: str = "cuda"
 ) -> tuple[DrivenEngine, DrivenEngine]:
-    """Start two engines that differ in their `max_len` alone."""
+    """Build two engines that differ only in `max_len`."""
     options = EngineOptions(
         model=str(folder),
         load_format="dummy",
@@ -68,7 +68,7 @@ def build(
 
 
 def fill(driven: DrivenEngine, rows: int, params: dict[str, float], prompt: int, tokens: int) -> None:
-    """Submit rows of random prompts, and compute until each decodes."""
+    """Submit rows of random prompts, and run until all decode."""
     rng = random.Random(rows)
     vocab_size = driven.engine.control.model.vocab_size
     wanted = SamplingParams(tokens, ignore_eos=True, **params)
@@ -78,13 +78,13 @@ def fill(driven: DrivenEngine, rows: int, params: dict[str, float], prompt: int,
 
 
 def empty(driven: DrivenEngine) -> None:
-    """Compute until every request has ended."""
+    """Run until every request has finished."""
     while driven.engine.scheduler.num_open or driven.engine.pipeline.in_flight:
         driven.engine.tick()
 
 
 def time_window(driven: DrivenEngine, settle: int, steps: int) -> Times:
-    """Time some steps, after others that are not timed."""
+    """Time a window of steps after some untimed ones."""
     engine = driven.engine
     tick_steps(driven, settle)
     times = engine.runtime.device_times()
@@ -98,7 +98,7 @@ def time_window(driven: DrivenEngine, settle: int, steps: int) -> Times:
 
 
 def tick_steps(driven: DrivenEngine, count: int) -> None:
-    """Tick until the engine has committed this many steps more."""
+    """Tick until the engine has committed this many more steps."""
     stats = driven.engine.stats
     target = stats.steps_committed + count
     while stats.steps_committed < target:
@@ -114,9 +114,9 @@ def compare(
     window: int = WINDOW,
     windows: int = WINDOWS,
 ) -> Loss:
-    """Time steps of the same rows in two engines, in turns.
+    """Time steps of the same rows alternately in two engines.
 
-    Neighbouring windows are a pair, of which every other one begins with the second engine.
+    Consecutive windows form a pair; every other pair starts with the second engine.
     """
     tokens = 1 + windows * (settle + window) + 8
     for driven in engines:
@@ -135,7 +135,7 @@ def compare(
 
 
 def loss_of(kind: str, rows: int, pairs: Sequence[tuple[Times, Times]]) -> Loss:
-    """Compute the medians of timed windows, and of the losses of their pairs."""
+    """Compute the medians of the windows and of the slowdowns of their pairs."""
     steps = [statistics.median(pair[engine].step for pair in pairs) * 1e3 for engine in (0, 1)]
     gpu = [statistics.median(pair[engine].gpu for pair in pairs) * 1e3 for engine in (0, 1)]
     return Loss(
@@ -151,7 +151,7 @@ def loss_of(kind: str, rows: int, pairs: Sequence[tuple[Times, Times]]) -> Loss:
 
 
 def line(lengths: Sequence[int], loss: Loss) -> str:
-    """Describe a loss in one line."""
+    """Format a slowdown as one line."""
     (short, long), (gpu_short, gpu_long) = loss.steps, loss.gpu
     return (
         f"{loss.kind:>10} {loss.rows:>4} rows: {short:.4f} ms with max_len {lengths[0]}, {long:.4f} with {lengths[1]}, "

@@ -1,7 +1,4 @@
-"""Weight formats of a shape that has no checkpoint.
-
-Its weights are random, and made on the device.
-"""
+"""Quantized weight formats for shapes with random weights."""
 
 import json
 from pathlib import Path
@@ -34,9 +31,9 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 
 
 def write_shape(shape: Path, weights: str, out: Path) -> Path:
-    """Write the configuration of a shape in a format of FORMATS.
+    """Write the config.json of a shape with a format of FORMATS, and return its directory.
 
-    Return its directory. shape: directory with a config.json.
+    shape: directory with a config.json.
     """
     config = json.loads((shape / "config.json").read_text())
     if FORMATS[weights] is not None:

@@ -1,15 +1,15 @@
-"""Measure the tiles of kernels on the GPU at hand, and write its tile table.
+"""Tune kernel tiles on this GPU, and write its tile table.
 
     python -m benchmarks.tune --model FOLDER [--bits 16 8 4] [--kv-bits 16 8] [--minutes 4]
-        [--only products|bytes|decode]
+        [--only matmuls|w8a8|decode]
 
-Give the bits of the weights that you serve: by default only products and attention of 16 bits are measured. The shapes
-are those of the models, folders with a config.json or names of benchmarks/shapes. Candidates are compiled in parallel,
-for which no GPU is needed, then timed in CUDA graphs over more weights, or keys and values, than the cache holds.
-Products are timed in their layer, one after the other as the engine runs them, and another plan is taken only if the
-whole layer is faster. Times are kept as they are measured: a run that ended early goes on where it stopped. Decode
-attention comes first, then the layers of the first of --rows, those of bytes with bytes (with --bits 8) of the first of
---byte-rows, and so on, for all models. What is printed: the times of today's plans, of the rules' and of the best.
+--bits are those of the weights to serve: by default only 16-bit matmuls and attention are tuned. Models are folders
+with a config.json or names of benchmarks/shapes. Candidates are compiled in parallel, which needs no GPU, then timed in
+CUDA graphs over more weights or keys and values than the L2 cache holds. Matmuls are timed within their layer, in the
+engine's order, and a plan replaces the current one only if the whole layer is faster. Times are saved as they are
+measured, and a run that was interrupted resumes. Decode attention comes first, then layers with the first of --rows,
+W8A8 layers (with --bits 8) with the first of --w8a8-rows, and so on, for all models. Prints the times of the current
+plans, of the rules' and of the best.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch import version as torch_version
 
 from benchmarks.measuring.processes import CUT_OFF
 from benchmarks.tune.attention import KV_DTYPES, DecodeTimer
-from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates
+from benchmarks.tune.candidates import chosen, decode_candidates, matmul_candidates
 from benchmarks.tune.compiling import Job, compile_all, identity, jobs_of
 from benchmarks.tune.descent import Found, LayerTask, Round, incomplete, search
 from benchmarks.tune.layers import LayerTimer
@@ -36,7 +36,7 @@ from benchmarks.tune.shapes import (
     LayerKey,
     decode_keys,
     layer_key,
-    product_keys,
+    matmul_keys,
     read_models,
     runs_on,
 )
@@ -58,9 +58,9 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime.device import read_gpu_traits
 
 COMPILING = 0.55
-"""Share of the time that may go into compiling."""
+"""Share of the time limit for compiling."""
 DECODE_BATCHES = (8, 32, 64, 128, 256)
-"""Rows of decode attention; one row of short context is in the cache whatever the tile."""
+"""Rows of decode attention; one row of short context is in the L2 cache with any tile."""
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -77,33 +77,45 @@ def arguments_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[16],
         choices=BITS,
-        help="bits of a weight: 8 of FP8 and INT8",
+        help="bits of a weight; 8 for FP8 and INT8",
     )
     parser.add_argument("--kv-bits", type=int, nargs="+", default=[16], choices=(16, 8), help="bits of keys and values")
     parser.add_argument(
-        "--decode-rows", type=int, nargs="+", default=DECODE_BATCHES, choices=DECODE_BATCHES,
+        "--decode-rows",
+        type=int,
+        nargs="+",
+        default=DECODE_BATCHES,
+        choices=DECODE_BATCHES,
         help="rows of decode attention",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--byte-rows", type=int, nargs="+", default=[64, 16, 32, 256, 2048, 128], choices=W8A8_BUCKETS,
-        help="rows of products of 8-bit weights with 8-bit inputs, which --bits 8 includes",
-    )  # fmt: skip
+        "--w8a8-rows",
+        type=int,
+        nargs="+",
+        default=[64, 16, 32, 256, 2048, 128],
+        choices=W8A8_BUCKETS,
+        help="rows of W8A8 matmuls, which --bits 8 includes",
+    )
     parser.add_argument(
-        "--formats", nargs="+", default=list(EIGHT_BIT_FORMATS), choices=EIGHT_BIT_FORMATS,
-        help="formats of those products: FP8 with a scale for each tensor, block or output, and INT8",
-    )  # fmt: skip
+        "--formats",
+        nargs="+",
+        default=list(EIGHT_BIT_FORMATS),
+        choices=EIGHT_BIT_FORMATS,
+        help="W8A8 formats: FP8 with scales per tensor, block or output channel, and INT8",
+    )
     parser.add_argument(
-        "--only", choices=("products", "bytes", "decode"),
-        help="products with 16-bit inputs, those with 8-bit inputs, or decode attention",
-    )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=4.0, help="time for all; the next run goes on")
-    parser.add_argument("--out", type=Path, help="the table to write; by default that of this GPU, which engines read")
-    parser.add_argument("--timings", type=Path, help="file of all times; by default in ~/.cache/tandem-tune")
+        "--only",
+        choices=("matmuls", "w8a8", "decode"),
+        help="matmuls with 16-bit inputs, W8A8 matmuls, or decode attention",
+    )
+    parser.add_argument("--minutes", type=float, default=4.0, help="time limit; the next run resumes")
+    parser.add_argument("--out", type=Path, help="table to write (default: the packaged one of this GPU)")
+    parser.add_argument("--timings", type=Path, help="file of all times (default: in ~/.cache/tandem-tune)")
     return parser
 
 
 def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
-    """List the kinds of decode attention to tune, each once."""
+    """List the distinct shapes of decode attention to tune."""
     bare = replace(gpu, tiles=NO_TABLE)
     tasks: dict[Key, Task] = {}
     if options.only in (None, "decode"):
@@ -116,15 +128,15 @@ def list_tasks(options: argparse.Namespace, gpu: GpuTraits) -> list[Task]:
 
 
 def list_layers(options: argparse.Namespace, gpu: GpuTraits) -> list[LayerTask]:
-    """List the layers to tune, each once, what saves most first."""
+    """List the distinct layers to tune, the largest expected gain first."""
     models = read_models(options.model)
     tasks: dict[LayerKey, LayerTask] = {}
-    for rows, byte_rows in zip_longest(options.rows, options.byte_rows):
+    for rows, w8a8_rows in zip_longest(options.rows, options.w8a8_rows):
         layers = (
-            _layers(models, [BITS[bits] for bits in options.bits], rows) if options.only in (None, "products") else []
+            _layers(models, [BITS[bits] for bits in options.bits], rows) if options.only in (None, "matmuls") else []
         )
-        if options.only == "bytes" or (options.only is None and 8 in options.bits):
-            layers += _layers(models, [name for name in options.formats if runs_on(name, gpu)], byte_rows)
+        if options.only == "w8a8" or (options.only is None and 8 in options.bits):
+            layers += _layers(models, [name for name in options.formats if runs_on(name, gpu)], w8a8_rows)
         for layer in layers:
             task = layer_task(layer, gpu)
             if task.candidates:
@@ -137,22 +149,22 @@ def _layers(models: list[ModelConfig], formats: list[str], rows: int | None) -> 
 
 
 def layer_task(layer: LayerKey, gpu: GpuTraits) -> LayerTask:
-    """Return what to try in a layer; nothing where no product has a choice."""
+    """Return the candidates of a layer's matmuls that have more than one."""
     candidates: dict[ProductKey | W8A8GemmKey, list[Any]] = {}
     today: dict[ProductKey | W8A8GemmKey, Any] = {}
-    for key in product_keys(layer, gpu).values():
-        is_bytes = isinstance(key, W8A8GemmKey)
-        plans: list[Any] = w8a8_candidates(key, gpu) if is_bytes else product_candidates(key, gpu)  # type: ignore[arg-type]
+    for key in matmul_keys(layer, gpu).values():
+        is_w8a8 = isinstance(key, W8A8GemmKey)
+        plans: list[Any] = w8a8_candidates(key, gpu) if is_w8a8 else matmul_candidates(key, gpu)  # type: ignore[arg-type]
         if len(plans) > 1:
             candidates[key] = plans
-            today[key] = w8a8_chosen(key, gpu) if is_bytes else chosen(key, gpu)  # type: ignore[arg-type]
+            today[key] = w8a8_chosen(key, gpu) if is_w8a8 else chosen(key, gpu)  # type: ignore[arg-type]
     return LayerTask(layer, candidates, today)
 
 
 def guarded(time_plan: Callable[[Any, Any], float], key: object, plan: object) -> float:
-    """Return microseconds, infinite for plans that do not run.
+    """Return the microseconds of a plan, infinite if it does not run.
 
-    Raises RuntimeError if nothing runs on the device any more.
+    Raises RuntimeError if the CUDA context is lost.
     """
     try:
         return time_plan(key, plan)
@@ -165,14 +177,14 @@ def guarded(time_plan: Callable[[Any, Any], float], key: object, plan: object) -
 
 
 def line_of(choice: Choice) -> str:
-    """Return the line that says what was found for one kind of attention."""
+    """Format the result for one shape of decode attention."""
     key, rule = choice.task.key, choice.rule_us
     name = f"decode head_dim {key.head_dim} KV {key.kv_bits} bits pairs {key.pairs}"
     return f"{_times(name, choice.today_us, rule, choice.us)}  {choice.plan}"
 
 
 def lines_of(found: Found, timings: Timings) -> list[str]:
-    """Return a line of a layer's times, and one of each plan that is not the rule's."""
+    """Format a layer's times, and each plan that differs from the rule's."""
     task = found.task
     rules = {key: plans[0] for key, plans in task.candidates.items()}
     today, rule, best = (
@@ -204,12 +216,12 @@ def _times(name: str, today: float, rule: float | None, best: float) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush."""
     print(line, flush=True)
 
 
 class Tuning:
-    """One run: what it tunes, on which GPU, until when."""
+    """One tuning run on a GPU, with a time limit."""
 
     def __init__(self, options: argparse.Namespace, gpu: GpuTraits, timings: Timings, began: float) -> None:
         self.gpu = gpu
@@ -220,11 +232,11 @@ class Tuning:
         self.began = began
 
     def out_of_time(self) -> bool:
-        """Return whether the minutes are over."""
+        """Return whether the time limit has passed."""
         return time.monotonic() - self.began > self.seconds
 
     def run(self) -> tuple[TileTable, bool]:
-        """Compile and time; return the table, and whether there was time for all of both."""
+        """Compile and time; return the table, and whether everything was measured."""
         left = COMPILING * self.seconds - (time.monotonic() - self.began)
         jobs = jobs_of(self.tasks, incomplete(self.layers, self.timings), self.timings)
         compiled = compile_all(jobs, self.gpu, left, say) if jobs else {}
@@ -235,13 +247,19 @@ class Tuning:
         with torch.inference_mode():
             decode_timer, layer_timer = DecodeTimer(self.gpu), LayerTimer(self.gpu)
             complete = measure(
-                self.tasks, lambda key, plan: guarded(decode_timer, key, plan), self.timings,
-                lambda key, plan: usable(Job(None, key, plan)), self.out_of_time,
-            )  # fmt: skip
+                self.tasks,
+                lambda key, plan: guarded(decode_timer, key, plan),
+                self.timings,
+                lambda key, plan: usable(Job(None, key, plan)),
+                self.out_of_time,
+            )
             searched = search(
-                self.layers, self.timings, lambda layer, plans: guarded(layer_timer, layer, plans),
-                lambda task, key, plan: usable(Job(task.key, key, plan)), self.out_of_time,
-            )  # fmt: skip
+                self.layers,
+                self.timings,
+                lambda layer, plans: guarded(layer_timer, layer, plans),
+                lambda task, key, plan: usable(Job(task.key, key, plan)),
+                self.out_of_time,
+            )
         table = self._table(choose_best(self.tasks, self.timings), searched)
         return table, complete and jobs.keys() <= compiled.keys() and all(found.complete for found in searched)
 
@@ -260,10 +278,7 @@ class Tuning:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tune, print a line for each key and write the table.
-
-    Return CUT_OFF if time ran out.
-    """
+    """Tune, print a line per key and write the table; return CUT_OFF if time ran out."""
     options = arguments_parser().parse_args(arguments)
     began = time.monotonic()
     gpu = read_gpu_traits()
@@ -272,16 +287,16 @@ def main(arguments: list[str] | None = None) -> int:
     tuning = Tuning(options, gpu, Timings.resume(options.timings or kept), began)
     plans = sum(len(plans) for layer in tuning.layers for plans in layer.candidates.values())
     say(
-        f"{gpu.name}: {len(tuning.layers)} layers with {plans} plans, {len(tuning.tasks)} kinds of attention, "
+        f"{gpu.name}: {len(tuning.layers)} layers with {plans} plans, {len(tuning.tasks)} attention shapes, "
         f"{len(tuning.timings.found)} times kept in {tuning.timings.path}"
     )
     table, complete = tuning.run()
     path = options.out or Path(str(packaged(gpu.name)))
     write_table(path, table, {"torch": str(torch_version.__version__), "triton": triton})
-    left = "" if complete else "; time ran out, run it again to go on"
+    left = "" if complete else "; time ran out, run again to resume"
     print(
-        f"{path}: {len(table.products)} products, {len(table.byte_products)} of bytes, "
-        f"{len(table.decode)} kinds of attention{left}"
+        f"{path}: {len(table.products)} matmuls, {len(table.byte_products)} W8A8 matmuls, "
+        f"{len(table.decode)} attention shapes{left}"
     )
     print(f"{time.monotonic() - began:.0f} s")
     return 0 if complete else CUT_OFF

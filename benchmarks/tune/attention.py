@@ -1,10 +1,9 @@
-"""Decode attention as the tuner times it.
+"""Time decode attention for the tuner.
 
-A graph runs it over the layers of a model, at several contexts, after the rotation that writes the newest keys and
-values. Attention back to back misleads: its programs start beside the last ones of another attention, which are not
-those of a layer. At 512 pairs of heads of 128 elements, an H200 ran it faster back to back with tile (32, 1, 4) than
-with (64, 4, 2), and slower after the rotation. Where attention rotates heads itself, a norm of the projection stands in
-for the product that makes it.
+A graph runs all layers of a model at several contexts, each after the RoPE kernel that writes the newest keys and
+values. Timing attention back to back misleads, since its programs then overlap with another attention: with 512 pairs
+of heads of 128 elements, an H200 was faster back to back using tile (32, 1, 4) than (64, 4, 2), but slower after RoPE.
+Where attention fuses RoPE, a norm of the projection replaces the matmul before it.
 """
 
 import math
@@ -30,22 +29,22 @@ from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 
 CONTEXTS = (448, 1024)
 LONGEST = 8192
-"""Longest context possible where the timed graphs would be captured."""
+"""Maximum context of the captured graphs that are timed."""
 KV_HEADS, GROUP, PAGE = 8, 4, 16
 LAYERS, REPLAYS = 16, 9
-"""The number of layers is the same for all keys, because the code of the kernel depends on it."""
+"""Number of layers, the same for all keys because the kernel's code depends on it."""
 KV_DTYPES = {16: torch.bfloat16, 8: torch.float8_e4m3fn}
-"""Dtypes of keys and values, by the bits of an element."""
+"""KV dtypes by bits."""
 
 
 class Layer(NamedTuple):
-    """Arguments of the rotation and the attention of one layer."""
+    """Arguments of RoPE and attention in one layer."""
 
     qkv: Tensor
     cos: Tensor
     sin: Tensor
     slots: Tensor
-    """Of the newest positions."""
+    """Slots of the newest positions."""
     keys: Tensor
     values: Tensor
     rows: Tensor
@@ -54,9 +53,9 @@ class Layer(NamedTuple):
 
 
 def layers(key: DecodeKey, context: int, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Layer]:
-    """Return what each layer is given.
+    """Return the arguments of each layer, with scattered pages.
 
-    The pages of rows are scattered. dtype: of queries, and of keys and values of 16 bits.
+    dtype: of queries, and of 16-bit keys and values.
     """
     kv_dtype = dtype if key.kv_bits == 16 else KV_DTYPES[key.kv_bits]
     batch = max(1, key.pairs // KV_HEADS)
@@ -83,9 +82,9 @@ def layers(key: DecodeKey, context: int, device: str, dtype: torch.dtype = torch
 
 
 def run(layer: Layer, plan: DecodePlan, gpu: GpuTraits, splits: int | None = None) -> Tensor:
-    """Rotate, then attend by a plan, as a captured step does.
+    """Run RoPE, then attention using a plan, as a captured step does.
 
-    splits: programs that may share a row; None: as many as in a step of these rows.
+    splits: maximum programs per row; None for the number in a step of these rows.
     """
     (rows, all_heads, head_dim), kv_heads = layer.qkv.shape, layer.keys.shape[1]
     if splits is None:
@@ -99,22 +98,23 @@ def run(layer: Layer, plan: DecodePlan, gpu: GpuTraits, splits: int | None = Non
         rms_norm(query.flatten(1), query.flatten(1)[0], 1e-5, pdl=gpu.pdl)
     return paged_decode(
         *(query, *layer[4:], head_dim**-0.5, splits),
-        pdl=gpu.pdl, tile=plan.tile, least=plan.least, early=plan.early, rotation=rotation,
-    )  # fmt: skip
+        pdl=gpu.pdl,
+        tile=plan.tile,
+        least=plan.least,
+        early=plan.early,
+        rotation=rotation,
+    )
 
 
 class DecodeTimer:
-    """Timer of decode attention after its rotation; it keeps the last key's inputs."""
+    """Timer of decode attention after RoPE. Caches the inputs of the last key."""
 
     def __init__(self, gpu: GpuTraits) -> None:
         self.gpu = gpu
         self._kept: tuple[DecodeKey, list[list[Layer]]] | None = None
 
     def __call__(self, key: DecodeKey, plan: DecodePlan) -> float:
-        """Return the microseconds of both in one layer.
-
-        They are the geometric mean over the contexts.
-        """
+        """Return the microseconds of RoPE and attention in one layer, as the geometric mean over contexts."""
         if self._kept is None or self._kept[0] != key:
             self._kept = None
             self._kept = key, [layers(key, context, "cuda") for context in CONTEXTS]
@@ -131,7 +131,7 @@ def _all(given: list[Layer], plan: DecodePlan, gpu: GpuTraits) -> None:
 
 
 def launch_decode(key: DecodeKey, plan: DecodePlan, gpu: GpuTraits, device: str) -> None:
-    """Run a plan once on few rows."""
+    """Run a plan once on a few rows."""
     rows = max(1, key.pairs // KV_HEADS)
     splits = choose_splits(rows, min(KV_HEADS, key.pairs), gpu.multiprocessors, LONGEST, plan.splits)
     few = layers(key._replace(pairs=min(key.pairs, 8 * KV_HEADS)), 64, device)[0]

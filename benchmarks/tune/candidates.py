@@ -1,7 +1,4 @@
-"""Plans worth timing.
-
-The kernels accept them, and they may be fast. The rule's comes first.
-"""
+"""List candidate plans of matmuls and decode attention, the rule's first."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,17 +19,17 @@ from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductK
 from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem
 
 GROUP = 128
-"""Inputs of a group of weights of four bits."""
+"""Group size of 4-bit weights."""
 LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 64, 4: 128}, {16: 128, 8: 256, 4: 512}
-"""Fewest and most weights, by their bits, that a thread of a GEMV holds of a tile.
+"""Minimum and maximum weights per thread of a GEMV tile, by bits.
 
-Fewer wait too often, more spill from its registers.
+Fewer stall on loads, more spill registers.
 """
 WARPS, WIDE_WARPS = (1, 2, 4, 8), (2, 4, 8, 16)
-"""Warps of programs that may take inputs in steps, and of those that hold more than a step."""
+"""Warps of programs that may loop over the inputs, and of programs that hold more than one step."""
 PROGRAMS = 4
-"""Most programs that a split-K product has for each multiprocessor when its inputs are divided: all that fit side by
-side, with 128 registers for each of 128 threads."""
+"""Maximum programs per multiprocessor of a split-K matmul: the number that runs concurrently with 128 threads of 128
+registers."""
 SPLITK_TILES = (
     *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 3, 4), (64, 64, 6, 4), (64, 256, 3, 4), (128, 64, 4, 8)),
     *((128, 128, 3, 8), (128, 64, 4, 4)),
@@ -42,19 +39,18 @@ INT4_TILES = (
     *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 3, 4), (64, 64, 6, 4), (64, 128, 4, 8), (128, 128, 4, 4)),
     *((128, 128, 4, 8), (128, 128, 3, 8), (32, 128, 6, 4), (32, 128, 4, 2)),
 )
-"""The same with weights of four bits."""
+"""The same for 4-bit weights."""
 DECODE_TILES = (
     *((64, 4, 4), (64, 4, 3), (64, 4, 2), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 2, 4)),
     *((32, 4, 3), (128, 4, 2), (16, 1, 4)),
 )
 EARLY_TILES = {(128, 16): {(64, 4), (32, 2), (32, 4)}, (128, 8): {(32, 4)}}
-"""Positions and warps of tiles whose programs, with early loads, spill none of `EARLY_REGISTERS` by the assembler for
-sm_90, by the width of heads of more than 64 elements and the bits of keys and values. Those of less spill none. With
-programs that share a row, up to 16 bytes of a thread are spilled."""
+"""Positions and warps of tiles that do not spill with early loads within `EARLY_REGISTERS` on sm_90, by head width and
+KV bits. Heads of up to 64 elements never spill. Programs that share a row spill up to 16 bytes per thread."""
 
 
 def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
-    """Return the plan that the engine would take."""
+    """Return the plan that the engine chooses."""
     operation, bits, outputs, inputs, rows = key
     gated = operation in ("gated", "normed_gated")
     if operation in ("normed", "normed_gated"):
@@ -69,14 +65,14 @@ def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
 
 
 def ruled(key: ProductKey, gpu: GpuTraits) -> Plan:
-    """Return the plan that the rules alone would choose."""
+    """Return the plan that the rules choose without a table."""
     return chosen(key, replace(gpu, tiles=NO_TABLE))
 
 
-def product_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
-    """List the plans of a product, as the engine would run them.
+def matmul_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
+    """List the distinct plans of a matmul: the rule's, the library, others and the current one.
 
-    They are the rule's, the library's, others and today's, without repetition; none where no kernel is for the product.
+    Empty if no kernel supports the matmul.
     """
     rule = ruled(key, gpu)
     if rule is None and not _has_library(key):
@@ -94,12 +90,12 @@ def _has_library(key: ProductKey) -> bool:
 
 
 def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
-    """Return a plan of a table with as many stages as the engine leaves it."""
+    """Return a plan with the number of stages that the engine would use."""
     return chosen(key, replace(gpu, tiles=TileTable(gpu.name, {key: plan})))
 
 
 def _gemvs(key: ProductKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
-    """Yield plans of one row."""
+    """Yield plans for one row."""
     whole = 1 << (key.inputs - 1).bit_length()
     in_steps = key.operation == "product"
     steps = {16: (1024, 2048), 8: (1024, 2048, 4096), 4: (512, 1024, 2048, 4096)}[key.bits]
@@ -121,19 +117,18 @@ def _heights(key: ProductKey) -> tuple[int, ...]:
 
 
 def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
-    """List the sizes of blocks that hold rows whole.
+    """List the block sizes that cover a weight row.
 
-    It is one block, or pieces too where those are shorter together.
+    One block, and also several blocks where these are shorter together.
     """
     in_pieces = key.bits == 16 and key.operation != "gated" and ceil_div(key.inputs, PIECE) * PIECE < whole
     return (whole, PIECE) if in_pieces else (whole,)
 
 
 def _tiles(key: ProductKey, block_k: int, rows: int, gpu: GpuTraits) -> tuple[int, ...]:
-    """List the numbers of tiles of a program.
+    """List the numbers of tiles per program.
 
-    Those of quantized weights make two to six programs a multiprocessor, as many as may run side by side all at once,
-    or programs of few tiles.
+    For quantized weights: two to six programs per multiprocessor, the number that runs concurrently, or few tiles.
     """
     if block_k < key.inputs and key.operation in ("product", "gated"):
         return (1,)
@@ -151,10 +146,10 @@ def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
 
 
 def splits(tiles: int, inputs: int, gpu: GpuTraits) -> list[int]:
-    """List the numbers of parts into which to try to divide the inputs.
+    """List the split-K factors to try.
 
-    They are one, those that fill the multiprocessors once and twice, and powers of two that neither leave half of them
-    idle nor make more programs than fit side by side.
+    One, those that fill the multiprocessors once and twice, and powers of two that neither leave half of them idle nor
+    exceed the programs that run concurrently.
     """
     one_wave = split_inputs(tiles, inputs, gpu.multiprocessors)
     least, most = gpu.multiprocessors // 2, PROGRAMS * gpu.multiprocessors
@@ -166,10 +161,9 @@ def splits(tiles: int, inputs: int, gpu: GpuTraits) -> list[int]:
 
 
 def decode_candidates(key: DecodeKey, today: DecodePlan, rule: DecodePlan, gpu: GpuTraits) -> list[DecodePlan]:
-    """List the plans of decode attention.
+    """List the distinct plans of decode attention: the current one, the rule's and others.
 
-    They are today's, the rule's and others, without repetition, with early loads too where the GPU has dependent
-    launch and the tile's registers hold them.
+    Includes early loads where the GPU has programmatic dependent launch and the tile does not spill.
     """
     found = [today, rule]
     for positions, warps, stages in DECODE_TILES:

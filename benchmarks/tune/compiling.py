@@ -1,7 +1,7 @@
-"""Compilation of many plans at once, in processes of their own.
+"""Compile many plans in parallel processes.
 
-Compiling takes longer than timing. Triton keeps the code in its cache on disk, where the timing process finds it.
-The processes compile what the engine would launch for a plan, and need no GPU.
+Compiling takes longer than timing. Triton caches the code on disk, where the timing process finds it. The processes
+compile what the engine would launch for a plan, and need no GPU.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import NamedTuple, cast
 
 from benchmarks.tune.attention import launch_decode
 from benchmarks.tune.descent import LayerTask
-from benchmarks.tune.layers import run_product
-from benchmarks.tune.shapes import LayerKey, product_keys
+from benchmarks.tune.layers import run_matmul
+from benchmarks.tune.shapes import LayerKey, matmul_keys
 from benchmarks.tune.timings import AnyPlan, Key, Task, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, SplitKPlan, W8A8GemmPlan
@@ -26,7 +26,7 @@ Identity = tuple[object, ...]
 
 
 class Job(NamedTuple):
-    """One code to compile: that of a plan, of a product with the layer that it is in."""
+    """One plan to compile; for a matmul with its layer."""
 
     layer: LayerKey | None
     key: Key
@@ -34,10 +34,7 @@ class Job(NamedTuple):
 
 
 def identity(job: Job) -> Identity:
-    """Return all that the code of a plan depends on.
-
-    The number of outputs is not part of it.
-    """
+    """Return everything that a plan's code depends on, which excludes the number of outputs."""
     layer, key, plan = job
     if isinstance(key, DecodeKey):
         assert isinstance(plan, DecodePlan)
@@ -50,14 +47,14 @@ def identity(job: Job) -> Identity:
 
 
 def compile_one(job: Job, gpu: GpuTraits) -> str:
-    """Compile a plan; return why that failed, or nothing."""
+    """Compile a plan; return the error, empty on success."""
     from benchmarks.measuring.offline_compiler import compiling_only
 
     try:
         with compiling_only(gpu.capability[0] * 10 + gpu.capability[1]) as compiled:
             _launch(job, gpu)
     except Exception as error:
-        # Triton raises errors of many classes for tiles that a GPU cannot hold.
+        # Triton raises many kinds of errors for tiles that exceed a GPU's resources.
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     most = max((code.metadata.shared for code in compiled), default=0)
     if not compiled:
@@ -66,21 +63,21 @@ def compile_one(job: Job, gpu: GpuTraits) -> str:
 
 
 def _launch(job: Job, gpu: GpuTraits) -> None:
-    """Launch what a plan is for, with its arguments on the CPU."""
+    """Launch a plan's kernels with arguments on the CPU."""
     layer, key, plan = job
     if isinstance(key, DecodeKey):
         assert isinstance(plan, DecodePlan)
         launch_decode(key, plan, gpu, "cpu")
         return
     assert layer is not None and not isinstance(plan, DecodePlan)
-    names = {found: name for name, found in product_keys(layer, gpu).items()}
-    run_product(layer, names[key], {key: cast("Plan | W8A8GemmPlan", plan)}, gpu, "cpu")
+    names = {found: name for name, found in matmul_keys(layer, gpu).items()}
+    run_matmul(layer, names[key], {key: cast("Plan | W8A8GemmPlan", plan)}, gpu, "cpu")
 
 
 def jobs_of(tasks: Iterable[Task], layers: Iterable[LayerTask], timings: Timings) -> dict[Identity, Job]:
-    """List the codes to compile, each once, those of the first plans first.
+    """List the distinct plans to compile, the first candidates first.
 
-    For kinds of attention they are those without a time, for layers all but the library's.
+    For attention, plans without a time; for layers, all but the library.
     """
     lists = [[Job(None, task.key, plan) for plan in task.plans if timings.of(task.key, plan) is None] for task in tasks]
     lists += [[Job(task.key, key, plan) for plan in plans] for task in layers for key, plans in task.candidates.items()]
@@ -92,12 +89,12 @@ def jobs_of(tasks: Iterable[Task], layers: Iterable[LayerTask], timings: Timings
 
 
 def new_processes(count: int) -> Executor:
-    """Start processes that have nothing of this one."""
+    """Start fresh processes, using spawn."""
     return ProcessPoolExecutor(count, get_context("spawn"))
 
 
 def _outcome(future: Future[str]) -> str:
-    """Return what a process answered, or why it did not."""
+    """Return the result of a process, or its error."""
     error = future.exception()
     return future.result() if error is None else repr(error)
 
@@ -109,10 +106,9 @@ def compile_all(
     report: Callable[[str], None],
     new_pool: Callable[[int], Executor] = new_processes,
 ) -> dict[Identity, str]:
-    """Compile for at most some seconds.
+    """Compile for at most `seconds`; return the error of each compiled plan, empty on success.
 
-    new_pool: starts as many processes as it is told. Return why each plan that was compiled failed; empty if it did
-    not.
+    new_pool: starts a number of processes.
     """
     plain = replace(gpu, tiles=NO_TABLE)
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs)))

@@ -1,8 +1,7 @@
-"""Search for the plans of a layer's products, in the time of the whole layer.
+"""Search the plans of a layer's matmuls by the time of the whole layer.
 
-Products that are fast alone may be slow in a layer, where each begins while the one before it ends, and finds its
-programs still there. So a plan is judged by the layer's time with the other products as they are. The products are gone
-through twice, the second time with the best plans of the first.
+A matmul that is fast alone may be slow in a layer, where it starts while the programs of the previous one still run. So
+a plan is evaluated by the layer's time with the other matmuls unchanged: coordinate descent, in two passes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,23 +15,23 @@ from tandem.engine_core.kernels.tiles.plan_types import Plan, W8A8GemmPlan
 
 TURNS = 2
 FEW = 4
-"""Plans of a product that are tried again the second time."""
+"""Plans of a matmul that are tried in the second pass."""
 MARGIN = 0.005
-"""Share of a layer's time that a plan has to save: less is noise."""
+"""Minimum relative gain of a plan; less is noise."""
 ROUNDS = 3
-"""How often a faster layer and the one before it are timed again, in turns."""
+"""Times that a faster layer and the previous one are timed again, alternating."""
 
 
 class Round(NamedTuple):
-    """Name of a layer's time in the file of times."""
+    """Key of a layer's time in the timings file."""
 
     layer: LayerKey
     number: int
-    """0 of the first time, then counted in turns."""
+    """0 for the first timing, then the number of the alternation."""
 
 
 class OutOfTimeError(Exception):
-    """The time to measure is over."""
+    """Raised when the time limit has passed."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,21 @@ class LayerTask:
 
     key: LayerKey
     candidates: Mapping[Key, Sequence[Plan | W8A8GemmPlan]]
-    """The plans to try of each product, the longest product first. The first is the rule's."""
+    """Plans of each matmul, the longest matmul first. The first plan is the rule's."""
     today: LayerPlans
 
 
 class LayerTimes:
-    """The times of one layer, kept ones or measured ones."""
+    """Times of one layer, saved or measured."""
 
     def __init__(
-        self, layer: LayerKey, timings: Timings, measure: Callable[[LayerKey, LayerPlans], float],
+        self,
+        layer: LayerKey,
+        timings: Timings,
+        measure: Callable[[LayerKey, LayerPlans], float],
         out_of_time: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """Time a layer.
-
-        measure: returns the microseconds of a layer by its plans.
-        """
+    ) -> None:
+        """Initialize; measure returns the microseconds of a layer using given plans."""
         self.layer = layer
         self.timings = timings
         self.measure = measure
@@ -64,11 +63,11 @@ class LayerTimes:
     def __call__(self, plans: LayerPlans, number: int = 0) -> float:
         """Return the time of a round.
 
-        Raises OutOfTimeError where it would have to be measured, and RuntimeError for plans that break the device,
-        which count as some that cannot run.
+        Raises OutOfTimeError if it would have to be measured after the time limit, and RuntimeError for plans that
+        break the CUDA context, which are recorded as unusable.
         """
-        name, plans_by_place = Round(self.layer, number), tuple(plans.values())
-        kept = self.timings.of(name, plans_by_place)
+        name, plan_values = Round(self.layer, number), tuple(plans.values())
+        kept = self.timings.of(name, plan_values)
         if kept is not None:
             return kept
         if self.out_of_time():
@@ -76,43 +75,46 @@ class LayerTimes:
         try:
             us = self.measure(self.layer, plans)
         except RuntimeError:
-            self.timings.add(name, plans_by_place, float("inf"))
+            self.timings.add(name, plan_values, float("inf"))
             raise
-        self.timings.add(name, plans_by_place, us)
+        self.timings.add(name, plan_values, us)
         return us
 
 
 class Descent:
-    """Search for the plans of a layer.
+    """Search of one layer's plans.
 
-    It starts from the rule's plans, so that a run which goes on from another's times takes the same way.
+    Starts from the rule's plans, so that a resumed run takes the same path.
     """
 
     def __init__(
-        self, task: LayerTask, settled: LayerPlans, time: Callable[[LayerPlans, int], float],
+        self,
+        task: LayerTask,
+        fixed: LayerPlans,
+        time: Callable[[LayerPlans, int], float],
         usable: Callable[[Key, Plan | W8A8GemmPlan], bool],
-    ) -> None:  # fmt: skip
-        """Search for one layer.
+    ) -> None:
+        """Initialize the search.
 
-        settled: plans of products that an earlier layer of this run has too, which stay; usable: whether a plan was
-        compiled. Others are left for a later run.
+        fixed: plans of matmuls shared with an earlier layer of this run; usable: whether a plan was compiled. Others
+        are left for a later run.
         """
         self.task = task
         self.time = time
         self.usable = usable
-        self.settled = settled
+        self.fixed = fixed
         self.plans: dict[Key, Plan | W8A8GemmPlan] = {
-            key: settled.get(key, listed[0]) for key, listed in task.candidates.items()
+            key: fixed.get(key, listed[0]) for key, listed in task.candidates.items()
         }
-        """The best that were found so far."""
+        """Best plans so far."""
 
     @property
     def today(self) -> LayerPlans:
-        """Today's plans, but for those that are settled."""
-        return {key: self.settled.get(key, plan) for key, plan in self.task.today.items()}
+        """Current plans of the engine, except the fixed ones."""
+        return {key: self.fixed.get(key, plan) for key, plan in self.task.today.items()}
 
     def run(self) -> bool:
-        """Search, and return whether there was time for all of it."""
+        """Search; return whether it completed in time."""
         complete, start = True, dict(self.plans)
         try:
             self._descend()
@@ -120,7 +122,7 @@ class Descent:
             complete = False
         if self.today not in (start, self.plans):
             try:
-                # Its first time is what is told of it.
+                # The report uses its first time.
                 self.time(self.today, 0)
                 better = self._surely_faster(self.plans, self.today)
             except OutOfTimeError:
@@ -130,7 +132,7 @@ class Descent:
 
     def _descend(self) -> None:
         us = self.time(self.plans, 0)
-        listed = {key: plans for key, plans in self.task.candidates.items() if key not in self.settled}
+        listed = {key: plans for key, plans in self.task.candidates.items() if key not in self.fixed}
         for _ in range(TURNS):
             before = dict(self.plans)
             for key, plans in listed.items():
@@ -143,10 +145,8 @@ class Descent:
             if self.plans == before:
                 return
 
-    def _timed(
-        self, key: Key, plans: Sequence[Plan | W8A8GemmPlan]
-    ) -> list[tuple[float, int, Plan | W8A8GemmPlan]]:  # fmt: skip
-        """Return the layer's time with each plan of a product, the fastest first."""
+    def _timed(self, key: Key, plans: Sequence[Plan | W8A8GemmPlan]) -> list[tuple[float, int, Plan | W8A8GemmPlan]]:
+        """Return the layer's time with each plan of a matmul, the fastest first."""
         now = self.plans[key]
         tried = [plan for plan in plans if plan == now or self.usable(key, plan)]
         if now not in tried:
@@ -154,21 +154,19 @@ class Descent:
         return sorted((self.time({**self.plans, key: plan}, 0), place, plan) for place, plan in enumerate(tried))
 
     def _surely_faster(self, plans: LayerPlans, others: LayerPlans) -> bool:
-        """Return whether plans are faster than others in every round."""
-        rounds = [
-            (self.time(plans, number), self.time(others, number)) for number in range(1, ROUNDS + 1)
-        ]  # fmt: skip
+        """Return whether plans are faster than the current ones in every round."""
+        rounds = [(self.time(plans, number), self.time(others, number)) for number in range(1, ROUNDS + 1)]
         return max(us for us, _ in rounds) < min(us for _, us in rounds)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The plans that were found for one layer."""
+    """Plans found for one layer."""
 
     task: LayerTask
     plans: LayerPlans
     complete: bool
-    """Whether there was time for the whole search."""
+    """Whether the search completed in time."""
 
 
 def search(
@@ -178,24 +176,24 @@ def search(
     usable: Callable[[LayerTask, Key, Plan | W8A8GemmPlan], bool],
     out_of_time: Callable[[], bool],
 ) -> list[Found]:
-    """Search for the plans of layers, one after the other.
+    """Search the plans of several layers in order.
 
-    A product that several of them have keeps the plan that the first one found. measure, out_of_time: as in
-    `LayerTimes`; usable: whether a plan of a product was compiled.
+    A matmul that several layers share keeps the plan found in the first. measure, out_of_time: see `LayerTimes`;
+    usable: whether a plan of a matmul was compiled.
     """
-    settled: dict[Key, Plan | W8A8GemmPlan] = {}
+    fixed: dict[Key, Plan | W8A8GemmPlan] = {}
     found = []
     for task in tasks:
         times = LayerTimes(task.key, timings, measure, out_of_time)
-        descent = Descent(task, dict(settled), times, lambda key, plan, task=task: usable(task, key, plan))
+        descent = Descent(task, dict(fixed), times, lambda key, plan, task=task: usable(task, key, plan))
         complete = descent.run()
         found.append(Found(task, descent.plans, complete))
-        settled |= descent.plans
+        fixed |= descent.plans
     return found
 
 
 def incomplete(tasks: Sequence[LayerTask], timings: Timings) -> list[LayerTask]:
-    """Return the layers for whose search times are missing."""
+    """Return the layers with missing times."""
 
     def measure(_layer: LayerKey, _plans: LayerPlans) -> float:
         raise OutOfTimeError

@@ -1,7 +1,6 @@
-"""Layers as the tuner times them.
+"""Time layers for the tuner.
 
-Their products run one after the other, as in the engine. Their plans are in a tile table, from which the engine's code
-takes them.
+Matmuls run in the engine's order and read their plans from a tile table, as in the engine.
 """
 
 from collections.abc import Mapping
@@ -24,13 +23,13 @@ from tandem.engine_core.loader.weights import fill_with_noise
 
 LayerPlans: TypeAlias = Mapping[Key, Plan | W8A8GemmPlan]
 WORKING_SET = 256e6
-"""Bytes of weights that one replay reads at least: several times what the second-level cache holds."""
+"""Minimum bytes of weights per replay: several times the L2 cache."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 16
 REPLAYS = 9
 
 
 def table_of(name: str, plans: LayerPlans) -> TileTable:
-    """Return a table of plans."""
+    """Return a tile table with these plans."""
     return TileTable(
         name,
         products={key: cast("Plan", plan) for key, plan in plans.items() if isinstance(key, ProductKey)},
@@ -41,8 +40,8 @@ def table_of(name: str, plans: LayerPlans) -> TileTable:
 
 
 def take_plans(layers: LinearLayers, plans: LayerPlans, gpu: GpuTraits) -> None:
-    """Let the products of layers run by plans, or by the rules if they have none."""
-    # The engine's choices are cached by the name of a table.
+    """Make the matmuls of layers use these plans, or the rules without one."""
+    # The engine caches its choices by the table's name.
     tiles = table_of(f"{gpu.name} with {hash(tuple(plans.items()))}", plans)
     for linear in layers.linears:
         linear.gpu = replace(gpu, tiles=tiles)  # type: ignore[attr-defined]
@@ -56,15 +55,15 @@ def take_plans(layers: LinearLayers, plans: LayerPlans, gpu: GpuTraits) -> None:
 def build_layers(
     layer: LayerKey, copies: int, gpu: GpuTraits, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> LinearLayers:
-    """Allocate the maps of some layers, with weights that are not filled."""
+    """Allocate layers without filling their weights."""
     context = triton_build_context(torch.device(device), dtype, gpu, FORMATS[layer.format])
     return LinearLayers.build(layer.shapes, copies, context)
 
 
-def run_product(layer: LayerKey, name: Name, plans: LayerPlans, gpu: GpuTraits, device: str) -> None:
-    """Run one product of a layer once, over memory as it is.
+def run_matmul(layer: LayerKey, name: Name, plans: LayerPlans, gpu: GpuTraits, device: str) -> None:
+    """Run one matmul of a layer once on uninitialized memory.
 
-    Its code depends on what is found in scales, of which all are equal.
+    All scales are equal, since the compiled code depends on their values.
     """
     layers = build_layers(layer, 1, gpu, device)
     for linear in layers.linears:
@@ -82,7 +81,7 @@ def run_product(layer: LayerKey, name: Name, plans: LayerPlans, gpu: GpuTraits, 
 
 
 class LayerTimer:
-    """Timer of layers, which keeps the weights of the last one."""
+    """Timer of layers. Caches the weights of the last one."""
 
     def __init__(self, gpu: GpuTraits, device: str = "cuda") -> None:
         self.gpu = gpu
@@ -90,7 +89,7 @@ class LayerTimer:
         self._kept: tuple[LayerKey, LinearLayers] | None = None
 
     def __call__(self, layer: LayerKey, plans: LayerPlans) -> float:
-        """Return the microseconds of one layer by plans, and a share of the head's."""
+        """Return the microseconds of one layer using plans, with a share of the head."""
         layers = self._layers(layer._replace(rows=1))
         take_plans(layers, plans, self.gpu)
         given = layers.inputs_of("qkv", layer.rows)

@@ -1,4 +1,4 @@
-"""Products of a layer and decode attention of given models, which are tuned."""
+"""Matmul and decode attention shapes of models."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,9 +29,9 @@ EIGHT_BIT_FORMATS: dict[str, EightBitScheme] = {
     "int8": EightBitScheme("int8", Activations.TOKEN),
     "outputs": EightBitScheme("fp8", Activations.TOKEN),
 }
-"""Formats whose inputs are rounded to bytes."""
+"""Formats with 8-bit activations."""
 BITS = {16: "16 bits", 8: "8 bits", 4: "4 bits"}
-"""Formats whose inputs keep their 16 bits, by the bits of a weight."""
+"""Formats with 16-bit activations, by the bits of a weight."""
 FORMATS: dict[str, Scheme | None] = {
     "16 bits": None,
     "8 bits": EightBitScheme("fp8", Activations.UNQUANTIZED),
@@ -39,27 +39,27 @@ FORMATS: dict[str, Scheme | None] = {
     **EIGHT_BIT_FORMATS,
 }
 TUNING_ORDER: tuple[Name, ...] = ("gate_up", "down", "qkv", "o", "head")
-"""Products of a step, the longest first."""
+"""Matmuls of a step, the longest first."""
 Key: TypeAlias = ProductKey | W8A8GemmKey
 
 
 class LayerKey(NamedTuple):
-    """Name of a layer whose products are tuned for a number of rows."""
+    """A layer to tune at a number of rows."""
 
     format: str
     """One of FORMATS."""
     rows: int
     hidden: int
     queries: int
-    """Elements of the queries of a row, and of what attention returns."""
+    """Elements of a row's queries and attention output."""
     kv: int
-    """Elements of a row's keys, and as many of its values."""
+    """Elements of a row's keys; the values have the same number."""
     width: int
     vocabulary: int
 
     @property
     def shapes(self) -> dict[Name, Shape]:
-        """Outputs and inputs of a layer's maps, and of the head if it has their format."""
+        """Outputs and inputs of a layer's matmuls, and of the head if it has the same format."""
         shapes: dict[Name, Shape] = {
             "qkv": (self.queries + 2 * self.kv, self.hidden),
             "o": (self.hidden, self.queries),
@@ -86,21 +86,18 @@ def layer_key(model: ModelConfig, name: str, rows: int) -> LayerKey:
     return LayerKey(name, rows, model.hidden_size, queries, kv, model.intermediate_size, model.vocab_size)
 
 
-def product_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
-    """Return the keys by which the engine looks up a layer's products.
-
-    They are in tuning order.
-    """
-    return {name: _product_key(layer, name, gpu) for name in TUNING_ORDER if name in layer.shapes}
+def matmul_keys(layer: LayerKey, gpu: GpuTraits) -> dict[Name, Key]:
+    """Return the tile-table keys of a layer's matmuls, in tuning order."""
+    return {name: _matmul_key(layer, name, gpu) for name in TUNING_ORDER if name in layer.shapes}
 
 
-def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
+def _matmul_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     scheme, rows = FORMATS[layer.format], layer.rows
     outputs, inputs = layer.shapes[name]
     if isinstance(scheme, EightBitScheme) and quantizes_activations(rows, scheme.kind, gpu):
         key = W8A8GemmKey(scheme.kind, _scaling(scheme), outputs, inputs, rows)
         gated = key._replace(outputs=outputs // 2, gated=True)
-        # Whether gate and rounding are part of the product depends on the shapes and the device.
+        # Whether the gate and quantization are fused depends on the shapes and the device.
         rounds = name == "gate_up" and uses_w8a8(layer.hidden, layer.width, scheme)
         if uses_w8a8(outputs, inputs, scheme):
             return gated if rounds and w8a8_ruled(gated, gpu) is not None else key
@@ -109,7 +106,7 @@ def _product_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     if name == "gate_up":
         plain, normed, outputs = "gated", "normed_gated", outputs // 2
     fused = ProductKey(normed, layer.bits, outputs, inputs, rows)
-    # Whether one row's norm is part of the product depends on the shape and the device.
+    # Whether the norm of one row is fused depends on the shape and the device.
     if rows == 1 and name not in ("o", "down") and chosen(fused, gpu) is not None:
         return fused
     return ProductKey(plain, layer.bits, outputs, inputs, rows)
@@ -122,7 +119,7 @@ def _scaling(scheme: EightBitScheme) -> Scaling:
 
 
 def runs_on(name: str, gpu: GpuTraits) -> bool:
-    """Return whether a GPU multiplies the bytes of a format."""
+    """Return whether a GPU has W8A8 matmuls of a format."""
     return EIGHT_BIT_FORMATS[name].kind == "int8" or gpu.capability >= FP8_CAPABILITY
 
 
@@ -136,7 +133,7 @@ def model_folder(name: str) -> Path:
 
 
 def decode_keys(model: ModelConfig, batches: Iterable[int], kv_bits: Iterable[int] = (16,)) -> list[DecodeKey]:
-    """List the decode attention of a model for numbers of rows."""
+    """List the decode attention keys of a model at several row counts."""
     width = 1 << (model.head_dim - 1).bit_length()
     pairs = [1 << (batch * model.kv_heads).bit_length() - 1 for batch in batches]
     return [DecodeKey(width, bits, count) for bits in kv_bits for count in pairs]

@@ -1,7 +1,4 @@
-"""Times of plans, and the plans that they choose.
-
-Times are kept in a file as they are measured.
-"""
+"""Times of plans, saved as they are measured, and the choice of the best."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,32 +12,32 @@ from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTa
 Key: TypeAlias = ProductKey | DecodeKey | W8A8GemmKey
 AnyPlan: TypeAlias = Plan | DecodePlan | W8A8GemmPlan
 MARGIN = 0.02
-"""Share of today's time that another plan has to save: less is noise."""
+"""Minimum relative gain over the current plan; less is noise."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of decode attention to tune."""
+    """One shape of decode attention to tune."""
 
     key: DecodeKey
     plans: Sequence[DecodePlan]
-    """The plans to time; the first is today's."""
+    """Plans to time; the first is the current one."""
     rule: DecodePlan
-    """The plan that is taken without a table."""
+    """Plan chosen without a table."""
 
 
 @dataclass
 class Timings:
-    """Microseconds of plans, also those that an earlier run measured."""
+    """Microseconds of plans, including those of earlier runs."""
 
     path: Path
-    """File of one JSON object a line."""
+    """JSON Lines file."""
     found: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Microseconds by what was timed and its plans, as text; infinite for plans that cannot run."""
+    """Microseconds by the repr of key and plan; infinite for plans that cannot run."""
 
     @classmethod
     def resume(cls, path: Path) -> "Timings":
-        """Read what an earlier run measured; a last line that was cut off is left out."""
+        """Read the times of earlier runs, skipping incomplete lines."""
         timings = cls(path)
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -51,20 +48,20 @@ class Timings:
         return timings
 
     def add(self, key: object, plan: object, us: float) -> None:
-        """Keep a time, in the file too."""
+        """Record a time, also in the file."""
         self.found[repr(key), repr(plan)] = us
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"key": repr(key), "plan": repr(plan), "us": us}) + "\n")
 
     def of(self, key: object, plan: object) -> float | None:
-        """Return the time of a plan, None if it was not measured."""
+        """Return the time of a plan, None if not measured."""
         return self.found.get((repr(key), repr(plan)))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The best plan of one task."""
+    """Best plan of one task."""
 
     task: Task
     plan: DecodePlan
@@ -80,11 +77,10 @@ def measure(
     usable: Callable[[Key, AnyPlan], bool],
     out_of_time: Callable[[], bool],
 ) -> bool:
-    """Time all plans that were not timed before.
+    """Time all plans that were not timed before; return whether all were timed in time.
 
-    Return whether there was time for all of them. usable: whether a plan was compiled; others are left for a later run.
-    Today's plan is timed in any case. Raises RuntimeError for a plan that breaks the device, which counts as one that
-    cannot run.
+    usable: whether a plan was compiled; others are left for a later run, except the current plan. Raises RuntimeError
+    for a plan that breaks the CUDA context, which is recorded as unusable.
     """
     for task in tasks:
         for number, plan in enumerate(task.plans):
@@ -95,7 +91,7 @@ def measure(
             try:
                 us = time_plan(task.key, plan)
             except RuntimeError:
-                # The device is lost; the next run does without this plan.
+                # The CUDA context is lost; the next run skips this plan.
                 timings.add(task.key, plan, float("inf"))
                 raise
             timings.add(task.key, plan, us)
@@ -103,9 +99,9 @@ def measure(
 
 
 def choose_best(tasks: Iterable[Task], timings: Timings) -> list[Choice]:
-    """Return the fastest plan of each task for which today's was timed.
+    """Return the fastest plan of each task with a timed current plan.
 
-    Another than today's has to save `MARGIN`.
+    A plan other than the current one has to gain `MARGIN`.
     """
     choices = []
     for task in tasks:
@@ -123,16 +119,16 @@ def choose_best(tasks: Iterable[Task], timings: Timings) -> list[Choice]:
     return choices
 
 
-def merged(
-    table: TileTable, device: str, plans: Mapping[Key, AnyPlan], rules: Mapping[Key, AnyPlan]
-) -> TileTable:  # fmt: skip
-    """Return a table with plans that were chosen.
+def merged(table: TileTable, device: str, plans: Mapping[Key, AnyPlan], rules: Mapping[Key, AnyPlan]) -> TileTable:
+    """Return a table updated with the chosen plans.
 
-    It keeps what this run did not measure. A plan that the rule takes anyway has no entry.
+    Entries that this run did not measure stay. Plans equal to the rule's get no entry.
     """
     lists: dict[type, dict] = {  # type: ignore[type-arg]
-        ProductKey: dict(table.products), DecodeKey: dict(table.decode), W8A8GemmKey: dict(table.byte_products),
-    }  # fmt: skip
+        ProductKey: dict(table.products),
+        DecodeKey: dict(table.decode),
+        W8A8GemmKey: dict(table.byte_products),
+    }
     for key, plan in plans.items():
         entries = lists[type(key)]
         entries.pop(key, None)

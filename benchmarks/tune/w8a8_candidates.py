@@ -1,4 +1,4 @@
-"""Plans worth timing of products of bytes with bytes."""
+"""List candidate plans of W8A8 matmuls."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,26 +23,23 @@ TILES = (
     *((128, 64, 5, 4), (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (64, 64, 6, 4)),
     *((64, 64, 8, 4), (64, 64, 11, 4), (64, 128, 8, 4), (64, 32, 8, 4), (64, 256, 3, 8), (128, 256, 3, 8)),
 )
-"""Rows, outputs, stages and warps of the plans worth trying for many rows."""
+"""Rows, outputs, stages and warps of candidates for many rows."""
 FEW_ROW_TILES = (
     *((64, 12, 4, 128), (64, 9, 4, 128), (64, 5, 4, 128), (64, 6, 4, 256), (64, 4, 4, 256)),
     *((128, 6, 4, 128), (128, 4, 4, 256), (128, 4, 8, 256), (32, 9, 4, 128), (32, 6, 4, 256)),
 )
-"""Outputs, stages, warps and inputs of a step of the plans worth trying for up to 32 rows."""
+"""Outputs, stages, warps and inputs per step of candidates for up to 32 rows."""
 GATED_TILES = (
     *((128, 3, 8, 128), (128, 4, 8, 128), (128, 5, 8, 128), (128, 4, 4, 128), (128, 2, 8, 256), (64, 4, 4, 128)),
     *((64, 6, 4, 128), (64, 9, 4, 128), (64, 4, 8, 128), (64, 3, 4, 256), (64, 4, 4, 256), (32, 6, 4, 128)),
 )
-"""Outputs, stages, warps and inputs of a step of the plans worth trying with a gate behind."""
+"""Outputs, stages, warps and inputs per step of candidates with a fused gate."""
 GATE_GROUPS: dict[Scaling, int] = {"tensor": KNOWN, "block": SCALE_COLUMNS, "output": WHOLE}
-"""Outputs of a gate that share a scale, in the formats that are tuned."""
+"""Outputs of a gate that share a scale, by scaling."""
 
 
 def w8a8_chosen(key: W8A8GemmKey, gpu: GpuTraits) -> W8A8GemmPlan | None:
-    """Return the plan that the engine would take.
-
-    None stands for the library, or for separate gates.
-    """
+    """Return the plan that the engine chooses; None for the library or a separate gate."""
     if key.gated:
         named = key.kind, key.scaling, GATE_GROUPS[key.scaling]
         return choose_gated_w8a8_gemm(key.rows, key.outputs, key.inputs, *named, gpu)
@@ -51,15 +48,12 @@ def w8a8_chosen(key: W8A8GemmKey, gpu: GpuTraits) -> W8A8GemmPlan | None:
 
 
 def w8a8_ruled(key: W8A8GemmKey, gpu: GpuTraits) -> W8A8GemmPlan | None:
-    """Return the plan that the rules alone would choose."""
+    """Return the plan that the rules choose without a table."""
     return w8a8_chosen(key, replace(gpu, tiles=NO_TABLE))
 
 
 def w8a8_candidates(key: W8A8GemmKey, gpu: GpuTraits) -> list[W8A8GemmPlan | None]:
-    """List the plans of a product, without repetition.
-
-    They are the rule's, the library's or separate gates, others that fit the GPU, and today's.
-    """
+    """List the distinct plans of a matmul: the rule's, the library or a separate gate, others, and the current one."""
     found = [w8a8_ruled(key, gpu)]
     if key.gated or has_library(key, gpu):
         found.append(None)
@@ -72,15 +66,15 @@ def w8a8_candidates(key: W8A8GemmKey, gpu: GpuTraits) -> list[W8A8GemmPlan | Non
 
 
 def has_library(key: W8A8GemmKey, gpu: GpuTraits) -> bool:
-    """Return whether the library multiplies such bytes and scales their sums."""
+    """Return whether the library has this matmul with these scales."""
     known = gpu.capability[0] == 9 and key.inputs % LIBRARY_BLOCK_INPUTS == 0
     return key.kind == "fp8" and (key.scaling != "block" or known)
 
 
 def w8a8_plans(key: W8A8GemmKey, gpu: GpuTraits) -> Iterator[W8A8GemmPlan]:
-    """Yield the plans of ours that are worth trying."""
+    """Yield the Triton candidates."""
     for block_m, block_n, stages, warps, block_k in _tiles(key):
-        # Scales of blocks are loaded with each step.
+        # Block scales are loaded with each step.
         scales = 4 * (block_m + block_n) if key.scaling == "block" else 0
         height = block_m + block_n * (1 + key.gated)
         most = gpu.max_stages(height * block_k + scales, warpgroup=True)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.measuring.engine_counters import (
     ENDED,
-    MOST_SECONDS,
+    MAX_WAIT_SECONDS,
     EngineReader,
     added,
     counters,
@@ -73,7 +73,7 @@ class TestReader:
             ConnectionError, match="5 s after a load of 8 requests, --metrics counts the end of 0; give"
         ):
             reader.since(reader.read(), requests=8)
-        assert clock() - began == pytest.approx(MOST_SECONDS, abs=0.1)
+        assert clock() - began == pytest.approx(MAX_WAIT_SECONDS, abs=0.1)
 
     def test_an_address_without_metrics_is_told(self) -> None:
         with socket.socket() as closed:

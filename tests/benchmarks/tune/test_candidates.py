@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.tune.candidates import chosen, decode_candidates, product_candidates, ruled, splits
-from benchmarks.tune.shapes import EIGHT_BIT_FORMATS, FORMATS, decode_keys, layer_key, product_keys, read_models
+from benchmarks.tune.candidates import chosen, decode_candidates, matmul_candidates, ruled, splits
+from benchmarks.tune.shapes import EIGHT_BIT_FORMATS, FORMATS, decode_keys, layer_key, matmul_keys, read_models
 from benchmarks.tune.w8a8_candidates import w8a8_candidates, w8a8_chosen, w8a8_ruled
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan
@@ -23,9 +23,9 @@ DOWN = ProductKey("product", 4, 4096, 14336, 32)
 def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: GpuTraits) -> None:
     for rows in BUCKETS:
         for name in set(FORMATS) - set(EIGHT_BIT_FORMATS):
-            for key in product_keys(layer_key(read_models([model])[0], name, rows), gpu).values():
+            for key in matmul_keys(layer_key(read_models([model])[0], name, rows), gpu).values():
                 assert isinstance(key, ProductKey)
-                plans = product_candidates(key, gpu)
+                plans = matmul_candidates(key, gpu)
                 assert len(set(plans)) == len(plans) <= 100
                 for plan in plans:
                     assert product_problem(key, plan) == ""
@@ -44,7 +44,7 @@ def test_candidates_of_bytes_are_accepted_and_fit(gpu: GpuTraits) -> None:
     model = read_models(["8b"])[0]
     for rows in W8A8_BUCKETS:
         for name in EIGHT_BIT_FORMATS:
-            for key in product_keys(layer_key(model, name, rows), gpu).values():
+            for key in matmul_keys(layer_key(model, name, rows), gpu).values():
                 assert isinstance(key, W8A8GemmKey)
                 plans = w8a8_candidates(key, gpu)
                 assert plans[0] == w8a8_ruled(key, gpu)
@@ -61,10 +61,10 @@ def test_candidates_of_bytes_are_accepted_and_fit(gpu: GpuTraits) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits: int) -> None:
-    plans = product_candidates(ProductKey("normed_gated", bits, 14336, 4096, 1), H200)
+    plans = matmul_candidates(ProductKey("normed_gated", bits, 14336, 4096, 1), H200)
     assert {(plan.rows, plan.tiles) for plan in plans if isinstance(plan, GemvPlan)} >= {(4, 10), (4, 1), (8, 2)}
     assert all(isinstance(plan, GemvPlan) and plan.block_k == 4096 for plan in plans)
-    plans = product_candidates(ProductKey("product", bits, 4096, 14336, 1), H200)
+    plans = matmul_candidates(ProductKey("product", bits, 4096, 14336, 1), H200)
     by_size: dict[int, set[int]] = {}
     for plan in plans:
         assert isinstance(plan, GemvPlan)
@@ -79,7 +79,7 @@ def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_programs_for_one_row_of_quantized_weights_may_fill_a_gpu_in_one_wave(bits: int, gpu: GpuTraits) -> None:
     for outputs in (4096, 14336):
-        plans = product_candidates(ProductKey("normed", bits, outputs, 4096, 1), gpu)
+        plans = matmul_candidates(ProductKey("normed", bits, outputs, 4096, 1), gpu)
         found = {ceil_div(outputs, plan.rows * plan.tiles) for plan in plans if isinstance(plan, GemvPlan)}
         for side_by_side in (2, 3, 4, 5, 6):
             slots = side_by_side * gpu.multiprocessors
@@ -87,7 +87,7 @@ def test_programs_for_one_row_of_quantized_weights_may_fill_a_gpu_in_one_wave(bi
 
 
 def test_long_inputs_are_divided_into_as_many_parts_as_fit_side_by_side() -> None:
-    plans = product_candidates(DOWN, H200)
+    plans = matmul_candidates(DOWN, H200)
     assert {plan.split for plan in plans if isinstance(plan, SplitKPlan) and plan.block_n == 64} == {2, 4, 8}
     assert {plan.split for plan in plans if isinstance(plan, SplitKPlan) and plan.block_n == 128} == {4, 8}
     for rows in (16, 32, 64):

@@ -33,7 +33,7 @@ def test_the_traits_of_a_gpu_travel_to_another_process() -> None:
 @pytest.mark.parametrize("gpu", [H200, L4, RTX_5090], ids=lambda gpu: gpu.name)
 def test_plans_of_every_format_are_compiled_without_a_gpu(gpu: GpuTraits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    command = ["--model", "8b", "--bits", "16", "8", "4", "--rows", "1", "16", "64", "--byte-rows", "16", "128"]
+    command = ["--model", "8b", "--bits", "16", "8", "4", "--rows", "1", "16", "64", "--w8a8-rows", "16", "128"]
     options = arguments_parser().parse_args(command)
     jobs = jobs_of(list_tasks(options, gpu), list_layers(options, gpu), Timings(Path("none")))
     some = dict(list(jobs.items())[::29])

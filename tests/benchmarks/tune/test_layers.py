@@ -14,7 +14,7 @@ from benchmarks.measuring.linear_layers import LinearLayers, Name
 from benchmarks.tune import layers as tuned_layers
 from benchmarks.tune.__main__ import layer_task
 from benchmarks.tune.layers import LayerPlans, LayerTimer, build_layers, table_of, take_plans
-from benchmarks.tune.shapes import EIGHT_BIT_FORMATS, FORMATS, Key, LayerKey, product_keys
+from benchmarks.tune.shapes import EIGHT_BIT_FORMATS, FORMATS, Key, LayerKey, matmul_keys
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
@@ -79,7 +79,7 @@ def test_the_engine_asks_for_the_keys_that_are_tuned(
     for linear in layers.linears:
         linear.gpu = replace(gpu, tiles=table)  # type: ignore[attr-defined]
     layers.step(*layers.inputs_of("qkv", rows))
-    expected = set(product_keys(layer, gpu).values())
+    expected = set(matmul_keys(layer, gpu).values())
     assert keys == expected
 
 
@@ -131,7 +131,7 @@ def expected(layers: LinearLayers, layer: LayerKey, name: Name) -> Tensor:
 def check(layer: LayerKey, share: slice) -> int:
     """Compare what some plans of each product compute with the oracle; return how many there were."""
     layers, count = filled(layer), 0
-    names = {key: name for name, key in product_keys(layer, SMALL).items()}
+    names = {key: name for name, key in matmul_keys(layer, SMALL).items()}
     for key, listed in layer_task(layer, SMALL).candidates.items():
         wanted = expected(layers, layer, names[key]).float()
         unique = {without_launch(plan): plan for plan in listed if plan is not None or isinstance(key, ProductKey)}

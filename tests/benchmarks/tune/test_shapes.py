@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from benchmarks.tune.shapes import decode_keys, layer_key, model_folder, product_keys, read_models, runs_on
+from benchmarks.tune.shapes import decode_keys, layer_key, matmul_keys, model_folder, read_models, runs_on
 from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, W8A8GemmKey
 from tests.fakes.gpus import A100, H200
 
 
 def test_the_products_of_a_layer_are_those_of_its_step() -> None:
     (model,) = read_models(["1b"])
-    assert product_keys(layer_key(model, "16 bits", 64), H200) == {
+    assert matmul_keys(layer_key(model, "16 bits", 64), H200) == {
         "gate_up": ProductKey("gated", 16, 8192, 2048, 64),
         "down": ProductKey("product", 16, 2048, 8192, 64),
         "qkv": ProductKey("product", 16, 3072, 2048, 64),
         "o": ProductKey("product", 16, 2048, 2048, 64),
         "head": ProductKey("product", 16, 128256, 2048, 64),
     }
-    assert product_keys(layer_key(model, "blocks", 64), H200) == {
+    assert matmul_keys(layer_key(model, "blocks", 64), H200) == {
         "gate_up": W8A8GemmKey("fp8", "block", 16384, 2048, 64),
         "down": W8A8GemmKey("fp8", "block", 2048, 8192, 64),
         "qkv": W8A8GemmKey("fp8", "block", 3072, 2048, 64),
@@ -30,7 +30,7 @@ def test_the_products_of_a_layer_are_those_of_its_step() -> None:
 def test_norms_are_part_of_a_product_where_the_engine_fuses_them() -> None:
     small, large = read_models(["1b", "8b"])
     found = [
-        [key.operation for key in product_keys(layer_key(model, name, rows), H200).values()]  # type: ignore[union-attr]
+        [key.operation for key in matmul_keys(layer_key(model, name, rows), H200).values()]  # type: ignore[union-attr]
         for model, name, rows in (
             (large, "8 bits", 1),
             (small, "4 bits", 1),
@@ -48,7 +48,7 @@ def test_gate_and_rounding_are_part_of_a_product_where_the_engine_fuses_them() -
         (large, "blocks", 64, True), (large, "tensor", 16, True), (large, "int8", 64, True),
         (large, "int8", 128, False), (small, "blocks", 64, False),
     ):  # fmt: skip
-        key = product_keys(layer_key(model, name, rows), H200)["gate_up"]
+        key = matmul_keys(layer_key(model, name, rows), H200)["gate_up"]
         assert isinstance(key, W8A8GemmKey)
         assert key.gated is fused, (name, rows)
         assert key.outputs == model.intermediate_size * (1 if fused else 2)
@@ -58,7 +58,7 @@ def test_gate_and_rounding_are_part_of_a_product_where_the_engine_fuses_them() -
 def test_no_gate_rounds_where_down_takes_no_bytes(name: str, fused: bool) -> None:
     """The width is no multiple of 128: only the library multiplies such bytes, with one scale for all."""
     model = structs.replace(read_models(["8b"])[0], intermediate_size=14_400)
-    keys = product_keys(layer_key(model, name, 64), H200)
+    keys = matmul_keys(layer_key(model, name, 64), H200)
     assert isinstance(keys["down"], W8A8GemmKey) is fused
     gate_up = keys["gate_up"]
     assert isinstance(gate_up, W8A8GemmKey)
@@ -69,7 +69,7 @@ def test_no_gate_rounds_where_down_takes_no_bytes(name: str, fused: bool) -> Non
 @pytest.mark.parametrize("rows", [2, 64, 128])
 def test_float8_keeps_its_inputs_where_the_gpu_does_not_multiply_it(name: str, rows: int) -> None:
     layer = layer_key(read_models(["8b"])[0], name, rows)
-    old, new = (product_keys(layer, gpu) for gpu in (A100, H200))
+    old, new = (matmul_keys(layer, gpu) for gpu in (A100, H200))
     operations = [key.operation for key in old.values() if isinstance(key, ProductKey)]
     assert operations == ["gated", "product", "product", "product"]
     assert {type(key) for key in new.values()} == {W8A8GemmKey}
@@ -77,7 +77,7 @@ def test_float8_keeps_its_inputs_where_the_gpu_does_not_multiply_it(name: str, r
 
 def test_bytes_keep_the_inputs_that_the_gpu_multiplies() -> None:
     layer = layer_key(read_models(["8b"])[0], "int8", 16)
-    assert {type(key) for key in product_keys(layer, A100).values()} == {W8A8GemmKey}
+    assert {type(key) for key in matmul_keys(layer, A100).values()} == {W8A8GemmKey}
     assert [runs_on(name, A100) for name in ("int8", "blocks", "tensor")] == [True, False, False]
     assert runs_on("blocks", H200)
 
