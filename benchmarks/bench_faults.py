@@ -55,8 +55,14 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 2000], help="(default: 100 2000)")
     parser.add_argument("--frontends", type=int, default=4, help="(default: 4)")
     parser.add_argument("--tokens-per-second", type=float, metavar="R", help="of each stream")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES[:-1], metavar="NAME",
-                        help=", ".join(NAMES) + " (default: all but the last, which needs root)")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES[:-1],
+        metavar="NAME",
+        help=", ".join(NAMES) + " (default: all but the last, which needs root)",
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="of a stream that is still open when its fault comes")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     parser.add_argument("--real", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of a real engine; comes last")

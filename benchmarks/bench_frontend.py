@@ -109,18 +109,26 @@ def measure_streams(
     engine_gaps = _gaps_of_engine(server.journal, shares[0].started, taken)
     live = sorted(probes.live)
     return StreamFigures(
-        streams, frontends, rate,
+        streams,
+        frontends,
+        rate,
         received=round(tokens / taken, 1),
         cpu_us=round(cpu / max(tokens, 1) * 1e6, 2),
         cpu_cores=round(cpu / taken, 3),
         engine_cores=round(engine / taken, 3),
         client_cores=round(sum(share.cpu for share in shares) / taken, 3),
-        delay_p50=_ms(delays, 50), delay_p99=_ms(delays, 99),
-        itl_p50=_ms(gaps, 50), itl_p99=_ms(gaps, 99),
-        engine_itl_p50=_ms(engine_gaps, 50), engine_itl_p99=_ms(engine_gaps, 99),
-        ttft_p50=_ms(first, 50), ttft_p99=_ms(first, 99),
-        live_p50=_ms(live, 50), live_p99=_ms(live, 99), live_max=_ms(live, 100),
-    )  # fmt: skip
+        delay_p50=_ms(delays, 50),
+        delay_p99=_ms(delays, 99),
+        itl_p50=_ms(gaps, 50),
+        itl_p99=_ms(gaps, 99),
+        engine_itl_p50=_ms(engine_gaps, 50),
+        engine_itl_p99=_ms(engine_gaps, 99),
+        ttft_p50=_ms(first, 50),
+        ttft_p99=_ms(first, 99),
+        live_p50=_ms(live, 50),
+        live_p99=_ms(live, 99),
+        live_max=_ms(live, 100),
+    )
 
 
 def measure_requests(
@@ -248,8 +256,9 @@ def run(arguments: argparse.Namespace, trees: Trees) -> tuple[dict[str, list[obj
                 )
                 print(
                     f"{name:8} {kind}, {frontends} frontends: {request.cpu_us:.0f} us of CPU, "
-                    f"{request.per_second:.0f}/s, {request.cpu_cores:.2f} cores", flush=True,
-                )  # fmt: skip
+                    f"{request.per_second:.0f}/s, {request.cpu_cores:.2f} cores",
+                    flush=True,
+                )
                 found.append((name, request.cpu_us))
                 figures["requests"].append({"tree": name} | to_builtins(request))
             ratios.append(f"{kind}, {frontends} frontends: {trees.ratio(found)}")
@@ -259,8 +268,14 @@ def run(arguments: argparse.Namespace, trees: Trees) -> tuple[dict[str, list[obj
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 64, 256, 1024, 2048])
-    parser.add_argument("--requests", nargs="*", choices=list(BODIES), default=list(BODIES), metavar="KIND",
-                        help=f"kinds of requests to measure: {', '.join(BODIES)} (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--requests",
+        nargs="*",
+        choices=list(BODIES),
+        default=list(BODIES),
+        metavar="KIND",
+        help=f"kinds of requests to measure: {', '.join(BODIES)} (default: all)",
+    )
     parser.add_argument(
         "--connections",
         type=int,
@@ -274,8 +289,13 @@ def main(argv: list[str] | None = None) -> int:
         "--stream-interval-ms", type=float, default=0.0, metavar="N", help="flag of this tree's frontends"
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="time over which CPU is measured (default: 5)")
-    parser.add_argument("--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 2)), metavar="N",
-                        help="client processes that hold the streams")  # fmt: skip
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=max(1, min(4, (os.cpu_count() or 1) // 2)),
+        metavar="N",
+        help="client processes that hold the streams",
+    )
     parser.add_argument(
         "--compare",
         type=Path,

@@ -70,9 +70,15 @@ class Bench:
         self.mailbox = FakeMailbox()
         max_len = max(prompt + 1, OWN_PROMPT + steps)
         options = EngineOptions(
-            model=str(shape), load_format="dummy", device=device, max_rows=rows + 4, max_len=max_len,
-            kv_tokens=rows * (OWN_PROMPT + steps) + 4 * max_len, max_step_tokens=chunk + rows + 4, prefix_cache="off",
-        )  # fmt: skip
+            model=str(shape),
+            load_format="dummy",
+            device=device,
+            max_rows=rows + 4,
+            max_len=max_len,
+            kv_tokens=rows * (OWN_PROMPT + steps) + 4 * max_len,
+            max_step_tokens=chunk + rows + 4,
+            prefix_cache="off",
+        )
         self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
         self.prompt, self.steps, self.max_itl = prompt, steps, max_itl
         self.requests = 0

@@ -136,8 +136,11 @@ def report(arguments: argparse.Namespace, levels: list[Level], reference: Refere
         figures: dict[str, Any] = {"levels": msgspec.to_builtins(levels)}
         if reference is not None:
             figures["reference"] = msgspec.to_builtins(reference)
-        config = {name: value if isinstance(value, int | float | list) else str(value)
-                  for name, value in vars(arguments).items() if value is not None}  # fmt: skip
+        config = {
+            name: value if isinstance(value, int | float | list) else str(value)
+            for name, value in vars(arguments).items()
+            if value is not None
+        }
         print(save(arguments.save, config, figures))
     if arguments.plot:
         title = f"{arguments.model}: {arguments.input_len} tokens in, {arguments.output_len} out"

@@ -125,10 +125,15 @@ def main(argv: list[str] | None = None) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     positions = arguments.prompt + arguments.steps + WARM_STEPS + 8
     options = EngineOptions(
-        model=str(arguments.model), load_format="dummy" if arguments.dummy else "auto", device=arguments.device,
-        dtype=arguments.dtype, max_rows=arguments.rows, max_len=positions,
-        kv_tokens=arguments.rows * (positions + 64), prefix_cache="off",
-    )  # fmt: skip
+        model=str(arguments.model),
+        load_format="dummy" if arguments.dummy else "auto",
+        device=arguments.device,
+        dtype=arguments.dtype,
+        max_rows=arguments.rows,
+        max_len=positions,
+        kv_tokens=arguments.rows * (positions + 64),
+        prefix_cache="off",
+    )
     try:
         workload = Workload(LocalEngine.open(options), arguments)
     except ConfigError as error:

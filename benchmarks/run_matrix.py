@@ -97,8 +97,11 @@ def main(argv: list[str] | None = None) -> None:
             report = Parts(arguments, bench, model, work, hardware(arguments.shape)).run()
     except (ConnectionError, ClientDiedError, ServerDiedError) as error:
         sys.exit(f"run_matrix: {error}\nlogs of the servers: {work}")
-    config = {key: value if isinstance(value, int | float | list) else str(value)
-              for key, value in vars(arguments).items() if value is not None}  # fmt: skip
+    config = {
+        key: value if isinstance(value, int | float | list) else str(value)
+        for key, value in vars(arguments).items()
+        if value is not None
+    }
     figures: dict[str, Any] = msgspec.to_builtins(report)
     print(save(arguments.save, config, figures))
     shutil.rmtree(work)

@@ -1,6 +1,6 @@
 """Attacking clients without an API key, and tenants with one.
 
-Each kind of attack sends its bytes over one connection, and is repeated again and again.
+An attack sends its bytes over one connection and is repeated.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from msgspec import Struct
 CHUNK = b"b" * 65536
 FIRST = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 TENANT, OTHER = "sk-attacker-0123456789", "sk-another-0123456789"
-"""Keys of the tenant that attacks and of another one."""
+"""API keys of the attacking tenant and of another one."""
 LARGE_BYTES = 31 * 2**20
-"""Bytes of a tenant's large item, which is the most that a body may hold, about."""
+"""Bytes of a tenant's large item, close to the body limit."""
 READ_SECONDS = 1.0
-"""Seconds that an attacker waits for an answer after it can send no more."""
+"""Seconds that an attacker waits for an answer once it can send nothing more."""
 
 
 class Line:
-    """One connection of an attacker."""
+    """Connection of an attacker."""
 
     def __init__(self, sock: socket.socket, target: str) -> None:
         self._sock = sock
@@ -105,7 +105,7 @@ def request(key: str, method: str, path: str, length: int) -> bytes:
 
 
 def large_body(item_id: str) -> list[bytes]:
-    """Return the parts of a body with a large item of which the model reads nothing."""
+    """Return the parts of a body with a large item that the model does not read."""
     item = f'{{"type": "reasoning", "id": "{item_id}", "summary": [], "content": [{{"type": "reasoning_text", "text": "'
     start = f'{{"model": "m", "max_output_tokens": 1, "input": [{item}'.encode()
     return [start, *[CHUNK] * (LARGE_BYTES // len(CHUNK)), b'"}]}, {"role": "user", "content": "go"}]}']
@@ -145,22 +145,22 @@ async def nothing(_: Line) -> None:
 
 
 class Attack(Struct, frozen=True):
-    """One kind of attack, as its clients run it."""
+    """Kind of attack."""
 
     name: str
     send: Callable[[Line], Awaitable[None]]
     lines: int = 1
-    """Connections that each attacker holds at a time."""
+    """Concurrent connections per attacker."""
     seconds: float = 0.0
-    """Least duration in seconds, so that the server's answer is seen."""
+    """Minimum duration in seconds, to see the server's answer."""
     receive_buffer: int = 0
-    """Size of the socket's receive buffer in bytes; 0 for the system's default."""
+    """Receive buffer of the socket in bytes; 0 for the system default."""
     statuses: frozenset[int] = frozenset()
-    """HTTP statuses with which the server should answer the attack."""
+    """Expected HTTP statuses of the answers."""
     is_tenant: bool = False
-    """True for a client with an API key."""
+    """True for attacks with an API key."""
     most: int = 10**6
-    """Largest number of attackers."""
+    """Maximum number of attackers."""
 
 
 ATTACKS = (
@@ -183,7 +183,7 @@ ATTACKS = (
 
 
 async def _attack(address: tuple[str, int], attack: Attack, target: str, outcomes: Counter[str]) -> None:
-    """Repeat an attack on fresh connections until cancelled."""
+    """Repeat an attack on new connections until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         with socket.socket() as sock:
@@ -203,7 +203,7 @@ async def _attack(address: tuple[str, int], attack: Attack, target: str, outcome
 
 
 async def _outcome(line: Line) -> str:
-    """Return the status of the waiting answer, or "closed" without one."""
+    """Return the status of the answer, or "closed" without one."""
     with contextlib.suppress(OSError):
         answer = await line.read(READ_SECONDS)
         if answer is not None and answer.startswith(b"HTTP/1.1 "):
@@ -227,11 +227,10 @@ async def _attack_all(
 def run_attackers(
     address: tuple[str, int], name: str, target: str, attackers: int, seconds: float, result: Connection
 ) -> None:
-    """Attack from this process, and send the number of each outcome.
+    """Attack from this process, and send the count of each outcome.
 
-    `target` is the id of a large stored response of the tenant that attacks.
-
-    In reality attackers have processors of their own, so the process yields to all others.
+    `target` is the id of a large stored response of the attacking tenant. The process has the lowest priority, since
+    real attackers run on other machines.
     """
     os.nice(19)
     attack = next(attack for attack in ATTACKS if attack.name == name)

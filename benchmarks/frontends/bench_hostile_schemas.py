@@ -2,11 +2,10 @@
 
     python -m benchmarks.frontends.bench_hostile_schemas [--clients 16] [--grammars 100] [--save NAME]
 
-A real server with the default model on a CPU, without API keys. --clients clients each send one schema after the other
-that takes up to 3 s of CPU time to compile; another process asks for /health/live on a new connection every 0.1 s.
-Beside them one client sends --grammars completions of two tokens one after the other, each with an ordinary schema that
-the server has not seen. The table shows the seconds to their answers, alone and beside the hostile clients. The ceiling
-is 1 s at the 99th percentile.
+Runs a server with the default model on a CPU, without API keys. --clients hostile clients send schemas that take up to
+3 s of CPU time to compile, one at a time each; another process requests /health/live on a new connection every 0.1 s.
+Meanwhile an ordinary client sends --grammars completions of two tokens one after the other, each with a new ordinary
+schema. The table has their latency with and without the hostile clients. The limit is 1 s at p99.
 """
 
 import argparse
@@ -26,14 +25,14 @@ from tests.support.serving import Serving
 from tests.support.stream_client import Stream, StreamClient
 
 MAX_SECONDS = 1.0
-"""Ceiling of the 99th percentile."""
+"""Limit of p99."""
 GUARD_SECONDS = 120.0
 SETTLE_SECONDS = 10.0
-"""Time for which the hostile clients are alone, so that every queue is full."""
+"""Head start of the hostile clients, to fill every queue."""
 
 
 class Figures(Struct, frozen=True):
-    """Seconds to the answers of ordinary requests, and of /health/live."""
+    """Latency in seconds of ordinary requests and of /health/live."""
 
     clients: int
     """Number of hostile clients."""
@@ -49,10 +48,7 @@ class Figures(Struct, frozen=True):
 
 
 class Crowd:
-    """Hostile clients.
-
-    Each sends its next schema as soon as the one before is answered.
-    """
+    """Hostile clients, which each send their next schema once the previous one is answered."""
 
     def __init__(self, client: StreamClient, size: int) -> None:
         self._client = client
@@ -61,7 +57,7 @@ class Crowd:
         self._open: list[Stream] = []
 
     def poll(self, seconds: float) -> None:
-        """Wait for answers, and replace the requests that have one."""
+        """Wait for answers, and replace finished requests."""
         self._client.poll(seconds)
         self._open = [stream for stream in self._open if not stream.outcome]
         while len(self._open) < self._size:
@@ -75,7 +71,7 @@ class Crowd:
 
 
 def measure(serving: Serving, clients: int, grammars: int, first: int) -> Figures:
-    """Send ordinary requests beside hostile clients.
+    """Send ordinary requests while hostile clients run.
 
     first: number of the first ordinary schema.
     """
@@ -100,7 +96,7 @@ def measure(serving: Serving, clients: int, grammars: int, first: int) -> Figure
 
 
 def table(figures: list[Figures]) -> str:
-    """Format a table with one line per number of hostile clients."""
+    """Format a table with a line per number of hostile clients."""
     head = f"{'clients':>7} {'p50 s':>8} {'p99 s':>8} {'worst s':>8} {'live p99':>9} {'worst':>8}"
     lines = [f"{head}  answers; to hostile ones"]
     for row in figures:

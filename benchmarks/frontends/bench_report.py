@@ -1,12 +1,11 @@
-"""Time for which a frontend's report of its metrics holds up its event loop.
+"""Time for which a frontend's metrics report blocks its event loop.
 
     python -m benchmarks.frontends.bench_report [--routes 6] [--keys 4] [--reports 300] [--save NAME]
 
-The metrics are those of a frontend that has answered requests of `--routes` routes with four statuses each, for
-`--keys` API keys, after which no series is new. "report" is what a frontend does: the values of all instruments,
-encoded. "first" is a report with the layout as well, which follows whenever a series is new. "families" is the same by
-way of the metrics of prometheus_client, as it was sent before. All are CPU times, in microseconds; what is to be
-met: a report takes at most 300 us.
+The frontend has answered requests of `--routes` routes with four statuses each for `--keys` API keys, so that no series
+is new. "report" encodes the values of all instruments; "first" also the layout, which is needed when a series is new;
+"families" uses prometheus_client's metrics, for comparison. All are CPU times in microseconds. The limit is 300 us per
+report.
 """
 
 import argparse
@@ -33,7 +32,7 @@ STAGES = (("parse", 0.0003), ("render", 0.0004), ("tokenize", 0.0002))
 
 
 def used_metrics(routes: int, keys: int) -> FrontendMetrics:
-    """Return the metrics of a frontend that has served for a while."""
+    """Return the metrics of a frontend that has served requests."""
     metrics = FrontendMetrics(InstrumentRegistry())
     metrics.registry.register(GarbageCollector("frontend-0"))
     for route, status in itertools.product(list(ROUTE_RIGHTS)[:routes], STATUSES):
@@ -47,7 +46,7 @@ def used_metrics(routes: int, keys: int) -> FrontendMetrics:
 
 
 def times(work: Callable[[], object], number: int) -> dict[str, float]:
-    """Return percentiles of the CPU time of some work."""
+    """Return percentiles of the CPU time of a function."""
     taken = []
     for _ in range(number):
         begun = time.thread_time_ns()

@@ -1,14 +1,13 @@
-"""Cost of rendering chats in a process of their own, against a thread.
+"""Cost of rendering chats in a separate process, compared with a thread.
 
     python -m benchmarks.frontends.bench_templates [--messages 4 32 256] [--waiting 1 8] [--chats 1000] [--pairs 7]
         [--template NAME] [--save NAME]
 
-Both sides get the same conversations and give the same prompts. The process is the one of the frontend, asked as a chat
-asks it (`Chat.render`); the thread runs the same sandbox in the process that asks, as the frontend did before it had
-one. CPU is the user and kernel time of all threads of both processes, for each chat. Latency runs from the call to the
-prompt. `--waiting` chats are under way at once: with 1 every chat wakes a sleeping process or thread twice, which is
-the worst case. The sides are measured in turns; ratio and difference are those of each pair, of which the median is
-shown. What is to be met: a process costs at most 100 us more CPU a chat.
+Both render the same conversations. The process is the frontend's, called via `Chat.render`; the thread runs the same
+sandbox in the calling process. CPU is the user and kernel time of all threads of both processes, per chat. Latency runs
+from the call to the prompt. `--waiting` chats are in flight at once: with 1, every chat wakes a sleeping process or
+thread twice, the worst case. Measurements alternate; ratio and difference are medians over the pairs. The limit is
+100 us more CPU per chat for the process.
 """
 
 import argparse
@@ -47,21 +46,21 @@ class Figures(Struct, frozen=True):
     """Figures of one side of one pair."""
 
     side: str
-    """process or thread."""
+    """"process" or "thread"."""
     messages: int
     waiting: int
     chats: int
     cpu_us: float
-    """CPU of both processes for each chat, in microseconds."""
+    """CPU of both processes per chat, in microseconds."""
     worker_us: float
-    """Part of it that the process that renders has; 0 for the thread."""
+    """CPU of the rendering process; 0 for the thread."""
     p50_us: float
     p99_us: float
-    """Time from the call to the prompt, in microseconds."""
+    """Microseconds from the call to the prompt."""
 
 
 class Comparison(Struct, frozen=True):
-    """Medians over the pairs of one load."""
+    """Medians over the pairs of a load."""
 
     messages: int
     waiting: int
@@ -72,14 +71,14 @@ class Comparison(Struct, frozen=True):
 
 
 def conversation(messages: int) -> Conversation:
-    """Make a conversation of this number of messages, with one of the system first."""
+    """Make a conversation of `messages` messages, the first from the system."""
     text = ("Which function of the standard library joins two paths, and since when? " * 2)[:CHARS]
     roles = ["system", *("user", "assistant") * (messages // 2)][:messages]
     return Conversation([{"role": role, "content": f"{number} {text}"} for number, role in enumerate(roles)])
 
 
 class ThreadSide:
-    """Render in a thread of this process."""
+    """Renderer in a thread of this process."""
 
     name = "thread"
     worker: int | None = None
@@ -100,7 +99,7 @@ class ThreadSide:
 
 
 class ProcessSide:
-    """Render in the process of a frontend."""
+    """Renderer in the frontend's template process."""
 
     name = "process"
 
@@ -109,7 +108,7 @@ class ProcessSide:
 
     @property
     def worker(self) -> int | None:
-        """Id of the process that renders."""
+        """PID of the rendering process."""
         return self._chat.renderer_pid
 
     async def render(self, conversation: Conversation) -> str:
@@ -117,7 +116,7 @@ class ProcessSide:
 
 
 async def measure(side: ThreadSide | ProcessSide, messages: int, waiting: int, chats: int) -> Figures:
-    """Render chats, `waiting` at a time."""
+    """Render chats, `waiting` concurrently."""
     asked = conversation(messages)
     await _render(side.render, asked, waiting, WARM_CHATS)
     worker = (lambda: 0.0) if side.worker is None else lambda: cpu_seconds(cast(int, side.worker))
@@ -126,18 +125,21 @@ async def measure(side: ThreadSide | ProcessSide, messages: int, waiting: int, c
     own, apart = time.process_time() - own, worker() - apart
     done = len(seconds)
     return Figures(
-        side.name, messages, waiting, done,
+        side.name,
+        messages,
+        waiting,
+        done,
         cpu_us=round((own + apart) / done * 1e6, 1),
         worker_us=round(apart / done * 1e6, 1),
         p50_us=round(percentile(seconds, 50) * 1e6, 1),
         p99_us=round(percentile(seconds, 99) * 1e6, 1),
-    )  # fmt: skip
+    )
 
 
 async def _render(
     render: Callable[[Conversation], Awaitable[str]], asked: Conversation, waiting: int, chats: int
 ) -> list[float]:
-    """Render a conversation many times; return the seconds that each took."""
+    """Render a conversation repeatedly; return the seconds of each."""
     seconds: list[float] = []
 
     async def one_after_another() -> None:
@@ -151,19 +153,20 @@ async def _render(
 
 
 def compared(figures: list[Figures]) -> Comparison:
-    """Return the medians of one load, given its pairs in their order."""
+    """Return the medians of a load's pairs."""
     pairs = list(zip(figures[::2], figures[1::2], strict=True))
     return Comparison(
-        figures[0].messages, figures[0].waiting,
+        figures[0].messages,
+        figures[0].waiting,
         process_us=statistics.median([process.cpu_us for process, _ in pairs]),
         thread_us=statistics.median([thread.cpu_us for _, thread in pairs]),
         difference_us=round(statistics.median([process.cpu_us - thread.cpu_us for process, thread in pairs]), 1),
         ratio=round(statistics.median([process.cpu_us / thread.cpu_us for process, thread in pairs]), 3),
-    )  # fmt: skip
+    )
 
 
 async def run(arguments: argparse.Namespace) -> tuple[list[Figures], list[Comparison]]:
-    """Measure everything asked for, and print it."""
+    """Measure and print everything."""
     name = arguments.template
     source = TemplateSource({"default": read_template(TEMPLATES / f"{name}.jinja")}, f"built in: {name}")
     template = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})

@@ -1,4 +1,4 @@
-"""Frontends of one checkout before a scripted engine of this one."""
+"""Frontends of a checkout with a scripted engine of this one."""
 
 import os
 import re
@@ -18,37 +18,34 @@ from tests.support.stream_client import answer
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "engine_core" / "default_model"
 SERVED_NAME = "tandem-default"
-"""Name of the model in the clients' requests, whatever model is served."""
+"""Model name in the clients' requests."""
 READY_SECONDS, STOP_SECONDS = 120.0, 30.0
 MAX_LEN = 1_000_000
-"""Context of the scripted engine, so that no stream ends during a measurement."""
+"""Context of the scripted engine, long enough that no stream ends during a measurement."""
 SUPERVISED = "import sys; from tandem.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
 MANY = "1000000"
 
 
 def protocol_version(tree: Path) -> int:
-    """Return the version of the wire that a checkout speaks."""
+    """Return the wire protocol version of a checkout."""
     found = re.search(r"^PROTOCOL_VERSION = (\d+)", (tree / "protocol" / "version.py").read_text(), re.MULTILINE)
     assert found is not None, f"{tree} is not a checkout of Tandem"
     return int(found[1])
 
 
 def git_hash(tree: Path) -> str:
-    """Return the commit of a checkout, with a + if it was changed."""
+    """Return the commit of a checkout, with a "+" if dirty."""
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def python_path(*folders: Path) -> dict[str, str]:
-    """Return PYTHONPATH with these folders before its present ones."""
+    """Return PYTHONPATH with these folders prepended."""
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
 def frontend_command(frontends: int, endpoint: str, model: Path, port: int) -> list[str]:
-    """Return the command line of this many frontends under their supervisor.
-
-    The number is always given: left out, it depends on the machine's cores.
-    """
+    """Return the command line of `frontends` frontends under their supervisor."""
     command = [sys.executable, "-P", "-c", SUPERVISED, "frontend", "--frontends", str(frontends)]
     command += ["--endpoint", endpoint, "--model-dir", str(model), "--port", str(port)]
     command += ["--max-concurrent", "8192", "--max-queued-tokens", MANY, "--log-level", "warning"]
@@ -56,10 +53,7 @@ def frontend_command(frontends: int, endpoint: str, model: Path, port: int) -> l
 
 
 def await_ready(address: tuple[str, int], processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Wait until a server is ready.
-
-    Raises RuntimeError if one of its processes ends before.
-    """
+    """Wait until a server is ready. Raises RuntimeError if one of its processes exits."""
     deadline = time.monotonic() + READY_SECONDS
     while answer(address, "/health/ready")[0] != 200:
         ended = [process.returncode for process in processes if process.poll() is not None]
@@ -69,15 +63,12 @@ def await_ready(address: tuple[str, int], processes: Sequence["subprocess.Popen[
 
 
 class Deployment:
-    """A scripted engine and frontends, which run from entry to exit of the context.
-
-    The frontends run under `tandem frontend --frontends N`, behind one port.
-    """
+    """Context manager that runs a scripted engine and `tandem frontend --frontends N` behind one port."""
 
     def __init__(self, tree: Path, script: Script, frontends: int = 1, flags: tuple[str, ...] = ()) -> None:
         self.address = ("127.0.0.1", free_port())
         self.journal = Journal([], {}, {})
-        """What the engine sent; filled on exit."""
+        """Messages the engine sent; filled on exit."""
         self._tree = tree
         self._script = script
         self._frontends = frontends
@@ -108,12 +99,12 @@ class Deployment:
         self._stop()
 
     def cpu(self) -> float:
-        """Return the CPU seconds of the frontends, their supervisor and helpers."""
+        """Return the CPU seconds of the frontends with their supervisor and helper processes."""
         _, root = self._processes
         return sum(cpu_seconds(process.pid) for process in family(root.pid))
 
     def engine_cpu(self) -> float:
-        """Return the CPU seconds that the scripted engine has used."""
+        """Return the CPU seconds of the scripted engine."""
         return cpu_seconds(self._processes[0].pid)
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
@@ -133,7 +124,7 @@ class Deployment:
 
 
 def _engine_limits() -> list[str]:
-    """Return flags that lift the engine's limits of load, where it has them."""
+    """Return the flags that raise the engine's load limits, as far as the checkout has them."""
     from tandem.protocol.engine_options import EngineOptions
 
     known = EngineOptions.__struct_fields__

@@ -1,4 +1,4 @@
-"""One server with its streams, at the moment of a fault."""
+"""Server under test with its streams during a fault."""
 
 import itertools
 import time
@@ -12,31 +12,31 @@ from tests.support.serving import Serving
 from tests.support.stream_client import Stream, StreamClient, Summary, answer, completion, summary
 
 ENDLESS, ENDLESS_REAL = 1900, 900
-"""Tokens of a stream that is still open when its fault comes, from a scripted engine and from a real one."""
+"""Tokens of a stream that stays open until the fault, with a scripted and a real engine."""
 BEFORE_SECONDS, AFTER_SECONDS = 3.0, 8.0
-"""Times before and after a fault in which the gaps between tokens of the other streams are compared."""
+"""Seconds before and after a fault over which the ITL of the other streams is compared."""
 WAIT_SECONDS = 120.0
 
 
 class Setup(Struct, frozen=True):
-    """Size of one measurement."""
+    """Settings of a measurement."""
 
     streams: int
     frontends: int
     tokens_per_second: float
-    """Of each stream, from a scripted engine."""
+    """Tokens per second of each stream from a scripted engine."""
     real: tuple[str, ...] | None = None
-    """Flags of `tandem serve` with a real engine; None for a scripted one."""
+    """Flags of `tandem serve` for a real engine; None for a scripted one."""
     tokens: int | None = None
-    """Tokens of a stream that is still open when its fault comes; None for as many as the default model allows."""
+    """Tokens of a stream that stays open until the fault; None for the default model's limit."""
 
     def endpoint(self, folder: Path) -> str:
-        """Return the endpoint of the engine of a server that has this folder."""
+        """Return the engine endpoint of a server with this run directory."""
         return f"ipc://{folder}/engine"
 
     @property
     def endless(self) -> int:
-        """Tokens of a stream that is still open when its fault comes."""
+        """Tokens of a stream that stays open until the fault."""
         return self.tokens or (ENDLESS if self.real is None else ENDLESS_REAL)
 
 
@@ -53,7 +53,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Drill:
-    """One server with its streams, at the moment of a fault."""
+    """Server under test with its streams during a fault."""
 
     def __init__(self, serving: Serving, client: StreamClient, setup: Setup) -> None:
         self.serving = serving
@@ -65,30 +65,24 @@ class Drill:
         self._at = 0.0
 
     def load(self, tokens: int = 0) -> list[Stream]:
-        """Open the streams, endless ones by default, and wait until each has had a token."""
+        """Open streams, endless by default, and wait until each has received a token."""
         self.streams = self.client.open(completion(tokens or self.setup.endless), self.setup.streams)
         self.client.until_streaming(self.streams, WAIT_SECONDS)
         assert all(not stream.outcome for stream in self.streams), summary(self.streams)
         return self.streams
 
     def await_rows(self, count: int) -> None:
-        """Wait until the engine counts this many rows.
-
-        Its metrics are those of its last heartbeat.
-        """
+        """Wait until the engine's last heartbeat counts `rows` rows."""
         self.note("a row for each", lambda: self.serving.engine_metric("tandem_num_requests_running") == count)
         self.seconds.clear()
 
     def strike(self, act: Callable[[], object]) -> None:
-        """Do the damage, and count seconds from here."""
+        """Inject the fault and start the clock."""
         self._at = time.monotonic()
         act()
 
     def note(self, name: str, condition: Callable[[], object]) -> None:
-        """Note the seconds from the fault until a condition holds.
-
-        It is asked ten times a second.
-        """
+        """Record the seconds from the fault until a condition holds, polled ten times a second."""
         asked = 0.0
 
         def holds() -> bool:
@@ -102,12 +96,12 @@ class Drill:
         self.seconds[name] = round(time.monotonic() - self._at, 3)
 
     def note_ends(self, streams: Sequence[Stream], name: str = "last stream told") -> None:
-        """Note when the last of these streams ended."""
+        """Record when the last of these streams ended."""
         self.client.until_ended(streams, WAIT_SECONDS)
         self.seconds[name] = round(max(stream.ended for stream in streams) - self._at, 3)
 
     def count(self, streams: Sequence[Stream], what: str) -> None:
-        """Count these streams by their outcome; none may have lost or repeated a token."""
+        """Count streams by outcome, and check that no token is lost or repeated."""
         found = Summary.of(streams)
         assert not found.problems, summary(streams)
         self.counts |= {
@@ -117,10 +111,7 @@ class Drill:
         }
 
     def note_gaps(self) -> None:
-        """Note the 99th percentile of the gaps between tokens before and after.
-
-        They are those of the streams that are still open.
-        """
+        """Record the p99 ITL of the open streams before and after the fault."""
         living = [stream for stream in self.streams if not stream.outcome]
         before = _gaps(living, self._at - BEFORE_SECONDS, self._at)
         after = _gaps(living, self._at, self._at + AFTER_SECONDS)
@@ -129,14 +120,14 @@ class Drill:
             self.seconds["ITL p99 after"] = round(percentile(after, 99), 4)
 
     def is_whole(self) -> bool:
-        """Return whether every frontend runs and the service is ready."""
+        """Return whether every frontend is running and the service is ready."""
         return self.serving.num_serving() == self.setup.frontends and self.is_ready()
 
     def is_ready(self) -> bool:
         return answer(self.serving.address, "/health/ready")[0] == 200
 
     def outcome(self, fault: str, goal: str) -> Outcome:
-        """Let every client go, and see what stays behind."""
+        """Disconnect all clients, and count leaked rows and pages."""
         for stream in self.client.streams:
             self.client.drop(stream)
         deadline = time.monotonic() + 10

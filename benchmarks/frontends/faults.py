@@ -1,4 +1,4 @@
-"""Faults of a service of several frontends, each with what it costs the clients."""
+"""Faults of a service with several frontends, and their effect on clients."""
 
 import shutil
 import signal
@@ -18,11 +18,11 @@ from tests.support.serving import Serving
 from tests.support.stream_client import Stream, StreamClient, answer, completion
 
 WHOLE = 10
-"""Requests whose replies are sent whole, so that none of them has output when the fault comes."""
+"""Requests without streaming, which have no output yet when the fault comes."""
 
 
 def every_token(drill: Drill) -> Outcome:
-    """Count the tokens of streams that run to their end at the same time."""
+    """Count the tokens of streams that run to completion concurrently."""
     tokens = round(20 * drill.setup.tokens_per_second)
     streams = drill.load(tokens)
     drill.strike(lambda: None)
@@ -55,7 +55,7 @@ def killed_engine(drill: Drill) -> Outcome:
 
 
 def stopped_engine(drill: Drill) -> Outcome:
-    """Stop the engine without ending it."""
+    """Suspend the engine with SIGSTOP."""
     return _engine(drill, signal.SIGSTOP, "SIGSTOP engine", "told in 6 s, killed at 8 s; those without output done")
 
 
@@ -79,9 +79,7 @@ def _frontend(drill: Drill, signum: signal.Signals, fault: str, goal: str) -> Ou
 
     def freed() -> bool:
         ask()
-        return _rows(drill) < len(
-            streams
-        )  # none of them ends by itself, and the rows of one frontend are freed at once
+        return _rows(drill) < len(streams)  # none ends by itself, and all rows of a frontend are freed together
 
     drill.note("rows free", freed)
     drill.client.until(gone, "the end of the frontend", WAIT_SECONDS)
@@ -104,12 +102,12 @@ def _rows(drill: Drill) -> float:
 
 
 def killed_frontend(drill: Drill) -> Outcome:
-    """Kill one frontend of several."""
+    """Kill one of several frontends."""
     return _frontend(drill, signal.SIGKILL, "kill -9 a frontend", "rows free in 1 s; no new request refused")
 
 
 def stopped_frontend(drill: Drill) -> Outcome:
-    """Stop one frontend of several without ending it."""
+    """Suspend one of several frontends with SIGSTOP."""
     return _frontend(drill, signal.SIGSTOP, "SIGSTOP a frontend", "rows free in 6 s; ITL p99 of the others 1.5 times")
 
 
@@ -142,17 +140,17 @@ def _restart(drill: Drill, frontends: Sequence[psutil.Process], fault: str) -> O
 
 
 def ended_frontend(drill: Drill) -> Outcome:
-    """Ask one frontend to end, under load."""
+    """Terminate one frontend under load."""
     return _restart(drill, drill.serving.frontends()[:1], "SIGTERM a frontend under load")
 
 
 def rolling_restart(drill: Drill) -> Outcome:
-    """Ask all frontends to end, one after the other, under load."""
+    """Terminate all frontends under load, one after the other."""
     return _restart(drill, drill.serving.frontends(), "SIGTERM all frontends in turn under load")
 
 
 def killed_supervisor(drill: Drill) -> Outcome:
-    """Kill the supervisor and start the same command again."""
+    """Kill the supervisor and rerun the same command."""
     streams = drill.load()
     process = drill.serving.process
     assert process is not None
@@ -166,7 +164,7 @@ def killed_supervisor(drill: Drill) -> Outcome:
 
 
 def unreadable_config(drill: Drill) -> Outcome:
-    """Let the engine restart on a model folder that cannot be read, then mend it."""
+    """Restart the engine on an unreadable model folder, then repair the folder."""
     config = drill.serving.log.parent / "tandem-default" / "config.json"
     whole = config.read_text()
     config.write_text(whole[:100])
@@ -199,7 +197,7 @@ def poison(drill: Drill) -> Outcome:
 
 
 def hostile_clients(drill: Drill) -> Outcome:
-    """Hold idle connections and readers that never read, and let many leave at once."""
+    """Hold idle connections and readers that never read, and close many streams at once."""
     setup, address = drill.setup, drill.serving.address
     streams = drill.load()
     before = _memory(drill)
@@ -238,12 +236,12 @@ def malformed_messages(drill: Drill) -> Outcome:
 
 
 def _memory(drill: Drill) -> float:
-    """Return the resident memory of all frontends in MiB."""
+    """Return the resident memory of all frontends, in MiB."""
     return sum(process.memory_info().rss for process in drill.serving.frontends()) / 2**20
 
 
 SCRIPTED_ONLY = ("every-token", "unreadable-config", "poison")
-"""Faults that need a scripted engine."""
+"""Faults that require a scripted engine."""
 FAULTS: dict[str, Callable[[Drill], Outcome]] = {
     "every-token": every_token,
     "kill-engine": killed_engine,
@@ -261,7 +259,7 @@ FAULTS: dict[str, Callable[[Drill], Outcome]] = {
 
 
 def measure(name: str, setup: Setup, folder: Path) -> Outcome:
-    """Start a server for one fault, and measure what the fault costs."""
+    """Start a server, and measure the effect of a fault."""
     flags = ("--frontends", str(setup.frontends), "--max-concurrent", "8192", "--max-queued-tokens", "1000000")
     flags += ("--max-waiting", "8192", "--log-level", "warning", "--endpoint", setup.endpoint(folder))
     serving: Serving
@@ -277,7 +275,7 @@ def measure(name: str, setup: Setup, folder: Path) -> Outcome:
 
 
 def _model(folder: Path) -> Path:
-    """Make a model folder that a fault may break."""
+    """Make a model folder that a fault can corrupt."""
     model = folder / "tandem-default"
     model.mkdir()
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -1,7 +1,4 @@
-"""Hostile clients, and one that asks whether the server lives.
-
-Each kind has a process of its own.
-"""
+"""Hostile clients and a liveness probe, in separate processes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +18,8 @@ PROBE_SECONDS = 0.1
 def _hostile(address: tuple[str, int], tokens: int, has_letters: bool, pipe: Connection) -> None:
     """Hold idle connections, unread answers and streams.
 
-    When told, end the streams at once; the others stay until told again. The first message is the number of streams
-    that were refused.
+    The first message sent is the number of refused streams. The first message received closes the streams at once, the
+    second one the rest.
     """
     with StreamClient(address, has_letters=has_letters, prefix="h") as client:
         client.idle(IDLE)
@@ -40,7 +37,7 @@ def _hostile(address: tuple[str, int], tokens: int, has_letters: bool, pipe: Con
 
 
 def _live(address: tuple[str, int], pipe: Connection) -> None:
-    """Ask for /health/live until told to stop; send the times of the answers."""
+    """Request /health/live until stopped, and send the latencies."""
     found: list[float] = []
     while not pipe.poll():
         status, _, seconds = answer(address, "/health/live")
@@ -51,9 +48,9 @@ def _live(address: tuple[str, int], pipe: Connection) -> None:
 
 @contextmanager
 def live_probe(address: tuple[str, int]) -> Iterator[Callable[[], list[float]]]:
-    """Ask for /health/live from a process of its own.
+    """Request /health/live from a separate process.
 
-    Yields what ends it and returns the seconds to each answer.
+    Yields a function that stops it and returns the latencies in seconds.
     """
     process, pipe = spawn(_live, address)
 
@@ -70,7 +67,7 @@ def live_probe(address: tuple[str, int]) -> Iterator[Callable[[], list[float]]]:
 
 
 class HostileClients:
-    """Both processes, from entry to exit of the context."""
+    """Context manager that runs both processes."""
 
     def __init__(self, address: tuple[str, int], tokens: int, has_letters: bool) -> None:
         self._arguments = (address, tokens, has_letters)
@@ -88,23 +85,20 @@ class HostileClients:
             process.join()
 
     def is_settled(self) -> bool:
-        """Return whether every stream that will leave has begun.
-
-        `refused` can be called then.
-        """
+        """Return whether every stream has started, after which `refused` can be called."""
         return self._hostile[1].poll()
 
     def refused(self) -> int:
-        """Return the number of streams that were refused."""
+        """Return the number of refused streams."""
         number: int = self._hostile[1].recv()
         return number
 
     def leave(self) -> None:
-        """End all streams at once; the idle connections and the unread answers stay."""
+        """Close all streams at once, but not the idle connections and unread answers."""
         self._hostile[1].send(None)
 
     def live(self) -> list[float]:
-        """Return the seconds to each answer of `/health/live`."""
+        """Return the latencies of `/health/live` in seconds."""
         self._live[1].send(None)
         found: list[float] = self._live[1].recv()
         return found

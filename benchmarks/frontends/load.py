@@ -1,4 +1,4 @@
-"""Clients that load a server, each a process of its own."""
+"""Load-generating clients, each in a separate process."""
 
 import json
 import multiprocessing
@@ -15,10 +15,10 @@ from msgspec import Struct
 from tests.support.stream_client import READ_BYTES, StreamClient, answer, completion, request, summary
 
 START_SECONDS = 300.0
-"""Longest time in which all streams have their first token; a busy machine of two cores takes a minute for 2,048."""
+"""Timeout for the first token of all streams; 2,048 take a minute on a busy machine with two cores."""
 ENDLESS = 900_000
 PROBE_SECONDS = 0.05
-"""Time between two probes."""
+"""Interval of the probes."""
 CHAT = [
     {"role": "system", "content": "You are a helpful assistant that knows Python's standard library."},
     {"role": "user", "content": "What does textwrap.dedent do?"},
@@ -33,33 +33,30 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Arrivals(Struct, frozen=True):
-    """Reads of one stream. Times are monotonic seconds."""
+    """Reads of a stream. Times are monotonic seconds."""
 
     request_id: str
     opened: float
     first: float
     times: "array[float]"
     counts: "array[int]"
-    """Tokens of each read, at `times`."""
+    """Tokens of the read at each of `times`."""
 
 
 class Share(Struct, frozen=True):
-    """One client's share of a measurement."""
+    """Measurement of one client."""
 
     tokens: int
-    """Tokens that came in the measured time."""
+    """Tokens received in the measured time."""
     started: float
-    """Monotonic seconds at which the measured time began."""
+    """Start of the measured time in monotonic seconds."""
     cpu: float
-    """CPU seconds that the client used in it."""
+    """CPU seconds of the client in it."""
     arrivals: list[Arrivals]
 
 
 def _stream(address: tuple[str, int], count: int, index: int, tokens: int, has_letters: bool, pipe: Connection) -> None:
-    """Hold streams.
-
-    Say when all have begun, then count tokens from one message to the next.
-    """
+    """Hold streams: report when all have started, then count tokens between two messages."""
     with StreamClient(address, records=has_letters, prefix=f"c{index}-", has_letters=has_letters) as client:
         streams = client.open(completion(tokens), count)
         client.until_streaming(streams, START_SECONDS)
@@ -70,7 +67,7 @@ def _stream(address: tuple[str, int], count: int, index: int, tokens: int, has_l
         _read_until_told(client, pipe)
         tokens, cpu = client.num_tokens - tokens, time.process_time() - cpu
         kept = [Arrivals(s.request_id, s.opened, s.first, s.arrivals[:], s.counts[:]) for s in streams]
-        _read_until_told(client, pipe)  # goes on as the load beside which others are probed
+        _read_until_told(client, pipe)  # continues as the background load of the probes
         assert client.num_open == count and not any(s.problem for s in streams), summary(streams)
         pipe.send(Share(tokens, started, cpu, kept))
 
@@ -82,7 +79,7 @@ def _read_until_told(client: StreamClient, pipe: Connection) -> None:
 
 
 def _even_shares(count: int, clients: int) -> list[int]:
-    """Divide streams or connections among clients; none has an empty share."""
+    """Divide streams or connections among clients, without empty shares."""
     clients = min(clients, count)
     return [count // clients + (index < count % clients) for index in range(clients)]
 
@@ -95,7 +92,7 @@ class StreamLoad:
     ) -> None:
         """Start the clients.
 
-        tokens: those that each stream asks for; has_letters: False for an engine that is not scripted.
+        tokens: `max_tokens` of each stream; has_letters: False for a real engine.
         """
         self._clients = [
             spawn(_stream, address, share, index, tokens, has_letters)
@@ -103,12 +100,12 @@ class StreamLoad:
         ]
 
     def await_start(self) -> None:
-        """Wait until every stream has had a token."""
+        """Wait until every stream has received a token."""
         for _, pipe in self._clients:
             pipe.recv()
 
     def mark(self) -> None:
-        """Begin, and then end, the measured time; and then end the load."""
+        """Start the measured time, then end it, then end the load; one step per call."""
         for _, pipe in self._clients:
             pipe.send(None)
 
@@ -119,7 +116,7 @@ class StreamLoad:
             process.join()
 
     def shares(self) -> list[Share]:
-        """Return what each client measured."""
+        """Return the measurement of each client."""
         found: list[Share] = [pipe.recv() for _, pipe in self._clients]
         for process, _ in self._clients:
             process.join()
@@ -127,7 +124,7 @@ class StreamLoad:
 
 
 def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    """Start a process; return it and the pipe whose other end is its last argument."""
+    """Start a process with one end of a pipe as its last argument; return it with the other end."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
@@ -136,10 +133,7 @@ def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection
 
 
 def _probe(address: tuple[str, int], pipe: Connection) -> None:
-    """Send short streams and liveness probes until told to stop.
-
-    Then send the figures of both.
-    """
+    """Send short streams and liveness probes until stopped, then send the latencies of both."""
     live: list[float] = []
     with StreamClient(address, prefix="p") as client:
         while not pipe.poll():
@@ -154,16 +148,16 @@ def _probe(address: tuple[str, int], pipe: Connection) -> None:
 
 
 class Probes(Struct, frozen=True):
-    """Times of short requests beside a load."""
+    """Latencies of short requests during a load."""
 
     first: list[tuple[str, float, float]]
-    """Id of each request, when it was sent and when its first token came."""
+    """Id of each request, when it was sent and when its first token arrived."""
     live: list[float]
-    """Seconds to the answer of `/health/live` on a new connection."""
+    """Latency of `/health/live` on a new connection, in seconds."""
 
 
 def probe(address: tuple[str, int], seconds: float) -> Probes:
-    """Probe for a time from a process of its own."""
+    """Probe for `seconds` from a separate process."""
     process, pipe = spawn(_probe, address)
     time.sleep(seconds)
     pipe.send(None)
@@ -173,10 +167,7 @@ def probe(address: tuple[str, int], seconds: float) -> Probes:
 
 
 def _repeat(address: tuple[str, int], data: bytes, concurrency: int, pipe: Connection) -> None:
-    """Send one request after another on each of some connections.
-
-    When told to stop, send the number of replies.
-    """
+    """Send requests one after another on each connection until stopped, then send the number of replies."""
     selector = selectors.DefaultSelector()
     for _ in range(concurrency):
         sock = socket.create_connection(address)
@@ -199,7 +190,7 @@ def _repeat(address: tuple[str, int], data: bytes, concurrency: int, pipe: Conne
 
 
 def _is_whole(reply: bytearray) -> bool:
-    """Return whether a reply with a content-length has come to its end."""
+    """Return whether a reply with a content-length is complete."""
     head = reply.find(b"\r\n\r\n")
     if head < 0:
         return False
@@ -209,13 +200,10 @@ def _is_whole(reply: bytearray) -> bool:
 
 
 class RequestLoad:
-    """Requests of one kind, one after another on each connection.
-
-    Their replies have one token.
-    """
+    """Requests of one kind with one-token replies, one after another on each connection."""
 
     def __init__(self, address: tuple[str, int], kind: str, connections: int, clients: int = 1) -> None:
-        """Start the clients, one process each, and await their first requests."""
+        """Start the client processes, and await their first requests."""
         path, fields = BODIES[kind]
         body = json.dumps(fields | {"model": "tandem-default", "max_tokens": 1}).encode()
         data = request(body, path, close=False)

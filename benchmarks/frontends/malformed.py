@@ -1,4 +1,4 @@
-"""A process that sends malformed messages to an engine."""
+"""Send malformed messages to an engine from a separate process."""
 
 import multiprocessing
 from itertools import islice
@@ -15,13 +15,13 @@ from tests.support.malformed_messages import MalformedMessages
 
 NUM_MESSAGES = 100_000
 BATCH = 50
-"""Messages on one connection. Each connection ends with a call, whose answer says that all of them were read."""
+"""Messages per connection. Each connection ends with a call; its answer shows that all messages were read."""
 VOCAB = 4000
 LAST_CALL = 77
 
 
 class MalformedSender:
-    """The process, which counts as ended when the engine has read everything."""
+    """Sender process, which exits once the engine has read everything."""
 
     def __init__(self, endpoint: str) -> None:
         self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
@@ -37,21 +37,21 @@ class MalformedSender:
             self._process.join()
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start sending."""
         self._process.start()
 
     def has_ended(self) -> bool:
-        """Return whether the engine has read everything, or the process has failed."""
+        """Return whether the process has exited."""
         return not self._process.is_alive()
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process that has ended; 0 if the engine read everything."""
+        """Exit code; 0 if the engine read everything."""
         return self._process.exitcode or 0
 
 
 def send_all(endpoint: str, count: int) -> None:
-    """Send this many malformed messages, connection after connection."""
+    """Send `count` malformed messages, one connection after another."""
     with zmq.Context() as context:
         subscriber = connect_heartbeat(context, heartbeat_endpoint(endpoint))
         heartbeat = decode_event(subscriber.recv())

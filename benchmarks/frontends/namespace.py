@@ -1,4 +1,4 @@
-"""A network namespace in the place of another host, and the cable to it."""
+"""Network namespace that acts as another host."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ _GET = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1],
 
 
 class Cable:
-    """A pair of virtual devices, one here and one in a namespace of its own.
+    """Pair of virtual network devices, one of them in a separate namespace.
 
-    Needs root and iproute2. The addresses are of the net for benchmarks (RFC 2544).
+    Requires root and iproute2. Addresses are in the benchmarking range of RFC 2544.
     """
 
     HERE, THERE = "198.18.87.1", "198.18.87.2"
@@ -43,16 +43,16 @@ class Cable:
         _ip("netns", "del", self.namespace)  # and the devices with it
 
     def pull(self) -> None:
-        """Let nothing pass, without a word to either side."""
+        """Drop all packets silently."""
         _ip("link", "set", self._device, "down")
 
     def plug(self) -> None:
-        """Let everything pass again."""
+        """Pass packets again."""
         _ip("link", "set", self._device, "up")
 
 
 class DistantServing(SeparateServing):
-    """An engine in the namespace behind a cable, and a frontend here."""
+    """Engine in the namespace and a frontend outside."""
 
     def __init__(self, log: Path, cable: Cable, script: Script) -> None:
         place = ("--endpoint", f"tcp://{cable.THERE}:{free_ports(2)}", "--insecure-tcp")
@@ -64,7 +64,7 @@ class DistantServing(SeparateServing):
         return self._start(*(self._inside if command[0] == "engine" else ()), str(self.tandem), *command)
 
     def get(self, path: str, port: int | None = None) -> tuple[int, str]:
-        """Request a path; the ops port of the engine is asked where it listens."""
+        """Request a path, from within the namespace for the engine's ops port."""
         if port != self.ops_port:
             return super().get(path, port)
         url = f"http://127.0.0.1:{port}{path}"

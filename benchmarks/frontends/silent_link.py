@@ -1,4 +1,4 @@
-"""Silence on the link between a frontend and an engine on another host."""
+"""Silent links between a frontend and an engine on another host."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +12,7 @@ from tests.support.tcp_proxy import SilentProxy, free_ports
 
 
 def measure_silence(setup: Setup, folder: Path) -> Outcome:
-    """Measure how long a frontend that fell silent keeps its rows.
-
-    A proxy between it and the engine lets nothing pass.
-    """
+    """Measure how long the engine keeps the rows of a frontend after a proxy between them drops everything."""
     endpoint = free_ports(2)
     script = Script(tokens_per_second=setup.tokens_per_second)
     with SilentProxy(endpoint) as proxy, remote_engine(folder / "log", endpoint, proxy.port, script) as remote:
@@ -23,9 +20,9 @@ def measure_silence(setup: Setup, folder: Path) -> Outcome:
 
 
 def measure_pulled_cable(setup: Setup, folder: Path) -> Outcome:
-    """Measure the same where the only device of the engine's namespace goes down.
+    """Measure the same with the engine's only network device down.
 
-    No connection is closed, and nothing that either side sends is acknowledged. Needs root and iproute2.
+    No connection is closed and no packet acknowledged. Requires root and iproute2.
     """
     script = Script(tokens_per_second=setup.tokens_per_second)
     with Cable() as cable, DistantServing(folder / "log", cable, script) as remote:

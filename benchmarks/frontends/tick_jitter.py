@@ -3,11 +3,11 @@
     python -m benchmarks.frontends.tick_jitter [--model FOLDER] [--device cuda] [--streams 8] [--frontends 1 4]
         [--seconds 10] [--rounds 3] [--save NAME]
 
-The same streams over HTTP, the same code: once the frontend (detokenizing, JSON, sockets) runs in a thread of the
-engine's process, under one interpreter lock with its loop, and then as processes of its own. A tick of full decode
-steps is timed from its begin to the next one's. That is the gap between tokens that a user sees, before any network.
-Clients are processes of their own. Streams last as long as the context: on a GPU give --max-len, 2,000 for each second.
-For random weights of a shape, make a folder with `benchmarks.shapes.make_folder` and give --load-format dummy.
+The same HTTP streams are served with the frontend (detokenizing, JSON, sockets) in a thread of the engine's process,
+sharing the GIL with its loop, and in separate processes. A tick of full decode steps is timed from its start to that of
+the next: the ITL before any network. Clients are separate processes. Streams last as long as the context: on a GPU give
+--max-len, 2,000 per second. For random weights of a shape, make a folder with `benchmarks.shapes.make_folder` and give
+--load-format dummy.
 """
 
 import argparse
@@ -37,15 +37,15 @@ from tandem.protocol.events import Phase
 from tests.support.serving import free_port
 
 INSIDE = 0
-"""Number of frontends that stands for one inside the engine's process."""
+"""Number of frontends that means one inside the engine's process."""
 SETTLE_SECONDS = 1.0
 
 
 class Figures(Struct, frozen=True):
-    """Ticks of one run; times in milliseconds."""
+    """Tick times of one run, in milliseconds."""
 
     frontends: int
-    """Processes of frontends; 0 for one inside the engine's process."""
+    """Frontend processes; 0 for one inside the engine's process."""
     streams: int
     ticks: int
     p50: float
@@ -57,9 +57,9 @@ class Figures(Struct, frozen=True):
 
 
 def run_engine(options: EngineOptions, endpoint: str, model: Path, port: int, streams: int, pipe: Connection) -> None:
-    """Run an engine, with a frontend in a thread if there is a port for it.
+    """Run an engine until the pipe receives "stop", with a frontend in a thread if there is a port.
 
-    It ticks until the pipe says stop; ticks are timed from the message "go" on.
+    Ticks are timed from the message "go" on.
     """
     from tandem.engine_core.startup.engine import build_engine
     from tandem.engine_core.startup.heap import freeze_heap
@@ -89,11 +89,11 @@ def run_engine(options: EngineOptions, endpoint: str, model: Path, port: int, st
         now = time.perf_counter()
         if not engine.tick():
             engine.mailbox.wait(0.01)
-            began.append(0.0)  # an idle loop ends a row of ticks
+            began.append(0.0)  # an idle loop ends a series of ticks
         elif measuring:
             began.append(now if engine.stats.running == streams else 0.0)
     pipe.send([after - before for before, after in itertools.pairwise(began) if before and after])
-    os._exit(0)  # the thread of the frontend has no end of its own
+    os._exit(0)  # the frontend's thread does not end by itself
 
 
 def _serve_inside(endpoint: str, model: Path, port: int) -> None:
@@ -107,10 +107,7 @@ def _serve_inside(endpoint: str, model: Path, port: int) -> None:
 
 
 def measure(options: EngineOptions, frontends: int, streams: int, seconds: float, clients: int) -> Figures:
-    """Measure the ticks of one engine under a load.
-
-    It is the same wherever the frontends are.
-    """
+    """Measure the ticks of an engine under the same load, with frontends inside or outside."""
     model = Path(options.model) if options.model else MODEL
     port = free_port()
     processes: list[subprocess.Popen[bytes]] = []
@@ -149,10 +146,7 @@ def measure(options: EngineOptions, frontends: int, streams: int, seconds: float
 
 
 def _room(options: EngineOptions) -> int:
-    """Return the tokens that each stream asks for.
-
-    They fill the context, less a short prompt.
-    """
+    """Return `max_tokens` of each stream: the context less a short prompt."""
     return (options.max_len or 2048) - 64
 
 
@@ -174,18 +168,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[8])
     parser.add_argument("--frontends", type=int, nargs="+", default=[1], metavar="N", help="processes outside")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=1, help="measurements of each place, in turns")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements per setting, alternating")
     parser.add_argument("--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 2)), metavar="N")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args(argv)
-    print(f"{'frontends':>10} {'streams':>7} {'ticks':>7} {'p50 ms':>8} {'p90':>8} {'p99':>8} {'p99.9':>8} {'max':>8} "
-          f"{'tokens/s':>9}")  # fmt: skip
+    print(
+        f"{'frontends':>10} {'streams':>7} {'ticks':>7} {'p50 ms':>8} {'p90':>8} {'p99':>8} {'p99.9':>8} {'max':>8} "
+        f"{'tokens/s':>9}"
+    )
     found = []
     for streams in arguments.streams:
         options = EngineOptions(
-            model=arguments.model, load_format=arguments.load_format, device=arguments.device,
-            max_len=arguments.max_len, max_rows=streams, max_concurrent=8192,
-        )  # fmt: skip
+            model=arguments.model,
+            load_format=arguments.load_format,
+            device=arguments.device,
+            max_len=arguments.max_len,
+            max_rows=streams,
+            max_concurrent=8192,
+        )
         for _ in range(arguments.rounds):
             for frontends in (INSIDE, *arguments.frontends):
                 found.append(measure(options, frontends, streams, arguments.seconds, arguments.clients))

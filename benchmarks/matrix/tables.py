@@ -8,17 +8,38 @@ from benchmarks.matrix.figures import PERCENTS, Beside, Cell, Held, Percentiles,
 from benchmarks.serving.table import number
 
 CELLS = (
-    "server", "tokens/s", "tokens/s of a request", "TTFT", "ITL", "TPOT", "queue wait mean",
-    "queue wait", "starved", "longest gap",
-)  # fmt: skip
+    "server",
+    "tokens/s",
+    "tokens/s of a request",
+    "TTFT",
+    "ITL",
+    "TPOT",
+    "queue wait mean",
+    "queue wait",
+    "starved",
+    "longest gap",
+)
 HELD = (
-    "server", "sequences at once, mean", "rows of a step, mean", "peak", "row limit", "preemptions", "tokens/s",
+    "server",
+    "sequences at once, mean",
+    "rows of a step, mean",
+    "peak",
+    "row limit",
+    "preemptions",
+    "tokens/s",
     "observed s",
-)  # fmt: skip
+)
 BESIDE = (
-    "server", "long prompts", "their TTFT p50", "gap alone p50 / p95 / p99", "gaps beside them", "gap p50 / p95 / p99",
-    "longest", "p99 over p50 alone", "p99 over p99 alone",
-)  # fmt: skip
+    "server",
+    "long prompts",
+    "their TTFT p50",
+    "gap alone p50 / p95 / p99",
+    "gaps beside them",
+    "gap p50 / p95 / p99",
+    "longest",
+    "p99 over p50 alone",
+    "p99 over p99 alone",
+)
 ROWS_BIND = 0.9
 """Share of the row limit; a mean above it was not limited by memory alone."""
 
@@ -90,12 +111,16 @@ def held_table(held: list[Held]) -> Iterator[str]:
             (
                 one.configuration,
                 f"{number(one.running)}{', of which the row limit is a bound' if rows_bind(one) else ''}",
-                number(one.step_rows), count(one.peak), count(one.rows), count(one.preemptions),
-                number(one.output_tokens_per_s), number(one.seconds),
+                number(one.step_rows),
+                count(one.peak),
+                count(one.rows),
+                count(one.preemptions),
+                number(one.output_tokens_per_s),
+                number(one.seconds),
             )
             for one in held
         ),
-    )  # fmt: skip
+    )
 
 
 def rows_bind(held: Held) -> bool:

@@ -36,8 +36,13 @@ def reference_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]
     """Return `count` greedy tokens after a prompt, by `generate`."""
     ids = torch.tensor([list(prompt)], device=model.device)
     whole = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-        eos_token_id=None, repetition_penalty=1.0,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        repetition_penalty=1.0,
+    )
     tokens: list[int] = whole[0, len(prompt) :].tolist()
     return tokens
