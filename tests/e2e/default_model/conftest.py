@@ -23,11 +23,15 @@ sys.meta_path.insert(0, Block())
 # so that a fixture can have its scope.
 @pytest.fixture(scope="package")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server whose processes have neither Triton nor FlashInfer, which a CPU does not need."""
+    """A server whose processes have neither Triton nor FlashInfer, which a CPU does not need.
+
+    It logs at debug as JSON, from which a test reads the engine's settings.
+    """
     folder = tmp_path_factory.mktemp("serving")
     (folder / "sitecustomize.py").write_text(WITHOUT_KERNELS)
     places = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    with Serving(folder / "log", environment={"PYTHONPATH": places}) as running:
+    logs = ("--log-level", "debug", "--log-format", "json")
+    with Serving(folder / "log", *logs, environment={"PYTHONPATH": places}) as running:
         yield running
 
 

@@ -18,7 +18,8 @@ from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED, next_token
 
-REGEX = LLMatcher.grammar_from_regex("[a-d]{1,9}(xyz[a-d]{1,9}|end)")
+# No token of the default model has a "q" before one of "a" to "d", so the tokens of "xyq" are forced.
+REGEX = LLMatcher.grammar_from_regex("[a-d]{1,9}(xyq[a-d]{1,9}|end)")
 
 
 @pytest.fixture(
@@ -72,7 +73,7 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(
 ) -> None:
     """Among them tokens that the grammar rejects, ends where it may not end yet, ids that do not exist, and none."""
     random, num_rejected, num_advanced = Random(5), 0, 0
-    letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyzen"]
+    letters = [grammars.prepare().tokenize_str(letter)[0] for letter in "abcdxyqen"]
     for _ in range(5):
         ahead, alone = constraints(grammars, 40, advancer), constraints(grammars, 40)
         masks = InternedList(numbered(ahead))
@@ -130,7 +131,7 @@ def test_rows_on_which_few_tokens_are_forced_are_advanced(
 
 def test_token_given_ahead_is_not_given_again(grammars: Grammars, advancer: BatchAdvancer) -> None:
     held = constraints(grammars, 8, advancer)
-    a, x, y, z, d = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyzd")
+    a, x, y, q, d = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyqd")
     advancer.begin(numbered(held), [a] * 8, 1)
     assert advancer.finish() == set(range(100, 108))
     advancer.begin(numbered(held), [x] * 8, 1)
@@ -139,8 +140,8 @@ def test_token_given_ahead_is_not_given_again(grammars: Grammars, advancer: Batc
         with pytest.raises(AssertionError, match="accepted ahead"):
             each.accept(d)
     for each in held[1:-1]:
-        assert each.accept(x) and each.fast_forward_tokens() == [y, z]
-        assert all(each.accept(token) for token in [y, z, *[a] * 9])
+        assert each.accept(x) and each.fast_forward_tokens() == [y, q]
+        assert all(each.accept(token) for token in [y, q, *[a] * 9])
 
 
 def test_overdrawn_constraints_accept_nothing(grammars: Grammars, advancer: BatchAdvancer) -> None:
@@ -207,14 +208,14 @@ def test_no_tokens(grammars: Grammars, advancer: BatchAdvancer) -> None:
 def test_forced_tokens_are_not_those_of_an_earlier_step(grammars: Grammars, advancer: BatchAdvancer) -> None:
     """A step finds enough of them, which its commit leaves; the next step finds too few and advances the row."""
     held = constraints(grammars, 8, advancer)
-    a, x, y, z = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyz")
+    a, x, y, q = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyq")
     for token, least in ((a, 1), (x, 1)):
         advancer.begin(numbered(held), [token] * 8, least)
         advanced = advancer.finish()
     assert advanced == set() and all(each.accept(x) for each in held)
     # Commands that came meanwhile let `min_jump` grow: nothing is jumped over.
-    assert all(each.fast_forward_tokens() == [y, z] for each in held)
+    assert all(each.fast_forward_tokens() == [y, q] for each in held)
     advancer.begin(numbered(held), [y] * 8, 3)
     assert advancer.finish() == set(range(100, 108))
-    assert [each.fast_forward_tokens() for each in held] == [[z]] * 8
+    assert [each.fast_forward_tokens() for each in held] == [[q]] * 8
     assert all(each.accept_forced(each.fast_forward_tokens()) for each in held)

@@ -219,7 +219,7 @@ def test_tables_renewed_in_the_middle_of_a_run(compiled: dict[str, CompiledGramm
 
 def test_full_tables_of_a_real_grammar_are_renewed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer states for a lexer; the names of the properties are forced between the strings that fill them."""
-    monkeypatch.setattr("tandem.engine_core.constraints.matchers.MAX_LEXER_STATES", 3000)
+    monkeypatch.setattr("tandem.engine_core.constraints.matchers.MAX_LEXER_STATES", 2000)
     names = [f"a long name of property {number}" for number in range(4)]
     text = fixed_record(**{name: {"type": "string", "maxLength": 4000} for name in names})
     compiled, tokenizer, num_forced = grammars.compile(text), grammars.prepare(), 0
