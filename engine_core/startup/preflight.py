@@ -19,6 +19,8 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.fit import check_fit
+from tandem.engine_core.loader.header import TORCH_DTYPES
+from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.registry import build_model, open_checkpoint, resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
@@ -116,15 +118,32 @@ def _check_weights(source: ModelSource) -> None:
 def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
     """Return the bytes of all tensors of the checkpoint in the dtype of the engine.
 
-    Raises ConfigError if those that are here do not fit the model.
+    Raises ConfigError if those that are here do not fit the model, and if those that are not have a dtype that is not
+    read.
     """
     if stored_bytes is not None and resolved.source.model.quantization is not None:
         return stored_bytes  # With --quantize it is less.
     if stored_bytes is not None:
-        stored_dtype: torch.dtype = getattr(torch, resolved.source.model.dtype or "float32")
-        return stored_bytes * resolved.source.dtype.itemsize // stored_dtype.itemsize
+        return stored_bytes * resolved.source.dtype.itemsize // _stored_itemsize(resolved.source.model.dtype)
     _check_weights(resolved.source)
     return weight_bytes(resolved.source)
+
+
+def _stored_itemsize(name: str | None) -> int:
+    """Return the bytes of an element in the dtype that an unquantized checkpoint names.
+
+    Without a name, or with one that torch does not have, such as auto, it is float32. Raises ConfigError for a dtype
+    that is read from quantized checkpoints only.
+    """
+    dtype = getattr(torch, (name or "").removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        return torch.float32.itemsize
+    if dtype not in (TORCH_DTYPES[read] for read in FLOAT_DTYPES):
+        raise ConfigError(
+            f"the checkpoint's dtype is {name} without a quantization_config, which is not supported; serve one in "
+            "bfloat16, float16 or float32"
+        )
+    return dtype.itemsize
 
 
 def _pool(resolved: ResolvedEngine, weights: int, free: int, total: int) -> tuple[Memory, EngineConfig]:

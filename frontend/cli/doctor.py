@@ -25,7 +25,7 @@ from tandem.frontend.supervisor.addresses.service_sockets import Addresses
 from tandem.frontend.supervisor.addresses.tcp_address import port_owner, tcp_addresses
 from tandem.frontend.supervisor.launch import DEFAULT_OPS_PORT, check_engine_installed
 from tandem.frontend.supervisor.model import LaunchError, find_model, is_hub_name, preview_model
-from tandem.frontend.supervisor.preflight import RunPreflight, run_preflight, tokenizer_problem
+from tandem.frontend.supervisor.preflight import RunPreflight, run_preflight, text_problem
 from tandem.protocol.engine_options import check_numbers, engine_options
 from tandem.protocol.preflight import PreflightReport, Section
 
@@ -76,7 +76,7 @@ def examine(arguments: argparse.Namespace, ask: RunPreflight) -> Report:
         problems.append(str(error))
     if engine.problems or engine.shortage:
         problems += engine.problems or [engine.shortage]
-    elif engine.choices and (reason := tokenizer_problem(Path(model["folder"]))):
+    elif engine.choices and (reason := text_problem(Path(model["folder"]), chat=None)):
         problems.append(reason)
     driver = _driver()
     gpus = {f"GPU {number}": line for number, line in enumerate(engine.gpus)} or {"GPU": "none seen by torch"}

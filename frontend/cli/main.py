@@ -23,7 +23,7 @@ from tandem.frontend.cli.flags import (
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.foreign_flags import ALIASES, ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
-from tandem.frontend.config import FrontendConfig, frontend_name
+from tandem.frontend.config import ChatOptions, FrontendConfig, frontend_name
 from tandem.frontend.flags.arguments import (
     add_child_arguments,
     add_http_arguments,
@@ -283,7 +283,8 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
             check_template(arguments.chat_template)
         # Here an interrupt ends the download at once; within the loop it would wait for it.
         with raised_sigterm():
-            check = check_before_weights(options)
+            chat = ChatOptions(template=arguments.chat_template) if with_frontends else None
+            check = check_before_weights(options, chat)
             model = find_model(arguments.model, hub_options(arguments), before_weights=check)
         return asyncio.run(supervise(arguments, options, model, with_frontends))
     except LaunchError as error:

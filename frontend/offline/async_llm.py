@@ -58,8 +58,9 @@ class AsyncLLM:
         Raises TypeError for an unknown option, ValueError for a value that its flag would not take.
         """
         settings = engine_options(model, options)
-        self._session = OfflineSession(settings, chat or ChatOptions(), check_log_level(log_level))
-        self._before_weights = check_before_weights(settings)
+        chat = chat or ChatOptions()
+        self._session = OfflineSession(settings, chat, check_log_level(log_level))
+        self._before_weights = check_before_weights(settings, chat)
         self._model, self._hub = model, hub_options(revision, hf_token, download_dir)
         self._startup_timeout = startup_timeout
         self._state = "not started"

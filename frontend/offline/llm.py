@@ -79,7 +79,7 @@ class LLM:
         settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()
         hub = hub_options(revision, hf_token, download_dir)
-        found = find_model(model, hub, before_weights=check_before_weights(settings))
+        found = find_model(model, hub, before_weights=check_before_weights(settings, chat or ChatOptions()))
         self._session = OfflineSession(settings, chat or ChatOptions(), level)
         self._thread = LoopThread("tandem-offline")
         self._thread.start()

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
+from tandem.frontend.config import ChatOptions
 from tandem.frontend.hub.options import BeforeWeights
 from tandem.frontend.process import child_environment
 from tandem.frontend.supervisor.model import LaunchError
@@ -45,11 +47,15 @@ def run_preflight(options: EngineOptions, weight_bytes: int | None) -> Preflight
         raise ValueError(f"the engine's libraries cannot be used (exit code {child.returncode}): {reason}") from None
 
 
-def check_before_weights(options: EngineOptions, ask: RunPreflight = run_preflight) -> BeforeWeights:
+def check_before_weights(
+    options: EngineOptions, chat: ChatOptions | None, ask: RunPreflight = run_preflight
+) -> BeforeWeights:
     """Return a check of a model's small files, for a download to call before it fetches the weights.
 
     It raises LaunchError for a family, a quantization or a dtype that the engine refuses, for weights that the machine
-    has no room for, and for a tokenizer that cannot be loaded.
+    has no room for, and for a tokenizer or chat template that cannot be loaded.
+
+    chat: None for an engine without frontends, which needs no chat template.
     """
 
     def check(folder: Path, weight_bytes: int) -> None:
@@ -57,7 +63,7 @@ def check_before_weights(options: EngineOptions, ask: RunPreflight = run_preflig
             problems = ask(structs.replace(options, model=str(folder)), weight_bytes).problems
         except ValueError as error:
             problems = [str(error)]
-        if not problems and (problem := tokenizer_problem(folder)):
+        if not problems and (problem := text_problem(folder, chat)):
             problems = [problem]
         if problems:
             raise LaunchError("\n".join([*problems, f"the weights of {options.model} were not downloaded"]))
@@ -65,15 +71,19 @@ def check_before_weights(options: EngineOptions, ask: RunPreflight = run_preflig
     return check
 
 
-def tokenizer_problem(folder: Path) -> str:
-    """Return why the tokenizer of a folder cannot be loaded; "" if it can.
+def text_problem(folder: Path, chat: ChatOptions | None) -> str:
+    """Return why the tokenizer of a folder, or with `chat` its chat template, cannot be loaded; "" if they can.
 
-    One in another format is converted, as at a start.
+    A tokenizer in another format is converted, as at a start.
     """
-    from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer  # takes a while
+    from tandem.frontend.chat.chat_template import ChatTemplateError, load_chat_template  # takes a while
+    from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 
     try:
-        load_tokenizer(with_tokenizer(folder, cache_folder()), threads=1).close()
-    except (ConversionError, TokenizerError) as error:
+        converted = with_tokenizer(folder, cache_folder())
+        with closing(load_tokenizer(converted, threads=1)) as tokenizer:
+            if chat is not None:
+                load_chat_template(converted, chat.template, tokenizer)
+    except (ConversionError, TokenizerError, ChatTemplateError) as error:
         return str(error)
     return ""

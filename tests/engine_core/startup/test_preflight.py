@@ -166,3 +166,29 @@ def test_every_format_of_weights_fits(name: str, tmp_path: Path) -> None:
     assert preflight_of(tmp_path, quantize="fp8").problems == []
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     assert preflight_of(tmp_path).problems == []
+
+
+def before_weights(folder: Path, weight_bytes: int, **options: Any) -> PreflightReport:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    return preflight(EngineOptions(model=str(folder), **options), [], lambda: GIB, lambda: GIB, weight_bytes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gib"),
+    [("bfloat16", "0.20"), ("half", "0.20"), ("torch.float16", "0.20"), ("float64", "0.05"), ("auto", "0.10"),
+     ("load", "0.10"), ("fp", "0.10"), (None, "0.10")],
+)  # fmt: skip
+def test_weights_on_the_hub_are_converted_from_the_dtype_that_the_checkpoint_names(
+    folder: Path, dtype: str | None, gib: str
+) -> None:
+    write_config(folder, torch_dtype=dtype)
+    found = before_weights(folder, GIB // 10, device="cpu")
+    assert found.problems == []
+    assert found.model["weights"].startswith(f"{gib} GiB in float32")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "torch.uint8"])
+def test_dtype_of_quantized_weights_alone_is_refused_before_they_are_downloaded(folder: Path, dtype: str) -> None:
+    write_config(folder, torch_dtype=dtype)
+    (problem,) = before_weights(folder, GIB // 10, device="cpu", dtype="bfloat16").problems
+    assert f"dtype is {dtype} without a quantization_config" in problem
