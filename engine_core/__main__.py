@@ -63,7 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def serve(arguments: argparse.Namespace) -> None:
     """Run an engine until a signal stops it.
 
-    Heartbeats go out from the first moment; frontends say Hello only after one that says READY.
+    Heartbeats are sent from the start on; frontends send Hello only after a heartbeat with the phase READY.
     """
     context = zmq.Context()
     status = Status(int.from_bytes(os.urandom(7), "little"), new_stats())

@@ -14,15 +14,15 @@ from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wron
 
 CPU_MAX_ROWS = 32
 CUDA_MAX_ROWS = (1024, 512, 256)
-"""Default rows on cuda: the first of these for each of which ROW_BYTES of the GPU's memory are left beside the weights,
-else the last."""
+"""Default rows on cuda: the first of these that leaves ROW_BYTES of GPU memory per row after the weights, else the
+last."""
 ROW_BYTES = 24 * 2**20
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 8192
 """Default positions of a step, enough for a burst of prompts to be computed about as fast as possible."""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
 PAGE_SIZE = 16
 GPU_SHARE = 0.9
-"""Share of a GPU's memory for everything an engine holds there. The rest is for what the allocator cannot place."""
+"""Share of a GPU's memory for everything an engine holds there. The rest covers fragmentation of the allocator."""
 MAX_DEFAULT_GRAMMAR_WORKERS = 4
 STEP_UPLOADS = 65_536
 """Cached tokens of the prompts that may begin in one step."""
@@ -62,7 +62,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     max_prefill_chunks_per_step: int = 0
     """Largest number of prompts that one step computes a part of; 0: any number."""
     max_itl: float | None = None
-    """Milliseconds that a step in which rows decode may take; None: by what those rows take."""
+    """Maximum milliseconds of a step with decode rows; None: derived from the duration of those rows."""
     policy: Policy = "fcfs"
     static_batching: bool = False
     """True if each batch runs to its end before the next is admitted."""
@@ -81,7 +81,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """The options as given; settings that need no decision are read from here."""
 
     def mixed_rows(self, tokens: int) -> tuple[int, ...]:
-        """Return the decode-row buckets captured beside this many prompt positions."""
+        """Return the decode-row buckets that are captured with this number of prompt positions."""
         return self.mixed_graph_rows if tokens <= self.max_mixed_tokens else self.mixed_graph_rows[:1]
 
     def num_pages(self, positions: int) -> int:
@@ -148,7 +148,7 @@ def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:
 
 
 def resolve_grammar_workers(options: EngineOptions, device: str, cores: int, system: str, machine: str) -> int:
-    """Choose the number of processes that follow grammars beside the loop.
+    """Choose the number of grammar worker processes.
 
     Raises ConfigError for --grammar-workers on other machines than x86-64: their stores may become visible in another
     order, which `workers.channel` does not allow for.
@@ -172,7 +172,7 @@ def resolve_threads(options: EngineOptions, cores: int) -> int:
 def default_cuda_rows(room: int, most: int) -> int:
     """Choose the default rows on cuda.
 
-    room: bytes of the GPU's memory beside the weights; most: rows that other settings allow.
+    room: bytes of GPU memory that the weights leave; most: rows that other settings allow.
     """
     fitting = (rows for rows in CUDA_MAX_ROWS if rows <= most and rows * ROW_BYTES <= room)
     return next(fitting, CUDA_MAX_ROWS[-1])
@@ -321,7 +321,7 @@ def _check_graphs(options: EngineOptions, cpu: bool) -> None:
 
 
 def _step_size(options: EngineOptions, usual: int, max_rows: int, max_len: int) -> tuple[int, int]:
-    """Choose the positions of a step, and those of one prompt in it.
+    """Choose the maximum positions of a step, and of one prompt in a step.
 
     The second is 0 if prompts are computed whole. Raises ConfigError if either is too small for the rows, the sequences
     or the other.

@@ -1,4 +1,4 @@
-"""Ports between the engine's layers.
+"""Interfaces between the engine's layers.
 
 `tests/fakes` implements each one; a conformance test checks the fakes and the real classes against these signatures.
 """
@@ -31,19 +31,20 @@ class TokenDelta(Struct, frozen=True):
 class StepLogprobs(Struct, frozen=True):
     """Log-probabilities of one step, as packed records.
 
-    Their format is that of `TokenLogprobs` with `top` alternatives.
+    The format is the one of `TokenLogprobs` with `top` alternatives.
     """
 
     top: int
     records: bytes
-    """One record for each sampled token, then one for each scored position (`ScheduledSequence.prompt_logprob_ids`),
-    both in the plan's order. That of a token whose sequence wants none (`NewSequence.logprobs`) may hold anything."""
+    """One record for each sampled token, then one for each prompt position with log-probabilities
+    (`ScheduledSequence.prompt_logprob_ids`), both in the plan's order. Records of sequences that want no
+    log-probabilities (`NewSequence.logprobs`) are undefined."""
 
 
 NO_TOKEN = -1
-"""Sampled id of a row whose logits hold NaN or +inf, or nothing but -inf: there was nothing to sample from."""
+"""Sampled id of a row that cannot be sampled: its logits contain NaN or +inf, or are all -inf."""
 PENDING_TOKEN = -2
-"""What the memory of a step's tokens holds until the device has written them."""
+"""Value in the memory of a step's tokens until the device has written them."""
 
 
 class StepResult(Struct, frozen=True):
@@ -88,14 +89,14 @@ class Constraint(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing but an end may follow."""
+        """True if only an end token may follow."""
 
     @property
     def problem(self) -> str:
         """Reason for the rejection of a token, in words for the client; empty before."""
 
     def is_end(self, token: int) -> bool:
-        """Return whether a token only marks the end and is not part of the text."""
+        """Return True if a token only marks the end and is not part of the text."""
 
     def fast_forward_tokens(self) -> list[int]:
         """Return the tokens that the grammar forces next, possibly none. Changes nothing."""
@@ -141,7 +142,7 @@ IndexedMasks = Sequence[tuple[Constraint, int]]
 
 
 class ArrivingTokens(Struct, frozen=True):
-    """Memory in which the tokens of some rows of a step arrive."""
+    """Memory to which the device writes the sampled tokens of some rows of a step."""
 
     memory: memoryview
     """int32 words that the device writes; PENDING_TOKEN where a token has not arrived."""
@@ -155,8 +156,8 @@ class GrammarAdvancer(Protocol):
     def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
         """Start worker processes that accept the tokens sampled under masks as they arrive.
 
-        Return False if the calling thread will have to do it; if True, `Runtime.begin_masks` may hand the workers more.
-        `begin` must follow with the same masks before the constraints are used otherwise.
+        Return False if the calling thread has to accept them itself; if True, `Runtime.begin_masks` may give the
+        workers more work. `begin` must be called with the same masks before any other use of the constraints.
         """
 
     def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
@@ -168,9 +169,9 @@ class GrammarAdvancer(Protocol):
     def finish(self) -> Set[int]:
         """Wait until the tokens are accepted.
 
-        Return the rows whose constraint has accepted its token and goes on with few tokens forced, if any: there is
-        nothing left to do for them. For each of the others a call of `Constraint.accept` with the same token follows,
-        unless its sequence ends, and returns what it would have returned otherwise.
+        Return the rows that need no further work: their constraint has accepted the token and forces fewer than `least`
+        tokens next. For every other row the caller calls `Constraint.accept` with the same token, unless its sequence
+        ends.
         """
 
 
@@ -197,7 +198,7 @@ class Compiler(Protocol):
     def take_finished(self) -> list[tuple[int, Constraint | RequestError]]:
         """Return the results since the last call, without blocking.
 
-        A result is a constraint, or the error that its request ends in.
+        A result is a constraint, or the error with which the request ends.
 
         Called only while a sequence waits for a constraint, or the compiler is busy.
         """
@@ -232,7 +233,7 @@ class Runtime(Protocol):
     """
 
     def stage(self, slot: int, plan: StepPlan) -> None:
-        """Prepare the launch of a step on the host, which `launch` does otherwise.
+        """Prepare the launch of a step on the host. Without this call `launch` does it.
 
         The launch must be the next into this slot. Steps before it may be sampled in between.
         """
@@ -241,25 +242,24 @@ class Runtime(Protocol):
         """Enqueue the forward pass of a step.
 
         Raises DeviceMemoryError if the device has too little memory for the step: the slot is free again, and the same
-        positions may be planned anew. Any other exception is fatal.
+        positions may be planned again. Any other exception is fatal.
         """
 
     def sample(self, slot: int, masks: Masks | None) -> None:
         """Enqueue sampling of the launched step, and the copy of its tokens to the host.
 
-        masks: constrained rows of a step that `needs_mask`, without those whose token is not needed any more; None for
+        masks: constrained rows of a step that `needs_mask`, without rows whose token is no longer needed; None for
         other steps. A row whose mask allows nothing yields id 0, one without usable logits NO_TOKEN, and a constrained
         row without a mask any id.
         """
 
     def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
-        """Return where the tokens of these rows of the sampled step arrive."""
+        """Return the memory to which the tokens of these rows of the sampled step are written."""
 
     def begin_masks(self, slot: int, masks: Masks) -> None:
-        """Say which masks the sampling of the launched step will most probably need.
+        """Start computing the masks that sampling of the launched step will probably need.
 
-        Others than the calling thread can then begin with them, once the tokens that they expect are accepted. Sampling
-        may need fewer of them.
+        Worker processes begin them once the expected tokens are accepted. Sampling may need fewer of them.
         """
 
     def collect(self, slot: int) -> StepResult:
@@ -286,7 +286,7 @@ class Mailbox(Protocol):
     def drain(self) -> Iterator[tuple[bytes, AnyCommand]]:
         """Yield commands that have arrived, with their senders. Never blocks.
 
-        One call yields a limited number; what the caller leaves stays queued for the next one.
+        One call yields a limited number; commands that the caller does not consume stay queued.
         """
 
     def wait(self, seconds: float) -> None:
@@ -302,7 +302,7 @@ class Mailbox(Protocol):
         """Send one event to a frontend at once; drop it if the frontend's queue is full."""
 
     def announce(self) -> None:
-        """Send the next heartbeat at once, for stats that must not wait for it."""
+        """Send the next heartbeat at once, for stats that must not wait."""
 
     def add_tokens(self, client: bytes, delta: TokenDelta) -> None:
         """Add tokens to the next flush."""
@@ -310,7 +310,7 @@ class Mailbox(Protocol):
     def add_start(self, client: bytes, started: Started) -> None:
         """Add the start of a request to the next flush.
 
-        It is recorded at once, where the death of the process leaves it.
+        It is recorded at once in a file that survives the process.
         """
 
     def add_times(self, client: bytes, times: SequenceTimes) -> None:
@@ -320,14 +320,14 @@ class Mailbox(Protocol):
         """Add a terminal event to the next flush."""
 
     def flush(self, step_id: int) -> dict[bytes, str]:
-        """Send what was added and keep what cannot be sent yet.
+        """Send the added events, and keep the ones that cannot be sent yet.
 
-        Return the frontends that are gone, each with the reason. Their output is dropped, also what is added later. One
-        that has disconnected is returned only once all that it sent was drained, which may be a `Goodbye`.
+        Return the frontends that are gone, each with the reason. Their output is dropped, including events added later.
+        One that has disconnected is returned only once all that it sent was drained, which may be a `Goodbye`.
         """
 
     def await_sent(self) -> None:
-        """Wait until what was flushed has most probably left the process.
+        """Wait until the flushed messages have most probably left the process.
 
         It then survives the death of the process.
         """
@@ -336,5 +336,5 @@ class Mailbox(Protocol):
     def has_backlog(self) -> bool:
         """True if a flush is due.
 
-        The last one cache output, or a frontend is gone or has disconnected.
+        The last flush kept output, or a frontend is gone or has disconnected.
         """

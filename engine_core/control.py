@@ -1,6 +1,6 @@
 """Commands of frontends, validated and applied to the scheduler.
 
-A bad token id would be a device assertion, fatal for every request, so nothing unchecked passes here.
+A bad token id would trigger a device assertion, which is fatal for every request, so everything is checked here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LOGGED_NAME = 64
 
 
 class Control:
-    """Applies the commands of frontends that have said Hello to this engine."""
+    """Applies the commands of connected frontends."""
 
     def __init__(
         self,
@@ -85,12 +85,13 @@ class Control:
         self.pause = PauseSwitch()
         self.clients: dict[bytes, str] = {}
         self._identities: dict[bytes, bytes] = {}
-        """The one object used for each identity, whichever message brought it: `Scheduler.commit` compares by `is`."""
+        """The object used for each identity, regardless of the message that brought it: `Scheduler.commit` compares
+        by `is`."""
         self.key_limits = KeyLimits(clock)
         self._refused: dict[bytes, tuple[int, Failure]] = {}
-        """Group whose sequence was refused for overload or a limit of its key last, and the refusal, by frontend."""
+        """Last group refused for overload or a limit of its key, with the refusal, by frontend."""
         self._first_of_group: dict[bytes, int] = {}
-        """Group that was accepted last while no other prompt waited, by frontend."""
+        """Last group that was accepted while no other prompt waited, by frontend."""
         self._sequences = 0
         self._log = RateLimitedLog(logger, clock)
 
@@ -140,7 +141,7 @@ class Control:
         return self.clients.pop(client, None) is not None
 
     def _hello(self, client: bytes, hello: Hello) -> Ready | Refused | None:
-        """Open a connection; ignore a Hello meant for an earlier engine."""
+        """Open a connection; ignore a Hello that was sent to an earlier engine."""
         name = printable(hello.name[:_LOGGED_NAME])
         if hello.protocol_version != PROTOCOL_VERSION:
             return Refused(
@@ -311,7 +312,7 @@ class Control:
 
 
 def _kept(submit: Submit) -> Submit:
-    """Return what a sequence keeps of its request.
+    """Return the part of a request that its sequence keeps.
 
     Session and salt are in the scope of its API key.
     """
@@ -367,7 +368,7 @@ def _check_scheduling(submit: Submit) -> None:
 def check_params(params: SamplingParams) -> None:
     """Raise RequestError for a number outside its range.
 
-    NaN and infinities are outside every range.
+    NaN and infinity are outside every range.
     """
     _require(params.max_tokens >= 1, f"max_tokens is {params.max_tokens}, at least 1")
     _require(0 <= params.min_tokens <= params.max_tokens, f"min_tokens is {params.min_tokens}, 0 to max_tokens")

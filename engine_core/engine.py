@@ -34,16 +34,16 @@ IDLE_SECONDS = 0.25
 RETRY_SECONDS = 0.005
 """Sleep of an idle loop, in seconds, while it holds output for a frontend that does not read."""
 DRAIN_SECONDS = 0.001
-"""Time, in seconds, after which a tick takes no more commands while sequences run; the next tick goes on. A prompt of
+"""Maximum time in seconds that a tick spends on commands while sequences run; the next tick continues. A prompt of
 32k tokens takes about 0.1 ms to decode and check."""
 MAX_FINAL_DRAINS = 64
-"""Times that an engine about to exit looks for requests that have arrived, of which it ends each."""
+"""Maximum number of times that an exiting engine drains and refuses requests that have arrived."""
 MAX_FINAL_FLUSHES = 200
 """Flushes tried, RETRY_SECONDS apart, before an engine exits with output unsent."""
 
 
 class Collected(Struct, frozen=True):
-    """A step whose tokens are on the host."""
+    """A step and its tokens on the host."""
 
     step: Step
     result: StepResult
@@ -54,7 +54,7 @@ class Collected(Struct, frozen=True):
 class Engine:
     """One engine core.
 
-    It decides nothing but the order of calls; `startup` builds the parts.
+    It only decides the order of calls; `startup` builds the parts.
     """
 
     def __init__(
@@ -102,12 +102,10 @@ class Engine:
         stage_clock: Callable[[], float],
         advancer: GrammarAdvancer,
     ) -> "Engine":
-        """Build an engine from the parts that differ between its users.
+        """Build an engine from the parts that differ between startup, benchmarks and tests.
 
-        Its users are startup, benchmarks and tests.
-
-        depth: steps in flight; epoch: what a Hello must name; clock: seconds, for queues and sessions; stage_clock:
-        seconds, for the time that each stage of the loop takes.
+        depth: steps in flight; epoch: epoch that a Hello must carry; clock: seconds, for queues and sessions;
+        stage_clock: seconds, for the time that each stage of the loop takes.
         """
         stats.page_size = limits.page_size
         control = Control(scheduler, compiler, epoch, model, limits, stats, clock)
@@ -162,10 +160,10 @@ class Engine:
         return plan is not None or not idle
 
     def _drain(self) -> None:
-        """Apply the commands that have arrived, and take the grammars that were compiled.
+        """Apply the commands that have arrived, and collect compiled grammars.
 
-        While sequences run, commands get DRAIN_SECONDS of a tick and the others wait for the next one, so that a burst
-        of arrivals does not hold up the running streams.
+        While sequences run, a tick spends at most DRAIN_SECONDS on commands and leaves the rest to the next tick, so
+        that a burst of arrivals does not stall running streams.
         """
         rejected = False
         busy = bool(self.pipeline.in_flight or self.scheduler.running)
@@ -191,11 +189,11 @@ class Engine:
             self._send(self.scheduler.take_updates())
 
     def _plan(self) -> StepPlan | None:
-        """Admit the sequences that fit, select the next step, announce what it begins.
+        """Admit the sequences that fit, plan the next step, and announce the sequences that it starts.
 
-        Announcements go out before the step, which may kill the process; that of a request whose engine has died before
-        is flushed to its frontend first. A send that fails ends sequences, whose rows the next turn of the loop can
-        give to others.
+        Announcements are sent before the step, which may kill the process. For a request that has lost an engine
+        before, we wait until its announcement has left the process. A failed send ends sequences, and the loop can
+        reuse their rows.
         """
         now = self.stages.clock()
         scheduler = self.scheduler
@@ -218,7 +216,7 @@ class Engine:
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        """Enqueue a step, and its sampling unless that needs the step before.
+        """Enqueue a step, and its sampling unless that depends on the previous step.
 
         In that case the next tick samples it.
         """
@@ -244,7 +242,7 @@ class Engine:
             self._sample(step)
 
     def _begin_masks(self, step: Step) -> None:
-        """Have workers write the masks of a step, once they see the tokens before it."""
+        """Have workers write the masks of a step once the tokens of the previous step arrive."""
         masks = self._masks[0] if self._masks else ()
         if masks and self.advancer.expect(masks, self.runtime.arriving(self.pipeline.steps[0].slot, masks)):
             self.runtime.begin_masks(step.slot, self.scheduler.masks(step.plan))
@@ -253,7 +251,7 @@ class Engine:
     def _end_newest_prompt(self, plan: StepPlan, error: DeviceMemoryError) -> None:
         """End the newest prompt of a step that could not be launched.
 
-        The next tick plans the step anew without it. Raises the error if the step computes no prompt.
+        The next tick plans the step again without it. Raises the error if the step computes no prompt.
         """
         prompts = [row.seq_id for row in plan.rows if row.length > 1]
         if not prompts:
@@ -269,7 +267,7 @@ class Engine:
     def _sample_waiting(self, plan: StepPlan | None = None) -> None:
         """Enqueue the sampling of the step that waits for its masks, if there is one.
 
-        plan: step to be launched next, which is staged while workers write the masks.
+        plan: next step to launch; it is staged while workers write the masks.
         """
         step, slot = self.pipeline.unsampled(), self.pipeline.free_slot()
         if step is not None:
@@ -291,21 +289,21 @@ class Engine:
         self._commit(self._collect_oldest())
 
     def _collect_oldest(self) -> Collected:
-        """Wait for the tokens of the oldest step, and begin to accept them."""
+        """Wait for the tokens of the oldest step, and start advancing grammars with them."""
         is_waited_for = self.pipeline.unsampled() is not None
         step, masks = self.pipeline.begin_commit(), self._masks.popleft()
         result = self.runtime.collect(step.slot)
         collected = Collected(step, result, self.stages.mark("collect"))
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
-            # Where another step is in flight, it samples the first of the forced tokens, which saves no step then.
+            # If another step is in flight, it samples the first forced token anyway, so that token saves no step.
             least = self.scheduler.min_jump + (1 if is_waited_for else 0)
             self.advancer.begin(masks if tokens else (), tokens, least)
             self.stages.mark("commit")
         return collected
 
     def _commit(self, collected: Collected) -> None:
-        """Apply the tokens of a step, whose slot is then free (I6), and send them."""
+        """Apply the tokens of a step, free its slot (I6), and send the tokens."""
         step = collected.step
         advanced = self.advancer.finish() if step.plan.needs_mask else frozenset()
         updates = self.scheduler.commit(step.plan, collected.result, advanced)
@@ -320,7 +318,7 @@ class Engine:
         self._send(updates)
 
     def _send(self, updates: SchedulerUpdates) -> None:
-        """Send updates, and what could not be sent before.
+        """Send updates, and output that could not be sent before.
 
         Starts go first, then tokens, terminal events last.
         """
@@ -347,7 +345,7 @@ class Engine:
         self.stages.mark("send")
 
     def _report_pause(self) -> None:
-        """Say to all whether the engine is paused, and answer those who asked for it."""
+        """Publish the pause state and answer pending pause requests."""
         pause = self.control.pause
         complete = pause.is_complete(self.pipeline.in_flight, len(self.scheduler.running))
         if complete != self.stats.paused:
@@ -358,7 +356,7 @@ class Engine:
             self.mailbox.reply(client, structs.replace(answer, pause_changes=self.stats.pause_changes))
 
     def _update_gauges(self) -> None:
-        """Copy the state that metrics show as gauges into the stats, once a tick."""
+        """Update the gauges in the stats, once per tick."""
         stats, times = self.stats, self.runtime.device_times()
         copy_gauges(self.scheduler, stats, self.stages.clock())
         stats.steps_in_flight, stats.frontends = self.pipeline.in_flight, len(self.control.clients)
@@ -387,7 +385,7 @@ class Engine:
         logger.error("exiting with output that a frontend did not read")
 
     def _refuse_arrived(self, code: ErrorCode, message: str) -> bool:
-        """End the requests that have arrived and were not taken.
+        """End the requests that have arrived and were not accepted.
 
         Frontends that leave are forgotten. Return False if nothing had arrived.
         """

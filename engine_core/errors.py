@@ -15,7 +15,7 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """The engine cannot start with these options; each message says what to change."""
+    """The engine cannot start with these options; each message names the change that is needed."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
@@ -23,7 +23,7 @@ class ConfigError(EngineError):
 
 
 class ConfigProblems:
-    """Collects what several checks of options refuse.
+    """Collects the errors of several option checks.
 
     A user so learns of all of it at once.
     """

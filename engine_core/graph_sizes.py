@@ -7,13 +7,14 @@ GRAPH_ROWS = (
     *(320, 384, 448, 512, 640, 768, 896, 1024),
 )
 MIXED_GRAPH_ROWS = (0, 8, 32, 64, 128, 192, 256, 512, 1024)
-"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short. With
-8, a few long contexts beside prompts have more attention programs each than 32 rows leave them, and less padding."""
+"""Fewer than of decode steps: they are captured for each of the token counts below, and a start should be short.
+With 8, a few long contexts in a step with prompts get more attention programs each than with 32 rows, and there is
+less padding."""
 WIDE_STEP = 256
 """Rows from one captured row count to the next above the largest of these."""
 MIXED_GRAPH_TOKENS = 2048
-"""Most prompt positions for which steps are captured that decode rows too: beside rows that decode, few prompts get
-more."""
+"""Most prompt positions for which steps are captured that decode rows too: few prompts get more in a step with
+decode rows."""
 GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
@@ -23,7 +24,7 @@ def decode_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:
 
 
 def mixed_rows(max_rows: int) -> tuple[int, ...]:
-    """Choose the row counts that are captured beside prompts."""
+    """Choose the decode-row counts that are captured with prompts."""
     return _up_to(_wide(MIXED_GRAPH_ROWS, max_rows), max_rows)
 
 

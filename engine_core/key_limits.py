@@ -8,16 +8,17 @@ from tandem.protocol.commands import KeyClaim
 from tandem.protocol.events import KeyUsage
 
 UPDATE_INTERVAL = 0.25
-"""Time between two looks at what the sequences of all keys have generated."""
+"""Interval in seconds at which generated tokens are counted for all keys."""
 _KEPT_SECONDS = 61
-"""Time from the beginning of a second until its tokens count no longer: a minute from its end."""
+"""Time from the start of a second until its tokens no longer count: one minute after its end."""
 
 
 class KeyAccount:
     """Open sequences of one key, and its tokens of the last minute.
 
-    Tokens count in the second in which they are seen, until a minute after the end of that second. So no minute has
-    more than the limit when a request is taken; outputs of those that were taken come on top as they are generated.
+    Tokens are counted in the second in which they are observed, and expire a minute after the end of that second. So no
+    minute has more than the limit when a request is taken; outputs of those that were taken come on top as they are
+    generated.
     """
 
     __slots__ = ("_ends", "_num_ended", "_seconds", "max_concurrent", "open", "tokens_per_minute", "used")
@@ -38,13 +39,13 @@ class KeyAccount:
 
     @property
     def left(self) -> int:
-        """Tokens that are left of the minute's; negative if outputs took more."""
+        """Tokens left in the current minute; negative if outputs exceeded the limit."""
         return self.tokens_per_minute - self.used
 
     def set_limits(self, claim: KeyClaim) -> None:
-        """Take over the limits of the newest claim.
+        """Apply the limits of the newest claim.
 
-        What was used before stays used.
+        Usage so far is kept.
         """
         self.max_concurrent = claim.max_concurrent
         self.tokens_per_minute = claim.tokens_per_minute
@@ -60,9 +61,9 @@ class KeyAccount:
         self._num_ended += seq in self.open
 
     def roll_forward(self, now: float) -> None:
-        """Forget sequences that have ended, and bring the count of tokens up to date.
+        """Forget sequences that have ended, and update the token count.
 
-        A prompt that no step has computed is given back.
+        A prompt that no step has computed is refunded.
         """
         second, spent, self._num_ended = int(now), 0, 0
         for seq, (taken_in, counted) in list(self.open.items()):
@@ -88,15 +89,16 @@ class KeyAccount:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is known that a new account would not know."""
+        """True if the account is equal to a new one."""
         return not (self.open or self._seconds or self._ends)
 
     def time_until_ended(self, count: int, now: float) -> float | None:
         """Estimate the seconds until this many sequences have ended.
 
-        They are the key's, and end as fast as those of the last minute did, counted from the time at which the first of
-        these was taken. A key that was idle in between seems slower than it is: they take no longer than the longest of
-        those. The estimate is at most a minute, and None if none has ended in the last one.
+        The estimate uses the rate at which the key's sequences ended in the last minute, counted from the time at which
+        the first of them was accepted. A key that was idle in between seems slower than it is, so the estimate is at
+        most the longest duration of those sequences, and at most a minute. None if no sequence ended in the last
+        minute.
         """
         if not self._ends:
             return None
@@ -106,7 +108,7 @@ class KeyAccount:
         return min(count * (now - begin) / ended, longest, _KEPT_SECONDS - 1)
 
     def seconds_until(self, tokens: int, now: float) -> int:
-        """Return the whole seconds until this many tokens are left of the minute's."""
+        """Return the whole seconds until this number of tokens is left."""
         missing = min(tokens, self.tokens_per_minute) - self.left
         until = now
         for second, spent in self._seconds.items():
@@ -117,7 +119,7 @@ class KeyAccount:
         return max(math.ceil(until - now), 1)
 
     def usage(self, name: str, now: float) -> KeyUsage:
-        """Return what is left of the limits, as frontends tell it to clients."""
+        """Return the remaining limits, as frontends report them to clients."""
         limit = self.tokens_per_minute
         reset = max(self._seconds, default=int(now) - _KEPT_SECONDS) + _KEPT_SECONDS - now if limit else 0.0
         num_open = len(self.open) - self._num_ended
@@ -139,20 +141,19 @@ class KeyLimits:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.accounts: dict[str, KeyAccount] = {}
         self._usage_update: KeyUsage | None = None
-        """Usage of the key of the last request, until it was taken for the frontend."""
+        """Usage of the key of the last request, until `pop_usage_update` returns it."""
         self._clock = clock
         self._update_at = 0.0
 
     def refusal(self, claim: KeyClaim, is_first: bool) -> tuple[str, int] | None:
-        """Return why a sequence exceeds a limit of its key.
+        """Return the reason why a sequence exceeds a limit of its key, with the seconds to wait.
 
-        With it come the seconds after which it would not, 0 if they are unknown. None if it may be accepted. The
-        first sequence of a group stands for all of it: those that follow were counted with it, and are refused only if
-        other frontends were faster.
+        The seconds are 0 if unknown. None if the sequence may be accepted. The first sequence of a group counts for the
+        whole group; the others are refused only if other frontends were faster.
         """
         account, size = self._account(claim), claim.num_sequences if is_first else 1
-        # Bringing an account up to date looks at each of its sequences: `advance` does it often enough for a request
-        # that fits anyway. Each sequence may have a token that is not counted yet.
+        # `roll_forward` visits each sequence of an account; for a request that fits anyway, `advance` calls it often
+        # enough. Each sequence may have a token that is not counted yet.
         num_open, limit, wanted = len(account.open), account.tokens_per_minute, claim.prompt_tokens
         is_full = 0 < account.max_concurrent < num_open + size
         if is_full or (is_first and limit > 0 and account.left < wanted + num_open):
@@ -185,17 +186,17 @@ class KeyLimits:
         self._usage_update = account.usage(claim.name, now)
 
     def end(self, seq: Sequence) -> None:
-        """Give back the place of a sequence that has ended."""
+        """Release the concurrency slot of a sequence that has ended."""
         if (key := seq.submit.key) is not None and (account := self.accounts.get(key.name)) is not None:
             account.note_end(seq)
 
     def pop_usage_update(self) -> KeyUsage | None:
-        """Return the usage that a frontend has to learn, if there is one."""
+        """Return and clear the pending usage update for the frontend, if any."""
         update, self._usage_update = self._usage_update, None
         return update
 
     def advance(self, now: float) -> None:
-        """Bring all accounts up to date, if that is due."""
+        """Roll all accounts forward, at most once per UPDATE_INTERVAL."""
         if now < self._update_at:
             return
         self._update_at = now + UPDATE_INTERVAL
@@ -214,9 +215,9 @@ class KeyLimits:
 
 
 def charge(seq: Sequence) -> int:
-    """Return the prompt tokens that a sequence takes of its key's minute.
+    """Return the prompt tokens that a sequence is charged.
 
-    Each prompt counts once, however many choices it has, and however many engines were lost with it.
+    Each prompt is charged once, regardless of its number of choices and of lost engines.
     """
     submit = seq.submit
     return seq.prompt_len if submit.sampling.choice == 0 and not submit.lost_engines else 0

@@ -1,6 +1,7 @@
 """The facts of a model, as the engine and the layers use them.
 
-`models.registry.read_config` reads them from a folder; each family in `models` says how its config.json maps to them.
+`models.registry.read_config` reads them from a folder; each family in `models` defines how its config.json maps to
+them.
 """
 
 from msgspec import Struct
@@ -23,7 +24,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     max_positions: int
-    """Positions of a sequence, unless --max-len says otherwise."""
+    """Maximum positions of a sequence, unless --max-len is set."""
     rms_norm_eps: float
     tie_embeddings: bool
     attention: tuple[LayerAttention, ...]
@@ -51,7 +52,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     longest_context: int = 0
     """Largest --max-len where the rotary scaling can be stretched beyond `max_positions`; 0: it cannot."""
     multimodal: bool = False
-    """True if this is the text half of a multimodal checkpoint, whose other tensors are ignored."""
+    """True for the text backbone of a multimodal checkpoint; its other tensors are ignored."""
 
     @property
     def layers(self) -> int:

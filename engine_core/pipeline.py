@@ -13,18 +13,18 @@ upload H2D t                       H2D t+1                         H2D t+2
 Invariants, cited elsewhere by number:
 
 - I1  Work is enqueued in tick order, on three streams. The compute stream runs the forward pass and the sampling of
-      both slots. The copy stream copies results to the host, and masks beside the forward pass of their step. The
-      upload stream copies a step's inputs, and the plans that graphs read, beside the step before.
+      both slots. The copy stream copies results to the host, and masks during the forward pass of their step. The
+      upload stream copies a step's inputs, and the plans that graphs read, during the previous step.
 - I2  Steps commit first in, first out.
 - I3  The copy of a step's results waits on that step's own event, never on a whole stream.
 - I4  `0 <= sequence.inflight <= depth`; only the scheduler changes it. A sequence that ended while in flight is a
-      zombie: skipped at commit, its row and pages given back when `inflight == 0`.
+      zombie: skipped at commit; its row and pages are released when `inflight == 0`.
 - I5  Prefill rides the pipeline as rows of a step; only shutdown and a pause wait until no step is in flight.
 - I6  A slot is free only after its step has *committed*: its pinned buffers are read until then.
 - I7  Nothing on the launch path synchronises with the device.
 - I8  Every accepted request gets exactly one terminal event; every page and row comes back.
 - I9  Positions of decode rows live on the device. The host keeps a lower and an upper bound of the length that a
-      running sequence has there: once what was launched has run, `min_device_len <= lengths[row] <= max_device_len`.
+      running sequence has there: once the launched steps have run, `min_device_len <= lengths[row] <= max_device_len`.
       That holds from the launch of its last known token on, and the bounds are equal when nothing is in flight.
 
 A step goes LAUNCHED -> SAMPLED -> COMMITTING -> gone. Release is two-phase (I6): `begin_commit` takes the step out of

@@ -21,9 +21,9 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     """One sequence's share of a step.
 
     It covers positions `start` to `start + length - 1` of its row. A row of one position takes it from the device's
-    table of lengths; `start` is what the host counts.
+    table of lengths; `start` is the host's count.
 
-    The defaults are those of steady decode: one position, sampled, with nothing to upload.
+    The defaults describe a row in steady decode: one position, sampled, with nothing to upload.
     """
 
     seq_id: int
@@ -42,7 +42,7 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     """Index of `new_pages[0]` in the row's page table."""
     prompt_logprob_ids: bytes = b""
     """Packed int32 ids of the prompt tokens that follow the row's first positions, if their log-probabilities are
-    wanted: those positions are scored."""
+    wanted."""
     skipped: int = 0
     """Number of positions before `start` that no row of the sequence computes, because their KV was cached; `tokens`
     begins with their ids."""
@@ -54,7 +54,7 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
 
 
 class NewSequence(Struct, frozen=True):
-    """Facts about a sequence that the device needs before its first row."""
+    """Per-sequence data that the device needs before the first row."""
 
     seq_id: int
     row: int
@@ -77,14 +77,14 @@ class StepPlan(Struct, frozen=True):
     admitted: tuple[NewSequence, ...]
     total_tokens: int
     num_steady: int
-    """Number of steady rows at the beginning: each is one sampled position, without tokens to upload or to score. New
-    pages and constraints are allowed. In most steps nearly all rows are among them."""
+    """Number of steady rows at the beginning: each is one sampled position, without tokens to upload or prompt
+    log-probabilities. New pages and constraints are allowed. In most steps nearly all rows are among them."""
     needs_mask: bool
     """True if a constrained row samples."""
     is_unconstrained: bool
     """True if no row has a grammar."""
     logprobs: int = -1
-    """Most alternatives that any row wants with its log-probabilities; -1 if no row wants log-probabilities."""
+    """Largest number of alternatives that a row wants with its log-probabilities; -1 without log-probabilities."""
     updated_rows: tuple[ScheduledSequence, ...] = ()
     """Rows that bring tokens or pages."""
 
@@ -152,7 +152,7 @@ class StepPlan(Struct, frozen=True):
         logprobs: int,
         updated_rows: tuple[ScheduledSequence, ...],
     ) -> "StepPlan":
-        """Build the plan of a step in which every row is one sampled position.
+        """Build the plan of a step with one sampled position per row.
 
         The result equals `of(step_id, rows, (), logprobs)` without a look at the rows: the
         caller knows which of them are constrained and which bring pages.
@@ -170,9 +170,9 @@ class StepPlan(Struct, frozen=True):
         )
 
     def followed_by(self, others: "StepPlan") -> "StepPlan":
-        """Return the plan of a step with all rows of two plans, those of this one first.
+        """Return a plan with all rows of two plans, this one's first.
 
-        The result has the step id and `logprobs` of this one, and equals `of` for the rows of both.
+        The result has this plan's step id and `logprobs`, and equals `of` for the rows of both.
         """
         return StepPlan(
             self.step_id,
@@ -188,5 +188,5 @@ class StepPlan(Struct, frozen=True):
 
 
 def _is_steady(row: ScheduledSequence) -> bool:
-    """Return True for one sampled position without tokens to upload or to score."""
+    """Return True for one sampled position without tokens to upload or prompt log-probabilities."""
     return row.length == 1 and row.samples and not (row.tokens or row.prompt_logprob_ids)

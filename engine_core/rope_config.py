@@ -1,6 +1,6 @@
 """Rotary position embedding as config.json describes it.
 
-Both layouts are read: `rope_theta` beside `rope_scaling`, and `rope_parameters`, which holds everything.
+Both layouts are read: `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds everything.
 """
 
 import math
@@ -14,9 +14,8 @@ from tandem.engine_core.errors import ConfigError
 
 T = TypeVar("T")
 MAX_SIZE, MAX_REAL = 2**24, 1e15
-"""Bounds of the numbers in a config.json, above those of any model.
-
-Beyond them products and powers overflow, and tables take hours.
+"""Bounds of the numbers in a config.json, above the values of any known model. Beyond them powers overflow, and tables
+take hours.
 """
 Count = Annotated[int, Meta(gt=0, le=MAX_SIZE)]
 Positive = Annotated[float, Meta(ge=1 / MAX_REAL, le=MAX_REAL)]
@@ -98,7 +97,7 @@ class LongRopeScaling(Struct, frozen=True):
 
 
 class ProportionalScaling(Struct, frozen=True):
-    """Frequencies of a head of which only the fastest pairs turn.
+    """Frequencies of a head that rotates only its fastest pairs.
 
     They are divided by the factor.
     """
@@ -168,7 +167,7 @@ class _Fields(_Type, forbid_unknown_fields=True):
 
 
 class _Kind(Struct, frozen=True):
-    """The fields of one rope_type besides those of `COMMON`."""
+    """The fields of one rope_type in addition to `COMMON`."""
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -208,7 +207,7 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         rope_scaling: Mapping[str, Any] | None = None,
         rope_parameters: Mapping[str, Any] | None = None,
     ) -> RopeConfig:
-        """Read the rotary fields of a model whose layers share one table.
+        """Read the rotary fields of a model with one table for all layers.
 
         The arguments have the names of config.json. Raises ConfigError if they are malformed, or if a field would be
         ignored.
@@ -225,10 +224,9 @@ class RopeReader(Struct, frozen=True, kw_only=True):
     ) -> tuple[RopeConfig, RopeConfig]:
         """Read the rotary fields of a model with two tables.
 
-        Return that of full attention, then that of sliding attention.
-        In the older layout `rope_theta` and `rope_scaling` belong to full attention, and `rope_local_base_freq` is the
-        base of sliding attention; in the newer one `rope_parameters` has an entry for each. Bases that are not given
-        are those of Gemma 3, 1e6 and 10000.
+        Return the settings of full attention, then of sliding attention. In the older layout `rope_theta` and
+        `rope_scaling` belong to full attention, and `rope_local_base_freq` is the base of sliding attention; in the
+        newer one `rope_parameters` has an entry for each. The default bases are Gemma 3's, 1e6 and 10000.
 
         Raises ConfigError as `read` does, and for `rope_parameters` without entries for layer types.
         """

@@ -12,7 +12,7 @@ from tandem.protocol.events import Failure, Finished
 
 
 class CacheState:
-    """Share of a sequence in the prefix cache."""
+    """State of a sequence in the prefix cache."""
 
     __slots__ = ("awaited_key", "matched", "matched_epoch", "namespace", "nodes", "num_cached_tokens", "pending_key")
 
@@ -56,12 +56,12 @@ class DeviceState:
 
 
 class WireState:
-    """Reports about a sequence that its frontend has got, beyond the tokens."""
+    """Reports that the frontend has received, in addition to the tokens."""
 
     __slots__ = ("reported_cached", "reported_len")
 
     reported_cached: int
-    """Number of cached prompt tokens that the frontend was told of when the sequence started; -1 before."""
+    """Number of cached prompt tokens that was reported to the frontend when the sequence started; -1 before."""
 
     reported_len: int
     """Number of positions computed before a preemption: their log-probabilities have been sent and are not sent again.
@@ -129,16 +129,16 @@ class Sequence:
     id: int
     """Number of the sequence, ascending in the order of arrival."""
     submit: Submit
-    """Request of the sequence, without the ids of its prompt: `tokens` begins with them. What the steady loop reads of
-    it is copied into attributes of the sequence."""
+    """Request of the sequence, without the ids of its prompt: `tokens` begins with them. Fields that steady decode
+    reads are copied into attributes of the sequence."""
     total_len: int
     """Largest number of tokens that the sequence can ever have."""
     cache: CacheState
-    """Share of the sequence in the prefix cache."""
+    """State of the sequence in the prefix cache."""
     device: DeviceState
     """Contents of the device's tables for the sequence."""
     wire: WireState
-    """Reports about the sequence that its frontend has got."""
+    """Reports that the frontend has received."""
     times: SequenceTimes
     """Times of the sequence's life, for the metrics."""
     pages: list[int]
@@ -198,9 +198,8 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True if all positions of the prompt are computed, even cached ones.
-
-        Their log-probabilities are wanted, which the cache does not hold.
+        """True if log-probabilities of the prompt are wanted: then all its positions are computed, because the prefix
+        cache does not hold them.
         """
         return self.submit.prompt_logprobs is not None
 
@@ -216,14 +215,13 @@ class Sequence:
 
     @property
     def min_device_len(self) -> int:
-        """Least number of tokens that the device knows after what was launched (I9)."""
+        """Lower bound of the device's length after the launched steps (I9)."""
         return min(self.max_device_len, self.total_len)
 
     @property
     def max_device_len(self) -> int:
-        """Largest number of tokens that the device knows after what was launched (I9).
-
-        It is also the least one, as every sample in flight brings exactly one token.
+        """Upper bound of the device's length after the launched steps (I9). It differs from the lower bound by the cap
+        only, as every sample in flight brings exactly one token.
         """
         return len(self.tokens) + self.num_inflight_samples
 
@@ -241,10 +239,7 @@ class Sequence:
         self.in_steady_decode = self.num_scheduled_tokens >= self.device.upload_end
 
     def jumped(self) -> None:
-        """Have the next row upload appended tokens that the device lacks.
-
-        A sample in flight counts no longer: its token is one of them.
-        """
+        """Have the next row upload appended tokens. A sample in flight no longer counts: its token is one of them."""
         if self.in_steady_decode:
             self.device.uploaded_len = self.num_scheduled_tokens
         self.device.upload_end, self.in_steady_decode = len(self.tokens), False

@@ -80,7 +80,7 @@ def count_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
 
 
 def count_end(stats: EngineStats, seq: Sequence, now: float) -> None:
-    """Count the end of an accepted sequence, and what it was if it has run."""
+    """Count the end of an accepted sequence, and its tokens and times if it has run."""
     assert seq.outcome is not None, f"ended without an outcome: {seq}"
     count_outcome(stats, seq.outcome)
     if isinstance(seq.outcome, Failure):

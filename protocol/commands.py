@@ -83,7 +83,7 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     """Urgency, -MAX_PRIORITY to MAX_PRIORITY, higher first: the order of queue and steps under policy `priority`. Under
     every policy the lowest priority is preempted first."""
     session: str = ""
-    """Conversation whose KV is kept between turns, open to every frontend; "" for none."""
+    """Session that keeps its KV between turns, open to every frontend; "" for none."""
     cache_salt: str = ""
     """Salt of the prefix cache: KV is shared only among requests with the same one."""
     http_request_id: str = ""
@@ -94,7 +94,7 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     lost_engines: int = 0
     """Number of engines that were lost with the same request."""
     is_traced: bool = False
-    """True to have the engine tell the times of the sequence, for a trace."""
+    """True to have the engine report the times of the sequence, for a trace."""
     key: KeyClaim | None = None
     """API key of the request; None on a server without keys."""
     constraint_seconds: float = 0.0
@@ -128,7 +128,7 @@ class EndSession(Command, frozen=True, array_like=True, tag=4):
     """Number chosen by the sender, repeated in the answer."""
     session: str
     key: str = ""
-    """Name of the API key whose session it is; "" for none."""
+    """Name of the API key that owns the session; "" for none."""
 
 
 class SetPolicy(Command, frozen=True, array_like=True, tag=5):
@@ -153,13 +153,13 @@ class Renew(Command, frozen=True, array_like=True, tag=7):
 
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What a pause does with open requests: abort ends them; wait computes those that run to their end and keeps the others
-waiting; keep freezes all where they are."""
+"""Effect of a pause on open requests: abort ends them; wait computes those that run to their end and keeps the
+others waiting; keep freezes all where they are."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class Pause(Command, frozen=True, array_like=True, tag=8):
-    """Request to stand still until a `Resume`.
+    """Request to pause until a `Resume`.
 
     No further steps are launched; in mode `wait` only no further sequences are admitted. The `Answer` comes once no
     step is in flight and, in mode `wait`, no sequence runs. It is not ok if a `Resume` came first.

@@ -18,9 +18,9 @@ from msgspec import Struct
 CURVE_KEY_LENGTH = 40
 """Characters of a CURVE key in Z85."""
 CLIENTS = "clients"
-"""Folder of the keys that may connect, within that of the engine's keys."""
+"""Subfolder of the keys that may connect."""
 _FRONTENDS = "frontends"
-"""Folder of the folders to copy to frontends, within that of the engine's keys."""
+"""Subfolder with one folder to copy to each frontend."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -134,7 +134,7 @@ def make_client(directory: Path, name: str) -> tuple[Path, Path]:
         folder.mkdir(mode=0o700, parents=True)
         zmq.auth.create_certificates(folder, "client")
         (folder / "engine.key").write_bytes(engine_key.read_bytes())
-        # Renamed into place: a running engine reads the folder at any moment.
+        # Renamed atomically: a running engine reads the folder at any moment.
         unfinished = accepted.with_suffix(".new")
         (folder / "client.key").replace(unfinished)
         unfinished.replace(accepted)

@@ -28,7 +28,7 @@ Batching = Literal["continuous", "static"]
 Parse = Callable[[str], Any]
 
 ANY_NAME = "*"
-"""Name of a model that stands for every name."""
+"""Model name that matches every name."""
 
 MAX_INT32 = 2**31 - 1
 _SUFFIXES = {
@@ -102,8 +102,8 @@ class EngineFlag(Struct, frozen=True):
     help: str
     """One line of help; it names the default in words if the attribute's default is None."""
     parse: Parse | None = None
-    """Conversion of the flag's text; None for that of the attribute's type: int, float or str, or its literals as
-    choices."""
+    """Conversion of the flag's text; None for the default of the attribute's type: int, float or str, or its
+    literals as choices."""
     bounds: tuple[float, float] | None = None
     """Smallest and largest number allowed whatever the model; None for flags that are not numbers."""
     metavar: str = "N"
@@ -374,7 +374,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[st
 
 
 def rare_engine_flags() -> frozenset[str]:
-    """Return the attributes whose flags only `--help-all` shows."""
+    """Return the attributes with flags that only `--help-all` shows."""
     return frozenset(name for name, _, _, flag in _declarations() if not flag.is_everyday)
 
 

@@ -119,12 +119,12 @@ class Started(Struct, frozen=True, array_like=True):
     It is sent before the launch of that step, so a frontend that loses its engine knows which requests may be to blame
     (`Launched` makes up for one that did not leave the engine in time). A second one, before the first token, has the
     final number where more of the prompt was found in the cache meanwhile. A request that is preempted and admitted
-    anew is not announced again.
+    again is not announced again.
     """
 
     request_id: int
     cached_tokens: int
-    """Prompt tokens whose KV was in the prefix cache."""
+    """Prompt tokens with KV in the prefix cache."""
 
 
 class StepOutput(Event, frozen=True, array_like=True, tag=2):
@@ -150,8 +150,8 @@ class StepOutput(Event, frozen=True, array_like=True, tag=2):
 class SequenceTimes(Struct, frozen=True, array_like=True):
     """Times of one sequence, in seconds since the engine received it.
 
-    They do not depend on the clock of the host, so a frontend elsewhere can place them behind the time at which it sent
-    the request. Those that have not come yet are None. They are sent with the first token, and again with the end.
+    They are independent of the host's clock, so that a frontend on another host can add them to the time at which it
+    sent the request. Those that have not come yet are None. They are sent with the first token, and again with the end.
     """
 
     request_id: int
@@ -212,7 +212,7 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     prompt_len: int
     generated: int
     launched: int
-    """Positions whose computation was launched."""
+    """Number of positions launched so far."""
     pages: int
     shared_pages: int
     """Number of its pages that are shared with the prefix cache."""
@@ -239,7 +239,7 @@ class InspectedSession(Struct, frozen=True, array_like=True):
     idle: float
     """Seconds since its last turn ended; 0 while one is in progress."""
     key: str = ""
-    """Name of the API key whose session it is; "" for none."""
+    """Name of the API key that owns the session; "" for none."""
 
 
 class Inspection(Event, frozen=True, array_like=True, tag=5):
@@ -289,7 +289,7 @@ class Closed(Event, frozen=True, array_like=True, tag=6):
 class Launched(Event, frozen=True, array_like=True, tag=9):
     """Requests that an engine that is gone had begun to compute.
 
-    Sent by the next engine, before `Ready`. They are those of the connection that `Hello.lost_identity` names, and may
+    Sent by the next engine, before `Ready`. They belong to the connection that `Hello.lost_identity` names, and may
     have ended before. Their announcements may have been lost with the engine.
     """
 

@@ -1,9 +1,9 @@
 """Fair queue between clients, for example API keys.
 
 Implements start-time fair queueing (Demers, Keshav and Shenker, 1989) for costs that are known only afterwards. Each
-client has a virtual time, which `charge` advances. The next item is that of the client with the lowest virtual time
-plus expected cost, which is the cost of the client's previous item. A client that was idle continues at the current
-virtual time. Items of one client are taken first in, first out. With a cost of 1 for each item, clients take turns.
+client has a virtual time, which `charge` advances. The client with the lowest virtual time plus expected cost is next;
+the expected cost is the cost of the client's previous item. A client that was idle continues at the current virtual
+time. Items of one client are taken first in, first out. With a cost of 1 for each item, clients take turns.
 """
 
 from collections import deque

@@ -18,9 +18,9 @@ _OWN_EXTRAS = re.compile(rf"{_DISTRIBUTION}\[(?P<extras>[\w,\s-]+)\]\s*")
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs what an extra of pyproject.toml lists.
+    """Return the command that installs an extra of pyproject.toml.
 
-    In a source tree that was never installed it is that of the README.
+    In a source tree that was never installed, this is the README's command.
     """
     try:
         listed = requires(_DISTRIBUTION) or []

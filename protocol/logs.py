@@ -25,7 +25,7 @@ LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
 
 ACCESS_LOGGER, AUDIT_LOGGER, REQUESTS_LOGGER = "tandem.access", "tandem.audit", "tandem.requests"
-"""Loggers whose lines are records of their own; in text they bear the logger's name."""
+"""Loggers with lines that are records of their own; in text they bear the logger's name."""
 _NAMED = frozenset((ACCESS_LOGGER, AUDIT_LOGGER, REQUESTS_LOGGER))
 _FIELDS = "fields"
 """Attribute of a log record under which `with_fields` puts its fields."""
@@ -45,7 +45,7 @@ _QUIET = {
     "opentelemetry": logging.WARNING,
     "urllib3": logging.WARNING,
 }
-"""Loggers of libraries that say nothing of use below these levels, unless everything is asked for."""
+"""Minimum levels of libraries' loggers, unless the level is debug."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def with_fields(**fields: object) -> dict[str, dict[str, object]]:
 
 
 def without_message(error: BaseException) -> dict[str, str]:
-    """Return the `extra` of a log call about an error whose message is left out.
+    """Return the `extra` of a log call that omits an error's message.
 
     Its line has the traceback. The message of an error that a request causes may repeat a part of the request, which
     is not to be logged.
@@ -180,7 +180,7 @@ def configure_logging(process: str, level: LogLevel, log_format: LogFormat = "te
     """Write the log of this process to stderr.
 
     `process` names it in each line, because all processes of a service share one terminal. An uncaught exception
-    becomes a line of the log as well. A process whose log has a handler already is left as it is.
+    becomes a line of the log as well. A process that already has a log handler is left unchanged.
     """
     root = logging.getLogger()
     if not root.handlers:
@@ -193,7 +193,7 @@ def configure_logging(process: str, level: LogLevel, log_format: LogFormat = "te
 
 
 def set_log_level(level: LogLevel) -> None:
-    """Write what is at least this severe from now on."""
+    """Set the minimum level of log lines."""
     logging.getLogger().setLevel(level.upper())
     _quieten(level)
 
@@ -225,7 +225,7 @@ def announce(text: str, rows: Mapping[str, str] | None = None, **fields: object)
 
 
 def refuse(program: str, reason: str, is_child: bool = False) -> None:
-    """Tell on stderr why a program does not run.
+    """Print to stderr why a program does not run.
 
     It is a line of the log if that is JSON, or if the program is a child process of a service.
     """

@@ -1,4 +1,4 @@
-"""A model's folder: what frontends, supervisor and engine core read alike."""
+"""A model's folder: files that frontends, supervisor and engine core read."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from msgspec import Struct
 from tandem.protocol.text_files import decode_text, without_bom
 
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files in which tools describe a quantization beside config.json, with the `quant_method` that they stand for."""
+"""Files other than config.json in which tools describe a quantization, with the `quant_method` that they imply."""
 _UNSTRETCHED = ("default", "llama3")
 """Kinds of rotary embeddings for which `max_position_embeddings` is the whole number of positions."""
 
@@ -98,8 +98,8 @@ def read_template(path: Path) -> str:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a JSON object that templates need; return {} if the file is missing.
 
-    A model that chats without what it says would seem to have no template, or lack its special tokens. Raises
-    TemplateFileError for a file that cannot be read, or holds anything else.
+    Without it, a chat model would seem to have no template, or lack its special tokens. Raises TemplateFileError for a
+    file that cannot be read, or holds anything else.
     """
     try:
         value = json.loads(path.read_bytes())  # takes NaN and Infinity too, as transformers writes them

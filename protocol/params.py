@@ -8,17 +8,17 @@ MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 2**20
 MAX_GRAMMAR_SYMBOLS = 20_000
-"""Size of a compiled grammar, as llguidance counts it. Time grows faster than size: a grammar of this one compiles in
-0.2 s, one of nine times as many symbols in 30 s, and then takes seconds for a mask."""
+"""Size of a compiled grammar, as llguidance counts it. Time grows faster than size: a grammar of this size compiles
+in 0.2 s, one with nine times the symbols in 30 s, and then takes seconds for a mask."""
 MAX_LEXER_STATES, LEXER_STEP_FUEL = 50_000, 100_000
 """Limits of a grammar's lexer: states that it may hold, and work for one token. With llguidance's own limits (five and
 two times as high) a grammar of 10 kB grows by 180 MB during generation, and one mask takes a third of a second."""
 
 
 MAX_PARSER_ITEMS = 6500
-"""Parser items for one mask. An object takes 12 for each optional property; llguidance itself refuses more than 500 of
-them. An ambiguous grammar of 100 bytes takes as many as it may, at a cost that grows with their square: 0.2 s for one
-mask, and 10 s with llguidance's own limit, which is eight times as high."""
+"""Parser items for one mask. An object takes 12 for each optional property; llguidance itself refuses more than 500
+of them. An ambiguous grammar of 100 bytes uses up any limit, at a quadratic cost: 0.2 s for one mask, and 10 s with
+llguidance's own limit, which is eight times as high."""
 
 
 class SamplingField(Struct, frozen=True):

@@ -6,11 +6,11 @@
 from msgspec import Struct
 
 Section = dict[str, str]
-"""Names and texts, in the order in which they are shown."""
+"""Names and texts, in display order."""
 
 
 class PreflightReport(Struct, frozen=True):
-    """Facts of the machine and the model, and what an engine would choose."""
+    """Facts of the machine and the model, and the engine's settings for them."""
 
     gpus: list[str] = []
     """One line for each GPU that the engine would use."""

@@ -40,11 +40,11 @@ MAX_OUTPUT_BYTES = 2**30
 message while the frontend does not read."""
 
 PING_INTERVAL_MS, PING_TIMEOUT_MS = 1000, 4000
-"""Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection. `heartbeat_ttl`
-stays off: a process that was stopped would find the time of its peers over when it goes on, and close connections whose
-messages wait in its sockets."""
+"""Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection.
+`heartbeat_ttl` stays off: a process that was stopped and continued would consider its peers timed out, and close
+connections with messages waiting in its sockets."""
 UNACKNOWLEDGED_MS = 5000
-"""Time without an acknowledgement of what was sent after which the system ends a tcp connection."""
+"""TCP_USER_TIMEOUT: time without an acknowledgement after which the kernel closes a tcp connection."""
 CONNECTION_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -119,7 +119,7 @@ def prepare_endpoint(endpoint: str) -> None:
 
 
 def check_ipc_place(endpoint: str) -> None:
-    """Check the place of an `ipc://` endpoint without a change to it.
+    """Check the path of an `ipc://` endpoint without changing it.
 
     Raises ValueError if its directory is accessible to other users, or if another kind of file is there. The directory
     may be missing.
@@ -292,7 +292,7 @@ def check_port(endpoint: str) -> None:
 def heartbeat_endpoint(endpoint: str) -> str:
     """Return the endpoint of an engine's heartbeats.
 
-    It is `.beat` beside an ipc socket, or the next port of a tcp endpoint, which `check_port` has accepted.
+    It is the ipc socket's path with `.beat`, or the next port of a tcp endpoint, which `check_port` has accepted.
     """
     if endpoint.startswith("ipc://"):
         return endpoint + ".beat"

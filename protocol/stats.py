@@ -59,7 +59,7 @@ class EngineStats(Struct, array_like=True):
     """Counters and gauges of the engine, cumulative since its start.
 
     Times are in seconds. A field annotated with a `Metric` is exported as that metric by the supervisor without further
-    code. New fields are appended, with a default: the order is that of the wire.
+    code. New fields are appended, with a default: the order is the wire's.
     """
 
     running: Annotated[int, _gauge("tandem_num_requests_running", "Sequences that hold a row.")] = 0

@@ -10,7 +10,7 @@ import json
 def without_bom(data: bytes) -> bytes:
     """Return the bytes of a UTF-8 text without its byte order mark.
 
-    Raises ValueError for UTF-16 and UTF-32, which only the first bytes of a file tell.
+    Raises ValueError for UTF-16 and UTF-32, which are detected by the first bytes of a file.
     """
     encoding = json.detect_encoding(data)
     if not encoding.startswith("utf-8"):

@@ -30,7 +30,7 @@ def _quotas(root: Path) -> list[float]:
                 continue
             base = root / "sys/fs/cgroup" / (controllers and ("cpu" if len(names) == 1 else controllers))
             group = base / path.lstrip("/")
-            # In a container the path may be that of the host; the mount then shows the container's own group.
+            # In a container the path may be the host's; the mount then shows the container's own group.
             for place in (group, *group.parents):
                 found += _quota(place)
                 if place == base:

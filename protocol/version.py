@@ -1,6 +1,6 @@
 """Versions of the wire protocol and of the distribution.
 
-The handshake checks that of the protocol.
+The handshake checks the protocol's version.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ PROTOCOL_VERSION = 3
 
 
 def protocol_remedy(frontend: int, engine: int) -> str:
-    """Say which side to upgrade where both speak different versions of the protocol."""
+    """Return which side to upgrade if both speak different versions of the protocol."""
     return f"upgrade tandem-llm on the host of the {'frontend' if frontend < engine else 'engine'}"
 
 

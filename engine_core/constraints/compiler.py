@@ -28,7 +28,7 @@ COMPILE_TIMEOUT_SECONDS = 10.0
 """Longest wait of a request for its grammar, in seconds, including the time for grammars before it. Most compile in
 milliseconds."""
 CPU_SECONDS = 6.0
-"""CPU time from which on a grammar is itself to blame for the wait. Frontends let pass what takes half as much."""
+"""CPU time from which on a grammar is itself to blame for the wait. Frontends accept grammars of up to half as much."""
 QUICK_SECONDS, MIDDLE_SECONDS = 0.03, 0.3
 """CPU time that a frontend measured for a grammar, up to which it goes to the first lane, and to the second. The engine
 takes about as long as a frontend."""
@@ -82,7 +82,8 @@ class Relief(Struct, frozen=True):
 def compile_lanes() -> tuple[CompileLane, ...]:
     """Build the lanes of a compiler, for quick grammars first.
 
-    A grammar that is slower than its frontend said delays the others of its lane only until it is set aside.
+    A grammar that is slower than its frontend measured delays the others of its lane only until it moves to a spare
+    thread.
     """
     return (
         CompileLane("quick grammars", 2, QUICK_SECONDS, spare_threads=2, overrun_seconds=0.25),
@@ -97,9 +98,10 @@ class GrammarCompiler:
     The cache is keyed by the grammar's text and drops the least recently used. Grammars go to lanes by the time that
     frontends measured, so that slow ones delay one another and no others.
 
-    Everything but `_compiled` and what `_compile` and `_compile_on_worker` call belongs to the loop's thread. A thread
-    cannot be stopped, so a compilation past its deadline fails its requests but goes on; its result is cached for the
-    next request. Workers have a thread of their own, since one that starts or hangs keeps it for seconds.
+    `_compile` and `_compile_on_worker` run on other threads and return results through `_compiled`; all else runs on
+    the loop's thread. A thread cannot be stopped, so a compilation past its deadline fails its requests but goes on;
+    its result is cached for the next request. Workers have a thread of their own, since one that starts or hangs keeps
+    it for seconds.
     """
 
     def __init__(
@@ -116,8 +118,8 @@ class GrammarCompiler:
     ) -> None:
         """Keep the parts of a compiler.
 
-        compile_grammar: may raise RequestError; lanes: in the order of their `max_seconds`, of which the last is
-        infinite; wake: called on a compile thread with each result; workers: follow the grammars of many sequences.
+        compile_grammar: may raise RequestError; lanes: by ascending `max_seconds`, the last of which is infinite; wake:
+        called on a compile thread with each result; workers: follow the grammars of many sequences.
         """
         self.compile_grammar = compile_grammar
         self.lanes = lanes
@@ -206,7 +208,7 @@ class GrammarCompiler:
         self._begin()
 
     def _begin(self) -> None:
-        """Give free threads to the grammars whose turn it is."""
+        """Start compilations on free threads."""
         for lane in self.lanes:
             while (grammar := lane.take()) is not None:
                 self._jobs[grammar].began = self.clock()
@@ -240,7 +242,7 @@ class GrammarCompiler:
             relief.compiled.keep_here()
 
     def _keep(self, grammar: str, compiled_grammar: CompiledGrammar) -> CompiledGrammar:
-        """Put a grammar into the cache, unless it is there, and return what is there."""
+        """Add a grammar to the cache unless it is cached, and return the cached one."""
         kept = self._grammars.setdefault(grammar, compiled_grammar)
         if len(self._grammars) > self.cached:
             self._grammars.popitem(last=False)
@@ -274,7 +276,7 @@ class GrammarCompiler:
             self._ready.append((seq_id, error))
 
     def _overdue(self, grammar: str) -> RequestError:
-        """Return the error of a request whose time is over.
+        """Return the error for a request that timed out.
 
         It blames the grammar or the load.
         """
@@ -303,7 +305,7 @@ class GrammarCompiler:
     def _compile_on_worker(
         self, workers: WorkerPool, grammar: str, compiled: CompiledGrammar, taken: list[WorkerLink]
     ) -> None:
-        """Have a worker compile what was compiled here; `taken` have it already."""
+        """Have a worker compile a grammar that was compiled in this process; `taken` have it already."""
         remote, was_refused = None, False
         try:
             remote = workers.compile(grammar, taken)

@@ -1,4 +1,4 @@
-"""Tokens of a step, which matchers accept together."""
+"""Advance the grammars of all rows of a step in one batch."""
 
 from array import array
 from collections.abc import Sequence, Set
@@ -22,13 +22,13 @@ class AdvanceBatch(Struct, frozen=True):
     all_rows: frozenset[int]
     constraints: list[GrammarConstraint]
     given: "list[array[int] | None]"
-    """Tokens that their matchers on workers were given; None for others."""
+    """Token lists of the matchers on workers; None for other matchers."""
     here: list[int]
     """Indices of the constraints whose matcher is in this process."""
     batches: list[Batch]
-    """What the workers do for the others."""
+    """Operations of the workers for the other constraints."""
     indices: Sequence[int]
-    """Where the tokens were expected, as of `ArrivingTokens`."""
+    """Indices at which the tokens were expected (`ArrivingTokens.indices`)."""
 
 
 _EMPTY_BATCH = AdvanceBatch([], frozenset(), [], [], [], [], ())
@@ -37,7 +37,7 @@ _EMPTY_BATCH = AdvanceBatch([], frozenset(), [], [], [], [], ())
 class BatchAdvancer:
     """Implement `contracts.GrammarAdvancer` for `GrammarConstraint`s only.
 
-    Most tokens are accepted by a grammar that goes on and forces little: their constraints are not looked at again.
+    Most tokens are accepted by a grammar that continues and forces few tokens; their constraints need no further work.
     Work for each row of a step is cache out of the loops here as far as can be: 256 rows take 0.1 ms for each call in
     them.
     """
@@ -49,14 +49,14 @@ class BatchAdvancer:
         self._batch = _EMPTY_BATCH
         self._tokens: Sequence[int] = ()
         self._least = 1
-        """Fewest forced tokens that matter."""
+        """Minimum number of forced tokens worth appending."""
         self._expected: Masks | None = None
-        """Masks whose tokens the workers take as they arrive."""
+        """Masks for which the workers accept tokens as they arrive."""
 
     def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
         """Implement `GrammarAdvancer.expect`.
 
-        What the workers are to do is sent with the masks that they are to begin with, or by `finish`.
+        The operations are sent together with the masks to begin, or by `finish`.
         """
         first = self.memory.find(arriving.memory)
         if self.workers is None or first is None:
@@ -90,7 +90,7 @@ class BatchAdvancer:
     def _begin_batch(
         self, operation: int, masks: Masks, values: NDArray[np.int32], indices: Sequence[int] = ()
     ) -> AdvanceBatch:
-        """Give the workers an operation on the constraints that they follow.
+        """Start an operation on the workers for the constraints that they follow.
 
         values: second number of each operation.
         """
@@ -124,7 +124,7 @@ class BatchAdvancer:
         return current.all_rows.difference(others) if others else current.all_rows
 
     def _accept_here(self) -> list[int]:
-        """Have the matchers of this process accept their tokens.
+        """Accept tokens using the matchers of this process.
 
         Return the rows whose constraint needs a call of `accept`.
         """
@@ -145,7 +145,7 @@ class BatchAdvancer:
         return others
 
     def _read_workers(self) -> list[int]:
-        """Read what the workers have made of their tokens.
+        """Read the results of the workers.
 
         Return the rows whose constraint needs a call of `accept`.
         """

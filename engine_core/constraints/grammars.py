@@ -54,7 +54,7 @@ class GrammarConstraint:
         self._forced: list[int] | None = None
         """Whether that token was accepted, and the tokens that are forced after the last one; None if not known."""
         self.overdrawn = ""
-        """Problem of a constraint whose masks took too long; empty before."""
+        """Problem of a constraint with masks that took too long; empty before."""
         if isinstance(matcher, RemoteMatcher):
             self._follow(matcher)
         else:
@@ -86,7 +86,7 @@ class GrammarConstraint:
         return token in self._ends
 
     def advance(self, token: int, accepted: bool, forced: list[int] | None) -> None:
-        """Keep what the matcher has made of a token that `accept` gets next.
+        """Store the matcher's result for the token that `accept` gets next.
 
         forced: tokens that are forced after it; None if the grammar does not go on.
         """
@@ -140,8 +140,8 @@ class CompiledGrammar:
         """
         self.first = first
         self.is_spent = False
-        """True once its tables are of no use and the next request has to have it compiled anew: they are full and that
-        takes too long beside running sequences, or the lexer was out of fuel."""
+        """True once the next request has to recompile it: its tables are full and replacing them takes too long
+        while sequences run, or the lexer ran out of fuel."""
         self._compile_again = compile_again
         self._remote: list[RemoteGrammar] = []
         self._was_refused = False
@@ -223,7 +223,7 @@ class CompiledGrammar:
 
 
 class Grammars(Matchers):
-    """Compile grammars into what many sequences follow.
+    """Compile grammars for use by many sequences.
 
     Every method may run on any thread.
     """

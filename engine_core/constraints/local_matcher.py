@@ -14,12 +14,12 @@ REFUEL_TOKENS = 64
 """Tokens that are followed from one mask to the next. A lexer has fuel for one step (LEXER_STEP_FUEL), which only masks
 renew: 1,300 tokens of a long string use it up."""
 _FULL, _OUT_OF_FUEL = "too many states", "too many expressions"
-"""What llguidance says of a lexer that has as many states as it may have, or that was out of fuel once. Both fail for
+"""Message of llguidance for a lexer that has reached its maximum of states, or has run out of fuel. Both fail for
 all that share it."""
 
 
 class Tables(Protocol):
-    """A compiled grammar, whose matchers share the tables of its lexer."""
+    """A compiled grammar; its matchers share the tables of its lexer."""
 
     first: LLMatcher
     """Its matcher at the start."""
@@ -121,7 +121,7 @@ class LocalMatcher:
         return self._matcher.compute_ff_tokens()
 
     def _begin_again(self) -> bool:
-        """Follow the tokens anew if the tables are full; return whether that was of use."""
+        """Replay the tokens with new tables if the tables are full; return whether that was of use."""
         is_young = self._began and len(self._tokens) - self._began < LEAST_TOKENS
         for _ in range(MOST_RENEWALS):
             problem = self._problem()
@@ -139,8 +139,8 @@ class LocalMatcher:
     def _problem(self) -> str:
         """Return why the matcher has failed.
 
-        A token within which its tables came to a limit is only said not to satisfy the grammar; whoever uses these
-        tables next is told the limit.
+        If the tables reach a limit within a token, llguidance only reports that the token does not satisfy the grammar;
+        the next use of these tables reports the limit.
         """
         error = self._matcher.get_error()
         if _FULL in error or _OUT_OF_FUEL in error or not self._tokens:

@@ -2,7 +2,7 @@
 
 A step waits for the masks of all its rows, so that one expensive grammar delays every stream. At a vocabulary of 128k
 tokens a mask of an ordinary grammar takes 0.01 to 1 ms, seldom 5 ms while its tables are cold, and one of an ambiguous
-grammar up to 0.2 s. Only what exceeds FREE_SECONDS counts. It is CPU time of the thread that computes, so that a loaded
+grammar up to 0.2 s. Only time above FREE_SECONDS counts. It is CPU time of the thread that computes, so that a loaded
 or a stopped machine ends no request.
 """
 
@@ -70,6 +70,6 @@ class MaskBudget:
         return ""
 
     def _left(self, key: str, now: float) -> float:
-        """Return what a key has not got back yet."""
+        """Return the seconds that a key has not regained yet."""
         debt, counted = self._debts.get(key, (0.0, now))
         return max(0.0, debt - KEY_RATE * (now - counted))

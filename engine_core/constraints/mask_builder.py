@@ -31,11 +31,11 @@ class MaskJobs(Struct, frozen=True):
     is_whole: bool
     """True if workers have all of them."""
     batches: list[Batch]
-    """What the workers do."""
+    """Operations of the workers."""
 
 
 class PrefetchedMasks(Struct, frozen=True):
-    """Masks that workers were told to begin with."""
+    """Masks that workers have begun."""
 
     masks: IndexedMasks
     out: Ints
@@ -78,7 +78,7 @@ class MaskBuilder:
         self.workers = workers
         self.memory = memory or MaskMemory()
         self._begun: PrefetchedMasks | None = None
-        """What `begin` was called for since the last `fill`."""
+        """Masks passed to `begin` since the last `fill`."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
         return None if self.workers is None else self.memory.allocate(rows, words)
@@ -187,7 +187,7 @@ class MaskBuilder:
     def _begin_others(
         self, workers: WorkerPool, begun: PrefetchedMasks | None, pairs: Pairs, out: Ints
     ) -> tuple[list[tuple[GrammarConstraint, int]], list[tuple[GrammarConstraint, int]]]:
-        """Have the workers begin with those of their masks that they have not begun with.
+        """Have the workers begin the masks that they have not begun yet.
 
         Return those of this process, and of these apart the ones that a worker may still write.
         """

@@ -1,6 +1,6 @@
 """Matchers of grammars over one model's tokenizer.
 
-This is the only place that constructs objects of llguidance.
+No other module constructs objects of llguidance.
 """
 
 import threading
@@ -14,7 +14,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEXER_STATES, MAX_PARSER_ITEMS
 
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
-"""A character that stands for itself in a string of JSON."""
+"""A character that needs no escape in a JSON string."""
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_IN_STRING}{{1,{length}}}" for length in (4, 6, 8, 10, 15, 30)),

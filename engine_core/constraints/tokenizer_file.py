@@ -24,9 +24,10 @@ class _Tokenizer(Struct):
 
 
 def tokenizer_source(file: Path, vocab_size: int) -> str:
-    """Return what llguidance loads the tokenizer from: its path, or JSON without the ids from `vocab_size` on.
+    """Return the source from which llguidance loads the tokenizer: its path, or JSON without the ids from `vocab_size`
+    on.
 
-    A file that cannot be read here is left to llguidance, which says what is wrong with it.
+    A file that cannot be read here is passed to llguidance, which reports the error.
     """
     data = file.read_bytes()
     try:

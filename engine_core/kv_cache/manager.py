@@ -24,7 +24,7 @@ from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode
 
 EVICT_AHEAD = 4096
-"""Number of evictable pages for each of which one page more than needed is evicted: together they cost less."""
+"""Evict one page more than needed per this number of evictable pages: together they cost less."""
 
 
 class KVUsage(Struct, frozen=True):
@@ -83,7 +83,7 @@ class KVManager:
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if a sequence at full length is larger than the pool.
 
-        The message gives the numbers and says what to change.
+        The message contains the numbers and the setting to change.
         """
         needed = ceil_div(seq.kv_len, self._page_size)
         if needed > self.pages.total:
@@ -249,8 +249,8 @@ class KVManager:
     def num_released(self, seq: Sequence, leaving: Mapping[int, int]) -> int:
         """Return the number of pages that become unused when a sequence leaves.
 
-        These are its own pages, and the shared ones of which it is the last reader. leaving: by node, the number of
-        its other readers that leave as well.
+        These are its own pages, and shared pages without another reader. leaving: by node, the number of its other
+        readers that leave as well.
         """
         nodes = seq.cache.nodes
         count = len(seq.pages) - len(nodes)
@@ -260,14 +260,14 @@ class KVManager:
         return count
 
     def _allocate(self, owner: int, count: int, keep: int = 0) -> list[int] | None:
-        """Allocate pages for an owner, evicting as many as needed.
+        """Allocate pages for an owner, evicting cached pages if needed.
 
         Return None, with nothing evicted, unless `keep` more pages remain available.
         """
         return self.pages.allocate(owner, count) if self._make_free(count, keep) else None
 
     def _make_free(self, count: int, keep: int = 0) -> bool:
-        """Make `count` pages free, evicting as many as needed.
+        """Free `count` pages, evicting cached pages if needed.
 
         Return False, with nothing evicted, unless `keep` more pages are available. In a large cache a few more than
         needed are evicted, because they cost less together.
@@ -344,7 +344,7 @@ class KVManager:
     def _release_own(self, seq: Sequence, pages: list[int]) -> None:
         """Free pages of a sequence at once.
 
-        A step in flight may still use them; the module's docstring says why that is safe.
+        A step in flight may still use them; see the module's docstring.
         """
         if pages:
             self.pages.release(seq.id, pages)

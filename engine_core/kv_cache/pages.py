@@ -11,8 +11,8 @@ CACHE = -1
 class PageAllocator:
     """Allocator of pages, in O(1) each, that records the owner of every page.
 
-    With the owners known, a double free or a leak is found at the place of the error.
-    Owners are integers: ids of sequences, and CACHE.
+    Because the owners are known, a double free or a leak is detected where it happens. Owners are integers: ids of
+    sequences, and CACHE.
     """
 
     def __init__(self, pages: int) -> None:

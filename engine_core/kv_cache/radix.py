@@ -1,4 +1,4 @@
-"""The prefix cache: a radix tree over token ids whose nodes hold KV pages.
+"""The prefix cache: a radix tree over token ids with KV pages as nodes.
 
 Every edge holds the tokens of one whole page. The tree is stored flat: a node id indexes every list, and one dictionary
 maps (parent node, tokens of the edge) to the node. So a tree of 100,000 nodes is a handful of lists, a page of a prompt
@@ -23,8 +23,8 @@ class RadixTree:
 
     Any sequence of the namespace may read the pages of a node, and none may write them.
 
-    A node holds one page per KV group, any of which may be absent. A node without all its pages stays in its place but
-    is never matched; a sequence that computes its tokens again gives it a page again.
+    A node holds one page per KV group; pages may be absent. A node that lacks a page stays in the tree but is never
+    matched; a sequence that computes its tokens again gives it a page again.
 
     Each node counts its readers (`lock`) and the sessions that keep it between turns (`pin`). A reader of a node reads
     every node before it as well, so a node in use never hangs below one that is not, and evicting leaves is enough.
@@ -375,7 +375,7 @@ class RadixTree:
 def _key(parent: int, namespace: bytes, tokens: bytes) -> bytes:
     """Return a key that no other (parent, namespace, tokens) has.
 
-    A node id has four bytes and the tokens of a page have a fixed length. A namespace stands between them only where
-    the parent is the root, which the id shows.
+    A node id has four bytes and the tokens of a page have a fixed length. The key includes the namespace only if the
+    parent is the root, whose id is known.
     """
     return parent.to_bytes(4, "little") + (tokens if parent else namespace + tokens)

@@ -1,4 +1,4 @@
-"""Conversations whose KV is kept between turns."""
+"""Sessions: conversations that keep their KV between turns."""
 
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.radix import RadixTree

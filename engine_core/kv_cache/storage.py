@@ -65,9 +65,9 @@ class KVStorage:
     is the same number in every layer. Between two pages of a layer are those of the others: a layer's view must only be
     indexed by slots of a page table, never written as a whole.
 
-    Page 0 is reserved: padding reads and writes there, and no sequence ever owns it. The pool starts as zeros, because
-    a masked slot still takes part in a product, and nothing times NaN is NaN. Which sequence owns which page is decided
-    by the KV manager.
+    Page 0 is reserved: padding reads and writes there, and no sequence ever owns it. The pool is zero-initialized,
+    because attention multiplies masked slots by 0, and 0 times NaN is NaN. Which sequence owns which page is decided by
+    the KV manager.
     """
 
     def __init__(self, layout: KVLayout, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
@@ -105,6 +105,6 @@ class KVStorage:
 
 
 def _page_stride(layout: KVLayout) -> int:
-    """Return the number of slots from the beginning of a page to that of the next."""
+    """Return the stride of a page in slots."""
     layers, both, page_size, _, _ = layout.page_shape
     return layers * both * page_size

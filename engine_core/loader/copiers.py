@@ -1,6 +1,6 @@
-"""The ways from a file into a parameter, one for each kind of device.
+"""Copiers from files to parameters, one class per kind of device.
 
-A copier belongs to one thread and is entered by it.
+A copier is a context manager that one thread enters and uses.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ STAGING_BUFFERS = 2
 
 
 class Copier(Protocol):
-    """A way from files to one device."""
+    """Copies pieces of files to one device."""
 
     def __enter__(self) -> Self:
-        """Allocate what the copier needs."""
+        """Allocate buffers and streams."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -33,7 +33,7 @@ class Copier(Protocol):
     def copy(self, job: Job) -> Iterator[Job]:
         """Read a piece and start to copy it.
 
-        Yield the pieces, of this call or an earlier one, that are copied.
+        Yield the pieces, of this call or earlier ones, that have been copied.
         """
 
     def finish(self) -> Iterator[Job]:
@@ -43,13 +43,13 @@ class Copier(Protocol):
 class HostCopier:
     """Implement `Copier` for parameters in host memory.
 
-    A piece whose elements have the parameter's dtype and order is read in place, any other through a buffer.
+    A piece with the parameter's dtype and layout is read directly into it, any other via a buffer.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Set up a copier.
 
-        nbytes: those of the largest piece.
+        nbytes: size of the largest piece.
         """
         self._nbytes = nbytes
         self._buffer: Tensor | None = None
@@ -82,13 +82,13 @@ class HostCopier:
 class HostToDeviceCopier:
     """Implement `Copier` for parameters on a GPU.
 
-    Pieces are read into pinned buffers and copied on a stream of the copier's own, where they are cast if need be.
+    Pieces are read into pinned buffers, copied on the copier's own stream, and cast there if needed.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Set up a copier.
 
-        nbytes: those of the largest piece.
+        nbytes: size of the largest piece.
         """
         self._nbytes = nbytes
         self._device = device
@@ -103,7 +103,7 @@ class HostToDeviceCopier:
         """Buffer that files are read into where the kernel does not read into pinned memory."""
 
     def __enter__(self) -> Self:
-        # The memory of parameters may have been another tensor's a moment ago, on another stream.
+        # Another stream may still use the memory of parameters for a freed tensor.
         torch.cuda.synchronize(self._device)
         self._stack.enter_context(torch.cuda.device(self._device))
         self._stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self._device)))  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class HostToDeviceCopier:
         if job.is_plain(target):
             target.copy_(job.view(buffer), non_blocking=True)
         else:
-            # A copy from the host that casts would cast there, into memory that is not pinned.
+            # A host-to-device copy that casts would cast on the host, into unpinned memory.
             if self._cast is None:
                 self._cast = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             self._cast[: job.nbytes].copy_(buffer[: job.nbytes], non_blocking=True)

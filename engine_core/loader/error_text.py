@@ -1,24 +1,25 @@
-"""Names of other people's making in error messages, and lists of many faults."""
+"""Formatting of untrusted names and long lists of faults for error messages."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 MAX_SHOWN = 200
-"""Characters of a name that are shown."""
+"""Maximum length of a name in a message."""
 MAX_LISTED = 20
-"""Faults that are listed."""
+"""Maximum number of faults in a message."""
 
 
 def printable(name: str) -> str:
-    """Return a name fit for one line of a message: printable, and cut if it is long."""
+    """Escape unprintable characters of a name, and truncate it to MAX_SHOWN characters."""
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name[:MAX_SHOWN])
     return text if len(name) <= MAX_SHOWN else f"{text}... ({len(name)} characters)"
 
 
 def list_faults(faults: Sequence[str], by_kind: bool = False) -> str:
-    """Return faults as lines; of many, the first twenty and the number of the rest.
+    """Return faults as lines, at most MAX_LISTED of them and the number of the rest.
 
-    by_kind: the first word of a fault is its kind. Then a list that is cut has some of each kind, and their numbers.
+    by_kind: the first word of a fault is its kind; a truncated list contains faults of each kind and the count per
+    kind.
     """
     if len(faults) <= MAX_LISTED:
         return "\n  ".join(faults)

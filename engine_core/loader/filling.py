@@ -1,4 +1,4 @@
-"""The filling of one slot, in pieces that several threads read."""
+"""Filling one slot with pieces that several threads read."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,10 +14,10 @@ from tandem.engine_core.loader.source_file import SourceFile
 
 
 class Filling:
-    """A slot, and how much of it is still to be filled.
+    """A slot and the number of pieces that it still lacks.
 
-    Without a transform, pieces go to the slot's region. With one they go to a tensor beside it, on the same device,
-    which exists from the first piece to the last and is transformed then.
+    Without a transform, pieces are written to the slot's region. With a transform, they are written to a temporary
+    tensor on the same device, which is transformed after the last piece.
     """
 
     def __init__(self, slot: WeightSlot, stored: StoredTensor, file: SourceFile) -> None:
@@ -43,7 +43,7 @@ class Filling:
         return jobs
 
     def part(self) -> Tensor:
-        """Return the tensor that the pieces go to."""
+        """Return the tensor that receives the pieces."""
         with self._lock:
             if self._part is None:
                 self._part = torch.empty(self._part_shape(), dtype=self.dtype, device=self.slot.target.device)
@@ -60,7 +60,7 @@ class Filling:
         if left == 0 and self.slot.transform is not None:
             self.slot.fill(self.part())
             if self.slot.target.is_cuda:
-                # Before the tensor goes back to the allocator, from where another thread's stream may take it.
+                # The allocator may give the tensor's memory to another thread's stream.
                 torch.cuda.current_stream(self.slot.target.device).synchronize()
             self._part = None
 
@@ -73,28 +73,28 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A piece that is to be read into a slot."""
+    """A piece to read into a slot."""
 
     filling: Filling
     piece: Piece
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read."""
+        """Number of bytes to read."""
         return prod(self.piece.shape) * self.filling.dtype.itemsize
 
     @property
     def location(self) -> tuple[str, int]:
-        """The file and the first byte in it."""
+        """Path of the file, and offset of the piece in bytes."""
         stored = self.filling.stored
         return str(stored.path), stored.start + self.piece.start * self.filling.dtype.itemsize
 
     def target(self) -> Tensor:
-        """Return the place that the piece fills."""
+        """Return the view that the piece fills."""
         return self.filling.part()[self.piece.index]
 
     def is_plain(self, target: Tensor) -> bool:
-        """Return whether the bytes of the file are those of the target, in order."""
+        """Return True if the file has the target's bytes in the target's order."""
         return target.dtype == self.filling.dtype and target.is_contiguous() and target.shape == self.piece.shape
 
     def read(self, buffer: memoryview) -> None:
@@ -105,6 +105,6 @@ class Job:
         self.filling.file.read_into(buffer, self.location[1])
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return what was read into a buffer of bytes, in the shape of the target."""
+        """Return a view of a buffer of bytes, in the shape of the target."""
         read = buffer[: self.nbytes].view(self.filling.dtype).view(self.piece.shape)
         return read[self.piece.window]

@@ -11,12 +11,12 @@ from tandem.engine_core.loader.error_text import list_faults, printable
 from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.slots import WeightSlot
 
-HARMLESS = (
+IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq", ".weight_shape", ".input_scale",
     ".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale",
 )  # fmt: skip
-"""Name suffixes of tensors that are not read: what follows from the configuration, scales of inputs, which products
-find anew for each token, and scales of queries and of attention's weights, which keep 16 bits."""
+"""Name suffixes of tensors that are not read: values derived from the configuration, activation scales (recomputed
+for each token), and scales of queries and of attention weights, which stay in 16 bits."""
 
 
 def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
@@ -54,7 +54,7 @@ def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
     """Return the problems of one checkpoint tensor, one line each."""
     found = printable(str(list(tensor.shape)))
     if not slots:
-        return [] if tensor.name.endswith(HARMLESS) else [f"unexpected {printable(tensor.name)}: {found}"]
+        return [] if tensor.name.endswith(IGNORED_SUFFIXES) else [f"unexpected {printable(tensor.name)}: {found}"]
     for slot in slots:
         if tensor.shape not in slot.accepted_shapes:
             return [f"misshaped {tensor.name}: expected {list(slot.accepted_shapes[0])}, found {found}"]

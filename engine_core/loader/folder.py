@@ -1,6 +1,6 @@
 """The files of a model folder that hold its tensors.
 
-They may be links, as in a cache of the hub, but an index names only files beside it.
+They may be symlinks, as in the Hugging Face cache, but an index names only files in its own folder.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def read_folder(directory: Path) -> Files:
 
 
 def _remedy(directory: Path, safetensors: list[Path]) -> str:
-    """Explain what a folder has in the place of weights that can be loaded."""
+    """Explain what a folder contains instead of loadable weights."""
     if safetensors:
         others = ", ".join(printable(path.name) for path in safetensors[:3])
         return f", but {len(safetensors)} other safetensors files ({others}); download the index too"

@@ -1,8 +1,8 @@
 """The header of a safetensors file, checked whole before any tensor is read.
 
-A file is the header's length in 8 bytes, little-endian; the header, a JSON object; and the tensors' bytes, of which
-each belongs to exactly one tensor (https://github.com/huggingface/safetensors). Headers may come from anyone, so
-nothing in one is believed: it is parsed entry by entry, and its tensors have to lie within the file.
+A file is the header's length in 8 bytes, little-endian; the header, a JSON object; and the tensors' bytes; each byte
+belongs to exactly one tensor (https://github.com/huggingface/safetensors). Headers may come from anyone, so nothing in
+one is believed: it is parsed entry by entry, and its tensors have to lie within the file.
 """
 
 import json
@@ -50,7 +50,7 @@ _MEMBER = re.compile(
     _SPACE + rb"(" + _STRING + rb")" + _SPACE + rb":" + _SPACE
     + rb'(\{(?:[^"{}]++|' + _STRING + rb")*+\})" + _SPACE + rb"([,}])", re.DOTALL
 )  # fmt: skip
-"""A name, an object without objects in it, and what follows them."""
+"""A name, an object without nested objects, and the text after them."""
 _END = re.compile(_SPACE + rb"\Z")
 
 
@@ -97,7 +97,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 class _FormatError(Exception):
-    """A file is not what the format asks for; the text says how."""
+    """A file violates the format; the text describes how."""
 
 
 def _header_length(start: bytes, size: int) -> int:

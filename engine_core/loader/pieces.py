@@ -14,24 +14,24 @@ Index = tuple[slice, ...]
 class Piece:
     """Consecutive elements of a tensor in a file.
 
-    They have a place in the part of it that a slot reads.
+    They have an index in the part that a slot reads.
     """
 
     start: int
-    """First element, of those of the whole tensor in order."""
+    """Offset of the first element in the whole tensor."""
     shape: tuple[int, ...]
     """Shape of the elements; it has as many dimensions as the tensor."""
     window: Index
     """The elements that belong to the part, as an index of the piece."""
     index: Index
-    """Their place, as an index of the part."""
+    """Index of the piece in the part."""
 
 
 def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterator[Piece]:
     """Yield the pieces of a part of a tensor, in the order of the file.
 
-    A piece has at most `most` elements, a positive number. Of a part that is cut along an inner dimension, the elements
-    beside it are read too.
+    A piece has at most `most` elements, a positive number. If the part is cut along an inner dimension, neighbouring
+    elements are read too.
 
     shape: of the whole tensor; source: the part, None for all.
     """

@@ -1,4 +1,4 @@
-"""Slots: the places in a model where the tensors of a checkpoint belong."""
+"""Slots: the regions of a model that checkpoint tensors fill."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,12 +56,12 @@ class WeightSlot:
     tied_to: str | None = None
     """Name of another slot of the same region: a checkpoint may hold both tensors if they are equal."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Shapes that the whole checkpoint tensor may have, each of which the transform takes; empty: that of the region,
-    or of `source`."""
+    """Shapes that the whole checkpoint tensor may have, all accepted by the transform; empty: the shape of the
+    region, or of `source`."""
     is_optional: bool = False
-    """True if the region already holds what it has where a checkpoint lacks the tensor."""
+    """True if the region already holds the default for checkpoints that lack the tensor."""
     on_filled: Callable[[], None] | None = None
-    """Function that is called once when all slots of the model are filled, however many slots have it."""
+    """Callback that runs once when all slots of the model are filled, even if several slots have it."""
 
     @classmethod
     def whole(
@@ -86,7 +86,7 @@ class WeightSlot:
         return self.parameter.narrow(self.dim, self.start, self.length)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError unless a shape is that of the region.
+        """Raise ConfigError unless a shape equals the region's.
 
         shape: of what was read, or of what the transform made of it.
         """
@@ -99,7 +99,7 @@ class WeightSlot:
     def fill(self, tensor: Tensor) -> None:
         """Write a tensor read from the checkpoint, cast to the parameter's dtype.
 
-        Raises ConfigError if what the transform made of it does not have the region's shape.
+        Raises ConfigError if the transform's result does not have the region's shape.
         """
         value = tensor if self.transform is None else self.transform(tensor)
         self.check(value.shape)

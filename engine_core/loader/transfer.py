@@ -16,7 +16,8 @@ from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.source_file import SourceFile
 
 PIECE_BYTES = 2**24
-"""Largest piece. For a GPU a thread holds two in pinned memory, for a CPU one, where it cannot read in place."""
+"""Largest piece. For a GPU, each thread holds two in pinned memory; for a CPU one, unless it can read directly into
+the parameter."""
 MAX_THREADS = 16
 """Most threads that read: the copies to an H200 take what 16 of them read, and pinned memory stays at 512 MiB."""
 
@@ -27,12 +28,11 @@ Progress = Callable[[int, int], None]
 def transfer(
     slots: list[WeightSlot], checkpoint: Checkpoint, progress: Progress | None = None, threads: int | None = None
 ) -> None:
-    """Fill slots from the tensors of a checkpoint, all of which it has.
+    """Fill slots from the tensors of a checkpoint that has all of them.
 
     Besides the parameters, host memory holds at most two pieces of PIECE_BYTES for each thread.
 
-    progress: never called by two threads at once; threads: None for as many as this process has cores, up to
-    MAX_THREADS.
+    progress: never called by two threads at once; threads: None for the number of cores, up to MAX_THREADS.
 
     Raises ConfigError if a file cannot be read or a slot's part does not fit its region; then some slots are filled.
     """

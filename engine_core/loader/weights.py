@@ -11,7 +11,7 @@ _BYTE_DEVIATION = 64
 """Standard deviation of noise in weights of one byte."""
 
 _KEPT = ("qzeros", "weight_zero_point")
-"""Last parts of the names of tensors whose regions hold something that is valid from the start."""
+"""Suffixes of tensors with regions that are valid from the start."""
 
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
@@ -44,7 +44,7 @@ def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
     elif "scale" in slot.name:
         target.fill_(scale / _BYTE_DEVIATION)
     elif slot.name.endswith(".weight") and slot.shapes and slot.transform is not None:
-        # What is quantized while it is loaded.
+        # Weights that are quantized while they are loaded.
         noise = torch.empty(slot.shapes[0], device=target.device)
         slot.fill(noise.normal_(0.0, scale, generator=generator))
     elif target.is_floating_point() and target.itemsize == 1:
@@ -66,8 +66,8 @@ def load_weights(
     Tensors are cast to the parameters' dtypes. They are read in pieces by several threads, so that the host holds only
     the pieces (see `transfer`). The parameters keep their storage, which captured graphs may hold.
 
-    progress: called with the bytes that are read, and of all that will be; threads: those that read, None for as many
-    as suit the device.
+    progress: called with the bytes that are read, and of all that will be; threads: number of reading threads, None for
+    the default of the device.
 
     Raises ConfigError if the tensors do not fit the model (see `check_fit`), which then is unchanged, if a file cannot
     be read, or if quantized tensors contradict each other.
@@ -80,14 +80,14 @@ def load_weights(
 
 
 def _needed(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[WeightSlot]:
-    """Return the slots whose tensors are there, without those that repeat a tied one."""
+    """Return the slots for tensors that the checkpoint has, without repetitions of tied tensors."""
     present = [slot for slot in slots if slot.name in checkpoint.tensors]
     names = {slot.name for slot in present}
     return [slot for slot in present if slot.tied_to is None or slot.tied_to not in names]
 
 
 def _finish(slots: list[WeightSlot]) -> None:
-    """Tell all who want to know that the slots are filled."""
+    """Run the `on_filled` callbacks."""
     for on_filled in dict.fromkeys(slot.on_filled for slot in slots):
         if on_filled is not None:
             on_filled()

@@ -59,7 +59,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that change the output of some family, with the values besides null that change nothing."""
 _QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 _OUTER_FIELDS = ("eos_token_id", "dtype", "torch_dtype", *_QUANTIZATION_FIELDS)
-"""Fields of a multimodal config.json that hold for its text half, unless that says otherwise."""
+"""Fields of a multimodal config.json that also apply to its text backbone, unless overridden there."""
 
 
 class ConfigFields(Struct, kw_only=True):
@@ -75,7 +75,7 @@ class ConfigFields(Struct, kw_only=True):
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     default_end: ClassVar[int | None] = None
-    """End id of a checkpoint of this family where neither of its files says anything of one."""
+    """End id of checkpoints of this family that have none in either file."""
     head_dim: Count | None = None
     max_position_embeddings: Count
     original_max_position_embeddings: Count | None = None
@@ -132,7 +132,7 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
     fields: dict[str, Any]
     """The object in config.json, or the part that describes the text half."""
     quantized_by: str = ""
-    """The file beside config.json that `quantization_config` was taken from, if it was."""
+    """The separate file that `quantization_config` was read from, if any."""
     generation_ends: int | list[int] | None = None
     """The `eos_token_id` of generation_config.json."""
     multimodal: bool = False
@@ -166,9 +166,9 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
 
     def text_backbone(self) -> "ConfigSource":
-        """Return the source of a multimodal checkpoint's text half, its `text_config`.
+        """Return the source of a multimodal checkpoint's text backbone, its `text_config`.
 
-        Whether the embeddings are tied is said outside it, by default that they are, as in transformers.
+        `tie_word_embeddings` is read from the outer config, with the default True, as in transformers.
         """
         text = self.fields.get("text_config")
         if not isinstance(text, dict):
@@ -286,7 +286,7 @@ class _Generation(Struct):
 
 
 def _take_sidecar(directory: Path, fields: dict[str, Any]) -> str:
-    """Add the quantization that a file beside config.json describes.
+    """Add the quantization that a separate file in the folder describes.
 
     Return the name of the file. It is empty if there is none, or if config.json itself names a quantization.
     """

@@ -1,7 +1,7 @@
 """The decoder that all families share, from token ids to logits.
 
-It is an embedding, blocks, a norm and an output head. A family says what its blocks are and, in its configuration, how
-they differ from those of other families.
+It is an embedding, blocks, a norm and an output head. A family defines its blocks and, in its configuration, how they
+differ from other families.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Block(Protocol):
         """
 
     def slots(self, prefix: str) -> list[WeightSlot]:
-        """List the slots of the checkpoint's tensors, whose names begin with `prefix`."""
+        """List the slots of the checkpoint's tensors that have the prefix `prefix`."""
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Decoder:
         norm: RMSNorm | SandwichNorm | None = None,
         embedding_scale: float = 1.0,
     ) -> "Decoder":
-        """Allocate what is around the blocks, not filled yet.
+        """Allocate the modules around the blocks, without weights.
 
         Embedding and output head share their storage if they are tied. max_positions: number of positions of the rotary
         tables; norm: the last one, None for a plain one; embedding_scale: factor of the embeddings alone.

@@ -1,7 +1,7 @@
 """Gemma 2 (Gemma Team, 2024).
 
-Layers with a sliding window alternate with layers without. Norms stand before and after every block, and multiply by 1
-plus the stored weight. Scores of attention and logits are soft-capped, and embeddings are scaled.
+Layers with a sliding window alternate with layers without. There are norms before and after every block; they multiply
+by 1 plus the stored weight. Scores of attention and logits are soft-capped, and embeddings are scaled.
 """
 
 import logging
@@ -34,7 +34,7 @@ class Gemma2Fields(ConfigFields, kw_only=True):
     attention_bias: bool = False
     """True if all projections of attention, the output's included, have biases."""
     query_pre_attn_scalar: Positive = 256
-    """Number whose inverse square root scales the scores, in place of the head size."""
+    """Attention scores are scaled by its inverse square root instead of the head size's."""
     attn_logit_softcapping: Positive | None = 50.0
     final_logit_softcapping: Positive | None = 30.0
     sliding_window: Count | None = 4096
@@ -60,7 +60,7 @@ def read_config(source: ConfigSource) -> ModelConfig:
 
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
-    """Allocate a model whose weights are not filled yet."""
+    """Allocate a model without weights."""
     if context.dtype == torch.float16:
         logger.warning("activations of Gemma 2 may exceed float16's range, and their requests fail; use bfloat16")
     blocks, norm = build_sandwich(config, context)

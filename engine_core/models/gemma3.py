@@ -1,8 +1,8 @@
 """Gemma 3 (Gemma Team, 2025), its text models.
 
 Most layers are local, with a sliding window and a rotary embedding of a small base; the others are global, with a large
-base that may be scaled. Norms stand before and after every block and over each query and key head, and multiply by 1
-plus the stored weight. Embeddings are scaled.
+base that may be scaled. There are norms before and after every block and over each query and key head; they multiply by
+1 plus the stored weight. Embeddings are scaled.
 """
 
 import logging
@@ -43,11 +43,11 @@ class Gemma3Fields(ConfigFields, kw_only=True):
     attention_bias: bool = False
     """True if all projections of attention, the output's included, have biases."""
     query_pre_attn_scalar: Positive = 256
-    """Number whose inverse square root scales the scores, in place of the head size."""
+    """Attention scores are scaled by its inverse square root instead of the head size's."""
     final_logit_softcapping: Positive | None = None
     sliding_window: Count | None = 4096
     sliding_window_pattern: Count = 6
-    """Number of layers of which the last is global, if there are no `layer_types`."""
+    """Every this many layers one is global, if there are no `layer_types`."""
     layer_types: list[str] | None = None
     rope_local_base_freq: Base | None = None
     """Base of the rotary embedding of local layers."""
@@ -77,7 +77,7 @@ def read_config(source: ConfigSource) -> ModelConfig:
 
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
-    """Allocate a model whose weights are not filled yet."""
+    """Allocate a model without weights."""
     if context.dtype == torch.float16:
         logger.warning("activations of Gemma 3 may exceed float16's range, and their requests fail; use bfloat16")
     blocks, norm = build_sandwich(config, context)

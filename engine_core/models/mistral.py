@@ -1,7 +1,7 @@
 """Mistral (Jiang et al., 2023), with the sliding window of version 0.1.
 
-Mistral Nemo, Mistral Small and Ministral 8B are included. It is Llama's decoder without biases, whose layers may all
-see a window of positions only.
+Mistral Nemo, Mistral Small and Ministral 8B are included. Llama's decoder without biases, optionally with
+sliding-window attention in all layers.
 """
 
 from typing import ClassVar
@@ -38,6 +38,6 @@ def read_config(source: ConfigSource) -> ModelConfig:
 
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
-    """Allocate a model whose weights are not filled yet."""
+    """Allocate a model without weights."""
     blocks = [PreNormBlock.build(config, layer, context) for layer in config.attention]
     return Decoder.build(config, max_positions, context, blocks)

@@ -110,7 +110,7 @@ class Olmo2Block:
 
     @classmethod
     def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Olmo2Block":
-        """Allocate a block whose weights are not filled yet.
+        """Allocate a block without weights.
 
         layer: the block's entry of `ModelConfig.attention`.
         """
@@ -149,6 +149,6 @@ class Olmo2Block:
 
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
-    """Allocate a model whose weights are not filled yet."""
+    """Allocate a model without weights."""
     blocks = [Olmo2Block.build(config, layer, context) for layer in config.attention]
     return Decoder.build(config, max_positions, context, blocks)

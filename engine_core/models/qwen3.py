@@ -41,6 +41,6 @@ def read_config(source: ConfigSource) -> ModelConfig:
 
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
-    """Allocate a model whose weights are not filled yet."""
+    """Allocate a model without weights."""
     blocks = [PreNormBlock.build(config, layer, context) for layer in config.attention]
     return Decoder.build(config, max_positions, context, blocks)

@@ -115,11 +115,11 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
 def build_model(
     config: ModelConfig, context: BuildContext, max_positions: int | None = None, checkpoint: Checkpoint | None = None
 ) -> Model:
-    """Allocate a model whose weights are not filled yet.
+    """Allocate a model without weights.
 
     max_positions: largest number of positions of a sequence, if below that of the config. checkpoint: the one that will
-    be loaded; if it holds an output head that differs from the embedding, the model is built untied whatever the config
-    says, as transformers does.
+    be loaded; if it holds an output head that differs from the embedding, the model is built untied regardless of the
+    config, as transformers does.
     """
     if checkpoint is not None and config.tie_embeddings:
         tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")

@@ -26,9 +26,9 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Beginnings of the names of text tensors, with those of the text model by itself.
+"""Prefixes of text tensors, mapped to the prefixes of the text model alone.
 
-Published folders have the first two; transformers writes the third since 4.52, and `lm_head` as it stands.
+Published folders have the first two; transformers writes the third since 4.52, and `lm_head` unchanged.
 """
 _OTHER_HALVES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 """Beginnings of the names of tensors of other halves, behind `model.` or not."""
@@ -37,8 +37,8 @@ _OTHER_HALVES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 def text_name(name: str) -> str | None:
     """Return the name that a tensor has in the text model by itself.
 
-    name: that in the multimodal checkpoint. None: the tensor belongs to another half. A name of neither is returned
-    as it stands.
+    name: that in the multimodal checkpoint. None: the tensor belongs to another half. Any other name is returned
+    unchanged.
     """
     if name.removeprefix("model.").startswith(_OTHER_HALVES):
         return None

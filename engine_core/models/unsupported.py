@@ -17,7 +17,7 @@ _ENCODER = re.compile(r"Bert|(?<!LMHead)Model$|ForMaskedLM$|Encoder")
 
 
 def describe(architecture: str, fields: Mapping[str, Any]) -> str:
-    """Return what kind of checkpoint this is, such as "multimodal".
+    """Return the kind of an unsupported checkpoint, such as "multimodal".
 
     fields: its config.json. Empty: no kind that is known not to be supported.
     """

@@ -1,4 +1,4 @@
-"""CUDA graphs of a step in a slot, the memory that they write to, and recorders."""
+"""CUDA graphs of steps, their output buffers, and graph recorders."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from tandem.engine_core.sampling.sampler import Mode
 
 
 class Graph(Protocol):
-    """A recorded call, which can be enqueued again over the same memory."""
+    """A recorded call that can be replayed over the same memory."""
 
     def replay(self) -> None:
-        """Enqueue all that the call enqueued, without running its Python."""
+        """Enqueue the recorded kernels, without running Python."""
 
 
 class GraphRecorder(Protocol):
-    """Capture of calls as graphs that share one memory pool."""
+    """Captures calls as graphs that share one memory pool."""
 
     def record(self, fn: Callable[[], Tensor | None]) -> tuple[Graph, Tensor | None]:
         """Capture a call; return its graph and its result.
@@ -51,10 +51,10 @@ class CudaGraphRecorder:
 
 @dataclass(frozen=True, slots=True)
 class SampleBuffers:
-    """Memory in which a forward pass leaves what sampling reads.
+    """Outputs of a forward pass that sampling reads.
 
-    These are P tokens, padding among them. The logits are those of all slots and graphs, because a step's are used up
-    before the next forward pass begins (I1).
+    There are P samples, including padding. The logits are shared by all slots and graphs, because a step's logits are
+    consumed before the next forward pass begins (I1).
     """
 
     rows: Tensor
@@ -65,29 +65,30 @@ class SampleBuffers:
     """[P, V]."""
 
     def first(self, count: int) -> "SampleBuffers":
-        """Return the first places, as views."""
+        """Return views of the first `count` samples."""
         return SampleBuffers(self.rows[:count], self.positions[:count], self.logits[:count])
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraphs:
-    """Graphs of a decode step, in which every row is a single token."""
+    """Graphs of a decode step, with a single token per row."""
 
     forward: Graph
-    """The forward pass of rows that are not long."""
+    """Forward pass for rows of at most `max_short_len` positions."""
     logits: Tensor
     """[bucket, V], written by every forward pass."""
     sampling: dict[Mode, Graph]
-    """Sampling of as many places in each mode, also after other forward passes; MASKED reads the slot's `allowed`."""
+    """Sampling of this number of rows by mode, also used after other forward passes; MASKED reads the slot's
+    `allowed`."""
     long_context_graph: Graph
-    """The forward pass that is quicker with long rows; `forward` itself where one graph serves rows of every length."""
+    """Forward pass that is faster with long rows; the same object as `forward` if one graph serves all lengths."""
     max_short_len: int
-    """Most positions of a row that is not long."""
+    """Largest number of positions of a row for which `forward` is faster."""
 
     def select(self, longest: int) -> Graph:
-        """Return the quicker graph for a step.
+        """Return the faster graph for a step.
 
-        Both serve rows of every length. longest: positions of the step's longest row.
+        Both are correct for rows of every length. longest: number of positions of the step's longest row.
         """
         return self.forward if longest <= self.max_short_len else self.long_context_graph
 
@@ -96,7 +97,7 @@ class DecodeGraphs:
 class MixedBuffers:
     """Outputs of steps with prompts, as long as the largest step.
 
-    One set is enough, because a step's outputs are used up before the next forward pass begins (I1).
+    One set is enough, because a step's outputs are consumed before the next forward pass begins (I1).
     """
 
     attended: Tensor
@@ -111,11 +112,11 @@ class MixedBuffers:
 
 @dataclass(frozen=True, slots=True)
 class MixedGraph:
-    """Graph of a step with prompts, held together with the buffers that it writes to."""
+    """Graph of a step with prompts, and the buffers that it writes to."""
 
     forward: Graph
     logits: Tensor
-    """[places, V], written by `forward`; more than the samples that the step can have."""
+    """[P, V], written by `forward`; P is the sample capacity, which may exceed the number of samples of a step."""
     buffers: MixedBuffers
-    """As long as the bucket: `hidden` holds the final states of all of its tokens."""
+    """Of the bucket's size; `hidden` holds the final states of all its tokens."""
     prompts: GraphPromptPlanner

@@ -52,11 +52,11 @@ class CudaForward:
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
-        """Return the most positions of rows that need no spare programs.
+        """Return the largest number of positions of a row that needs no spare programs.
 
-        A decode step of such rows is quicker without them. 0 for a number of rows that has none, and where each row has
-        several programs of its own: they combine their results in any case, and further ones that find no work cost
-        next to nothing.
+        A decode step of such rows is faster without them. 0 if this number of rows has no spare programs, and if each
+        row has several programs of its own: they combine their results in any case, and idle programs cost almost
+        nothing.
         """
         splits, spares = self._programs(rows)
         return reach_without_spares(splits) if splits == 1 and spares else 0

@@ -35,7 +35,7 @@ class CudaEvent:
 
 
 class SideStream:
-    """Context in which a stream beside the compute stream is current.
+    """Context in which a stream other than the compute stream is current.
 
     The compute stream is, before and afterwards. Entering and leaving it looks up less than `torch.cuda.stream` does.
     """

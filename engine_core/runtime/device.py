@@ -133,7 +133,7 @@ class Device(Protocol):
     """
 
     kind: Literal["cpu", "cuda"]
-    """What `--device` calls it."""
+    """Name of the device as in `--device`."""
     torch_device: torch.device
 
     def upload(self) -> AbstractContextManager[Any]:
@@ -328,7 +328,7 @@ def _cgroup_room() -> int:
 def read_gpu_traits() -> GpuTraits:
     """Read the traits of the current CUDA device, with its tile table.
 
-    Nothing else asks CUDA what kind of device it runs on. Raises ValueError if the table is malformed.
+    No other function queries the kind of CUDA device. Raises ValueError if the table is malformed.
     """
     found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return GpuTraits(

@@ -1,11 +1,11 @@
 """Steps as CUDA graphs.
 
 A slot's inputs have fixed addresses; the CPU only fills them and replays the graphs. A step takes the graph of the
-smallest bucket that it fits, or of a larger one that is faster: a library's products take longer for some sizes than
-for larger ones. What it leaves free is padding: row 0, position 0, page 0. Forward passes, as far as the logits, and
-modes of sampling are captured separately and replayed one after the other, so the number of graphs is a sum, not a
-product. Sampling is captured by the number of samples alone: every forward pass leaves rows, positions and logits in
-the same memory. All graphs share one memory pool: they run one at a time, in stream order (I1).
+smallest bucket that it fits, or of a larger one that is faster: some cuBLAS GEMMs are slower than larger ones. The rest
+of the bucket is padding: row 0, position 0, page 0. Forward passes, as far as the logits, and modes of sampling are
+captured separately and replayed one after the other, so the number of graphs is a sum, not a product. Sampling is
+captured by the number of samples alone: every forward pass leaves rows, positions and logits in the same memory. All
+graphs share one memory pool: they run one at a time, in stream order (I1).
 """
 
 from bisect import bisect_left
@@ -40,8 +40,8 @@ Head = Callable[[Tensor, Tensor, Tensor, Tensor, SampleBuffers], Tensor]
 """End of a step with prompts: (hidden [T, hidden], rows [T] int32, positions [T] int32, index [P] int32, buffers of P
 samples) -> logits [P, V]."""
 MAX_PROMPTS = 64
-"""Most rows of several tokens that a graph has room for; a step with more runs eagerly. FlashInfer plans for each of
-them, used or not."""
+"""Maximum number of rows of several tokens in a graph; a step with more runs eagerly. FlashInfer plans all of them,
+including unused ones."""
 
 
 class StepGraphs:
@@ -57,9 +57,9 @@ class StepGraphs:
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
-        rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured beside each token
-        count of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates:
-        per slot, of the tables before a step of any size.
+        rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured for each token count
+        of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates: per
+        slot, of the tables before a step of any size.
         """
         self.rows = rows
         self.shapes = shapes
@@ -124,9 +124,8 @@ def max_samples(bucket: GraphBucket, rows: Sequence[int], max_rows: int) -> int:
 
 
 def _is_sampled(row: ScheduledSequence) -> bool:
-    """Return True if a row of a single token is sampled from and not scored.
-
-    A decode step's graph serves no other rows.
+    """Return True if the graph of a decode step serves a row of a single token: it is sampled, without prompt
+    log-probabilities.
     """
     return row.samples and not row.prompt_logprob_ids
 
@@ -141,11 +140,11 @@ def capture_updates(
 ) -> list[Graph]:
     """Capture the updates of tables of every slot.
 
-    update: writes those of a step, from where they are in its inputs and these inputs.
+    update: writes a step's updates, given their locations in the inputs, and the inputs.
     """
     graphs: list[Graph] = []
     for slot in slots:
-        # Those that an earlier step has left would be looked for in inputs that are not its own any more.
+        # Locations left by an earlier step would point into inputs that have been overwritten.
         slot.device_locations.zero_()
         run = partial(update, slot.device_locations, slot.device_inputs)
         run()
@@ -168,8 +167,8 @@ def capture_decode(
 
     The largest bucket is captured first, so that the smaller ones reuse its memory. Every path runs once before it is
     captured, which compiles its kernels and allocates its scratch memory. The inputs are padding meanwhile. logits: of
-    all graphs, [P, V]; max_short_len: tells most positions of a bucket's rows that are not long, 0 where long ones cost
-    the others nothing and need no graph of their own; progress: called with a percentage.
+    all graphs, [P, V]; max_short_len: returns the largest length of a bucket's short rows, 0 if long rows need no graph
+    of their own; progress: called with a percentage.
     """
     steps: list[dict[int, DecodeGraphs]] = [{} for _ in slots]
     for done, bucket in enumerate(reversed(buckets)):

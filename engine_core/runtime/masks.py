@@ -1,4 +1,4 @@
-"""Masks of constrained rows, as the runtime asks for them."""
+"""Masks of constrained rows: their indices, and the interface that computes them."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -12,35 +12,35 @@ _IN_ORDER = ("indexed", 0)
 
 
 class MaskFiller(Protocol):
-    """Computation of masks from the constraints that its own package makes."""
+    """Computes masks from constraints."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
         """Return memory for masks or for ids, [rows, words] int32, zeroed.
 
-        None if any will do.
+        None if any memory is suitable.
         """
 
     def begin(self, masks: IndexedMasks, out: Ints) -> None:
-        """Begin with masks that `fill` is probably called for next.
+        """Start computing masks that `fill` will probably be called for next.
 
-        That is of use where others than the calling thread compute them. Those that `fill` is not called for are
-        overwritten by the caller.
+        This is useful if other processes compute them. Masks that `fill` is not called for are overwritten by the
+        caller.
         """
 
     def fill(self, masks: IndexedMasks, out: Ints) -> None:
         """Write the tokens that each constraint allows into its row of `out`.
 
-        masks: the very object that `begin` got, if they are the same, so that nothing has to be compared; out: [rows,
-        ceil(V / 32)] int32, contiguous, of `allocate` if that gave any; bit i % 32 of word i // 32 stands for token i.
-        Bits beyond the vocabulary do not matter.
+        masks: the same object that was passed to `begin` if they are equal, so that nothing has to be compared; out:
+        [rows, ceil(V / 32)] int32, contiguous, returned by `allocate` unless it returned None; bit i % 32 of word i //
+        32 is token i. Bits beyond the vocabulary do not matter.
         """
 
 
 def mask_indices(plan: StepPlan) -> dict[int, int]:
     """Return the index of the mask of each constrained row that samples.
 
-    The keys are the rows' numbers in the device's tables, the indices those in the slot's masks on the host, in the
-    plan's order. On the device the mask that allows everything comes first, so that indices there are larger by one.
+    Keys are row numbers of the device's tables; values are indices into the slot's masks on the host, in the plan's
+    order. On the device index 0 is the mask that allows everything, so that indices are larger by one.
     """
     return {row: index for index, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}
 

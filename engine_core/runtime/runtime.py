@@ -37,7 +37,7 @@ CONTINUOUS_SECONDS = 0.02
 class TorchRuntime:
     """Implement `contracts.Runtime` for one model on one device.
 
-    It has as many slots as the pipeline is deep.
+    The number of slots is the depth of the pipeline.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TorchRuntime:
             self.device.release_unused()
             enqueued = self._enqueue(slot, s.packed, s.bucket)
         if not enqueued:
-            # What was enqueued reads the slot's pinned memory, which the next step overwrites.
+            # Enqueued work reads the slot's pinned memory, which the next step overwrites.
             self.device.synchronize()
             s.plan = s.packed = s.logits = None
             raise DeviceMemoryError(
@@ -118,7 +118,7 @@ class TorchRuntime:
         inputs = s.device_inputs[: packed.total]
         try:
             with self.device.upload():
-                # Beside the step before, which reads none of this: it is in another slot.
+                # Concurrently with the previous step, which reads none of this: it is in another slot.
                 words = HEAD_WORDS + packed.total
                 s.device_memory[:words].copy_(s.host_memory[:words], non_blocking=True)
                 if bucket is not None and bucket.num_prefill_tokens:
@@ -174,7 +174,7 @@ class TorchRuntime:
             # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
             records, index = _record_view(s.records, 0, count, s.plan), field(s.device_inputs, s.packed, "record_index")
             self.scorer.run(s.logits[:count], s.sampled[:count], s.plan.logprobs, records, index)
-        # A step of chunks alone has no tokens, but its end must be awaited like that of any other step (I6).
+        # A step of chunks only has no tokens, but its end must be awaited too (I6).
         if self.clock is not None:
             # Before the event that the copy waits for: once the results are here, this mark has been reached too.
             self.clock.end(s.plan.step_id)
@@ -313,7 +313,7 @@ class TorchRuntime:
             s.masks_view[[indices[row] for row in unused]] = -1
         in_order = len(indices) == len(allowed)
         with self.device.copy():
-            # Beside the forward pass that the compute stream runs: nothing there reads the masks before the wait.
+            # Concurrently with the forward pass on the compute stream: nothing there reads the masks before the wait.
             copied = allowed if in_order else s.device_masks[1 : 1 + len(indices)]
             copied.copy_(s.host_masks[: len(indices)], non_blocking=True)
             s.masks_done.record()
@@ -329,7 +329,7 @@ class TorchRuntime:
 def _num_record_words(plan: StepPlan) -> int:
     """Return the number of words of a step's log-probabilities.
 
-    Their layout is that of `StepLogprobs`.
+    The layout is described in `StepLogprobs`.
     """
     records = sum([row.samples + len(row.prompt_logprob_ids) // 4 for row in plan.rows])
     return records * (1 + 2 * plan.logprobs)

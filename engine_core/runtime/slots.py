@@ -49,7 +49,7 @@ class StepSlot:
     device_inputs: Tensor
     """[capacity], view of the copy of the inputs."""
     host_masks: Tensor
-    """[max_rows, words] int32, pinned: bits of allowed ids, by place (`mask_indices`)."""
+    """[max_rows, words] int32, pinned: bits of allowed ids, by index (`mask_indices`)."""
     masks_view: NDArray[np.int32]
     """View of `host_masks`, for writing."""
     device_masks: Tensor
@@ -91,7 +91,7 @@ class StepSlot:
     graphs: DecodeGraphs | None = None
     """Graphs that the step is replayed from, if it is a decode step that fits one; None otherwise."""
     mask_indices: dict[int, int] = field(default_factory=dict)
-    """Place of each row's mask, as of `masks.mask_indices`."""
+    """Index of each row's mask (`masks.mask_indices`)."""
     num_in_order: int = 0
     """Number of elements that `masked` is known to begin with 1, 2, 3 and so on."""
     sampling: dict[Mode, Graph] | None = None

@@ -4,7 +4,7 @@ A single copy takes everything to the device. The fields follow one another, eac
 travel as their bits, int64 fields are 8-byte aligned.
 
 Always there, in this order:
-    token_rows, positions [T]: every token's row and position, -1 for that of the row's newest token, which the device
+    token_rows, positions [T]: row and position of every token; position -1 is the row's newest token, which the device
         knows. Without a bucket the tokens are in the plan's order. With one they are where its graph reads them, and T
         is the bucket's size, padded with row 0, position 0.
     sample_index [S]: indices of the samples among the T tokens. In a bucket with prompts -1 pads it to the graph's
@@ -38,7 +38,7 @@ from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SAMPLING_
 Ints = NDArray[np.int32]
 
 NEWEST = -1
-"""Position that stands for that of the row's newest token."""
+"""Placeholder for the position of the row's newest token."""
 MAX_END_IDS = 32
 """End ids that one model may have."""
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_END_IDS
@@ -152,7 +152,7 @@ def pack(
 
 
 def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packed:
-    """Pack the tokens of a step in which every row is one sampled token.
+    """Pack the tokens of a step with one sampled token per row.
 
     Rows, tokens and samples are the same there.
     """

@@ -30,7 +30,7 @@ class DeviceTables:
         self.sampling = sampling
         """Tables that sampling reads, the tokens among them."""
         self.needs = np.zeros(len(sampling.tokens), dtype=np.uint8)
-        """[rows] on the host: the bits of what sampling each row needs, as `needs_of` returns them."""
+        """[rows] on the host: bits of the sampling features that each row needs, as returned by `needs_of`."""
         self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
         """[rows] on the host: length of each row from which it suppresses no ids."""
         self.needs_logprobs = np.zeros(len(sampling.tokens), dtype=bool)
@@ -62,7 +62,7 @@ class DeviceTables:
         return self.sampling.tokens
 
     def note(self, admitted: tuple[NewSequence, ...]) -> None:
-        """Record on the host what sampling the admitted rows need."""
+        """Record on the host which sampling features the admitted rows need."""
         for a in admitted:
             self.needs[a.row] = needs_of(a.params)
             self.free_lens[a.row] = a.prompt_len + a.params.min_tokens

@@ -97,8 +97,8 @@ class PageGate:
     def _reserve(self) -> int:
         """Return the number of pages to keep free.
 
-        It is 0 if no holder can grow, so that any sequence gets its turn. The holders are counted anew only if one of
-        them got pages or left since, so that a burst of admissions counts them once.
+        It is 0 if no holder can grow, so that any sequence gets its turn. The holders are counted again only if one of
+        them got pages or left, so that a burst of admissions counts them once.
         """
         pages = self.memory.pages
         if self._counted_at != pages.num_allocated:

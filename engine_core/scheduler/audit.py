@@ -1,4 +1,4 @@
-"""Comparison of what the host counts with the lengths that the device knows (I9)."""
+"""Compare the host's bounds with the lengths on the device (I9)."""
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
@@ -7,7 +7,7 @@ from tandem.engine_core.sequence import Sequence
 
 
 def audit_lengths(sequences: Iterable[Sequence], lengths: Items[int], unsampled: Collection[int] = ()) -> list[str]:
-    """Return the sequences whose counts do not bracket the device's, a line each.
+    """Return one line for each sequence with bounds that do not contain the device's length.
 
     sequences: all that have a row; lengths: the device's, by row, after everything enqueued; unsampled: ids of the
     sequences that a launched step is yet to sample.

@@ -27,9 +27,9 @@ class SchedulerUpdates(Struct):
     ended: list[Sequence] = field(default_factory=list)
     """Sequences that got their outcome, each exactly once (I8)."""
     num_zombies: int = 0
-    """Rows of committed steps whose sequence had already ended."""
+    """Committed rows of sequences that had already ended."""
     first_tokens: list[Sequence] = field(default_factory=list)
-    """Sequences whose first token came with a committed step."""
+    """Sequences that got their first token."""
 
     @property
     def num_tokens(self) -> int:
@@ -194,9 +194,9 @@ def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finish
 def _append_forced(
     seq: Sequence, constraint: Constraint, tokens: list[int], updates: SchedulerUpdates
 ) -> Finished | Failure | None:
-    """Append forced tokens without end ids, at most as many as the sequence may have.
+    """Append forced tokens without end ids, up to the sequence's maximum length.
 
-    The effect is that of `append_tokens`, which looks at each of them.
+    The effect equals `append_tokens`, which checks each token.
     """
     if not constraint.accept_forced(tokens):
         return _grammar_error(seq, constraint)
@@ -208,7 +208,7 @@ def _append_forced(
 
 
 def _grammar_error(seq: Sequence, constraint: Constraint) -> Failure:
-    """Return the outcome of a sequence whose grammar rejected its newest token.
+    """Return the outcome of a sequence after its grammar rejected the newest token.
 
     The mask excludes such a token, so the grammar is too complex to be followed further, or it allows nothing but what
     `min_tokens` forbids.

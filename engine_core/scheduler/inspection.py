@@ -53,7 +53,7 @@ def inspect(
 
 
 def copy_gauges(scheduler: Scheduler, stats: EngineStats, now: float) -> None:
-    """Copy what metrics show as gauges into the stats; now: seconds."""
+    """Copy the gauges into the stats; now: seconds."""
     memory = scheduler.memory
     usage = memory.usage
     stats.running = len(scheduler.running)
@@ -69,7 +69,7 @@ def copy_gauges(scheduler: Scheduler, stats: EngineStats, now: float) -> None:
 def oldest_wait(scheduler: Scheduler, now: float) -> float:
     """Return the longest wait in the queue, in seconds; 0 if the queue is empty.
 
-    Sequences whose grammar is being compiled count as waiting.
+    Sequences with a grammar in compilation count as waiting.
     """
     firsts = (scheduler.waiting.longest_waiting, next(iter(scheduler.compiling.values()), None))
     return max([0.0, *(now - seq.queued_at for seq in firsts if seq is not None)])

@@ -1,4 +1,4 @@
-"""The share of each frontend in a step's log-probabilities."""
+"""Distribute a step's log-probabilities to the frontends."""
 
 from collections.abc import Sequence as Items
 
@@ -26,8 +26,8 @@ def add_logprobs(
     """Add the log-probabilities that each sequence asked for to its client's delta.
 
     Called after the step's tokens were appended: sampled tokens that their sequence did not take (rejected by a
-    grammar, or after an end) get none. Prompt tokens below `reported_len` were scored before a preemption and are not
-    reported twice.
+    grammar, or after an end) get none. Log-probabilities of prompt tokens below `reported_len` were sent before a
+    preemption and are not sent again.
 
     sequences: the sequence of each row, None where it had ended before this step's results.
     """
@@ -53,7 +53,7 @@ def _add(
 ) -> None:
     """Add `count` of the step's records, from `first` on, to a delta.
 
-    The records are those of the tokens from position `start` on.
+    The records belong to the tokens from position `start` on.
     """
     delta = deltas.setdefault(seq.client, TokenDelta([], []))
     delta.logprobs.append(TokenLogprobs(seq.request_id, start, top, _cut(logprobs, first, count, top)))

@@ -1,14 +1,14 @@
-"""Planning of a step: who computes how many positions, and with which pages.
+"""Plan a step: the positions of each row, and their pages.
 
-There are three ways, of which the cheapest that applies is taken; each gives the rows that the last would give:
+There are three paths. The cheapest applicable one is used; all give the same rows as the last:
 
 1. `_plan_steady`: all sequences are in steady decode. Each computes one position, so there is nothing to choose.
 2. `_plan_mixed`: some are not, the policy puts decoding rows first, and the step has room for them. Those in
    steady decode are planned as in 1, and the policy chooses among the others.
 3. `plan_general`: the policy chooses among all.
 
-What is chosen gets its limits (`_budget`: positions, and time by `time_budget.py`), positions by the policy
-(`policy.py`), pages (`preemption.py`), and then its rows (`step_rows.py`).
+The stages are limits (`_budget`: positions, and time by `time_budget.py`), positions by the policy (`policy.py`), pages
+(`preemption.py`), and rows (`step_rows.py`).
 """
 
 from collections.abc import Callable, Collection
@@ -50,7 +50,7 @@ class SchedulerLimits(Struct, frozen=True):
     static: bool = False
     """True for static batching: a batch runs to its end before the next is admitted."""
     max_itl: float | None = None
-    """Milliseconds that a step in which rows decode may take; None: see `time_budget`."""
+    """Maximum milliseconds of a step with decode rows; None: see `time_budget`."""
 
 
 def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) -> None:
@@ -71,9 +71,9 @@ def limit_uploads(candidates: Items[Sequence], lengths: list[int], budget: int) 
 class Planner:
     """Build plans over the running sequences.
 
-    Length limits are foreseen, since samples in flight count. An end-of-sequence token is not: its sequence may have
-    one more row in flight, and is a zombie until that is committed. The loops are written out for speed, as they run
-    for every row of every step.
+    Length limits are known in advance, since samples in flight count. End-of-sequence tokens are not: such a sequence
+    may have one more row in flight, and is a zombie until that row is committed. The loops are written out for speed,
+    as they run for every row of every step.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Planner:
         return self.plan_general(step_id, running, held)
 
     def _plan_steady(self, step_id: int, sequences: Items[Sequence], running: RunningSequences) -> StepPlan | None:
-        """Return a step of sequences in steady decode, perhaps of no rows.
+        """Return a step of sequences in steady decode; it may be empty.
 
         None if a page is missing. Nothing has to be chosen in such a step: each sequence has one position pending, at
         `num_scheduled_tokens`, and the budget serves all. Rows come in the order of the sequences, as in the next step:
-        what follows from the masks of a step is kept for those that have the same.
+        values derived from a step's masks are cached for steps with equal masks.
         """
         constrained = bool(running.constrained)
         rows = build_steady_rows_some_constrained(sequences) if constrained else build_steady_rows(sequences)
@@ -224,7 +224,7 @@ class Planner:
     ) -> tuple[list[Sequence], list[int]]:
         """Return the sequences that could compute, and the positions of each.
 
-        rows, context: number of the rows that decode besides, and of the positions that they attend to.
+        rows, context: number of steady rows in the same step, and of the positions that they attend to.
         """
         self._reserver.out_of_pages = False
         while True:
@@ -240,8 +240,8 @@ class Planner:
             self._reserver.reserve(candidates, lengths, running, held)
             if any(lengths) or not any(chosen):
                 return candidates, lengths
-            # No sequence that the policy prefers found a page. The other sequences must not wait for those, because
-            # pages come back only from steps that are launched.
+            # None of the sequences that the policy prefers got a page. The others must not wait for them, because only
+            # launched steps return pages.
             candidates = [
                 seq for seq, length in zip(candidates, chosen, strict=True) if not length and seq.id in running
             ]
@@ -249,7 +249,7 @@ class Planner:
     def _budget(self, candidates: list[Sequence], pending: Items[int], beside: int, context: int) -> Budget:
         """Return the limits of a step.
 
-        pending: positions that each candidate could compute; beside, context: number of the rows that decode besides,
+        pending: positions that each candidate could compute; beside, context: number of steady rows in the same step,
         and of the positions that they attend to.
         """
         limits, prompt_tokens = self.limits, 0

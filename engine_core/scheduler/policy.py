@@ -1,9 +1,9 @@
 """Scheduling policies, as pure functions of numbers.
 
-A policy says how many positions each row computes in the next step.
+A policy decides how many positions each row computes in the next step.
 
-What prompts may take of a step is limited (`Budget`), so that no stream waits long for them. Of that, the first prompt
-in the policy's order gets at least three quarters, because prompts that share a step evenly all finish late. The
+The positions of prompts in a step are limited (`Budget`), so that no stream waits long for them. The first prompt in
+the policy's order gets at least three quarters of them, because prompts that share a step evenly all finish late. The
 shortest of the others get up to a quarter (the shortest remaining time first, as in Schrage, 1968): a prompt that fits
 the quarter, and that no shorter one fills, is in the next step however long the first one is. Prompts of different
 priority never share in this way.
@@ -39,7 +39,7 @@ class Budget(Struct, frozen=True):
     prompt_tokens: int = 0
     """Largest number of positions of all prompts together; 0: limited by `tokens` alone. Whole prompts ignore it."""
     others_decode: bool = False
-    """True if rows decode in the step of which the policy is told nothing."""
+    """True if the step also has decode rows that the policy does not see."""
 
 
 class RowDemand(Struct, frozen=True):
@@ -92,14 +92,14 @@ class StepDraft:
     def serve_prompts(self, prompts: Sequence[int]) -> None:
         """Give the first prompt three quarters of the room for prompts.
 
-        The shortest others get a quarter, and what is left goes to all in order.
+        The shortest others get a quarter, and the remainder goes to all in order.
 
-        Prompts that run whole, or a single one in each step, are served in order.
+        If prompts run whole or one per step, they are served in order.
         """
         waiting = [index for index in prompts if not self.lengths[index]]
         if self.chunk and len(waiting) > 1 and self.prompts_left > 1:
             share = self.prompt_room // 4
-            self.prompts_left -= 1  # That of the first.
+            self.prompts_left -= 1  # Reserved for the first prompt.
             for index in sorted(waiting[1:], key=self.demand.pending.__getitem__):
                 if not share:
                     break
@@ -110,7 +110,7 @@ class StepDraft:
     def _extend(self, index: int, limit: int) -> int:
         """Give a prompt up to `limit` further positions; return their number.
 
-        It gets all that it lacks or nothing if prompts run whole.
+        It gets all remaining positions or none if prompts run whole.
         """
         served, room = self.lengths[index], self.prompt_room
         wanted = self.demand.pending[index] - served
@@ -152,7 +152,7 @@ def fcfs(step: StepDraft) -> None:
 def prefill_first(step: StepDraft) -> None:
     """Serve prompts, so that first tokens come early.
 
-    Decoding rows take what is left.
+    Decoding rows get the remaining positions.
     """
     step.serve_prompts(step.prompts)
     step.serve(step.decoding)
@@ -183,7 +183,7 @@ def decode_round_robin(step: StepDraft) -> None:
 def by_priority(step: StepDraft) -> None:
     """Serve the highest priority first, whether prompt or decoding.
 
-    Among equals the order is that of `fcfs`.
+    Equal priorities are served as in `fcfs`.
     """
     priority = step.demand.priority
     order = sorted((*step.decoding, *step.prompts), key=lambda index: -priority[index])
@@ -205,7 +205,7 @@ POLICIES: dict[Policy, PolicyRule] = {
 def choose_rows(policy: PolicyRule, demand: RowDemand, budget: Budget) -> list[int]:
     """Return the number of positions that each row computes.
 
-    The list is in the order of the rows; 0 for a row without a place in the step.
+    The list is in the order of the rows; 0 for a row that the step leaves out.
     """
     pending = demand.pending
     if pending and len(pending) <= budget.tokens and min(pending) == max(pending) == 1:

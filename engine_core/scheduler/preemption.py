@@ -72,7 +72,7 @@ class PageReserver:
                     lengths[index] = 0
 
     def _grow(self, seq: Sequence, length: int) -> int:
-        """Reserve pages for the next `length` positions, or for as many as possible.
+        """Reserve pages for the next `length` positions, or fewer if the pool has too few.
 
         Return their number.
         """
@@ -83,7 +83,7 @@ class PageReserver:
 class Reclaim:
     """Pages that a step can count on when the pool has too few.
 
-    These are the pages that steps in flight give back, and those of sequences that could be preempted.
+    These are the pages that steps in flight release, and the pages of sequences that could be preempted.
     """
 
     def __init__(self, memory: KVManager, running: dict[int, Sequence], held: Iterable[Sequence]) -> None:
@@ -103,7 +103,7 @@ class Reclaim:
     def add(self, seq: Sequence) -> None:
         """Count the pages that a leaving sequence gives back.
 
-        Its own pages come back, and the shared ones of which it was the last reader.
+        Its own pages are released, and shared pages without another reader.
         """
         self.reclaimable += self.memory.num_released(seq, self._leaving)
         for node in seq.cache.nodes:

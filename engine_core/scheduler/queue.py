@@ -108,7 +108,7 @@ class WaitingQueue:
         return self._members[self._by_queued_at[0][1]] if self._by_queued_at else None
 
     def push(self, seq: Sequence) -> None:
-        """Insert a sequence at its place in the order."""
+        """Insert a sequence in order."""
         self._members[seq.id] = seq
         insort(self._order, self._key(seq))
         insort(self._by_queued_at, (seq.queued_at, seq.id))

@@ -32,7 +32,7 @@ class QueuedPrompts:
             self._sampled.append((step_id, seq_id))
 
     def on_commit(self, step_id: int) -> list[int]:
-        """Remove the prompts whose first token the committed step has brought.
+        """Remove the prompts that got their first token in the committed step.
 
         Return their sequences, without those that have ended.
         """

@@ -24,7 +24,7 @@ from tandem.protocol.events import Failure, Finished
 
 
 class Scheduler:
-    """Continuous batching, or static batching if the limits say so.
+    """Continuous batching, or static batching if `limits.static` is set.
 
     Life of a sequence: `add` (-> compiling -> `set_constraint`) -> waiting -> `admit_waiting` -> running -> rows in
     steps (`plan_step`, `on_launch`, `commit`) -> an outcome -> leases closed once no step in flight holds it (I4).
@@ -45,7 +45,7 @@ class Scheduler:
         self.memory = memory
         self.limits = limits
         self.compiling: dict[int, Sequence] = {}
-        """Accepted sequences whose grammar is being compiled; they block no other."""
+        """Accepted sequences that wait for the compilation of their grammar; they block no other."""
         self.waiting = WaitingQueue(policy == "priority")
         self.queued = QueuedPrompts()
         self.updates = SchedulerUpdates()
@@ -55,7 +55,7 @@ class Scheduler:
         self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
-        """Sequences whose leases are open, zombies included, by id."""
+        """Sequences with open leases, including zombies, by id."""
         self._preempting: list[Sequence] = []
         """Preempted sequences that a step in flight still holds."""
         self._masks = StepMasks(self._held)
@@ -105,7 +105,7 @@ class Scheduler:
             self.waiting.push(seq)
 
     def set_constraint(self, seq_id: int, result: Constraint | RequestError) -> None:
-        """Queue a sequence whose grammar was compiled, or end it if that failed.
+        """Queue a sequence after the compilation of its grammar, or end it if that failed.
 
         A sequence that has ended is ignored.
         """
@@ -122,8 +122,8 @@ class Scheduler:
     def admit_waiting(self) -> list[Sequence]:
         """Move sequences from the queue to running while every gate accepts them.
 
-        Return those moved, in the order of the queue. A sequence with a grammar takes at once what the grammar forces
-        at its beginning, which may end it: call again until nothing is moved.
+        Return those moved, in the order of the queue. The tokens that a grammar forces at the beginning of a sequence
+        are appended at once, which may end it: call again until nothing is moved.
         """
         if not self.rows.free or (self.running and self.planner.out_of_pages) or (self.limits.static and self._held):
             return []
@@ -136,7 +136,7 @@ class Scheduler:
         return moved
 
     def _begin_constrained(self, seq: Sequence) -> None:
-        """Append what the grammar forces at the beginning of a sequence, as output."""
+        """Append the tokens that the grammar forces at the beginning of a sequence, as output."""
         before = len(seq.tokens)
         self._apply_forced_tokens(seq)
         if len(seq.tokens) > before:
@@ -191,7 +191,7 @@ class Scheduler:
         Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
         the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
 
-        advanced: rows whose constraint needs nothing any more for this step's token, as of `GrammarAdvancer.finish`.
+        advanced: rows whose constraint has already accepted this step's token (`GrammarAdvancer.finish`).
         """
         held = self._held
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
@@ -236,8 +236,8 @@ class Scheduler:
     ) -> None:
         """Commit one token for each of the rows that sample.
 
-        The effect is that of `_commit_run`. The loop is written out for speed: a call of `append_tokens` for each row
-        makes a tick of 256 rows 7 % longer, one of `Constraint.accept` more.
+        The effect equals `_commit_run`. The loop is written out for speed: a call of `append_tokens` for each row makes
+        a tick of 256 rows 7 % longer, one of `Constraint.accept` more.
         """
         held = self._held
         client, delta = None, TokenDelta([], [])
@@ -275,7 +275,7 @@ class Scheduler:
             self._release(seq)
 
     def _apply_forced_tokens(self, seq: Sequence, is_advanced: bool = False) -> None:
-        """Append what the grammar forces, which may end the sequence."""
+        """Append the tokens that the grammar forces, which may end the sequence."""
         known = len(seq.tokens)
         outcome = None if is_advanced else jump_forward(seq, self.updates, self._running.min_jump)
         if len(seq.tokens) > known:
@@ -286,7 +286,7 @@ class Scheduler:
             self._leave_steady_decode(seq)
 
     def _leave_steady_decode(self, seq: Sequence) -> None:
-        """Have the planner look at what a sequence needs for its next row."""
+        """Have the planner check what a sequence needs for its next row."""
         seq.in_steady_decode = False
         if seq.id in self.running:
             self._running.unsteady.add(seq.id)

@@ -53,7 +53,7 @@ def num_pairs(start: int, length: int) -> int:
 
 
 def max_qk_pairs(prompts: Iterable[tuple[int, int]], tokens: int) -> int:
-    """Return the most pairs that a step's prompts can have in all.
+    """Return the largest total number of pairs that a step's prompts can have.
 
     It bounds every division of positions among them; for one prompt it is exact, for prompts of like lengths close.
 
@@ -79,13 +79,13 @@ class AttentionShare(Struct, frozen=True):
     """Attention's part of a step's work by arithmetic, to begin with."""
 
     context: float = 0.0
-    """Bytes of one position's keys and values over those of the weights."""
+    """Bytes of one position's keys and values, relative to the bytes of the weights."""
     pairs: float = 0.0
-    """Operations of one pair over those of the products of one position."""
+    """FLOPs of one pair, relative to the GEMM FLOPs of one position."""
 
 
 class StepCosts:
-    """Table of the durations of steps without context, and what context adds.
+    """Table of the durations of steps without context, and the cost of context.
 
     A step is expected to take `a * table(rows, tokens) + b * context + c * pairs`, where steps with prompts have an `a`
     of their own: they run other kernels, and the table's are measured without prompts to attend to. The four factors
@@ -125,10 +125,7 @@ class StepCosts:
 
     @property
     def mixed_token_sizes(self) -> tuple[int, ...]:
-        """Token counts that the table holds beside rows, ascending.
-
-        They are those of `token_sizes` if it combines none.
-        """
+        """Token counts in the table for steps with decode rows, ascending; `token_sizes` if there are none."""
         return tuple(self._mixed_tokens)
 
     def milliseconds(self, work: StepWork) -> float:
@@ -158,7 +155,7 @@ class StepCosts:
             [entry - gain[i] * spread[j] + (i == j) * (DRIFT * FIRST_DEVIATION[i]) ** 2 for j, entry in enumerate(row)]
             for i, row in enumerate(self._covariance)
         ]
-        # A factor that no step tells anything about does not become arbitrary.
+        # A factor that no step measures must not become arbitrary.
         limit = [min(1.0, first / sqrt(walked[i][i])) for i, first in enumerate(FIRST_DEVIATION)]
         self._covariance = [
             [entry * limit[i] * limit[j] for j, entry in enumerate(row)] for i, row in enumerate(walked)

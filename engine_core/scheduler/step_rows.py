@@ -1,4 +1,4 @@
-"""Rows of a step, with what the device must be told of each sequence."""
+"""Build the per-sequence rows of a `StepPlan`."""
 
 from collections.abc import Sequence as Items
 
@@ -10,7 +10,7 @@ from tandem.engine_core.sequence import Sequence
 def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequence:
     """Return the row with the next `length` positions of a sequence.
 
-    It brings everything that the device needs for them and lacks.
+    It contains everything that the device needs for them and does not have yet.
     """
     start = seq.num_scheduled_tokens
     end = start + length
@@ -36,8 +36,8 @@ def insert_paged_rows(
 ) -> tuple[ScheduledSequence, ...]:
     """Insert the rows of steady sequences that were given a page.
 
-    Return the inserted ones. rows: those of sequences that needed none, in the order of all; others: the index of each
-    other one among all. Those whose positions are all computed get no row.
+    Return the inserted rows. rows: rows of the sequences that needed no page, in order; others: the other sequences,
+    with their indices in the order of all. Sequences without positions to compute get no row.
     """
     paged, num_complete = [], 0
     for index, seq in others:
@@ -77,7 +77,7 @@ def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[Schedul
 
 
 def new_sequence(seq: Sequence) -> NewSequence:
-    """Return the facts about a sequence that the device needs before its first row."""
+    """Return the per-sequence data that the device needs before the first row."""
     return NewSequence(
         seq.id,
         seq.row,

@@ -1,4 +1,4 @@
-"""Time that a step with prompts may take, and the positions that fit it."""
+"""Time limit of a step with prompts, and the positions that fit it."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,27 +6,27 @@ from collections.abc import Sequence
 from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, max_qk_pairs
 
 MIN_STEP_MS, DECODE_STEP_RATIO = 5.0, 2.5
-"""Milliseconds that a step in which rows decode may always take, and how often what a decode step of all rows takes,
-those of prompts among them; `--max-itl` replaces both."""
+"""Limit of a step with decode rows: the larger of these milliseconds, and this multiple of a decode step of all
+rows, including the prompts' rows. `--max-itl` replaces both."""
 MAX_STRETCH = 1.25
-"""How much longer such a step may take at most while many of the rows wait for their prompts; not with `--max-itl`."""
+"""Maximum factor by which the limit grows while many of the rows wait for their prompts; not with `--max-itl`."""
 EFFICIENT_MS, MAX_POSITION_COST = 40.0, 1.3
 """Milliseconds up to which a step may exceed that limit to use the device better, and the cost of a prompt position
 relative to the cheapest below which a larger step is not worth the wait; not with `--max-itl`."""
 IDLE_MS, IDLE_STEP_RATIO = 100.0, 5.0
-"""Milliseconds that a step in which no row decodes may always take, since a request that arrives waits for two of them
-at most, and how often what a single position takes: a slow device would otherwise compute prompts one by one."""
+"""Limit of a step without decode rows: the larger of these milliseconds, as a new request waits for at most two such
+steps, and this multiple of a step of one position: a slow device would otherwise compute prompts one by one."""
 
 
 def allowed_milliseconds(costs: StepCosts, rows: int, context: int, prompts: int, max_itl: float | None) -> float:
-    """Return how long a step with prompts may be expected to take.
+    """Return the limit on the expected duration of a step with prompts, in milliseconds.
 
     The prompts' rows count as if they decoded too: with fewer decoding rows steps would be shorter, prompts would wait
     longer, still fewer rows would decode, and an engine under full load would stay half empty. The limit grows with the
     prompts' share besides, as a prompt that waits costs its stream more than a longer step costs the others.
 
     rows, context: number of the rows that decode, and of the positions that they attend to; prompts: their number;
-    max_itl: milliseconds of a step in which rows decode, in place of all that.
+    max_itl: `--max-itl` in milliseconds, which replaces the limit of steps with decode rows.
     """
     if not rows:
         return max(IDLE_MS, IDLE_STEP_RATIO * costs.milliseconds(StepWork(1, 0)))
@@ -41,9 +41,9 @@ def fitting_tokens(
 ) -> int:
     """Return the number of prompt positions that a step may compute.
 
-    It is the largest size of the table that `allowed_milliseconds` admits, and at least the smallest, so that prompts
-    always advance. Where that leaves much of the device unused, it is a larger one: the smallest size for which a
-    position costs at most `MAX_POSITION_COST` times what it costs at the best size of up to `EFFICIENT_MS`.
+    This is the largest size in the table that `allowed_milliseconds` admits, and at least the smallest size, so that
+    prompts always advance. If this leaves much of the device unused, a larger size is used: the smallest size for which
+    a position costs at most `MAX_POSITION_COST` times what it costs at the best size of up to `EFFICIENT_MS`.
 
     prompts: start and lacking positions of each; the others as for `allowed_milliseconds`.
     """

@@ -32,7 +32,7 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_PAGE_ELEMENTS = 2**32
 """Smallest number of elements from one page to the next that FlashInfer's 32-bit stride cannot hold."""
 PLANNED_VERSION = "0.6.18"
-"""Beginning of the versions of FlashInfer whose planning function `flashinfer_hopper` can call."""
+"""Version prefix of FlashInfer with a planning function that `flashinfer_hopper` can call."""
 MAX_PAGE_TABLE_ENTRIES = 2**31 - 1
 """Most entries of a page table that FlashInfer's plans, of 32-bit numbers, can name."""
 HOPPER = 9
@@ -146,7 +146,7 @@ def find_obstacle(
 
 
 def describe_kernel(sorts: Collection[str], dtype: torch.dtype, layout: KVLayout) -> str:
-    """Return what FlashInfer's kernels are, and why.
+    """Return the FlashInfer backend, and the reason.
 
     sorts: the library's names for those of the model's layers, "fa2" or "fa3".
     """

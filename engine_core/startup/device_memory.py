@@ -78,7 +78,7 @@ def wait_for_memory(
     """Wait until the memory that an engine asks for is free.
 
     Return False if it is not in the end. For what it cannot start without it waits MAX_WAIT_SECONDS, for the rest until
-    nothing has changed for SETTLED_SECONDS. The heartbeat says so meanwhile.
+    nothing has changed for SETTLED_SECONDS. The heartbeat reports this meanwhile.
     """
     start = changed = clock()
     before = free = device.free_bytes()

@@ -1,4 +1,4 @@
-"""The assembly of an engine core, the only place that knows every part."""
+"""Assembly of an engine core. No other module knows every part."""
 
 import hashlib
 import logging
@@ -126,8 +126,8 @@ def build_engine(
 
     new_parts: opens a device of the resolved kind, "cpu" or "cuda".
 
-    Raises ConfigError if the engine cannot start as asked; the text says what to change. Raises DeviceBusyError if it
-    could with the memory that another process holds.
+    Raises ConfigError if the engine cannot start as asked; the message names the setting to change. Raises
+    DeviceBusyError if it could with the memory that another process holds.
     """
     status.enter(Phase.LOADING)
     cuda = torch.cuda.is_available()

@@ -10,8 +10,8 @@ make one of the next. So a full collection comes about once in a thousand millio
 def freeze_heap() -> None:
     """Exempt the objects of the start from garbage collection.
 
-    Later full collections are made rare as well. A full collection of what the imports leave takes some 40 ms, in which
-    all streams stand still. The loop leaves hardly any cycles: what a request takes is freed by reference counts.
+    Also make full collections rare: one over the objects of all imports takes about 40 ms, which stalls all streams.
+    The loop creates hardly any cycles, so reference counts free the objects of a request.
     """
     gc.collect()
     gc.freeze()

@@ -21,7 +21,7 @@ GIB = 2**30
 class Memory(Struct, frozen=True):
     """The memory of a device before the KV pool is allocated, in bytes.
 
-    Everything is in place but the KV pool, steps and graphs. On a CPU only `free` counts.
+    Weights are loaded; KV pool, steps and graphs are not allocated yet. On a CPU only `free` counts.
     """
 
     free: int

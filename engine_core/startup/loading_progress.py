@@ -11,8 +11,8 @@ from tandem.protocol.events import Phase
 class LoadingProgress:
     """Report the share of the weights that is loaded, and the rate.
 
-    The rate counts from the first report, that of the first piece: the allocation of pinned memory before it takes
-    seconds. `clock` returns monotonic seconds.
+    The rate is measured from the first report on, because allocating pinned memory before it takes seconds. `clock`
+    returns monotonic seconds.
     """
 
     def __init__(self, status: Status, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""The measurement of the memory that steps and graphs will take of a device.
+"""Measure the device memory of steps and graphs.
 
 The KV pool gets the rest. Both are tried over a pool of one page: `warm_up` runs the largest possible step, and the
 graphs of the largest shapes are captured and dropped.
@@ -14,11 +14,11 @@ from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.warmup import warm_up
 
 Trial = Callable[[int], object]
-"""Captures graphs for the given number of slots, and returns what holds them."""
+"""Captures graphs for the given number of slots, and returns an object that keeps them alive."""
 
 FURTHER_SLOTS = 2
-"""Slots of a trial beside the first. The driver takes memory in pieces of some MiB: the part of one capture is found by
-several."""
+"""Slots of a trial in addition to the first. The driver takes memory in pieces of some MiB: the part of one capture
+is found by several."""
 GRAPH_MARGIN = 0.1
 """Share of the estimate that is added to it: for the code of kernels that only smaller shapes run, and for the end of
 the last piece of memory that the driver and the allocator have taken each."""
@@ -71,8 +71,8 @@ def decode_trial(config: StepConfig) -> StepConfig:
 def mixed_trial(config: StepConfig) -> StepConfig:
     """Return the settings of a trial of the largest mixed and decode graphs.
 
-    The mixed ones are the largest beside no row and beside the most rows: the first needs the most memory for its
-    positions, the second may for its logits.
+    The mixed graphs are the largest without decode rows and with the most decode rows: the first needs the most memory
+    for its positions, the second may for its logits.
     """
     beside_rows = [tokens for tokens in config.graph_tokens if len(config.mixed_rows(tokens)) > 1][-1:]
     rows = config.mixed_graph_rows
@@ -101,8 +101,8 @@ def _measure_slots(device: Device, config: StepConfig, trial: Trial) -> tuple[in
 def _measure(device: Device, trial: Trial, slots: int) -> GraphMemory:
     """Measure the memory of the graphs of a trial, which are dropped.
 
-    What the allocator keeps of the steps that run before they are captured is not counted: eager steps use it again.
-    The driver's bytes are the total, since the driver may keep what an earlier trial took.
+    Memory that the allocator keeps from the warm-up runs before capture is not counted: eager steps reuse it. The
+    driver's bytes are the total, since the driver may keep what an earlier trial took.
     """
     device.release_unused()
     before = device.held_bytes()

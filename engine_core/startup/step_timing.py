@@ -1,7 +1,7 @@
-"""The measurement of how long steps take, before the first request.
+"""Measure the durations of steps at startup.
 
-Graphs are replayed with padding, of which one position attends; where there are none, the smallest and the largest
-steps are run. Neither reads much context: `StepCosts` adds that.
+Graphs are replayed with padding, with a single position that attends; without graphs, the smallest and the largest
+steps are run. Neither reads much context: `StepCosts` adds its cost.
 """
 
 from bisect import bisect_left
@@ -45,7 +45,7 @@ def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig,
 
 
 def without_outliers(table: Table) -> Table:
-    """Return a table in which no step takes longer than a larger one.
+    """Return the table with times that do not decrease with size.
 
     Each was timed once or twice, and something else may have held it up. Steps with prompts and those without run
     other kernels, and are not compared.
@@ -93,9 +93,9 @@ def prompts_alone(table: Table, positions: int) -> float:
 
 
 def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
-    """Reckon the work of attention beside that of the products, from a model's sizes."""
+    """Return the work of attention relative to the GEMMs, from a model's sizes."""
     weights = model.layers * model.layer_weights + model.vocab_size * model.hidden_size
-    # A pair is two products of a head's size for each head and layer, a position one product with each weight.
+    # A pair takes two dot products of the head size per head and layer, a position one multiplication per weight.
     return AttentionShare(
         context=layout.token_bytes / (weights * layout.dtype.itemsize),
         pairs=2 * model.layers * model.heads * model.head_dim / weights,
@@ -121,7 +121,8 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
             rows = config.max_rows
             table |= {(rows, size): time * (rows + size) / size for size, time in eager.items()}
     if graphs.mixed and not any(bucket.num_decode_tokens for bucket in graphs.mixed[0]):
-        # Beside rows every step with prompts runs as it is. Without these, the smallest would be the longest of all.
+        # With decode rows, every step with prompts runs eagerly. Without these entries, the smallest would be the
+        # longest.
         table |= _beside_rows((1, table[graphs.rows[0], 0]), _time_step(runtime, longest), config)
     return table
 
@@ -139,11 +140,11 @@ def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: Step
 
 def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, again: bool = True) -> float:
     """Time a graph of the first slot; with `again`, its second replay."""
-    # All inputs are padding: what the last step left here would be read as rows and positions.
+    # All inputs are padding: data of the last step would be read as rows and positions.
     runtime.slots[0].device_inputs.zero_()
     if bucket.num_prefill_tokens:
         mixed = graphs.mixed[0][bucket]
-        # What the planner holds may be of a larger step, whose tiles lead outside a smaller graph's queries.
+        # The planner may hold the plan of a larger step, with tiles outside a smaller graph's queries.
         mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
         mixed.prompts.take_pages()
         calls = [mixed.forward.replay]
@@ -158,7 +159,7 @@ def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, 
 def _faster_graphs(runtime: TorchRuntime, graphs: StepGraphs, table: Table) -> dict[GraphBucket, GraphBucket]:
     """Return the faster of the larger graphs for each that is slower than one.
 
-    Both are timed once more: something else may have held the slower one up, and some were reckoned.
+    Both are timed again: the slower time may be an outlier, and some times are estimates.
     """
     buckets = [GraphBucket(rows, 0) for rows in graphs.rows] + (list(graphs.mixed[0]) if graphs.mixed else [])
     confirmed: dict[GraphBucket, GraphBucket] = {}
@@ -186,7 +187,7 @@ def _step(rows: tuple[ScheduledSequence, ...]) -> StepPlan:
 
 
 def _longest_step(config: StepConfig) -> StepPlan:
-    """Plan a step with as many positions as possible, in as few prompts."""
+    """Plan a step with the maximum number of positions, in the smallest number of prompts."""
     first, more = divmod(config.max_step_tokens, config.max_len - 1)
     lengths = [config.max_len - 1] * first + [more] * bool(more)
     return _step(tuple([padding_prompt(length) for length in lengths[: config.max_rows]]))

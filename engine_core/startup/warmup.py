@@ -1,7 +1,4 @@
-"""One run of each path of the runtime on the padding row.
-
-No request then has to wait for compilation.
-"""
+"""Run each path of the runtime once on the padding row, so that no request waits for compilation."""
 
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.contracts import Runtime
@@ -31,7 +28,7 @@ def warm_up(runtime: Runtime, config: StepConfig) -> None:
 def full_step(config: StepConfig) -> StepPlan:
     """Plan the largest possible step.
 
-    Every row is sampled, and the step has as many positions as it can take, all scored.
+    Every row is sampled, and the step has the maximum number of positions, all with prompt log-probabilities.
     """
     length, longer = divmod(config.max_step_tokens, config.max_rows)
     # The token that is sampled needs a position of its own.

@@ -14,7 +14,7 @@ from tandem.protocol.rate_limited_log import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 ENDPOINT = "inproc://zeromq.zap.01"
-"""Place where libzmq asks, within one context."""
+"""Endpoint at which libzmq sends authentication requests, within one context."""
 RELOAD_SECONDS = 1.0
 """Interval at which the folder of keys is checked for changes, in seconds."""
 POLL_SECONDS = 0.2
@@ -25,7 +25,7 @@ _FRAMES = 7
 
 
 class Authenticator:
-    """Thread that tells libzmq which frontends may connect.
+    """Thread that answers libzmq's authentication requests (ZAP).
 
     It binds before any socket of the engine does, and answers for all of them. Messages that arrive afterwards carry
     the key of their sender as `User-Id`. libzmq refuses everybody while no answer comes (`zap_enforce_domain`); an

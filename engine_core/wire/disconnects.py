@@ -1,6 +1,6 @@
 """Watch for connections of the ROUTER that close.
 
-libzmq tells of them, but not whose they were.
+libzmq reports disconnects without the peer's identity.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,9 +10,9 @@ from typing import Any
 import zmq
 
 CHECK_SECONDS = 0.1
-"""Time between two looks at the monitor, in seconds: each costs some microseconds of a tick."""
+"""Polling interval of the monitor in seconds; a poll costs some microseconds of a tick."""
 PROBES = 3
-"""Probes after a connection has closed: libzmq may tell of it just before a send to its frontend fails."""
+"""Probes after a connection has closed: libzmq may report it just before a send to its frontend fails."""
 MAX_PROBED = 128
 """Frontends that are probed at one time, in turns: whoever connects and leaves without end has the loop send this many
 messages in CHECK_SECONDS. A frontend among 1,000 is then probed within a second, and its lease ends after five."""
@@ -21,7 +21,7 @@ messages in CHECK_SECONDS. A frontend among 1,000 is then probed within a second
 class Disconnects:
     """The connections of one ROUTER, watched for those that close.
 
-    A frontend that is killed, and whose requests get no output, would otherwise keep its lease until that expires.
+    Without this, a killed frontend without output in progress would keep its lease until it expires.
     """
 
     def __init__(self, router: Any, monitor: Any) -> None:

@@ -26,7 +26,7 @@ class HandshakeLog:
         self._monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
     def read(self) -> None:
-        """Log what has failed since the last call, without blocking."""
+        """Log failures since the last call, without blocking."""
         while self._monitor is not None and self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             self._log.warning(

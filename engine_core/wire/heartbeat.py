@@ -54,8 +54,8 @@ class Status:
 class HeartbeatPublisher:
     """A daemon thread that publishes heartbeats on its own PUB socket.
 
-    They go on while a forward pass or a load runs. When a frontend's key is removed the socket is bound anew, for
-    libzmq cannot end a single connection: the others connect again within a second.
+    They go on while a forward pass or a load runs. When a frontend's key is removed the socket is rebound, because
+    libzmq cannot close a single connection: the others connect again within a second.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HeartbeatPublisher:
     ) -> None:
         """Bind nothing yet.
 
-        keys: those of the frontends that may listen; None leaves that to the transport.
+        keys: keys of the frontends that may listen; None leaves that to the transport.
         """
         self.context = context
         self.endpoint = endpoint
@@ -111,7 +111,7 @@ class HeartbeatPublisher:
         publisher.close(linger=200)
 
     def _bind_anew(self, publisher: Any) -> Any:
-        """Close a socket and all its connections, and return one bound in its place."""
+        """Close a socket and all its connections, and return a new one bound to the same endpoint."""
         self._handshakes.close()
         publisher.close(linger=0)
         while True:

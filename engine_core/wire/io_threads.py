@@ -1,4 +1,4 @@
-"""The threads in which libzmq sends, of which it does not tell when they have."""
+"""Wait for libzmq's I/O threads, which do not report when they have sent."""
 
 import contextlib
 import time
@@ -6,14 +6,14 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _NAME = "ZMQbg/IO"
-"""Beginning of the names that libzmq gives to these threads."""
+"""Prefix of the names that libzmq gives to these threads."""
 _PAUSE_SECONDS = 0.001
 _BLIND_SECONDS = 0.02
 """Wait where the threads cannot be found."""
 
 
 def await_idle_threads(most: float) -> None:
-    """Wait until libzmq has passed on to the kernel what was sent before.
+    """Wait until libzmq has passed earlier sends to the kernel.
 
     A send wakes the thread of its connection at once, and the thread sleeps again when it has written everything, also
     on a machine where it gets no core for a while. `most` is the longest wait, in seconds.

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 NUM_ENTRIES = 8192
 """Requests that a file names, the latest ones. The frontends know of earlier ones from their announcements."""
 NUM_FILES = 3
-"""Earlier lives whose files are kept: a frontend may meet an engine only after the next one has begun."""
+"""Number of earlier lives with files that are kept: a frontend may meet an engine only after the next one has begun."""
 
 _ENTRY = struct.Struct("<16sQ")
 """Identity of the connection, padded or cut to 16 bytes, and request id."""
@@ -39,9 +39,10 @@ class LaunchRecord:
         """Entry that is written next."""
 
     def open(self) -> None:
-        """Read what the lives before have written, and begin the file of this one.
+        """Read the files of earlier lives, and create the file of this one.
 
-        Without a file, because of a disk that is full for example, nothing is recorded, and a warning says so.
+        If the file cannot be written, for example because the disk is full, nothing is recorded and a warning is
+        logged.
         """
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -70,7 +71,7 @@ class LaunchRecord:
             self._next = (self._next + 1) % NUM_ENTRIES
 
     def launched(self, client: bytes) -> list[int]:
-        """Return what earlier lives launched for a connection."""
+        """Return the requests that earlier lives launched for a connection."""
         return self._launched.get(_key(client), [])
 
     def close(self) -> None:

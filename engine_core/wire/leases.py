@@ -48,7 +48,7 @@ class Leases:
         return list(self._heard)
 
     def take_expired(self) -> list[bytes]:
-        """Remove and return the frontends whose lease has expired.
+        """Remove and return the frontends with expired leases.
 
         Called only when nothing waits in the mailbox's queue.
         """

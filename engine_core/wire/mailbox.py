@@ -31,7 +31,7 @@ MAX_DRAINED_MESSAGES = 256
 """Messages taken in one tick even if nothing runs, so that a flood of them cannot keep the first step from coming."""
 
 SENT_SECONDS = 1.0
-"""Longest wait for libzmq's thread to send what it was given."""
+"""Longest wait, in seconds, for libzmq's threads to send."""
 CLOSED_SECONDS = 10.0
 """Time for which output for a frontend that is gone is dropped: by then the last of its requests has ended."""
 
@@ -56,10 +56,10 @@ class ZmqMailbox:
     ) -> None:
         """Take over the bound socket.
 
-        authenticator: its keys decide whose messages count; None takes those of every peer. launches: record of the
-        requests that are started, and of those that engines before this one started; None for none. disconnects: watch
-        of the socket's connections; with None a frontend is gone when a send to it fails, or its lease expires.
-        announce: sends a heartbeat at once.
+        authenticator: its keys decide which messages are accepted; None accepts the messages of every peer. launches:
+        record of the requests that are started, and of those that engines before this one started; None for none.
+        disconnects: watch of the socket's connections; with None a frontend is gone when a send to it fails, or its
+        lease expires. announce: sends a heartbeat at once.
         """
         self.router = router
         self.wakeup = wakeup
@@ -116,7 +116,7 @@ class ZmqMailbox:
             yield frames[0], command
 
     def _tell_launched(self, client: bytes, lost_identity: bytes) -> None:
-        """Tell a frontend what the engine before had launched for it."""
+        """Send a frontend the requests that the previous engine had launched for it."""
         if self._launches is not None and lost_identity and (ids := self._launches.launched(lost_identity)):
             self.reply(client, Launched(ids))
 
@@ -135,7 +135,7 @@ class ZmqMailbox:
         return frames
 
     def _apply_keys(self, names: dict[bytes, str]) -> None:
-        """End the connections of frontends whose keys were removed."""
+        """Close the connections of frontends with removed keys."""
         if names is self._names:
             return
         before, self._names = self._names, names
@@ -236,7 +236,7 @@ class ZmqMailbox:
         await_idle_threads(SENT_SECONDS)
 
     def _end(self, client: bytes, reason: str) -> None:
-        """Count a frontend as gone, and tell it so if it reads."""
+        """Mark a frontend as gone, and send it `Closed` if it reads."""
         self._drop(client)
         self._gone[client] = reason
         self._try_send(client, encode(Closed(f"the engine cut off this frontend: {reason}")))

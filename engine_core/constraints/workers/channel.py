@@ -1,4 +1,4 @@
-"""Shared memory through which the loop gives a worker work, a batch at a time.
+"""Shared memory through which the loop sends batches of work to a worker.
 
 Neither side makes a system call while the other is at work: each polls a number that the other sets last. That relies
 on stores that become visible in their order, as on x86-64. A worker that has had nothing to do for a while sleeps.
@@ -67,7 +67,7 @@ class Channel:
         """Whether each slot's last mask was written: the worker refuses those that take long."""
         self._forced = view[_FORCED:_SIZE].cast("i")
         self.num_forced: NDArray[np.int32] = np.frombuffer(self._forced, dtype=np.int32)[::_FORCED_WORDS]
-        """Number of tokens that are forced next, by slot, where its flags say that there are some."""
+        """Number of forced tokens by slot, valid where the slot's flags include FORCES."""
         self.wake_fd = wake_fd
         self._fence = threading.Lock()
         self._seen = 0
@@ -113,16 +113,16 @@ class Channel:
     def add_flagged(self, count: int) -> None:
         """Count flagged tokens of the batch, as the worker.
 
-        Those are tokens after which the flags do not say just that they were accepted.
+        A token is flagged if the flags after it are not just ACCEPTED.
         """
         self._header[_FLAGGED] += count
 
     def finish_accepting(self) -> None:
-        """Say as the worker that all results of the batch but masks are written."""
+        """Signal, as the worker, that all results of the batch except masks are written."""
         self._header[_ACCEPTED] = self._seen
 
     def finish_batch(self, num_refused: int, may_end: bool = False) -> None:
-        """Say as the worker that all results of the batch are written.
+        """Signal, as the worker, that all results of the batch are written.
 
         num_refused: number of masks that are not; may_end: True if one of the others allows an end id.
         """
@@ -142,13 +142,13 @@ class Channel:
 
     @property
     def num_ending(self) -> int:
-        """Number of batches so far of which a mask allows an end id."""
+        """Number of batches so far with a mask that allows an end id."""
         return self._header[_ENDING]
 
     def write_forced(self, slot: int, tokens: Sequence[int]) -> None:
-        """Write the tokens that are forced next, of which at most MAX_FORCED are kept.
+        """Write the tokens that are forced next, at most MAX_FORCED of them.
 
-        The slot's flags must say that there are some.
+        The slot's flags must include FORCES.
         """
         first, known = slot * _FORCED_WORDS, tokens[:MAX_FORCED]
         self._forced[first] = len(known)
@@ -159,7 +159,7 @@ class Channel:
     def drop_forced(self, slot: int, token: int) -> bool:
         """Drop a token that was forced next and has been accepted, as the worker.
 
-        Return False, and do nothing, if it was not that, or if nothing is known of what follows it.
+        Return False, and do nothing, if another token was forced, or if the tokens after it are unknown.
         """
         first = slot * _FORCED_WORDS
         count = self._forced[first]
@@ -170,7 +170,7 @@ class Channel:
         return True
 
     def next_forced(self, slot: int) -> int:
-        """Return the token that is forced next, of which the slot's flags must tell."""
+        """Return the token that is forced next. The slot's flags must include FORCES."""
         first = slot * _FORCED_WORDS
         return self._forced[first + self._forced[first]]
 
@@ -182,7 +182,7 @@ class Channel:
         return self._forced[start : start + self._forced[start - 1]].tolist()[::-1]
 
     def close(self) -> None:
-        """Close the event. What was read before stays readable."""
+        """Close the event. Data that was read before stays readable."""
         wake_fd, self.wake_fd = self.wake_fd, -1
         if wake_fd >= 0:
             os.close(wake_fd)

@@ -158,7 +158,7 @@ class WorkerLink:
         return slot
 
     def begin(self, operations: bytes) -> None:
-        """Add operations to the next batch, whose results are waited for.
+        """Add operations to the next batch, which is awaited.
 
         operations: three int32 numbers each. They go in one batch with those that are begun until it is sent: of
         several, the second would be sent only once the tokens that the first expects have arrived.
@@ -177,7 +177,7 @@ class WorkerLink:
         self._dropped.append(grammar)
 
     def post(self) -> None:
-        """Send what is pending.
+        """Send the pending operations.
 
         Of more than a batch, the last part is sent once the others are done.
         """
@@ -197,12 +197,12 @@ class WorkerLink:
             del self.pending[:]
 
     def wait_accepted(self) -> None:
-        """Wait until the worker has done what was sent before masks, or is lost."""
+        """Wait until the worker has done all operations before masks, or is lost."""
         if not self.channel.has_accepted:
             self._wait(lambda channel: channel.has_accepted)
 
     def wait(self) -> None:
-        """Wait until the worker has done what was sent, or is lost."""
+        """Wait until the worker has done all operations, or is lost."""
         if not self.channel.is_done:
             self._wait(lambda channel: channel.is_done)
 
@@ -235,7 +235,7 @@ class WorkerLink:
                     self.lose(f"did not answer within {ANSWER_SECONDS:g} s")
 
     def post_and_wait(self) -> None:
-        """Send what is pending and wait for it."""
+        """Send the pending operations and wait for their results."""
         self.post()
         self.wait()
 
@@ -260,7 +260,7 @@ class WorkerLink:
         self.channel.close()
 
     def _collect(self) -> None:
-        """Add to the batch what was given back."""
+        """Add the matchers that were given back to the batch."""
         while self._dropped:
             self.pending.extend((DROP, self._dropped.popleft(), 0))
         while self._closed:

@@ -44,7 +44,7 @@ class MaskMemory:
         return array
 
     def find(self, view: Ints | memoryview) -> int | None:
-        """Return what `first_index` does, None for an array that is not of this memory."""
+        """Return `first_index` of an array, or None if it is not in this memory."""
         known = self._found.get(id(view))
         if known is not None and known[0] is view:
             return known[1]
@@ -58,7 +58,7 @@ class MaskMemory:
     def first_index(self, array: Ints) -> int:
         """Return the index of an array's first mask or token, as workers use it.
 
-        Those of the others follow.
+        The indices of the others follow.
 
         Raises ValueError for an array that is not of this memory.
         """
@@ -69,7 +69,7 @@ class MaskMemory:
 
 
 def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
-    """Return the words of a mask that stand for some ids, and the bits in each."""
+    """Return the words of a mask that hold the bits of some ids, and the bits in each word."""
     # Several ids may share a word.
     words = np.unique(np.array(ids, dtype=np.int64) // 32)
     bits = np.zeros(len(words), dtype=np.int32)

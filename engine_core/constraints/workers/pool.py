@@ -42,7 +42,7 @@ class Batch(Part, frozen=True):
     """One worker's part of an operation on many matchers."""
 
     operations: bytes
-    """What the worker is sent."""
+    """Operations for the worker."""
     num_given_back: int
     """`WorkerLink.num_given_back` when the batch was made."""
 
@@ -181,12 +181,12 @@ class WorkerPool:
         return Shares(ids.tobytes(), order, slots, parts)
 
     def wait_accepted(self) -> None:
-        """Wait until all workers have done what was sent before masks."""
+        """Wait until all workers have done the operations before masks."""
         for link in self._links:
             link.wait_accepted()
 
     def wait(self) -> None:
-        """Wait until all workers have done what was sent."""
+        """Wait until all workers have done all operations."""
         for link in self._links:
             link.wait()
 
@@ -210,7 +210,7 @@ class WorkerPool:
     def _start_missing(self) -> None:
         """Start all workers, later one of those that are missing.
 
-        Lost ones whose matchers are gone are forgotten.
+        Lost workers without matchers are forgotten.
         """
         count = self.count if self._tried_at is None else 1
         links, self._tried_at = [link for link in self._links if not link.is_lost or link.num_open], self._clock()

@@ -1,4 +1,4 @@
-"""Matchers on a worker, used like those of this process."""
+"""Matchers on a worker, with the interface of local matchers."""
 
 from array import array
 from collections.abc import Sequence
@@ -64,14 +64,14 @@ class RemoteMatcher:
         self.local: LocalMatcher | None = None
         """The matcher that has taken over; None before."""
         self.owner: ReferenceType[Owner] | None = None
-        """Who is told when that happens."""
+        """Called when that happens."""
         self.tokens: array[int] = array("i")
         """Tokens that the worker was given."""
         self._grammar = grammar
         self._tables = tables
         self._slot = self.link.open(grammar.number)
         self._forced, ends = list(tables.start[0]), tables.start[1]
-        """Tokens that are forced next, while the worker was not told of all before them."""
+        """Tokens that are forced next, while the worker has not received all tokens before them."""
         self._flags = ENDS_FORCED if ends else 0
         self._known_at = self.link.num_posts
         """Number of batches up to which these two hold. Afterwards the worker knows better."""
@@ -86,7 +86,7 @@ class RemoteMatcher:
         return self.link.number << SLOT_BITS | self._slot
 
     def end_accept(self) -> tuple[bool, list[int] | None]:
-        """Return whether the last token was accepted, and what is forced next.
+        """Return whether the last token was accepted, and the tokens that are forced next.
 
         None if the grammar does not go on, or if that is not known. The batch's tokens must be accepted.
         """
@@ -150,7 +150,7 @@ class RemoteMatcher:
         return list(self._forced) if self.local is None else self.local.compute_ff_tokens()
 
     def _read(self) -> None:
-        """Learn from the worker what follows the tokens, once it was told of all."""
+        """Read from the worker which tokens are forced next, once it has received all tokens."""
         link = self.link
         if self.local is not None or self._known_at == link.num_posts:
             return

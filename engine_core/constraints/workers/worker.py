@@ -75,7 +75,7 @@ class Worker:
         self._written: list[int] = []
         """Indices of the masks of the last batch that were written."""
         self._slow: set[int] = set()
-        """Grammars of which masks took too long."""
+        """Grammars with masks that took too long."""
 
     def run(self) -> None:
         """Do batches without end."""
@@ -91,7 +91,7 @@ class Worker:
     def do(self, operations: Sequence[int]) -> int:
         """Do a batch, and return the number of masks that were refused.
 
-        The engine is told when the first mask's turn comes: it goes on with the tokens meanwhile.
+        The engine is notified when the first mask is due: it goes on with the tokens meanwhile.
         """
         matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
@@ -191,7 +191,7 @@ class Worker:
 
 
 def compile_requests(connection: Connection, matchers: Matchers, worker: Worker) -> None:
-    """Compile what the engine asks for, and answer with the reason of a failure.
+    """Compile grammars for the engine, and reply with the reason of a failure.
 
     Ends the process once the engine is gone.
     """
