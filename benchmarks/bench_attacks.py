@@ -2,15 +2,15 @@
 
     python -m benchmarks.bench_attacks [--attackers 64] [--seconds 5] [--only NAME ...] [--save NAME]
 
-One frontend runs without an engine. For each kind of attack, --attackers attackers run in a process of their own, and
-each repeats its attack on a new connection as soon as the server has closed the one before. Meanwhile a well-behaved
-client requests /health/live on a new connection every 20 ms. The table shows the growth of the frontend's resident
-memory over its size before the attack, the slowest of those requests, the share of the frontend's CPU time, and the
-answers that the attackers got. The ceilings are 64 MiB and 0.5 s.
+A frontend runs without an engine. For each kind of attack, a separate process runs --attackers attackers, which repeat
+the attack on a new connection whenever the server has closed the previous one. Meanwhile a well-behaved client requests
+/health/live on a new connection every 20 ms. The table has the growth of the frontend's resident memory during the
+attack, the slowest of those requests, the frontend's CPU usage, and the answers to the attackers. The limits are 64 MiB
+and 0.5 s.
 
-The attacks of a tenant, who has a key, have a frontend of their own, with an engine that answers at once. It holds a
-response with an item of 31 MiB. The well-behaved client is another tenant, that stores a small response with each
-request. The ceilings are 512 MiB, which is what bodies of 31 MiB that are sent may take, and 0.5 s.
+Attacks by a tenant with a key run against another frontend, with an engine that answers immediately and a stored
+response with an item of 31 MiB. The well-behaved client is another tenant that stores a small response with each
+request. The limits are 512 MiB, the memory for bodies of 31 MiB in flight, and 0.5 s.
 """
 
 import argparse
@@ -37,46 +37,43 @@ MODEL = Path(__file__).parents[1] / "engine_core" / "default_model"
 READY_SECONDS, STOP_SECONDS = 120.0, 30.0
 PROBE = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 PROBE_SECONDS = 0.02
-"""Pause in seconds between two requests of the well-behaved client."""
+"""Seconds between two requests of the well-behaved client."""
 PROBE_TIMEOUT = 60.0
 STORE = b'{"model": "m", "input": "go", "max_output_tokens": 1}'
 STORING_PROBE = request(OTHER, "POST", "/v1/responses", len(STORE)) + STORE
 MAX_GROWTH, MAX_TENANT_GROWTH, MAX_LATENCY = 64.0, 512.0, 0.5
-"""Ceilings of the memory's growth, in MiB, also for a tenant, and of the slowest answer, in seconds."""
+"""Limits of memory growth in MiB, without a key and for a tenant, and of latency in seconds."""
 
 
 class Figures(Struct, frozen=True):
-    """Effects of one attack on the frontend and its other clients."""
+    """Effect of an attack on the frontend and its other clients."""
 
     attack: str
     seconds: float
     growth: float
-    """Largest growth of the frontend's resident memory, in MiB."""
+    """Maximum growth of the frontend's resident memory, in MiB."""
     worst: float
-    """Slowest answer to the well-behaved client, in seconds."""
+    """Maximum latency of the well-behaved client, in seconds."""
     probes: int
-    """Number of its requests."""
+    """Requests of the well-behaved client."""
     failed: int
-    """Number of its requests that were not answered with 200."""
+    """Requests of the well-behaved client not answered with 200."""
     cpu: float
     """CPU time of the frontend divided by the duration of the attack."""
     outcomes: dict[str, int]
-    """Number of attacks by the status of their answer, or "closed"."""
+    """Number of attacks by answer status, or "closed"."""
     is_tenant: bool = False
     """True for attacks with an API key."""
 
     @property
     def is_within(self) -> bool:
-        """True if the ceilings hold."""
+        """True if the limits hold."""
         growth = MAX_TENANT_GROWTH if self.is_tenant else MAX_GROWTH
         return self.growth <= growth and self.worst <= MAX_LATENCY and not self.failed
 
 
 class Frontend:
-    """A frontend, which runs from entry to exit of the context.
-
-    It has no engine, or `engine`, and then takes the keys of two tenants.
-    """
+    """Context manager that runs a frontend, without an engine or with `engine` and the keys of two tenants."""
 
     def __init__(self, log: Path, engine: FakeEngine | None = None) -> None:
         self._log = log
@@ -106,7 +103,7 @@ class Frontend:
         return self
 
     def _store_large(self, deadline: float) -> str:
-        """Store a response of the tenant that attacks with a large item, once the engine is known."""
+        """Store a response with a large item for the attacking tenant, once the engine is connected."""
         while probe(self.address, STORING_PROBE) is None:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the frontend stores nothing:\n{self._log.read_text()[-2000:]}")
@@ -126,21 +123,18 @@ class Frontend:
             self._engine.die()
 
     def memory(self) -> float:
-        """Return the resident memory in MiB, its supervisor's and its helpers' with it."""
+        """Return the resident memory of the frontend, its supervisor and its helpers, in MiB."""
         assert self._process is not None
         return sum(process.memory_info().rss for process in family(self._process.pid)) / 2**20
 
     def cpu(self) -> float:
-        """Return the CPU time so far in seconds, of the same processes."""
+        """Return the CPU time of the same processes, in seconds."""
         assert self._process is not None
         return sum(cpu_seconds(process.pid) for process in family(self._process.pid))
 
 
 def probe(address: tuple[str, int], sent: bytes = PROBE) -> float | None:
-    """Send a request on a new connection and return the seconds to the answer.
-
-    Returns None unless the status is 200.
-    """
+    """Send a request on a new connection; return its latency in seconds, None unless the status is 200."""
     started = time.monotonic()
     try:
         with socket.create_connection(address, timeout=PROBE_TIMEOUT) as client:
@@ -152,7 +146,7 @@ def probe(address: tuple[str, int], sent: bytes = PROBE) -> float | None:
 
 
 def measure(frontend: Frontend, attack: Attack, attackers: int, seconds: float) -> Figures:
-    """Run one attack for `seconds`, or for as long as it takes to see its end."""
+    """Run an attack for `seconds`, or for its minimum duration."""
     seconds = max(seconds, attack.seconds)
     before, cpu = frontend.memory(), frontend.cpu()
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -183,7 +177,7 @@ def measure(frontend: Frontend, attack: Attack, attackers: int, seconds: float) 
 
 
 def table(figures: list[Figures]) -> str:
-    """Format a table with one line per attack."""
+    """Format a table with a line per attack."""
     lines = [f"{'attack':28} {'MiB':>6} {'worst ms':>9} {'probes':>7} {'failed':>7} {'CPU':>5}  answers"]
     for row in figures:
         answers = ", ".join(f"{name}: {count}" for name, count in row.outcomes.items())
@@ -197,7 +191,7 @@ def table(figures: list[Figures]) -> str:
 
 
 def run(attackers: int, seconds: float, names: list[str]) -> list[Figures]:
-    """Measure the named attacks one after the other, those of tenants against a frontend of their own."""
+    """Measure the named attacks in order, those of tenants against a separate frontend."""
     raise_file_limit()
     figures: list[Figures] = []
     for is_tenant in (False, True):

@@ -5,18 +5,16 @@
         [--output strings records] [--streams 64 256] [--shares 100] [--rounds 5] [--seconds 80]
         [--metrics http://host:ops-port/metrics] ...
 
-Grammars: each schema of `benchmarks/measuring/grammars.py` is compiled a few times, then followed at random, every
-allowed token equally likely. Mask time is CPU time of one row, on one thread; a step fills the masks of many rows in
-parallel.
+Each schema of `benchmarks/measuring/grammars.py` is compiled a few times, then followed using random allowed tokens.
+Mask time is the CPU time of one row on one thread; a step fills the masks of many rows in parallel.
 
-With --url, a running server is loaded instead, or too if there is a --model-dir: with requests of which a share sets
-`response_format` to a JSON schema that no output completes, so that all requests generate the same number of tokens,
-from prompts of the same lengths. Each round measures every number of streams without a schema and then each share of
-each output, every other round in the opposite order, until there are --rounds of them or the next one would not end
-within --seconds. Throughput is in tokens/s; the loss of a share is relative to the same round's requests without a
-schema. Medians of the rounds are shown. With --metrics the engine's counters say where the time went: of all rounds
-together, a step by stage of the loop, its rows, its masks, and the share of time that the GPU waited. Nothing else may
-load the server then.
+With --url, a running server is measured instead, or in addition if there is a --model-dir. A share of the requests sets
+`response_format` to a JSON schema that no output completes, so that all requests generate the same number of tokens.
+Each round measures every number of streams without a schema and then each share of each output, in alternating order,
+until --rounds or until the next round would exceed --seconds. Throughput is in tokens/s; the loss is relative to the
+same round's requests without a schema. Figures are medians over the rounds. With --metrics the engine's counters over
+all rounds give the time of a step by stage, its rows and masks, and the idle share of the GPU. Nothing else may load
+the server then.
 """
 
 import argparse
@@ -61,7 +59,7 @@ Clock = Callable[[], float]
 def measure_grammar(
     grammars: Grammars, mask_builder: MaskBuilder, schema: Schema, rng: random.Random
 ) -> dict[str, Any]:
-    """Measure one schema: compilation in milliseconds, one mask in microseconds."""
+    """Measure a schema: compilation in milliseconds, a mask in microseconds."""
     text = LLMatcher.grammar_from_json_schema(schema)
     compilations = []
     for _ in range(COMPILATIONS):
@@ -127,10 +125,7 @@ class ConstrainedDialect(Dialect):
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of load.
-
-    A share of the requests, in percent, follows the schema of an output.
-    """
+    """Load in which a share of the requests, in percent, is constrained to an output's schema."""
 
     streams: int
     output: str
@@ -141,16 +136,13 @@ class Cell:
 
 
 def cells(streams: int, outputs: Sequence[str], shares: Sequence[int]) -> list[Cell]:
-    """Return what a round measures for a number of streams.
-
-    The load without a schema comes first.
-    """
+    """Return the cells of a round for a number of streams, first the one without a schema."""
     constrained = [Cell(streams, output, share) for output in outputs for share in shares if share]
     return [Cell(streams, outputs[0], 0), *constrained]
 
 
 class Server:
-    """Running server that gets the same load in every cell."""
+    """Running server under the same load in every cell."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._arguments = arguments
@@ -158,7 +150,7 @@ class Server:
         self._endpoints = [Endpoint.parse(url) for url in arguments.url.split(",")]
         self._engine = EngineReader(partial(fetch, arguments.metrics)) if arguments.metrics else None
         self.counters: dict[Cell, Counters] = {}
-        """What the engine counted in all rounds of a cell, without those that warm up."""
+        """Engine counters over all rounds of a cell, without warm-up."""
 
     def warm_up(self, cells: Sequence[Cell]) -> None:
         for cell in cells:
@@ -168,7 +160,7 @@ class Server:
     def tokens_per_second(self, cell: Cell, turn: int) -> float:
         """Run one cell.
 
-        Raises ConnectionError if a request failed or a reply has another length, since the rest could not be compared.
+        Raises ConnectionError if a request failed or a reply has another length, which would make results incomparable.
         """
         a = self._arguments
         schema = ENDLESS[cell.output]
@@ -192,9 +184,9 @@ class Server:
 def measure_rounds(
     measure: Callable[[Cell, int], float], groups: Sequence[list[Cell]], rounds: int, seconds: float, clock: Clock
 ) -> list[dict[Cell, float]]:
-    """Measure each cell once a round, in opposite orders by turns.
+    """Measure each cell once per round, in alternating order.
 
-    Stop when another round as long as the longest would not end in time, but not before the first.
+    Stops when a round as long as the longest would exceed the time limit, but not before the first round.
     """
     found: list[dict[Cell, float]] = []
     began = clock()
@@ -209,10 +201,7 @@ def measure_rounds(
 
 
 def losses(rounds: Sequence[dict[Cell, float]], group: Sequence[Cell]) -> dict[str, Any]:
-    """Return tokens/s and percentage of loss of a group's cells.
-
-    The loss is that against the first cell.
-    """
+    """Return tokens/s of a group's cells, and the loss against the first cell in percent."""
     free = group[0]
     return {
         str(cell): {
@@ -230,7 +219,7 @@ def losses(rounds: Sequence[dict[Cell, float]], group: Sequence[Cell]) -> dict[s
 def measure_server(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure tokens/s and loss of each cell.
 
-    The cells of the last group run once before, for the server to warm up.
+    The cells of the last group run once before, as warm-up.
     """
     groups = [cells(streams, arguments.output, arguments.shares) for streams in arguments.streams]
     began = time.monotonic()
@@ -298,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
 def _plain(value: Any) -> Any:
     """Convert a setting to JSON.
 
-    Only the name of a path is kept, since it is the same on any machine.
+    Paths are reduced to their name, which is the same on any machine.
     """
     if isinstance(value, Path):
         return value.name

@@ -1,16 +1,16 @@
-"""Seconds until clients are told and served after faults of several frontends.
+"""Seconds until clients get an error and are served again after faults of a service with several frontends.
 
     python -m benchmarks.bench_faults [--streams 100 2000] [--frontends 4] [--only NAME ...] [--save NAME]
         [--tokens N] [--real FLAGS ...]
 
-Each fault has a server of its own: `tandem serve` with real processes, sockets and supervision, and a scripted engine.
-With 1,000 streams and more each stream gets 5 tokens a second, otherwise 20; --tokens-per-second changes that. Every
-token of every stream is checked: a missing or repeated one ends the run. After each fault all clients leave, and the
-rows and pages that the engine still holds are counted as leaked.
+Each fault gets a new server: `tandem serve` with real processes, sockets and supervision, and a scripted engine. By
+default streams get 20 tokens a second, 5 from 1,000 streams on. Every token of every stream is checked: a missing or
+repeated one ends the run. After each fault all clients disconnect, and rows and pages that the engine still holds are
+counted as leaked.
 
-With --real, which comes last, the engine is a real one that gets the flags that follow, and its streams are as fast as
-it is: on two cores `--streams 300 --real --max-rows 320 --max-len 1024`. On a GPU, a model folder of random weights
-(`benchmarks.shapes.make_folder`) and `--tokens 6000 --tokens-per-second 200`, so that streams last as long as a fault.
+--real, the last flag, starts a real engine with the flags after it, such as `--streams 300 --real --max-rows 320
+--max-len 1024` on two cores. On a GPU, use a model folder of random weights (`benchmarks.shapes.make_folder`) and
+`--tokens 6000 --tokens-per-second 200`, so that streams outlast the fault.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from benchmarks.measuring.results import save
 
 MANY, FAST, SLOW = 1000, 20.0, 5.0
 LINKS = {"silent-link": measure_silence, "pulled-cable": measure_pulled_cable}
-"""Faults of the link to an engine on another host; the second one needs root, and runs only if it is named."""
+"""Faults of the link to an engine on another host. The second requires root, and runs only if named."""
 NAMES = [*FAULTS, *LINKS]
 
 
 def rate_of(streams: int, asked: float | None) -> float:
-    """Return the tokens a second of each stream."""
+    """Return the tokens per second of each stream."""
     if asked is not None:
         return asked
     return SLOW if streams >= MANY else FAST
 
 
 def text(outcome: Outcome) -> str:
-    """Format one outcome as a few lines."""
+    """Format an outcome as a few lines."""
     times = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in outcome.seconds.items())
     counts = ", ".join(f"{name} {number:g}" for name, number in outcome.counts.items())
     return (
@@ -72,7 +72,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Measure, and return 1 if anything leaked."""
     arguments = arguments_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the servers that it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also stop the servers
     real = None if arguments.real is None else tuple(arguments.real)
     found: list[Outcome] = []
     for streams in arguments.streams:

@@ -1,19 +1,18 @@
-"""CPU of the frontends for a token and a request, and the latency that they add.
+"""Frontend CPU per token and request, and added latency.
 
     python -m benchmarks.bench_frontend [--streams 1 64 256 1024 2048] [--frontends 1 2 4 8] [--seconds 5]
         [--tokens-per-second R] [--stream-interval-ms N] [--compare TREE] [--rounds 3] [--save NAME]
 
-The engine is scripted: real sockets and messages, and tokens as fast as asked, so that the figures are those of the
-frontends. All streams get a token in each step. A stream gets 6,400 tokens a second divided by the streams, but 5 to
-200, unless --tokens-per-second says otherwise. The clients read sockets in processes of their own.
+The engine is scripted: it uses real sockets and messages, and sends tokens at a given rate, a token per stream in each
+step. By default a stream gets 6,400 tokens a second divided by the number of streams, between 5 and 200. The clients
+run in separate processes.
 
-CPU is user and kernel time of all processes of the frontends, their supervisor included, over a measured time. The
-delay of a token runs from the engine's send to the client's read. TTFT is what a client waits for its first token
-beyond what the engine took; it and /health/live on new connections, which tells how late the event loop is, are taken
-beside the load, 20 times a second.
+CPU is the user and kernel time of all frontend processes and their supervisor. The delay of a token runs from the
+engine's send to the client's read. TTFT excludes the engine's time. TTFT and /health/live on new connections, which
+shows the delay of the event loop, are sampled 20 times a second during the load.
 
-With --compare each measurement alternates with one of another checkout, and the ratio of the medians is shown. That
-checkout needs nothing but its own frontends: the engine and the clients are those of this one.
+With --compare, measurements alternate with another checkout's frontends, using the engine and clients of this one, and
+the ratio of the medians is shown.
 """
 
 import argparse
@@ -33,64 +32,64 @@ from tandem.frontend.cli.bench.distribution import percentile
 from tests.fakes.scripted_engine import Journal, Script
 
 TOKENS_PER_SECOND, SLOWEST, FASTEST = 6400.0, 5.0, 200.0
-"""Tokens a second of all streams together, and the least and most of one stream, by default."""
+"""Default tokens per second of all streams together, and minimum and maximum per stream."""
 PROBED_SECONDS = 4.0
 WARM_SECONDS = 1.0
 
 
 class StreamFigures(Struct, frozen=True):
-    """Figures of one load of streams; times are in milliseconds."""
+    """Figures of a load of streams; times are in milliseconds."""
 
     streams: int
     frontends: int
     tokens_per_second: float
-    """Asked of each stream."""
+    """Requested tokens per second of each stream."""
     received: float
-    """Tokens a second that all clients together received."""
+    """Tokens per second received by all clients together."""
     cpu_us: float
-    """CPU of the frontends for each token, in microseconds."""
+    """Frontend CPU per token, in microseconds."""
     cpu_cores: float
     engine_cores: float
     client_cores: float
-    """CPU of the clients; the figures are theirs, not the frontend's, if it nears the cores that they have."""
+    """CPU usage of the clients, which limit the figures if it nears their cores."""
     delay_p50: float
     delay_p99: float
-    """From the engine's send to the client's read."""
+    """Delay from the engine's send to the client's read."""
     itl_p50: float
     itl_p99: float
     engine_itl_p50: float
     engine_itl_p99: float
     ttft_p50: float
     ttft_p99: float
-    """Beyond the engine's own time."""
+    """TTFT without the engine's time."""
     live_p50: float
     live_p99: float
     live_max: float
-    """To the answer of /health/live on a new connection."""
+    """Latency of /health/live on a new connection."""
 
 
 class RequestFigures(Struct, frozen=True):
-    """Figures of one kind of request."""
+    """Figures of a kind of request."""
 
     kind: str
     frontends: int
     cpu_us: float
-    """CPU of the frontends for each request, in microseconds."""
+    """Frontend CPU per request, in microseconds."""
     per_second: float
     cpu_cores: float
     connections: int
-    """Connections that sent one request after another."""
+    """Connections that each send one request after another."""
 
 
 def rate_of(streams: int, asked: float | None) -> float:
-    """Return the tokens a second of one stream."""
+    """Return the tokens per second of a stream."""
     return min(max(TOKENS_PER_SECOND / streams, SLOWEST), FASTEST) if asked is None else asked
 
 
 def measure_streams(
     tree: Path, streams: int, frontends: int, rate: float, seconds: float, clients: int, flags: tuple[str, ...]
 ) -> StreamFigures:
-    """Measure CPU over `seconds`, then latencies beside the same load."""
+    """Measure CPU over `seconds`, then latencies under the same load."""
     with Deployment(tree, Script(rate), frontends, flags) as server:
         load = StreamLoad(server.address, streams, clients)
         load.await_start()
@@ -152,10 +151,7 @@ def measure_requests(
 
 
 def delays_of(shares: list[Share], journal: Journal) -> tuple[list[float], list[float]]:
-    """Return the delays of all tokens of the measured time, in ascending order.
-
-    With them come the gaps between reads of one stream.
-    """
+    """Return the delays of all tokens of the measured time, and the gaps between reads of a stream, ascending."""
     delays: list[float] = []
     gaps: list[float] = []
     for share in shares:
@@ -178,7 +174,7 @@ def _add_delays(arrivals: Arrivals, since: float, journal: Journal, delays: list
 
 
 def added_first(probes: Probes, journal: Journal) -> list[float]:
-    """Return the times to a first token less those of the engine, ascending."""
+    """Return the TTFTs without the engine's time, ascending."""
     added = []
     for request_id, opened, first in probes.first:
         of_engine = journal.sent[journal.first[request_id][0] - 1] - journal.arrived[request_id][0]
@@ -202,7 +198,7 @@ HEAD = (
 
 
 def line(name: str, f: StreamFigures) -> str:
-    """Format one row of the table."""
+    """Format a row of the table."""
     return (
         f"{name:8} {f.streams:7} {f.frontends:9} {f.received:9.0f} {f.cpu_us:9.1f} {f.cpu_cores:6.2f} "
         f"{f.delay_p50:9.2f} {f.delay_p99:8.2f} {f.itl_p99:8.2f} {f.engine_itl_p99:8.2f} {f.ttft_p50:8.2f} "
@@ -211,17 +207,17 @@ def line(name: str, f: StreamFigures) -> str:
 
 
 class Trees(Struct, frozen=True):
-    """The checkouts to measure: this one, and maybe another."""
+    """Checkouts to measure: this one and optionally another."""
 
     paths: dict[str, Path]
     rounds: int
 
     def names(self) -> list[str]:
-        """Return the name of the tree of each measurement, alternating."""
+        """Return the tree of each measurement, alternating."""
         return list(self.paths) * self.rounds
 
     def ratio(self, found: list[tuple[str, float]]) -> str:
-        """Say what the first tree needs for what the second needs, by the medians of CPU."""
+        """Return the ratios of the first tree's median CPU to the second's."""
         if len(self.paths) == 1:
             return ""
         ours, other = [statistics.median([cpu for tree, cpu in found if tree == name]) for name in self.paths]
@@ -229,7 +225,7 @@ class Trees(Struct, frozen=True):
 
 
 def run(arguments: argparse.Namespace, trees: Trees) -> tuple[dict[str, list[object]], list[str]]:
-    """Measure everything asked for; return the figures and the ratios."""
+    """Measure everything; return the figures and the ratios."""
     flags = dict.fromkeys(trees.paths, ())
     if arguments.stream_interval_ms:
         flags["here"] = ("--stream-interval-ms", f"{arguments.stream_interval_ms:g}")

@@ -2,15 +2,14 @@
 
     python -m benchmarks.bench_loading --shape benchmarks/shapes/llama-3.1-8b [--folder DIR] [--save NAME]
 
-A checkpoint of noise is written in the shape (or the one in --folder is taken) and stays in the page cache. Measured
-in GB/s: reading its files by several numbers of threads, and copies of pinned memory to the device. Then, each in a
-process of its own: the load by the engine's loader for several numbers of threads, the best of three, with the peak of
-anonymous memory above the idle process; and one tensor after the other with the safetensors library. At last the
-seconds from `tandem serve` to ready, with a cold Triton cache and with a warm one; --warm-cache names one that earlier
-starts have filled, and the cold start is left out.
+Writes a checkpoint of noise in the shape (or uses --folder), which stays in the page cache. Measures, in GB/s, reading
+its files using several numbers of threads, and copies of pinned memory to the device. Then, in separate processes, the
+engine's loader for several numbers of threads (best of three) with the peak of anonymous memory above the idle process,
+and the safetensors library, one tensor at a time. Finally the seconds from `tandem serve` to ready, with a cold and a
+warm Triton cache; --warm-cache names a filled cache and skips the cold start.
 
-Ceilings: a load takes 1.2 times the checkpoint's bytes over the bandwidth of copies, and 2 GiB of memory; ready with a
-warm cache comes 15 s after that.
+Limits: loading takes 1.2 times the checkpoint's bytes over the copy bandwidth, and 2 GiB of memory; a server with a
+warm cache is ready 15 s after that.
 """
 
 import argparse
@@ -47,10 +46,7 @@ STAGE = re.compile(r"start: (.+) took (\d+\.\d+) s")
 
 
 def read_bandwidth(files: list[Path], threads: int) -> float:
-    """Measure the bandwidth of reading files, in bytes/s.
-
-    Each thread reads pieces into one buffer.
-    """
+    """Measure the bandwidth of reading files in bytes/s, with a buffer per thread."""
     places = [(path, start) for path in files for start in range(0, path.stat().st_size, READ_BYTES)]
     descriptors = {path: os.open(path, os.O_RDONLY) for path in files}
     total = [0] * threads
@@ -73,10 +69,7 @@ def read_bandwidth(files: list[Path], threads: int) -> float:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Measure the bandwidth of copies to the device, in bytes/s.
-
-    They come from host memory, pinned for a GPU.
-    """
+    """Measure the bandwidth of copies from (pinned) host memory to the device, in bytes/s."""
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, pin_memory=device == "cuda")
     target = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     best = 0.0
@@ -91,10 +84,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def touched_model(folder: Path, device: str, dtype: str) -> tuple[Model, Checkpoint, float]:
-    """Build the model, all of whose memory is resident.
-
-    Return it with its checkpoint and the seconds that took.
-    """
+    """Build the model with resident memory; return it with its checkpoint and the seconds."""
     started = time.perf_counter()
     config = read_config(folder)
     checkpoint = open_checkpoint(folder, config)
@@ -108,10 +98,7 @@ def touched_model(folder: Path, device: str, dtype: str) -> tuple[Model, Checkpo
 
 
 def measure_loads(folder: Path, device: str, dtype: str, threads: list[int]) -> dict[str, Any]:
-    """Load the checkpoint by the engine's loader.
-
-    Memory is measured first, then the time, for each number of threads too.
-    """
+    """Load the checkpoint using the engine's loader: first measure memory, then time per number of threads."""
     model, checkpoint, build_seconds = touched_model(folder, device, dtype)
     gc.collect()
     with PeakMemory() as memory:
@@ -150,7 +137,7 @@ def measure_library(folder: Path, device: str, dtype: str) -> dict[str, Any]:
 def measure_ready(folder: Path, device: str, dtype: str, cache: Path, log: Path) -> dict[str, Any]:
     """Start `tandem serve` and wait until it is ready.
 
-    Return the seconds, in all and of the stages that the engine logs.
+    Return the total seconds, and those of the stages in the engine's log.
     """
     os.environ["TRITON_CACHE_DIR"] = str(cache)
     flags = ["--model", str(folder), "--device", device, "--dtype", dtype, "--max-len", "4096"]
@@ -160,13 +147,13 @@ def measure_ready(folder: Path, device: str, dtype: str, cache: Path, log: Path)
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process of its own, whose memory holds nothing else."""
+    """Call a function in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def measure(folder: Path, work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything and print each figure as it comes."""
+    """Measure everything, and print figures as they are measured."""
     files = sorted(folder.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     device, dtype = arguments.device, arguments.dtype
@@ -202,7 +189,7 @@ def line(figures: dict[str, Any], size: int, ceiling: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
-    parser.add_argument("--folder", type=Path, help="model folder with weights, to use in the place of noise")
+    parser.add_argument("--folder", type=Path, help="model folder with weights, to use instead of noise")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16])

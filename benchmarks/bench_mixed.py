@@ -1,12 +1,11 @@
-"""Decode steps with and without the chunks of a long prompt in them.
+"""Decode steps with and without chunks of a long prompt.
 
     python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
 
-Random weights, greedy, no prefix cache. Rows decode throughout; for each chunk size their steps are timed first without
-prompts, then with prompts that arrive one after the other. Only the chunk size limits a step then; chunk 0 stands for
-the default, a limit by time, or for that of --max-itl. The time of a step is that of one tick of the loop, which
-commits one step, in milliseconds. The mailbox is a test double, so the figures include neither sockets nor HTTP. The
-ceiling of a prompt is the time of its multiplications at 790 TFLOP/s.
+Uses random weights, greedy sampling and no prefix cache. For each chunk size, the steps of decoding rows are timed
+without prompts, then with prompts that arrive one after the other. Only the chunk size limits a step; chunk 0 means the
+default limit by time, or --max-itl. A step is one tick of the loop, in milliseconds. The mailbox is a test double, so
+sockets and HTTP are excluded. The lower bound of a prompt is the time of its FLOPs at 790 TFLOP/s.
 """
 
 import argparse
@@ -36,20 +35,20 @@ OWN_PROMPT, SETTLED, ALONE, PROMPTS = 16, 500, 150, 3
 """Tokens of a decoding row's prompt, untimed steps, steps timed without prompts, and prompts per chunk size."""
 FLOPS = 7.9e14
 UNLIMITED_MS = 1e6
-LEAST_CHUNK, LARGEST_STEP = 64, 2048
-"""Prompt positions of a step that is limited by time: those assumed at least, and those possible at most."""
+MIN_CHUNK, LARGEST_STEP = 64, 2048
+"""Minimum assumed and maximum possible prompt tokens of a step that is limited by time."""
 Key = tuple[bytes, int]
 
 
 @dataclass
 class Figures:
-    """Figures of one number of rows and one chunk size; times are in milliseconds."""
+    """Figures of a number of rows and a chunk size; times are in milliseconds."""
 
     rows: int
     chunk: int
-    """Most prompt positions of a step; 0: limited by time."""
+    """Maximum prompt tokens of a step; 0 if limited by time."""
     alone: dict[str, float]
-    beside: dict[str, float]
+    with_chunk: dict[str, float]
     """Milliseconds of the steps from a prompt's arrival to its first token."""
     ttft: float
     """Median TTFT of the prompts, in milliseconds."""
@@ -57,12 +56,12 @@ class Figures:
     """Lower bound of `ttft` in milliseconds."""
 
     def over(self, percent: str) -> float:
-        """Return a percentile of the steps with a chunk over the median without one."""
-        return self.beside[percent] / self.alone["p50"]
+        """Return a percentile of the steps with a chunk, relative to the median without."""
+        return self.with_chunk[percent] / self.alone["p50"]
 
 
 class Bench:
-    """One engine, whose chunk size changes between runs."""
+    """Engine with a chunk size that changes between runs."""
 
     def __init__(
         self, shape: Path, device: Device, rows: int, chunk: int, prompt: int, steps: int, max_itl: float | None
@@ -103,14 +102,14 @@ class Bench:
             self.tick()
         for _ in range(SETTLED):
             self.tick()
-        found = [self.beside(rows, chunk) for chunk in chunks]
+        found = [self.measure(rows, chunk) for chunk in chunks]
         assert not any(key in self.mailbox.outcomes for key in keys), "the rows were to decode until now"
         self.mailbox.inbox.append((CLIENT, Abort([number for _, number in keys])))
         while self.engine.pipeline.in_flight:
             self.tick()
         return found
 
-    def beside(self, rows: int, chunk: int) -> Figures:
+    def measure(self, rows: int, chunk: int) -> Figures:
         planner = self.engine.scheduler.planner
         longest, max_itl = (chunk, UNLIMITED_MS) if chunk else (planner.limits.max_step_tokens, self.max_itl)
         planner.limits = structs.replace(planner.limits, prefill_chunk=longest, max_itl=max_itl)
@@ -126,9 +125,9 @@ class Bench:
         )
 
     def ceiling(self) -> float:
-        """Return the least time of one prompt, in milliseconds.
+        """Return the lower bound of a prompt's time in milliseconds.
 
-        Counts every weight but the embedding for each token, and attention to all tokens before it.
+        Counts every weight except the embedding for each token, and attention to all previous tokens.
         """
         model: ModelConfig = self.engine.runtime.model.config  # type: ignore[attr-defined]
         width = model.heads * model.head_dim
@@ -137,11 +136,11 @@ class Bench:
         return work / FLOPS * 1e3
 
 
-HEAD = "rows  chunk  alone p50  beside p50    p99   x p50   x p99  TTFT ms  ceiling"
+HEAD = "rows  chunk  alone p50   chunk p50    p99   x p50   x p99  TTFT ms  ceiling"
 
 
 def line(f: Figures) -> str:
-    times = f"{f.alone['p50']:>10.3f} {f.beside['p50']:>11.3f} {f.beside['p99']:>6.3f}"
+    times = f"{f.alone['p50']:>10.3f} {f.with_chunk['p50']:>11.3f} {f.with_chunk['p99']:>6.3f}"
     return (
         f"{f.rows:>4} {f.chunk:>6} {times} {f.over('p50'):>7.2f} {f.over('p99'):>7.2f} {f.ttft:>8.1f} {f.ceiling:>8.1f}"
     )
@@ -157,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=8192, help="tokens (default 8192)")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     arguments = parser.parse_args(argv)
-    chunks = [chunk or LEAST_CHUNK for chunk in arguments.chunks]
+    chunks = [chunk or MIN_CHUNK for chunk in arguments.chunks]
     steps = SETTLED + sum(ALONE + PROMPTS * (arguments.prompt // chunk + 10) for chunk in chunks)
     size = (max(arguments.rows), max(*chunks, LARGEST_STEP), arguments.prompt, 2 * steps)
     bench = Bench(arguments.shape, arguments.device, *size, arguments.max_itl)

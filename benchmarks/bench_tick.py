@@ -1,23 +1,23 @@
-"""CPU time of an engine tick by stage, with a runtime that computes nothing.
+"""CPU time of an engine tick by stage, with a runtime that does no computation.
 
     python -m benchmarks.bench_tick [--rows 1 32 256] [--steps 2000] [--cached-pages 100000] [--save]
         [--constrained 0] [--grammar anything|strings|records|integers|text] [--length N] [--grammar-workers N ...]
         [--wall]
 
-Everything but the device is real: mailbox over ZMQ to a frontend that reads, scheduler, pipeline, codec, and the
-staging of each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and the pool has no free
-ones, so every page that a row grows by evicts one: 16 per tick at 256 rows. The target is under 400 us at 256 rows for
-plan + stage + commit + encode, so that the loop never delays a GPU step of 1 ms. The ceiling shown with it is the time
-of bare loops of dictionary lookups over 256 rows, the least that Python code can take.
+Everything except the device is real: the mailbox over ZMQ to a frontend, scheduler, pipeline, codec, and staging of
+each plan into its packed buffer. The prefix cache holds `--cached-pages` pages and no page is free, so every new page
+evicts one: 16 per tick at 256 rows. The target for plan + stage + commit + encode is 400 us at 256 rows, so that the
+loop never delays a GPU step of 1 ms. The lower bound shown with it is that of bare loops of dictionary lookups over 256
+rows.
 
-All requests arrive before the first tick and none ends. With --length they end after as many tokens, the first ones at
-random lengths up to it, and another follows each, as in a server. It takes that to see what workers do there:
-a grammar is compiled again for them only as requests arrive, and only those that arrive then follow the new copies.
-Ticks count from when that is over and every request has been followed by another. Without --length, many rows of
-`text` may fail after some hundred steps, 862 with 128,256 ids: their lexer then has as many states as it may have.
+All requests arrive before the first tick and none ends. With --length they end after that many tokens, the first ones
+at random lengths, and are replaced, as in a server. This is needed to measure workers: a grammar is recompiled for them
+only as requests arrive, and only later requests use the new copies. Ticks are measured once every request has been
+replaced after that. Without --length, many rows of `text` may fail after some hundred steps (862 with 128,256 ids),
+when their lexer reaches its maximum number of states.
 
-Grammars are followed by `--grammar-workers` processes besides the loop's from 24 constrained rows on; what the loop
-waits for them is in --wall, and as it polls, in CPU time. Whether they help on a machine of 16 cores, and how much:
+From 24 constrained rows on, `--grammar-workers` processes share the grammars with the loop's. The loop's wait for them
+shows in --wall and, as it polls, in CPU time. To measure their effect on a machine with 16 cores:
 
     python -m benchmarks.bench_tick --rows 64 256 --constrained 100 --grammar strings --length 128 --steps 400 --wall
         --grammar-workers 0 4
@@ -68,18 +68,18 @@ from tandem.protocol.sockets import bind_router, connect_dealer
 
 EPOCH, VOCAB, MAX_LEN, PAGE_SIZE, STEP_TOKENS = 1, 128_256, 4096, 16, 8192
 LONGEST = MAX_LEN - PROMPT
-"""Most tokens of a request."""
+"""Maximum tokens of a request."""
 ANYTHING = LLMatcher.grammar_from_regex(r"(.|\n)*")
-"""Grammar without an end."""
+"""Endless grammars."""
 GRAMMARS = {"anything": ANYTHING} | {
     name: LLMatcher.grammar_from_json_schema(schema) for name, schema in ENDLESS.items()
 }
 
 
 class StagingRuntime:
-    """Runtime that stages every plan as the real one does and computes nothing.
+    """Runtime that stages every plan like the real one but does no computation.
 
-    A row under a grammar other than `anything` yields a token that its mask allows, other rows the same token always.
+    Rows with a grammar other than `anything` yield a token that their mask allows, other rows always the same token.
     """
 
     def __init__(self, max_rows: int, filler: MaskFiller, samples_masks: bool) -> None:
@@ -129,9 +129,9 @@ class StagingRuntime:
         return np.zeros((rows, columns), dtype=np.int32) if memory is None else memory
 
     def _allowed(self, words: Ints) -> int:
-        """Return a token at random: one of a word of the mask that allows any."""
+        """Return a random allowed token, from the first mask word found that allows any."""
         start = self.random.randrange(len(words))
-        # Most masks allow nearly everything, and few words have to be looked at.
+        # Most masks allow nearly everything, so few words are inspected.
         for part in (words[start : start + 8], words[start:], words):
             found = part.nonzero()[0]
             if len(found):
@@ -149,27 +149,24 @@ class StagingRuntime:
 
 
 class Options(Struct, frozen=True):
-    """Settings of all ticks of a run."""
+    """Settings of a run."""
 
     steps: int
     cached_pages: int
     constrained: int
-    """Percentage of rows that follow a grammar."""
+    """Percentage of constrained rows."""
     length: int
-    """Tokens after which a request ends and another follows; 0: none ends."""
+    """Output tokens after which a request is replaced; 0 for never."""
     grammar: str
     tokenizer: Path
-    """Its tokenizer.json; ids beyond it are never allowed."""
+    """tokenizer.json; ids beyond its vocabulary are never allowed."""
     grammar_workers: int
     clock: Callable[[], float]
-    """Time of the stages, in seconds: of the loop's thread, or any."""
+    """Clock of the stages in seconds: CPU time of the loop's thread, or wall time."""
 
 
 def full_cache(pages: int) -> KVManager:
-    """Build a pool with all pages in the prefix cache and none of them in use.
-
-    The prompts in the cache have 64 pages each.
-    """
+    """Build a pool with all pages in the prefix cache, as unused prompts of 64 pages each."""
     tree = RadixTree(PAGE_SIZE)
     allocator = PageAllocator(pages + 1)
     for first in range(0, pages, 64):
@@ -215,9 +212,9 @@ def build(rows: int, options: Options, router: Any, wakeup: LoopWaker) -> Engine
 
 
 def measure(rows: int, options: Options) -> dict[str, float]:
-    """Measure the microseconds of each stage over decode steps.
+    """Measure the median microseconds of each stage over decode steps, and the mean of a tick.
 
-    They are medians, and the mean for the tick, which is without `collect`, in which the runtime chooses its tokens.
+    The tick excludes `collect`, in which this runtime chooses tokens.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
@@ -241,7 +238,7 @@ def measure(rows: int, options: Options) -> dict[str, float]:
 
 
 def measure_ticks(engine: Engine, frontend: BetweenTicks, options: Options) -> dict[str, float]:
-    """Measure ticks, without those in which the engine had nothing to do."""
+    """Measure ticks, except idle ones."""
     stats, clock = engine.stats, options.clock
     samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "tick")}
     steps, step_rows = stats.steps_launched, stats.step_rows.total
@@ -273,10 +270,7 @@ def median_us(call: Any, repeats: int = 2000) -> float:
 
 
 def measure_messages(rows: int) -> dict[str, float]:
-    """Measure encoding and decoding one step's output, in microseconds.
-
-    The bare loops for comparison are measured with them.
-    """
+    """Measure encoding and decoding a step's output, and the bare loops, in microseconds."""
     ids, tokens = list(range(rows)), [7] * rows
     message: StepOutput = step_output(1, ids, tokens)
     data = encode(message)

@@ -4,10 +4,10 @@
     python -m benchmarks.layer_diff FOLDER OTHER_FOLDER
     python -m benchmarks.layer_diff FOLDER transformers:OTHER_FOLDER --reference-dtype float32
 
-It prints the errors at each point and names the first at which the two differ. A folder is run by Tandem,
-`transformers` runs the other side's folder (the extra `dev` has it). Both compute the same tokens; Tandem computes
-the last of them one a step, as in decoding, and captures no graphs. The relative error is the norm of the difference
-over that of B. The exit code is 1 if a point differs by more than the tolerance, 2 if a side cannot be run.
+Prints the errors at each point and the first one at which the two differ. Tandem runs a folder; `transformers` (in the
+extra `dev`) runs the other side's folder. Both compute the same tokens; Tandem computes the last ones one per step, as
+in decoding, without CUDA graphs. The relative error is the norm of the difference over the norm of B. The exit code is
+1 if a point differs by more than the tolerance, 2 if a side cannot be run.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from tandem.engine_core.models.registry import read_config
 
 TRANSFORMERS = "transformers"
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Relative errors that rounding explains, by the coarser dtype of the two sides."""
+"""Tolerated relative errors, by the coarser dtype of the two sides."""
 
 
 class Difference(Struct, frozen=True):
-    """Distance of two sides at one point."""
+    """Difference of two sides at a point."""
 
     point: str
     largest: float
@@ -64,7 +64,7 @@ def _others(found: Streams, reference: Streams) -> str:
 
 
 def table(differences: list[Difference], tolerance: float) -> str:
-    """Format the differences, and name the first beyond the tolerance."""
+    """Format the differences and the first point beyond the tolerance."""
     lines = [f"{'point':<22} {'max abs':>10} {'relative':>10} {'token':>6}"]
     for one in differences:
         mark = "  <--" if one.relative > tolerance else ""
@@ -97,7 +97,7 @@ def sides(a: str, b: str) -> tuple[tuple[str, Path], tuple[str, Path]]:
 
 
 def token_ids(folder: Path, prompt: str | None, count: int, seed: int) -> list[int]:
-    """Return the ids of a prompt, or random ones of the vocabulary.
+    """Return the token ids of a prompt, or random ids.
 
     Raises ConfigError for a folder that Tandem does not support.
     """

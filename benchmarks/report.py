@@ -2,7 +2,7 @@
 
     python -m benchmarks.report benchmarks/results/NAME.json          # needs the extra `bench`
 
-Written beside the file: NAME.md, NAME_matrix.png, NAME_policies.png, NAME_memory.png.
+Written next to the file: NAME.md, NAME_matrix.png, NAME_policies.png, NAME_memory.png.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from benchmarks.matrix.charts import MATRIX_PANELS, draw_cells, draw_memory, policy_panels
 from benchmarks.matrix.figures import Measured
-from benchmarks.matrix.tables import beside_table, cell_tables, count, held_table, rows_bind, servers, spread
+from benchmarks.matrix.tables import cell_tables, count, held_table, prefill_table, rows_bind, servers, spread
 from benchmarks.measuring.plots import PlottingUnavailableError, pyplot
 from benchmarks.serving.table import number
 from tandem.protocol.installing import install_extra
@@ -50,7 +50,7 @@ def ratios(measured: Measured) -> Iterator[str]:
                 f"{held.running / base.running:.1f} times as many; preempted {count(held.preemptions)} times"
                 + (f"; the limit of {held.rows} rows bounds it" if rows_bind(held) else "")
             )
-    for name, gaps in measured.beside.items():
+    for name, gaps in measured.prefill_gaps.items():
         if gaps.gaps:
             yield (
                 f"gaps of running streams while a long prompt is computed in {name}: p99 "
@@ -98,9 +98,9 @@ POLICIES = (
     "Half as many rows as streams, and steps that do not hold all prompts. Under every policy requests have priority "
     "0, 1 and 2 in turn, higher being more urgent; only `priority` heeds it."
 )
-BESIDE = (
-    "One long prompt at a time, the next when the one before has its first token. A gap counts as beside them if it "
-    "shares a moment with a prompt's time from its start to its first token."
+DURING_PREFILL = (
+    "Long prompts run one at a time. A gap counts as during prefill if it overlaps the time from a prompt's start to "
+    "its first token."
 )
 HELD = (
     "More streams than memory has room for, and as many rows as streams. Means are over the time in which somebody "
@@ -121,12 +121,12 @@ def markdown(saved: Saved, charts: dict[str, str]) -> str:
         if cells:
             lines += ["", f"## {part.capitalize()}", "", says, *_picture(part, charts)]
             lines += cell_tables(cells, measured.scenarios)
-    if measured.held or measured.beside:
+    if measured.held or measured.prefill_gaps:
         lines += ["", "## Memory and long prompts", *_picture("memory", charts)]
     if measured.held:
         lines += ["", f"**Sequences at once.** {HELD}", "", *held_table(measured.held)]
-    if measured.beside:
-        lines += ["", f"**Streams beside long prompts.** {BESIDE}", "", *beside_table(measured.beside)]
+    if measured.prefill_gaps:
+        lines += ["", f"**Streams during long prompts.** {DURING_PREFILL}", "", *prefill_table(measured.prefill_gaps)]
     if measured.servers:
         lines += ["", "## Servers", "", *servers(measured.servers, measured.common_flags)]
     return "\n".join(lines) + "\n"
@@ -152,8 +152,8 @@ def draw_all(path: Path, measured: Measured) -> dict[str, str]:
         classes = list(measured.policies[0].median.ttft_by_priority) or [0]
         draw_cells(charts["policies"], f"policies, {where}", measured.policies, policy_panels(classes))
         drawn.append("policies")
-    if measured.held and measured.beside:
-        draw_memory(charts["memory"], f"memory and long prompts, {where}", measured.held, measured.beside)
+    if measured.held and measured.prefill_gaps:
+        draw_memory(charts["memory"], f"memory and long prompts, {where}", measured.held, measured.prefill_gaps)
         drawn.append("memory")
     return {part: charts[part].name for part in drawn}
 

@@ -1,15 +1,14 @@
-"""The loads of a comparison with vLLM, against any OpenAI-compatible server.
+"""Loads of the comparison with vLLM, against any OpenAI-compatible server.
 
     python -m benchmarks.side_by_side --url http://host:port[,http://host:port2] --model NAME --shape llama-3.2-1b
         [--loads 1b-256 ...] [--trials 3] [--metrics http://host:ops-port/metrics] [--save NAME]
 
 The loads and vLLM's figures are in `benchmarks/reference/side_by_side.json`, with their origin; loads without figures
-are of our own choosing, so that nothing is tuned to those of the comparison alone. A load is a number of streams, each
-of which sends its next request as soon as the last one is answered, after one request to warm up. Every trial has
-prompts of its own, so that no prefix cache helps. Reported are the medians of the trials, with the least and the most:
-output tokens/s, TTFT p50 and ITL p99 in milliseconds. ITL is that of `bench_serving` without token ids. With --metrics
-the engine's counters of all trials say where its time went, and how long the GPU waited; nothing else may load the
-server then.
+are our own, to avoid tuning to the comparison. A load is a number of streams that each send their next request once the
+previous one is answered, after a warm-up request. Every trial has new prompts, so that no prefix cache helps. Reports
+median, minimum and maximum over the trials of output tokens/s, TTFT p50 and ITL p99 in milliseconds, with ITL as in
+`bench_serving` without token ids. With --metrics the engine's counters over all trials give the time by stage and the
+GPU's idle time; nothing else may load the server then.
 """
 
 import argparse
@@ -46,7 +45,7 @@ FIGURES: dict[str, Callable[[Level], float]] = {
 
 
 class ComparedLoad(Struct, frozen=True):
-    """One load, and what vLLM did under it."""
+    """Load, with vLLM's figures."""
 
     name: str
     shape: str
@@ -57,30 +56,30 @@ class ComparedLoad(Struct, frozen=True):
     temperature: float = 0.0
     top_p: float | None = None
     vllm: tuple[float, float, float] | None = None
-    """Its figures in the order of FIGURES; None if it was not measured."""
+    """vLLM's figures in the order of FIGURES; None if not measured."""
 
 
 class Comparison(Struct, frozen=True):
-    """Loads in the order in which they are run."""
+    """Loads in the order in which they run."""
 
     origin: str
     loads: list[ComparedLoad]
 
 
 class Measured(Struct):
-    """Figures of one load."""
+    """Figures of a load."""
 
     load: ComparedLoad
     figures: dict[str, tuple[float, float, float]]
-    """Median, least and most of the trials."""
+    """Median, minimum and maximum of the trials."""
     failed: int
-    """Requests without a complete answer, in all trials."""
+    """Incomplete requests in all trials."""
     engine: dict[str, Any] | None = None
-    """What the engine counted, see `engine_counters.figures`; None without --metrics."""
+    """Engine counters, see `engine_counters.figures`; None without --metrics."""
 
 
 class Trials:
-    """Trials of loads against one server."""
+    """Trials of loads against a server."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._clients = clients
@@ -106,7 +105,7 @@ class Trials:
     def _send(self, load: ComparedLoad, label: str, requests: int, counted: Counters) -> Level:
         """Send requests to the server.
 
-        counted: what the engine counts meanwhile is added to it.
+        counted: receives the increments of the engine's counters.
         """
         planned = Load(label, load.streams, requests=requests)
         workload = Workload(self._seed, Span.parse(load.input_len), Span.parse(load.output_len), PROMPT_IDS)
@@ -138,7 +137,7 @@ def read_loads(shape: str, names: list[str] | None) -> tuple[str, list[ComparedL
 
 
 def table(measured: list[Measured]) -> str:
-    """Format a line for each load: every figure with its range, and vLLM's beside it."""
+    """Format a line for each load: every figure with its range, next to vLLM's."""
     lines = [f"{'load':>14}" + "".join(f"{name:>30}{'vLLM':>10}" for name in FIGURES)]
     for one in measured:
         cells = ""

@@ -1,14 +1,11 @@
-"""Measurement of one server under load.
-
-It measures a trial of a scenario, the server's capacity, and streams disturbed by long prompts.
-"""
+"""Measure a server under load: trials of a scenario, capacity, and streams during long prompts."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.matrix.beside import LongPrompts, gaps_beside
 from benchmarks.matrix.capacity import Watch, while_waiting
-from benchmarks.matrix.figures import PERCENTS, BesideTrial, Figures, figures
+from benchmarks.matrix.figures import PERCENTS, Figures, PrefillTrial, figures
+from benchmarks.matrix.long_prompts import LongPrompts, gaps_during_prefill
 from benchmarks.matrix.scenarios import PROMPT_IDS, Scenario
 from benchmarks.matrix.server import BEAT_SECONDS, Server
 from benchmarks.measuring.scrape import histogram_summary
@@ -27,12 +24,12 @@ QUANTILES = tuple(int(percent[1:]) for percent in PERCENTS)
 
 
 class Bench:
-    """The client's end of a run, whose processes serve all servers in turn."""
+    """Client of a run. Its processes load all servers one after the other."""
 
     def __init__(self, model: str, seed: int, starved_ms: float, clients: Clients, others: Clients) -> None:
-        """Keep the model, the bounds and the client processes.
+        """Initialize with the model, the bounds and the client processes.
 
-        others: the clients of the load that arrives while those of `clients` run theirs.
+        others: clients of the load that arrives while `clients` run theirs.
         """
         self._dialect = Dialect(model, token_ids=True)
         self._seed, self._starved_ms = seed, starved_ms
@@ -47,9 +44,9 @@ class Bench:
         return figures(records, waits, self._starved_ms)
 
     def held(self, server: Server, scenario: Scenario, trial: int) -> dict[str, float]:
-        """Return the figures of one trial by the names of `Held`.
+        """Return the figures of a trial, by field of `Held`.
 
-        `running` is left out if no sequence was seen waiting.
+        `running` is missing if no sequence was seen waiting.
         """
         load = scenario.load(trial)
         watch = Watch(load, server)
@@ -58,20 +55,20 @@ class Bench:
         speed = figures(records, {}, self._starved_ms).output_tokens_per_s
         return while_waiting(watch.readings) | {"output_tokens_per_s": speed}
 
-    def beside(self, server: Server, sizes: LongPrompts, trial: int) -> BesideTrial:
-        """Run the same streams twice, first without the long prompts."""
+    def long_prompts(self, server: Server, sizes: LongPrompts, trial: int) -> PrefillTrial:
+        """Run the same streams without, then with the long prompts."""
         streams = Workload(self._seed, Span(16, 16), Span(sizes.stream_tokens, sizes.stream_tokens), PROMPT_IDS)
         prompts = Workload(self._seed, Span(sizes.prompt_tokens, sizes.prompt_tokens), Span(1, 1), PROMPT_IDS)
         alone = self._send(self._clients, server, Load(f"alone {trial}", sizes.streams, requests=1), streams)
-        beside = Load(f"beside {trial}", sizes.streams, requests=1)
+        load = Load(f"streams {trial}", sizes.streams, requests=1)
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(self._send, self._clients, server, beside, streams)
+            running = pool.submit(self._send, self._clients, server, load, streams)
             arriving = Load(f"long prompts {trial}", 1, requests=sizes.prompts)
             arrived = self._send(self._others, server, arriving, prompts)
             loaded = running.result()
-        return BesideTrial(
+        return PrefillTrial(
             distribution((gap for record in alone for gap in record.gaps), 1e3),
-            distribution(gaps_beside(loaded, arrived), 1e3),
+            distribution(gaps_during_prefill(loaded, arrived), 1e3),
             len(arrived),
             distribution((record.ttft for record in arrived if record.ttft is not None), 1e3),
         )

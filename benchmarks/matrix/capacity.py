@@ -1,7 +1,7 @@
-"""Number of sequences that run at once while others wait for memory.
+"""Number of concurrent sequences while others wait for memory.
 
-A peak would count those that were admitted a moment before they were preempted again. So it is the mean over the time
-in which sequences waited, and with it the number of preemptions in that time and of rows in its steps.
+A peak would count sequences that are preempted right after their admission. So we take the mean over the time in which
+sequences waited, with the preemptions and rows per step in that time.
 """
 
 import time
@@ -20,7 +20,7 @@ STEPS, STEP_ROWS = "tandem_engine_step_rows_count", "tandem_engine_step_rows_sum
 
 @dataclass(frozen=True)
 class Reading:
-    """Gauges and counters of the engine at one moment."""
+    """Reading of the engine's gauges and counters."""
 
     at: float
     """Time of the reading, in seconds."""
@@ -32,10 +32,7 @@ class Reading:
 
 
 class Watch(Progress):
-    """Progress display that reads the metrics whenever it is drawn.
-
-    That is as often as the engine sends heartbeats.
-    """
+    """Progress display that reads the metrics whenever it is drawn, once per heartbeat."""
 
     def __init__(self, load: Load, server: Server) -> None:
         super().__init__(load.label, load.total(), load.duration)

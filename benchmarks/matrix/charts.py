@@ -1,10 +1,10 @@
-"""Bar charts of a matrix, with a group per load and a bar per server."""
+"""Bar charts of a matrix: a group per load, a bar per server."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.figures import Beside, Cell, Figures, Held
+from benchmarks.matrix.figures import Cell, Figures, Held, PrefillGaps
 from benchmarks.measuring.plots import pyplot
 
 Panel = tuple[str, Callable[[Figures], float | None]]
@@ -23,10 +23,7 @@ MATRIX_PANELS: tuple[Panel, ...] = (
 
 
 def policy_panels(priorities: Sequence[int]) -> tuple[Panel, ...]:
-    """Return the panels of all matrices, and those of two priority classes.
-
-    These are the lowest and the highest priority.
-    """
+    """Return the panels of all matrices, and those of the lowest and highest priority class."""
     return (*MATRIX_PANELS, *(_ttft_of(priority) for priority in (priorities[0], priorities[-1])))
 
 
@@ -35,13 +32,13 @@ def _label(height: float) -> str:
 
 
 def _bars(axis: Any, title: str, groups: Sequence[str], series: dict[str, list[float]]) -> None:
-    """Draw the bars of one panel.
+    """Draw the bars of a panel.
 
-    series: for each name a height for each group.
+    series: heights per group, by name.
     """
     width = 0.8 / len(series)
-    for place, (name, heights) in enumerate(series.items()):
-        drawn = axis.bar([at + place * width for at in range(len(groups))], heights, width, label=name)
+    for index, (name, heights) in enumerate(series.items()):
+        drawn = axis.bar([at + index * width for at in range(len(groups))], heights, width, label=name)
         axis.bar_label(drawn, fmt=_label, fontsize=6, rotation=90, padding=2)
     axis.set_xticks([at + 0.4 - width / 2 for at in range(len(groups))], groups)
     axis.margins(y=0.25)
@@ -69,8 +66,8 @@ def draw_cells(path: Path, title: str, cells: list[Cell], panels: Sequence[Panel
     plt.close(figure)
 
 
-def draw_memory(path: Path, title: str, held: Sequence[Held], beside: dict[str, Beside]) -> None:
-    """Draw the sequences held, and the gaps of streams disturbed by long prompts.
+def draw_memory(path: Path, title: str, held: Sequence[Held], prefill_gaps: dict[str, PrefillGaps]) -> None:
+    """Draw the concurrent sequences, and the ITL during long prompts.
 
     Raises PlottingUnavailableError without matplotlib.
     """
@@ -82,16 +79,16 @@ def draw_memory(path: Path, title: str, held: Sequence[Held], beside: dict[str, 
         [one.configuration for one in held],
         {"hold a row": [one.running for one in held], "computed in a step": [one.step_rows for one in held]},
     )
-    gaps = list(beside.values())
+    gaps = list(prefill_gaps.values())
     _bars(
         right,
         "gap between tokens, ms",
-        list(beside),
+        list(prefill_gaps),
         {
             "p50 alone": [one.alone.get("p50", 0.0) for one in gaps],
             "p99 alone": [one.alone.get("p99", 0.0) for one in gaps],
-            "p50 beside long prompts": [one.loaded.get("p50", 0.0) for one in gaps],
-            "p99 beside long prompts": [one.loaded.get("p99", 0.0) for one in gaps],
+            "p50 during long prompts": [one.loaded.get("p50", 0.0) for one in gaps],
+            "p99 during long prompts": [one.loaded.get("p99", 0.0) for one in gaps],
         },
     )
     for axis in (left, right):

@@ -1,8 +1,7 @@
-"""Servers that a matrix compares.
+"""Server configurations of a matrix.
 
-Each differs from the one before by the one switch that it names. All of them have steps of the same size, large enough
-for a whole prompt of the greatest length beside a decoding row for each sequence, so that every server may compute as
-much at once as the others.
+Each differs from the previous one by the switch in its name. All have the same step size, large enough for a prompt of
+the maximum length and a decoding row per sequence.
 """
 
 from dataclasses import dataclass
@@ -10,10 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """Name and flags of a server.
-
-    The flags come in addition to those that all servers of a run share.
-    """
+    """Name of a server and its flags, in addition to those shared by all servers of a run."""
 
     name: str
     flags: tuple[str, ...]
@@ -21,7 +17,7 @@ class Configuration:
 
 
 CHUNK = 256
-"""Positions of a prompt in one step, divided by the scale."""
+"""Prompt tokens per step, divided by the scale."""
 
 
 def matrix(scale: int) -> tuple[Configuration, ...]:
@@ -61,11 +57,11 @@ def matrix(scale: int) -> tuple[Configuration, ...]:
 
 
 def with_policy(policy: str) -> Configuration:
-    """Return the default server under a policy."""
+    """Return the default server with a policy."""
     return Configuration(policy, ("--policy", policy), f"policy {policy}")
 
 
 def with_chunk(tokens: int) -> Configuration:
-    """Return the default server with prompts in chunks of this many tokens."""
+    """Return the default server with a prefill chunk size."""
     says = f"at most {tokens} tokens of a prompt in a step in which others decode"
     return Configuration(f"chunks of {tokens}", ("--prefill-chunk", str(tokens)), says)

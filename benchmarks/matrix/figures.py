@@ -1,4 +1,4 @@
-"""Figures of a run: one trial, medians over trials, and all of them together."""
+"""Figures of a run: trials, medians over trials, and their collection."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -28,16 +28,16 @@ class Figures(Struct):
     request_tokens_per_s: Percentiles
     """Output tokens of a request over the time from its start to its end."""
     queue_wait: Percentiles
-    """Time in the engine from a request's arrival to its row: the mean, and percentiles from a histogram's buckets."""
+    """Queueing time in the engine: mean, and percentiles from histogram buckets."""
     starved: float
-    """Number of requests that waited longer than a bound for a token other than their first."""
+    """Number of requests with an ITL above a bound."""
     longest_gap: float
     ttft_by_priority: dict[int, Percentiles] = field(default_factory=dict)
     """TTFT by priority class, if there is more than one."""
 
 
 class Cell(Struct):
-    """Figures of one server under one load."""
+    """Figures of a server under a load."""
 
     configuration: str
     scenario: str
@@ -46,7 +46,7 @@ class Cell(Struct):
 
 
 class Held(Struct):
-    """Number of sequences that ran at once while others waited.
+    """Number of concurrent sequences while others waited.
 
     The figures are medians over trials.
     """
@@ -54,24 +54,24 @@ class Held(Struct):
     configuration: str
     kv_tokens: int
     rows: int
-    """Row limit, equal to the number of streams, so that sequences only wait for memory."""
+    """Row limit, the number of streams, so that sequences wait only for memory."""
     running: float
-    """Mean over time of the sequences that hold a row."""
+    """Mean number of sequences with a row, over time."""
     step_rows: float
-    """Mean over steps of the rows that were computed, without rows whose sequence found no page."""
+    """Mean number of computed rows per step, without rows that lacked a page."""
     peak: float
     preemptions: float
     seconds: float
-    """Time in which sequences waited, in seconds."""
+    """Seconds in which sequences waited."""
     output_tokens_per_s: float
 
 
-class BesideTrial(Struct):
+class PrefillTrial(Struct):
     """Gaps between tokens of running streams, in milliseconds."""
 
     alone: dict[str, float]
     loaded: dict[str, float]
-    """Gaps while some long prompt was between its start and its first token."""
+    """Gaps while a long prompt was in prefill."""
     prompts: int
     prompt_ttft: dict[str, float]
 
@@ -84,8 +84,8 @@ class BesideTrial(Struct):
         return p99 / base if p99 is not None and base else None
 
 
-class Beside(Struct):
-    """Gaps between tokens of running streams, in milliseconds: medians over trials."""
+class PrefillGaps(Struct):
+    """Gaps between tokens of running streams in milliseconds, medians over trials."""
 
     alone: dict[str, float]
     loaded: dict[str, float]
@@ -95,7 +95,7 @@ class Beside(Struct):
     """Number of long prompts in all trials."""
     prompt_ttft: dict[str, float]
     over: dict[str, list[float]]
-    """`BesideTrial.over` of each trial, by percentile."""
+    """`PrefillTrial.over` of each trial, by percentile."""
 
 
 class ServerFacts(Struct):
@@ -103,12 +103,12 @@ class ServerFacts(Struct):
 
     says: str
     flags: str
-    """Flags of this server, without those of all servers."""
+    """Flags of this server, without the shared ones."""
     ready_seconds: float
     all_flags: dict[str, Any] = field(default_factory=dict)
-    """All flags with their defaults; None for a flag that is left to the engine or not in force."""
+    """All flags with their defaults; None if left to the engine or without effect."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that its engine logged."""
+    """Settings logged by its engine."""
 
 
 class Measured(Struct):
@@ -116,14 +116,14 @@ class Measured(Struct):
 
     hardware: dict[str, str]
     common_flags: str
-    """Flags of all servers."""
+    """Flags shared by all servers."""
     scenarios: dict[str, str]
     """Description of each load."""
     servers: dict[str, ServerFacts] = field(default_factory=dict)
     matrix: list[Cell] = field(default_factory=list)
     policies: list[Cell] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
-    beside: dict[str, Beside] = field(default_factory=dict)
+    prefill_gaps: dict[str, PrefillGaps] = field(default_factory=dict, name="beside")
 
 
 def _pick(values: Iterable[float | None], scale: float = 1.0) -> Percentiles:
@@ -162,7 +162,7 @@ def figures(records: Sequence[Record], queue_wait: Percentiles, starved_ms: floa
 def median_of(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median of each figure over the trials.
 
-    Figures that some trial lacks are left out.
+    Figures missing in a trial are left out.
     """
     shared = [name for name in samples[0] if all(name in sample for sample in samples)]
     return {name: statistics.median(sample[name] for sample in samples) for name in shared}
@@ -187,10 +187,10 @@ def medians(trials: Sequence[Figures]) -> Figures:
     return Figures(**found, ttft_by_priority=by_priority)
 
 
-def beside_medians(trials: Sequence[BesideTrial]) -> Beside:
+def prefill_medians(trials: Sequence[PrefillTrial]) -> PrefillGaps:
     """Return the median of each figure over the trials, and the totals of counts."""
     overs = {percent: [trial.over(percent) for trial in trials] for percent in ("p50", "p99")}
-    return Beside(
+    return PrefillGaps(
         median_of([trial.alone for trial in trials]),
         median_of([trial.loaded for trial in trials]),
         int(sum(trial.loaded["count"] for trial in trials)),

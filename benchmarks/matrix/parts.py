@@ -1,4 +1,4 @@
-"""Parts of a run, with the servers and the loads of each."""
+"""Parts of a run, with their servers and loads."""
 
 import sys
 from argparse import Namespace
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.bench import Bench
-from benchmarks.matrix.beside import LongPrompts
 from benchmarks.matrix.configurations import Configuration, matrix, with_chunk, with_policy
 from benchmarks.matrix.figures import (
-    BesideTrial,
     Cell,
     Figures,
     Held,
     Measured,
+    PrefillTrial,
     ServerFacts,
-    beside_medians,
     median_of,
     medians,
+    prefill_medians,
 )
+from benchmarks.matrix.long_prompts import LongPrompts
 from benchmarks.matrix.scenarios import LONG_PROMPT, MAX_LEN, Scenario, scenarios
 from benchmarks.matrix.server import Server
 from tandem.frontend.cli.main import build_parser
@@ -31,28 +31,28 @@ from tandem.protocol.engine_options import POLICIES
 
 PARTS = ("matrix", "policies", "capacity", "long-prompts")
 POLICY_STEP_TOKENS = 512
-"""Positions of a step in the comparison of policies, divided by the scale."""
+"""Tokens per step in the policy sweep, divided by the scale."""
 PRIORITIES = (0, 1, 2)
-"""Priorities of the requests in the comparison of policies, in turn."""
+"""Priorities of consecutive requests in the policy sweep."""
 CHUNKS = (2048, 256, 64)
 """Chunk sizes for long prompts, divided by the scale."""
 HELD_LENGTHS, HELD_STREAMS = 8, 16
-"""Size of the pool of the capacity comparison in sequences of the greatest length, which is also the number that
-contiguous mode holds of any length, and streams for each of them: many more than pages could hold."""
+"""Pool size of the capacity comparison in sequences of maximum length, the number that contiguous mode holds of any
+length, and streams per such sequence, more than pages can hold."""
 HELD_REQUESTS = 2
 """Requests per stream and trial."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 UNREPORTED = ("run", "port", "ops_port", "model", "api_key")
-"""Flags that reports leave out: paths and secrets."""
+"""Flags omitted from reports: paths and secrets."""
 
 
 class Parts:
-    """One run, which starts the servers of each part and fills a report."""
+    """Run that starts the servers of each part and fills a report."""
 
     def __init__(self, arguments: Namespace, bench: Bench, model: Path | None, work: Path, hardware: dict[str, str]):
-        """Choose the flags that all servers have in common.
+        """Choose the flags shared by all servers.
 
-        model: a folder for CUDA, random weights; None: the default model on a CPU.
+        model: folder to serve with random weights on CUDA; None for the default model on a CPU.
         """
         self.arguments, self.bench, self.work = arguments, bench, work
         self.scale: int = arguments.scale
@@ -73,7 +73,7 @@ class Parts:
     def server(self, configuration: Configuration, **sizes: int) -> Iterator[Server]:
         """Start a server and add it to the report.
 
-        sizes: flags that servers of one part have in common.
+        sizes: flags shared by the servers of a part.
         """
         own = [str(word) for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", size)]
         if self.cuda:
@@ -92,8 +92,8 @@ class Parts:
     def all_at_once(self, configurations: Sequence[Configuration], **sizes: int) -> Iterator[dict[str, Server]]:
         """Start a server for each configuration, and yield them by name.
 
-        They take turns: whatever the machine does meanwhile befalls all alike, and one that waits for work costs no
-        more than its heartbeat.
+        All run at the same time and are measured alternately, so that machine noise affects all alike. An idle server
+        costs only its heartbeat.
         """
         with ExitStack() as stack:
             yield {one.name: stack.enter_context(self.server(one, **sizes)) for one in configurations}
@@ -117,20 +117,14 @@ class Parts:
         self.report.matrix = self.cells(matrix(self.scale), self.loads, rows, self.max_len + rows)
 
     def run_policies(self) -> None:
-        """Compare policies with half as many rows as streams and small steps.
-
-        The scheduler then has something to choose.
-        """
+        """Compare policies with small steps and half as many rows as streams, so that sequences queue."""
         rows = max(1, self.arguments.streams // 2)
         loads = [replace(load, priorities=PRIORITIES) for load in self.loads[1:]]
         step_tokens = max(rows, POLICY_STEP_TOKENS // self.scale)
         self.report.policies = self.cells([with_policy(policy) for policy in POLICIES], loads, rows, step_tokens)
 
     def run_capacity(self) -> None:
-        """Measure the capacity of continuous, paged and chunked servers.
-
-        There are enough rows that sequences only wait for memory.
-        """
+        """Measure the capacity of continuous, paged and chunked servers, with rows to spare."""
         lengths = 2 if self.arguments.quick else HELD_LENGTHS * (2 if self.cuda else 1)
         streams, kv_tokens = HELD_STREAMS * lengths, lengths * self.max_len
         load = scenarios(self.scale, streams, HELD_REQUESTS)[1]
@@ -151,11 +145,11 @@ class Parts:
         max_len, rows = prompt + load.stream_tokens, streams + 4
         sizes = {"max_rows": rows, "max_len": max_len, "kv_tokens": 2 * rows * load.stream_tokens + 4 * max_len}
         configurations = [with_chunk(max(1, size // self.scale)) for size in CHUNKS]
-        trials: dict[str, list[BesideTrial]] = defaultdict(list)
+        trials: dict[str, list[PrefillTrial]] = defaultdict(list)
         with self.all_at_once(configurations, **sizes, max_step_tokens=CHUNKS[0] // self.scale + rows) as servers:
             for trial, (name, server) in product(range(self.arguments.trials), servers.items()):
-                trials[name].append(self.bench.beside(server, load, trial))
-        self.report.beside = {name: beside_medians(found) for name, found in trials.items()}
+                trials[name].append(self.bench.long_prompts(server, load, trial))
+        self.report.prefill_gaps = {name: prefill_medians(found) for name, found in trials.items()}
 
     def run(self) -> Measured:
         parts = dict(
@@ -181,7 +175,7 @@ def all_flags(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def held(name: str, kv_tokens: int, rows: int, trials: Sequence[dict[str, float]]) -> Held:
-    """Return medians of trials, with 0 for figures that were never observed."""
+    """Return the medians of trials, with 0 for missing figures."""
     found = median_of(trials)
     names = ("running", "step_rows", "peak", "preemptions", "seconds", "output_tokens_per_s")
     return Held(name, kv_tokens, rows, **{name: found.get(name, 0.0) for name in names})

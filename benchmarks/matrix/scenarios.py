@@ -1,4 +1,4 @@
-"""Loads W1, W2 and W3 of a matrix, with all lengths divided by one scale."""
+"""Loads W1, W2 and W3 of a matrix, with all lengths divided by a scale."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ from tandem.frontend.cli.bench.workloads import Load, Span, Workload
 
 PROMPT_IDS = Span(100, 1000)
 MAX_LEN, LONG_PROMPT = 4096, 8192
-"""Longest sequence of a matrix, and length of the prompts that arrive during running streams, in tokens."""
+"""Maximum sequence length of a matrix, and length of the long prompts, in tokens."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One load of a matrix.
+    """Load of a matrix.
 
     Its prompts begin with `shared` tokens that all prompts of a trial have in common.
     """

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.matrix.figures import PERCENTS, Beside, Cell, Held, Percentiles, ServerFacts
+from benchmarks.matrix.figures import PERCENTS, Cell, Held, Percentiles, PrefillGaps, ServerFacts
 from benchmarks.serving.table import number
 
 CELLS = (
@@ -29,19 +29,19 @@ HELD = (
     "tokens/s",
     "observed s",
 )
-BESIDE = (
+DURING_PREFILL = (
     "server",
     "long prompts",
     "their TTFT p50",
     "gap alone p50 / p95 / p99",
-    "gaps beside them",
+    "gaps during prefill",
     "gap p50 / p95 / p99",
     "longest",
     "p99 over p50 alone",
     "p99 over p99 alone",
 )
 ROWS_BIND = 0.9
-"""Share of the row limit; a mean above it was not limited by memory alone."""
+"""Share of the row limit above which a mean is not limited by memory alone."""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def count(value: float) -> str:
-    """Format a count, which may lie between two counts as a median of two trials."""
+    """Format a count, possibly fractional as the median of two trials."""
     return f"{value:g}"
 
 
@@ -65,17 +65,14 @@ def percentiles(sample: Percentiles) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Format the median, the least and the most of some trials."""
+    """Format median, minimum and maximum of trials."""
     if not values:
         return "-"
     return f"{number(statistics.median(values))} ({number(min(values))} to {number(max(values))})"
 
 
 def cell_tables(cells: list[Cell], scenarios: dict[str, str]) -> Iterator[str]:
-    """Yield one table per load.
-
-    Loads with priorities have a second one with the waiting times of each class.
-    """
+    """Yield a table per load, and for loads with priorities one with the queueing time per class."""
     for name in dict.fromkeys(cell.scenario for cell in cells):
         ours = [cell for cell in cells if cell.scenario == name]
         yield from ("", f"**{name}**: {scenarios[name]}", "")
@@ -127,11 +124,11 @@ def rows_bind(held: Held) -> bool:
     return held.running > ROWS_BIND * held.rows
 
 
-def beside_table(beside: dict[str, Beside]) -> Iterator[str]:
-    yield from table(BESIDE, (_beside(name, gaps) for name, gaps in beside.items()))
+def prefill_table(prefill_gaps: dict[str, PrefillGaps]) -> Iterator[str]:
+    yield from table(DURING_PREFILL, (_prefill_row(name, gaps) for name, gaps in prefill_gaps.items()))
 
 
-def _beside(name: str, found: Beside) -> tuple[str, ...]:
+def _prefill_row(name: str, found: PrefillGaps) -> tuple[str, ...]:
     alone, loaded = found.alone, found.loaded
     return (
         name,

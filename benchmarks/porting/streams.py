@@ -98,7 +98,7 @@ def tapped(model: Any, recorder: Recorder) -> Iterator[None]:
 
 
 def _see_stream(recorder: Recorder, point: str) -> Callable[[Any], None]:
-    # An update is added to the stream by the norm before the next part, which returns it beside its own update.
+    # The norm before the next part adds the update to the stream and returns both.
     return lambda result: recorder.add(point, result[1])
 
 

@@ -1,4 +1,4 @@
-"""Published or earlier figures of another engine, beside the measured ones."""
+"""Reference figures of another engine."""
 
 from pathlib import Path
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from benchmarks.matrix.beside import gaps_beside
 from benchmarks.matrix.capacity import Reading, while_waiting
 from benchmarks.matrix.configurations import Configuration, matrix, with_chunk, with_policy
-from benchmarks.matrix.figures import BesideTrial, Figures, beside_medians, figures, medians
+from benchmarks.matrix.figures import Figures, PrefillTrial, figures, medians, prefill_medians
+from benchmarks.matrix.long_prompts import gaps_during_prefill
 from benchmarks.matrix.parts import all_flags, held
 from benchmarks.matrix.scenarios import MAX_LEN, scenarios
 from benchmarks.matrix.server import Server, ServerDiedError
@@ -156,7 +156,7 @@ class TestGapsBesideLongPrompts:
     )
     def test_loaded_gaps_overlap_a_prompt(self, prompts: list[tuple[float, float]], expected: list[float]) -> None:
         """The gaps are from 1 to 2, 4 and 7, and from 0.5 to 0.625."""
-        assert gaps_beside(self.STREAMS, [record(start, first, []) for start, first in prompts]) == expected
+        assert gaps_during_prefill(self.STREAMS, [record(start, first, []) for start, first in prompts]) == expected
 
     @given(
         st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=5),
@@ -173,13 +173,13 @@ class TestGapsBesideLongPrompts:
             if any(start < end and end - gap < first for start, first in times)
         ]
         stream = record(0.0, 0.0, [float(gap) for gap in gaps])
-        assert gaps_beside([stream], [record(start, first, []) for start, first in times]) == expected
+        assert gaps_during_prefill([stream], [record(start, first, []) for start, first in times]) == expected
 
     def test_medians_keep_the_factor_of_each_trial(self) -> None:
-        def trial(p50: float, p99: float, loaded: dict[str, float]) -> BesideTrial:
-            return BesideTrial({"p50": p50, "p99": p99}, loaded, 3, {"p50": 7.0})
+        def trial(p50: float, p99: float, loaded: dict[str, float]) -> PrefillTrial:
+            return PrefillTrial({"p50": p50, "p99": p99}, loaded, 3, {"p50": 7.0})
 
-        found = beside_medians(
+        found = prefill_medians(
             [
                 trial(1.0, 2.0, {"count": 9, "p99": 4.0}),
                 trial(2.0, 4.0, {"count": 5, "p99": 6.0}),

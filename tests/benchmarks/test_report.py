@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from benchmarks import report
-from benchmarks.matrix.figures import Beside, Cell, Figures, Held, Measured, ServerFacts
+from benchmarks.matrix.figures import Cell, Figures, Held, Measured, PrefillGaps, ServerFacts
 from benchmarks.report import Saved, markdown, ratios
 
 
@@ -43,8 +43,8 @@ MEASURED = Measured(
         Held("paged", 131072, 512, 160.0, 150.0, 170, 4, 3.5, 2000.0),
         Held("chunked", 131072, 512, 480.0, 470.0, 512, 0, 3.5, 2000.0),
     ],
-    beside={
-        "chunks of 512": Beside(
+    prefill_gaps={
+        "chunks of 512": PrefillGaps(
             {"p50": 1.0, "p99": 2.0},
             {"p50": 1.1, "p95": 1.2, "p99": 1.4},
             3000,
@@ -52,7 +52,7 @@ MEASURED = Measured(
             {"p50": 90.0},
             {"p50": [1.25, 1.4, 1.5], "p99": [0.5, 0.7, 0.75]},
         ),
-        "chunks of 9": Beside({"p50": 1.0}, {"count": 0}, 0, 8, {}, {"p50": [], "p99": []}),
+        "chunks of 9": PrefillGaps({"p50": 1.0}, {"count": 0}, 0, 8, {}, {"p50": [], "p99": []}),
     },
 )
 SAVED = Saved(
@@ -101,8 +101,8 @@ def test_report_has_a_table_per_load_and_a_row_per_server() -> None:
     assert "| server | TTFT of priority 0 | TTFT of priority 2 |" in text
     assert "| fcfs | 20.00 / 40.00 / 60.00 | - / - / - |" in text
     assert "![matrix](m.png)" in text and "![policies]" not in text
-    beside = "| chunks of 512 | 8 | 90.00 | 1.00 / - / 2.00 | 3,000 | 1.10 / 1.20 / 1.40 | - |"
-    assert f"{beside} 1.40 (1.25 to 1.50) | 0.70 (0.50 to 0.75) |" in text
+    row = "| chunks of 512 | 8 | 90.00 | 1.00 / - / 2.00 | 3,000 | 1.10 / 1.20 / 1.40 | - |"
+    assert f"{row} 1.40 (1.25 to 1.50) | 0.70 (0.50 to 0.75) |" in text
     assert "| chunks of 9 | 8 | - | 1.00 / - / - | 0 | - / - / - | - | - | - |" in text
     assert "| paged | 160.0 | 150.0 | 170 | 512 | 4 | 2,000 | 3.50 |" in text
     assert "| chunked | 480.0, of which the row limit is a bound |" in text

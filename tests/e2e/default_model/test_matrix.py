@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.matrix.bench import Bench
-from benchmarks.matrix.beside import LongPrompts
 from benchmarks.matrix.configurations import Configuration, matrix
+from benchmarks.matrix.long_prompts import LongPrompts
 from benchmarks.matrix.scenarios import scenarios
 from benchmarks.matrix.server import Server
 from tandem.frontend.cli.bench.clients import Clients
@@ -55,8 +55,8 @@ def check_matrix(configuration: Configuration, tmp_path: Path) -> None:
             assert list(found.ttft_by_priority) == [0, 1, 2]
             held = bench.held(server, replace(two, streams=4 * ROWS, requests=2), 1)
             assert held["peak"] <= ROWS and held["output_tokens_per_s"] > 0
-            beside = bench.beside(server, LongPrompts(2, 60, 100, 2), 0)
-            assert beside.prompts == 2 and beside.alone["count"] > 0 and beside.prompt_ttft["count"] == 2
-            assert 0 < beside.loaded["count"] <= beside.alone["count"]
+            found = bench.long_prompts(server, LongPrompts(2, 60, 100, 2), 0)
+            assert found.prompts == 2 and found.alone["count"] > 0 and found.prompt_ttft["count"] == 2
+            assert 0 < found.loaded["count"] <= found.alone["count"]
         with pytest.raises(ConnectionError, match="requests failed"):
             bench.held(server, two, 2)

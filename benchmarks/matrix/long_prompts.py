@@ -1,4 +1,4 @@
-"""Gaps between the tokens of running streams while a long prompt is computed."""
+"""ITL of running streams during the prefill of long prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ from tandem.frontend.cli.bench.record import Record
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """Load of long streams, and of prompts that arrive meanwhile.
-
-    Each prompt arrives after the first token of the one before.
-    """
+    """Load of long streams and of long prompts, which each arrive after the first token of the previous one."""
 
     streams: int
     stream_tokens: int
@@ -19,12 +16,11 @@ class LongPrompts:
     prompts: int
 
 
-def gaps_beside(streams: Sequence[Record], prompts: Sequence[Record]) -> list[float]:
-    """Return the gaps that overlap a long prompt, in seconds.
+def gaps_during_prefill(streams: Sequence[Record], prompts: Sequence[Record]) -> list[float]:
+    """Return the gaps between tokens that overlap a long prompt, in seconds.
 
-    A gap counts if it overlaps the time from some prompt's start to its first token. The gap under way when that token
-    came counts: it holds the step that yielded it, and the stream may have been told of that step a little later. All
-    others are gaps of a server without a long prompt, however many there are.
+    A gap counts if it overlaps the time from a prompt's start to its first token, including the gap during which that
+    token arrived, since the streams may receive the same step a little later.
     """
     times = sorted((prompt.start, prompt.first) for prompt in prompts if prompt.first is not None)
     found: list[float] = []
