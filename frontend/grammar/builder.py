@@ -104,21 +104,26 @@ class GrammarBuilder:
         grammar = await self._workers.run(self._grammar, draft, use, syntax, special)
         if grammar is None:
             return None
-        if len(grammar.text) > MAX_GRAMMAR_CHARS:
-            grammar = await self._workers.run(self._grammar, draft, use, syntax, special, True)
-            assert grammar is not None
-        checked = await self._checker.compile(grammar, client)
-        if checked.error is not None and (draft.schemas or grammar.schema is not None):
+        if not await self._compiles(grammar, client) and (draft.schemas or grammar.schema is not None):
             draft = await self._corrected(draft, options, ignored, client)
-            for as_schemas in (False, True):
-                grammar = await self._workers.run(self._grammar, draft, use, syntax, special, as_schemas)
+            loose = _without_schemas(draft)
+            for each, as_schemas in ((draft, False), (draft, True), (loose, True)):
+                grammar = await self._workers.run(self._grammar, each, use, syntax, special, as_schemas)
                 assert grammar is not None
-                if (await self._checker.compile(grammar, client)).error is None:
+                if await self._compiles(grammar, client):
                     break
+            if each is loose:
+                for kept, replaced in zip(draft.schemas, loose.schemas, strict=True):
+                    if replaced is not kept:
+                        ignored.add(kept.tool.path)
         seconds = await self._checker.check(grammar, client)
         if thinking is ThinkingMode.NONE:
             return Constraint(grammar.text, seconds)
         return Constraint(grammar.after_thinking(thinking is ThinkingMode.OPEN, special, think_tags), seconds)
+
+    async def _compiles(self, grammar: Grammar, client: str) -> bool:
+        is_short = len(grammar.text) <= MAX_GRAMMAR_CHARS
+        return is_short and (await self._checker.compile(grammar, client)).error is None
 
     def _is_constrained(self, options: GenerationOptions, use: ToolUse | None) -> bool:
         sources = (options.response_format, options.regex, options.grammar)
@@ -213,3 +218,9 @@ class GrammarBuilder:
                 self._removed.popitem(last=False)
         self._removed.move_to_end(key)
         return self._removed[key]
+
+
+def _without_schemas(draft: Draft) -> Draft:
+    """Replace the schemas of all tools that are not strict by any object: together they may be too large."""
+    schemas = [each if each.is_strict else structs.replace(each, schema=ANY_OBJECT) for each in draft.schemas]
+    return structs.replace(draft, schemas=schemas)

@@ -151,9 +151,12 @@ class GrammarChecker:
             return f" at {shortened(join_pointer('#', *path))}: {reason}"
         if grammar.regex is not None:
             return _explain_regex(grammar.regex, error)
-        if found := _LARK_ERROR.match(error):
-            return f" at line {found[1]}, column {found[2]}: {_first_line(error[found.end() :])}"
-        return f": {_first_line(error)}"
+        found = _LARK_ERROR.match(error)
+        if found is None:
+            return f": {_first_line(error)}"
+        # The text of a grammar for another field is not the client's.
+        place = f" at line {found[1]}, column {found[2]}" if grammar.param == "grammar" else ""
+        return f"{place}: {_first_line(error[found.end() :])}"
 
 
 def _first_line(error: str) -> str:

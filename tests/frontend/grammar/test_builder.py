@@ -247,6 +247,25 @@ def test_tool_of_too_large_a_schema_takes_any_object(calling: RunningServer, eng
     assert "nested more than" in error["message"] and "'loose'" in error["message"]
 
 
+def test_tools_that_are_too_large_together_take_any_object(calling: RunningServer, engine: FakeEngine) -> None:
+    quotes = '"' * 90
+    # Each quote takes two characters in the request, and four in a grammar.
+    wide = object_of(a={"enum": [f"{number}{quotes}" for number in range(600)]})
+    exact = {**TOOL["function"], "name": "exact"}  # type: ignore[dict-item]
+    tools = [*(tool_of(wide, name=f"t{number}") for number in range(8)), {"type": "function", "function": exact}]
+    assert ignored_of(chat(calling, tools=tools, tool_choice="required")) == ["tools[].function.parameters"]
+    constraint = engine.submits[-1].constraint
+    assert constraint is not None
+    call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+    assert verdict(constraint, call.format("t4", '{"any": [1]}')) == "whole"
+    assert verdict(constraint, call.format("exact", '{"a": null}')) == "whole"
+    assert verdict(constraint, call.format("exact", '{"any": [1]}')) == "wrong"
+    for tool in tools:
+        tool["function"]["strict"] = True  # type: ignore[index]
+    error = error_of(chat(calling, tools=tools, tool_choice="required"))
+    assert error["code"] == "invalid_grammar"
+
+
 def test_removed_keywords_are_refused_where_unknown_fields_are(
     engine: FakeEngine, config: FrontendConfig, tmp_path: Path
 ) -> None:

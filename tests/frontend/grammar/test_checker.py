@@ -276,3 +276,13 @@ def test_too_long_grammar_is_rejected() -> None:
         assert pids(checker) == []
 
     with_checker(body)
+
+
+def test_places_in_a_grammar_that_no_client_wrote_are_not_named() -> None:
+    async def body(checker: GrammarChecker) -> None:
+        error = await refusal(checker, Grammar(lark("start: nowhere"), "tools", "'tools'"))
+        assert (error.param, error.code) == ("tools", "invalid_grammar")
+        assert "column" not in error.message
+        assert "column" in (await refusal(checker, NOWHERE)).message
+
+    with_checker(body)
