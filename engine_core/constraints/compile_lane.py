@@ -106,7 +106,7 @@ class CompileLane:
         self._turns.remove(grammar)
 
     def take(self) -> str | None:
-        """Give a free thread to the next grammar and return it; None if there is no such thread or grammar."""
+        """Give a free thread to the next grammar and return it; None without either."""
         return self._turns.take()
 
     def submit(self, work: Callable[[], object]) -> Future[object]:

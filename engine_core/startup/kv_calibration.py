@@ -54,7 +54,7 @@ def calibrate_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_
     missing = given == 0
     if missing.any():
         largest = _largest(model, layout, dtype, max_len).cpu()
-        # Overflowing or all-zero activations are no basis for a scale.
+        # Overflowing or all-zero activations cannot give a scale.
         found = torch.where((largest > 0) & largest.isfinite(), MARGIN * largest / LARGEST, 1.0)
         given = torch.where(missing, found, given)
         scales.copy_(given)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.frontend.api.completions.request import CompletionRequest, parse_completion
 from tandem.frontend.errors import ApiError
-from tandem.frontend.request import kinds
+from tandem.frontend.request import field_types
 from tandem.frontend.request.field_types import MAX_FIELD_BYTES
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import MAX_STOP_CHARS, OPTION_FIELDS
@@ -144,8 +144,8 @@ def test_only_prompt_and_ignored_fields_may_be_large() -> None:
 
 def test_ignored_fields_are_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    decode = kinds.decode_field
-    monkeypatch.setattr(kinds, "decode_field", lambda raw, name: built.append(name) or decode(raw, name))
+    decode = field_types.decode_field
+    monkeypatch.setattr(field_types, "decode_field", lambda raw, name: built.append(name) or decode(raw, name))
     parse(metadata=[{}] * 1000, n=1)
     assert "n" in built
     assert "metadata" not in built
