@@ -1,4 +1,4 @@
-"""ASGI middleware that counts and logs responses, and tells each its request id."""
+"""ASGI middleware that counts, logs and traces responses and gives each a request id."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MESSAGE_CHARACTERS = 300
-"""Length to which the log cuts the message of an error; parts of it may be a client's."""
+"""Maximum characters of an error message in the log; parts of it may come from the client."""
 
 
 class Access:
@@ -49,10 +49,9 @@ class Access:
         with_details: bool,
         tracer: "RequestTracer | None" = None,
     ) -> None:
-        """Connect the parts.
+        """Initialize the middleware.
 
-        `with_details` logs, at the level debug, what is wrong with requests that are refused. `tracer` sends traces of
-        requests, if any are wanted.
+        with_details: log at debug level why requests are refused. tracer: exports traces, None to disable them.
         """
         self._app = app
         self._metrics = metrics
@@ -103,7 +102,7 @@ class Access:
         self._metrics.ends.end(route_label(scope["path"]), record.duration or 0.0, stages, reason)
 
     def _ignored(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Count the fields without effect and return the header that names them."""
+        """Count the ignored fields and return the header that names them."""
         ignored: IgnoredFields | None = scope.get(IGNORED_KEY)
         if ignored is None or not ignored.paths:
             return []
@@ -113,25 +112,25 @@ class Access:
 
     def _answered(self, scope: Scope, status: int, own_id: bytes) -> None:
         self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
-        if status >= 400 and not (status == 429 and self._access.is_written):  # its line has the reason
+        if status >= 400 and not (status == 429 and self._access.is_written):  # the access log has the reason
             # A health check reports its 503 in the response; it is not logged as a failure.
             is_fault = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
-            # What is wrong with a request may repeat a part of it.
+            # The message may quote the request.
             is_own = status == 429 or status >= 500 or self._with_details
             if is_own and (message := scope.get(ERROR_KEY)):
                 line = f"{line}: {message[:_MESSAGE_CHARACTERS]!r}"
             if status == 429 or (is_fault and status in (503, 504, 529)):
-                self._log.warning(str(status), "%s", line)  # of which there are many under overload
+                self._log.warning(str(status), "%s", line)  # frequent under overload
             else:
                 logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
 
 
 def _without_slash(scope: Scope) -> Scope:
-    """Return the scope of a request with a path that does not end in a slash.
+    """Return the scope with the trailing slash removed from the path.
 
-    Clients that join a base and a path add one; a redirect would lose the body of a POST. The name of a session may end
-    in a slash.
+    Clients that join a base URL and a path may add one, and a redirect would lose the body of a POST. A session name
+    may end in a slash.
     """
     path: str = scope["path"]
     if not path.endswith("/") or path == "/" or path.startswith("/v1/sessions/"):

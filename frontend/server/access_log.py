@@ -1,4 +1,4 @@
-"""One line of the log for each request, at its end."""
+"""Access log: one line per request, written when it ends."""
 
 import logging
 import time
@@ -14,53 +14,53 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.logs import ACCESS_LOGGER, field_text, json_line, line_handler
 
 _PATH_CHARACTERS = 200
-"""Length to which a path is cut that is not one of a route."""
+"""Maximum characters of a path that matches no route."""
 _DETAIL_CHARACTERS = 300
-"""Length to which the message of an error is cut."""
+"""Maximum characters of an error message."""
 _SCRAPE = "/metrics"
 
 
 class AccessLine(Struct, omit_defaults=True):
-    """Facts of one request, in the order in which they are written.
+    """Fields of one access log line, in the order in which they are written.
 
-    Those that are None or empty are left out.
+    Fields that are None or empty are omitted.
     """
 
     request_id: str
     key: str = ""
-    """Name of its API key."""
+    """Name of the API key."""
     client: str = ""
-    """Address of the client; that which a trusted proxy names."""
+    """Address of the client, as reported by a trusted proxy if there is one."""
     method: str = ""
     route: str = ""
     path: str = ""
-    """Path of a request to no known route."""
+    """Path of a request that matches no route."""
     status: int | None = None
     model: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
     ttft: float | None = None
-    """Seconds to the first token."""
+    """Seconds until the first token."""
     duration: float | None = None
     finish_reason: str = ""
-    """Reasons for which its choices ended, separated by commas."""
+    """Finish reasons of its choices, separated by commas."""
     end: str = ""
-    """complete, error, or disconnect if the client left before the end of the answer."""
+    """"complete", "error", or "disconnect" if the client left before the end of the response."""
     error: str = ""
-    """Code of the error."""
+    """Error code."""
     reason: str = ""
-    """Limit that the request exceeded, as in `tandem_refused_requests_total`, if it was refused for one: with 429, or
-    with 529 by Anthropic's routes."""
+    """Limit that the request exceeded, as in `tandem_refused_requests_total`, for status 429 and for 529 of Anthropic's
+    routes."""
     detail: str = ""
-    """Message of that error."""
+    """Message of a refusal for a limit."""
 
 
 class AccessLog:
-    """Writer of the lines of requests.
+    """Write access log lines.
 
-    Health checks, and scrapes that succeed, are written at the level debug only. A line costs less than one of
-    `logging`, as nothing looks for the place in the code that it comes from, and it is formatted in one go.
+    Health checks and successful scrapes are logged at debug level only. This bypasses `logging` where possible: it does
+    not look up the caller, and formats the line once, which is faster.
     """
 
     def __init__(self, is_enabled: bool = True) -> None:
@@ -69,11 +69,11 @@ class AccessLog:
 
     @property
     def is_written(self) -> bool:
-        """True if requests have lines, at the log's present level."""
+        """True if requests are logged at the current log level."""
         return self._is_enabled and self._logger.isEnabledFor(logging.INFO)
 
     def write(self, scope: Scope) -> None:
-        """Write the line of a request that has ended."""
+        """Log a request that has ended."""
         path: str = scope["path"]
         is_scraped = path == _SCRAPE and request_record(scope).status < 400
         level = logging.DEBUG if is_scraped or is_health_check(path) else logging.INFO
@@ -96,16 +96,16 @@ class AccessLog:
 
 
 def client_text(scope: Scope) -> str:
-    """Return the address of a client; "" for one of a unix socket.
+    """Return the address of the client; "" for a Unix socket.
 
-    It has a port if that is known.
+    The port is included if it is known.
     """
     host, port = scope.get("client") or ("", 0)
     return f"{host}:{port}" if port else str(host)
 
 
 def access_line(scope: Scope) -> AccessLine:
-    """Collect the facts of a request from its scope and its record."""
+    """Build the log fields of a request from its scope and its record."""
     record, path = request_record(scope), scope["path"]
     route = route_label(path)
     line = AccessLine(
@@ -135,7 +135,7 @@ def access_line(scope: Scope) -> AccessLine:
 
 
 def access_text(line: AccessLine) -> str:
-    """Return the facts of a request as text, of which none can be taken for another."""
+    """Format the fields as text in which no value can be mistaken for another field."""
     parts = [
         f"{line.method} {line.route} {line.status or '-'} request_id={field_text(line.request_id)}",
         f" key={field_text(line.key)}" if line.key else "",

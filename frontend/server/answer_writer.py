@@ -1,4 +1,4 @@
-"""Writer of the body of one answer, past the layers of ASGI, and its transport."""
+"""Write response bodies directly to the transport, bypassing ASGI."""
 
 import asyncio
 import contextlib
@@ -11,34 +11,35 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 UNSENT_BYTES = 16 * 2**10
-"""Bytes of an answer that the system takes beyond those that the client has room for.
+"""Bytes of a response that the kernel buffers beyond the client's receive window (TCP_NOTSENT_LOWAT).
 
-By default it takes megabytes, and a client that has stopped reading would be noticed late."""
+The default is megabytes, so a client that stopped reading would be noticed late.
+"""
 
 
 def bound_unsent(transport: asyncio.BaseTransport) -> None:
-    """Set the bound of UNSENT_BYTES for a connection."""
+    """Limit the unsent bytes of a connection to UNSENT_BYTES."""
     sock = transport.get_extra_info("socket")
     if sock is not None:
-        with contextlib.suppress(OSError):  # of another family, or gone already
+        with contextlib.suppress(OSError):  # not TCP, or already closed
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 MAX_JOINED = 64 * 2**10
-"""Bytes of a part of a body that are copied to join them with the head. A longer part is a second write."""
+"""Largest chunk in bytes that is copied to join it with the headers. A larger chunk is written separately."""
 
 
 class AnswerWriter:
-    """Write parts of a body whose length is not known ahead.
+    """Writer of the chunks of a response without Content-Length.
 
-    The headers have been sent and the end has not; ASGI sends both.
+    ASGI sends the headers before it and the end after it.
     """
 
     __slots__ = ("_cycle", "_flow", "_leave", "_resume", "num_written")
 
     def __init__(self, cycle: RequestResponseCycle, flow: FlowControl) -> None:
         self.num_written = 0
-        """Bytes of parts that were given to the transport, by `write` or by ASGI."""
+        """Bytes passed to the transport, by `write` or via ASGI."""
         self._cycle = cycle
         self._flow = flow
         self._resume: Callable[[], None] | None = None
@@ -46,21 +47,21 @@ class AnswerWriter:
 
     @property
     def has_begun(self) -> bool:
-        """True once the status has been sent."""
+        """True once the status line has been sent."""
         return self._cycle.response_started
 
     @property
     def has_left(self) -> bool:
-        """True once the client has gone."""
+        """True once the client has disconnected."""
         return self._cycle.disconnected
 
     @property
     def is_paused(self) -> bool:
-        """True while the client reads too slowly for more to be written."""
+        """True while the write buffer of the transport is full."""
         return self._flow.write_paused
 
     def write(self, body: bytes) -> None:
-        """Write a part of the body, which is dropped if the client has gone."""
+        """Write a chunk; dropped if the client has disconnected."""
         cycle = self._cycle
         if cycle.disconnected:
             return
@@ -69,37 +70,37 @@ class AnswerWriter:
         cycle.transport.write(data)
 
     def abort(self) -> None:
-        """Close the connection without what waits to be sent."""
+        """Abort the connection and drop its unsent data."""
         self._cycle.transport.abort()
 
     def set_resume(self, resume: Callable[[], None] | None) -> None:
-        """Call a function when the writer is no longer paused."""
+        """Call a function once writing is no longer paused."""
         self._resume = resume
 
     def set_leave(self, leave: Callable[[], None] | None) -> None:
-        """Call a function when the client goes."""
+        """Call a function when the client disconnects."""
         self._leave = leave
         if leave is not None:
-            self._flow.resume_reading()  # or its going would not be noticed
+            self._flow.resume_reading()  # otherwise the disconnect would not be noticed
 
     def leave(self) -> None:
-        """Tell that the client has gone."""
+        """Notify that the client has disconnected."""
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
 
     def resume(self) -> None:
-        """Tell that the client has caught up."""
+        """Notify that the write buffer has drained."""
         if self._resume is not None:
             self._resume()
 
 
 class JoinedHead(asyncio.Transport):
-    """Transport of one answer that joins its head and the first part of its body.
+    """Transport of one response that joins its headers and the first chunk of its body.
 
-    Two writes are two packets, and cost a short answer more than its encoding. The head waits until the end of the turn
-    of the event loop, but never beyond its answer: a body is written even if it is empty, and to HEAD, which gets none,
-    the head is sent at once. From then on the answer has the transport of the connection itself.
+    Two writes are two packets, which cost a short response more than its encoding. The headers are held until the end
+    of the event loop iteration at most, and are sent with the body: it is written even if empty. For HEAD, which has no
+    body, they are sent at once. After that the response uses the transport of the connection itself.
     """
 
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
@@ -132,7 +133,7 @@ class JoinedHead(asyncio.Transport):
         self._transport.close()
 
     def _flush(self) -> None:
-        """Send a head without a body, or ahead of a late one."""
+        """Send the headers alone, if the body is empty or late."""
         if self._head is not None:
             self._send(self._head)
 
@@ -145,14 +146,14 @@ class JoinedHead(asyncio.Transport):
 
 
 def join_head(cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
-    """Give an answer its transport, once its request has arrived completely."""
+    """Set the transport of a response, once its request has arrived completely."""
     cycle.transport = transport if cycle.response_started else JoinedHead(cycle, transport)
 
 
 def without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
-    """Return the app that answers a client of HTTP/1.0, which knows no chunks.
+    """Return the app for a client of HTTP/1.0, which does not support chunked encoding.
 
-    A body whose length is not told ahead ends with the connection. For other clients it is the app itself.
+    A body without Content-Length then ends with the connection. Other clients get the app itself.
     """
     if cycle.scope["http_version"] != "1.0":
         return app

@@ -1,4 +1,4 @@
-"""Assembly of the HTTP application from its parts, without global state."""
+"""Assemble the HTTP application, without global state."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Build the ASGI app over these parts, which start and stop with its lifespan."""
+    """Build the ASGI app of a service, which starts and stops with its lifespan."""
     tracer = _open_tracer(service)
 
     @asynccontextmanager
@@ -67,7 +67,7 @@ def create_app(service: Service) -> ASGIApp:
     )  # fmt: skip
     routers = build_routers(service)
     for router in routers:
-        # As it is: include_router() would build each of its routes again, for a prefix and dependencies it has not.
+        # Added directly, since include_router() would rebuild each route for a prefix and dependencies that it lacks.
         app.router.routes.extend(router.routes)
     _install_error_handlers(app)
     _install_openapi(app, routers, service)
@@ -75,7 +75,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def build_routers(service: Service) -> list[APIRouter]:
-    """Build all routes, but that of `/openapi.json`."""
+    """Build all routes except `/openapi.json`."""
     generating = (completions_router, chat_router, responses_router, messages_router)
     others = (
         stored_responses_router,
@@ -90,9 +90,10 @@ def build_routers(service: Service) -> list[APIRouter]:
 
 
 def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Service) -> None:
-    """Install the answer to `/openapi.json`.
+    """Serve `/openapi.json`.
 
-    It names the model once the engine is ready. It is built once for each name, which takes tens of milliseconds.
+    It names the model once the engine is ready. It is cached by model name, since building it takes tens of
+    milliseconds.
     """
     built: dict[str | None, dict[str, Any]] = {}
 
@@ -109,9 +110,9 @@ def _install_openapi(app: FastAPI, routers: Sequence[APIRouter], service: Servic
 
 
 def _open_tracer(service: Service) -> "RequestTracer | None":
-    """Open the tracer of requests, if traces are wanted.
+    """Open the tracer if traces are enabled.
 
-    Only then its packages are loaded.
+    Its packages are imported only then.
     """
     if not service.config.otlp_traces_endpoint:
         return None
@@ -123,7 +124,8 @@ def _open_tracer(service: Service) -> "RequestTracer | None":
 def _wrap_middleware(app: ASGIApp, service: Service, tracer: "RequestTracer | None") -> ASGIApp:
     """Wrap the app in its middleware, innermost first.
 
-    Every answer has a request id and is counted, and a browser of an allowed origin can read why a request was refused.
+    Every response gets a request id and is counted, and a browser page of an allowed origin can read why a request was
+    refused.
     """
     config = service.config
     if service.keys.is_required:
@@ -147,7 +149,7 @@ def _wrap_middleware(app: ASGIApp, service: Service, tracer: "RequestTracer | No
 
 
 def _after_first_link(app: ASGIApp, service: Service) -> ASGIApp:
-    """Let requests wait for the first link to the engine, after the start."""
+    """Hold requests after the start until the engine is connected."""
 
     async def wait(scope: Scope, receive: Receive, send: Send) -> None:
         if not service.link_awaited.is_set() and scope["type"] == "http" and not is_health_check(scope["path"]):
@@ -158,7 +160,7 @@ def _after_first_link(app: ASGIApp, service: Service) -> ASGIApp:
 
 
 def _install_error_handlers(app: FastAPI) -> None:
-    """Give every error the body of its API, even those that the framework raises."""
+    """Format every error as its API does, even those raised by the framework."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -183,7 +185,7 @@ def _install_error_handlers(app: FastAPI) -> None:
 
 
 def _refused_route(request: Request, error: HTTPException) -> str:
-    """Say what is there instead of a route or a method that is not."""
+    """Return an error message that points to existing routes or methods."""
     asked = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return f"{asked}: not found; GET /openapi.json lists all routes"

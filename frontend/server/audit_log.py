@@ -1,4 +1,4 @@
-"""Lines of the log about what operators do, and about keys that are refused."""
+"""Audit log of operator requests and refused API keys."""
 
 import logging
 from urllib.parse import parse_qsl
@@ -16,17 +16,17 @@ from tandem.protocol.rate_limited_log import RateLimitedLog
 _ADMIN = "/admin/"
 _SESSIONS = "/v1/sessions/"
 _WORDS = {"mode": PAUSE_MODES, "new_requests": NEW_REQUESTS}
-"""Parameters of operators' calls, with the values that they may have."""
+"""Allowed values of the query parameters of operator requests."""
 _TARGET_CHARACTERS = 200
 _MAX_ADDRESSES = 256
-"""Addresses with lines of their own among those whose keys are refused; all others share one."""
+"""Maximum number of client addresses with invalid keys that are logged separately; all others share a line."""
 
 
 class AuditLog:
-    """Writer of lines about operators and about refused keys.
+    """Write audit log lines.
 
-    Each call of an administrator and each session ended by hand has a line. A refused key is never written; of one
-    address without a valid key, and of one key without a right, there are two lines at most in an interval.
+    Each admin request and each deletion of a session has a line. A refused key is never logged. For a client address
+    without a valid key, or a key without a right, there are at most two lines per interval.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class AuditLog:
         self._refused = RateLimitedLog(self._logger, at_interval_end=True)
 
     def write(self, scope: Scope) -> None:
-        """Write the line of a request that has ended, if it is worth one."""
+        """Log a request that has ended, if it is relevant."""
         path, record = scope["path"], request_record(scope)
         if record.status in (401, 403):
             address = scope["client"][0] if scope.get("client") else ""
-            # A key is named whatever else its address has tried; the names are those of the server's own keys.
+            # A 403 is counted by key: the names are those of the server's own keys, so they are bounded.
             kind = f"key {key_name(scope)}" if record.status == 403 else address
             if record.status == 401 and self._refused.num_kinds >= _MAX_ADDRESSES:
                 kind = "others"
@@ -50,7 +50,7 @@ class AuditLog:
     @staticmethod
     def _fields(scope: Scope) -> dict[str, dict[str, object]]:
         record = request_record(scope)
-        # Of the query only known words: anything else may be a key that was given in the wrong place, even its names.
+        # Only known query values: anything else, even a name, may be a key given in the wrong field.
         query = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
         words = "&".join([f"{name}={value}" for name, value in query if value in _WORDS.get(name, ())])
         target = scope["path"] + (f"?{words}" if words else "")

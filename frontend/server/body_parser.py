@@ -1,6 +1,6 @@
-"""Parser that begins with the body of a request.
+"""HTTP parser that starts at the body of a request.
 
-Another parser has read the headers.
+The headers have been read by another parser.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import httptools
 
 
 class _Callbacks:
-    """Callbacks of a parser, without those of headers that are known already."""
+    """Callbacks of a parser, without those for the headers."""
 
     def __init__(self, protocol: Any) -> None:
         self.protocol: Any = None
@@ -35,9 +35,10 @@ class _Callbacks:
 
 
 def body_parser(protocol: Any, framing: bytes) -> httptools.HttpRequestParser:
-    """Return a parser that expects the body that `framing` delimits.
+    """Return a parser for a body framed by the headers in `framing`.
 
     It calls the callbacks of `protocol`.
+
     """
     callbacks = _Callbacks(protocol)
     parser = httptools.HttpRequestParser(callbacks)
@@ -47,7 +48,7 @@ def body_parser(protocol: Any, framing: bytes) -> httptools.HttpRequestParser:
 
 
 def framing(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the headers that delimit the body of a request; empty without a body."""
+    """Return the headers that frame the body of a request; empty if there is no body."""
     wanted = (b"content-length", b"transfer-encoding")
     found = [(name, value) for name, value in headers if name in wanted]
     if all(name == b"content-length" and not int(value) for name, value in found):

@@ -1,6 +1,6 @@
 """Table of the open connections of one process.
 
-It bounds their number, chooses the one to close when there are too many, and checks their deadlines.
+It limits their number, chooses the one to close when there are too many, and checks their deadlines.
 """
 
 import asyncio
@@ -18,24 +18,25 @@ from tandem.protocol.rate_limited_log import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 REPLACEABLE_SECONDS = 0.5
-"""Time for which a connection has to be without a request before another replaces it: before, one may be on its way."""
+"""Seconds that a connection must be idle before a new one may replace it, as its first request may be in flight."""
 _SCANNED = 64
-"""Connections among which one to close is looked for."""
+"""Maximum connections that are searched for one to close."""
 _SLICE = 256
-"""Connections that are checked in one turn of the event loop."""
+"""Connections checked per event loop iteration."""
 STARTS_PER_TURN = 4
-"""Requests that begin to be served in one turn of the event loop; each takes about a millisecond of it.
+"""Requests started per event loop iteration; each takes about a millisecond.
 
-A probe that comes behind thousands of requests waits for as many turns as it takes to accept their connections."""
+A health check behind thousands of requests waits as many iterations as it takes to accept their connections.
+"""
 _MAX_SPARE = 64
 _DRAIN_SECONDS = 0.1
-"""Time between two checks of the deadlines of all connections while the server drains."""
+"""Seconds between two checks of all deadlines while the server drains."""
 
 
 class Closed(StrEnum):
-    """Reason for which the server closed a connection or refused a request.
+    """Reason why the server closed a connection or refused a request.
 
-    It is a label of the metrics.
+    Used as a label of the metrics.
     """
 
     MALFORMED = "malformed"
@@ -64,41 +65,41 @@ class Connection(Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """True if bytes of the client wait to be read, maybe a request."""
+        """True if the socket has unread bytes, which may be a request."""
         ...
 
     def check(self, now: float) -> None:
-        """End the connection if it is over one of its deadlines.
+        """Close the connection if one of its deadlines has passed.
 
-        `now` is in seconds of the event loop's clock.
+        now: seconds of the event loop's clock.
         """
         ...
 
     def evict(self) -> None:
-        """Close the connection now, to make room for another.
+        """Close the connection to make room for another.
 
-        A client that has sent a part of a request gets an answer.
+        A client that has sent part of a request gets a response.
         """
         ...
 
     def drain(self, grace: float) -> None:
-        """Serve at most one more request, which has to begin within `grace` seconds."""
+        """Serve at most one more request, which must start within `grace` seconds."""
         ...
 
 
 class Starts:
-    """Starts of requests, a few in each turn of the event loop.
+    """Queue that starts a few requests per event loop iteration.
 
-    When thousands of them arrive at once, the output of others and the answers to probes do not wait for all.
+    It keeps output of running requests and health checks responsive when thousands of requests arrive at once.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._left = STARTS_PER_TURN
-        """Requests that may still begin in this turn."""
+        """Requests that may still start in this iteration."""
 
     def add(self, start: Callable[[], None]) -> None:
-        """Call a function that starts a request, once its turn has come."""
+        """Call a function that starts a request, now or in a later iteration."""
         if self._left == STARTS_PER_TURN:
             asyncio.get_running_loop().call_soon(self._next_turn)
         if self._left:
@@ -114,12 +115,11 @@ class Starts:
 
 
 class Connections:
-    """The table of open connections, of which there are at most `limit`.
+    """Table of at most `limit` open connections.
 
-    A connection has a request from the last byte of its headers to the last byte of the answer. A connection beyond the
-    limit replaces the one that has been without a request for the longest time, unless a request of it may be on its
-    way: that is so for REPLACEABLE_SECONDS, and while bytes of it are unread. A few connections are kept from requests,
-    so that a request beyond the others can be answered.
+    A connection is busy from the last byte of a request's headers to the last byte of the response. A connection beyond
+    the limit replaces the one that has been idle longest, unless a request may be in flight on it: for
+    REPLACEABLE_SECONDS, and while it has unread bytes. A few connections are reserved for refusals and health checks.
     """
 
     def __init__(
@@ -130,20 +130,20 @@ class Connections:
         log: RateLimitedLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an empty table; deadlines are checked every `interval` seconds."""
+        """Create an empty table. interval: seconds between two checks of the deadlines."""
         self.limit = limit
         self.max_requests = limit - max(1, min(_MAX_SPARE, limit // 8))
-        """Limit on connections that have a request."""
+        """Maximum number of busy connections."""
         self.grace: float | None = None
-        """Seconds in which a connection has to begin its last request; None until the server drains."""
+        """Seconds within which a connection must start its last request; None until the server drains."""
         self.starts = Starts()
-        """Starts of the requests of all connections."""
+        """Starts the requests of all connections."""
         self._interval = interval
         self._metrics = metrics
         self._log = log
         self._clock = clock
         self._waiting: OrderedDict[Connection, float] = OrderedDict()
-        """Connections without a request with the time since when, the oldest first."""
+        """Idle connections with the time since when, oldest first."""
         self._busy: set[Connection] = set()
 
     def __len__(self) -> int:
@@ -151,14 +151,14 @@ class Connections:
 
     @property
     def num_requests(self) -> int:
-        """Number of connections that have a request."""
+        """Number of busy connections."""
         return len(self._busy)
 
     def add(self, connection: Connection, successor_of: Connection | None = None) -> None:
         """Add a new connection.
 
-        If the table is full, close the connection that has been without a request for the longest time, of those
-        that can be replaced if there is one. `successor_of` is the entry that it replaces, if there is one.
+        If the table is full, close the connection that has been idle longest among the replaceable ones, if any.
+        successor_of: the entry that the connection replaces, if any.
         """
         if successor_of is not None:
             self.remove(successor_of)
@@ -171,15 +171,15 @@ class Connections:
         self._waiting[connection] = self._clock()
 
     def room(self, most: int) -> int:
-        """Return the number of connections that can be added now, at most `most`.
+        """Return how many connections can be added now, at most `most`.
 
-        None that may have a request on its way would be closed for them.
+        Connections that may have a request in flight are not closed for them.
         """
         free = self.limit - len(self)
         return free if free >= most else min(most, free + sum(1 for _ in self._replaceable()))
 
     def _replaceable(self) -> Iterator[Connection]:
-        """Yield connections of which no request is on its way, the one to close first before the others."""
+        """Yield replaceable connections, the first one to close first."""
         latest = self._clock() - REPLACEABLE_SECONDS
         for connection, since in islice(self._waiting.items(), _SCANNED):
             if since > latest:
@@ -188,14 +188,14 @@ class Connections:
                 yield connection
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that has ended. Idempotent."""
+        """Remove a closed connection. Idempotent."""
         self._waiting.pop(connection, None)
         self._busy.discard(connection)
 
     def claim(self, connection: Connection) -> bool:
-        """Mark a connection as one with a request.
+        """Mark a connection as busy.
 
-        Returns False if too many have one.
+        Return False if too many are.
         """
         if connection not in self._busy:
             if len(self._busy) >= self.max_requests:
@@ -205,7 +205,7 @@ class Connections:
         return True
 
     def release(self, connection: Connection) -> None:
-        """Mark a connection as one without a request, unless it was removed."""
+        """Mark a connection as idle, unless it was removed."""
         if connection in self._busy:
             self._busy.remove(connection)
             self._waiting[connection] = self._clock()
@@ -223,10 +223,10 @@ class Connections:
             await self._check_all()
 
     async def drain(self, grace: float, timeout: float) -> None:
-        """Wait until no connection is left, for at most `timeout` seconds.
+        """Wait until all connections are closed, for at most `timeout` seconds.
 
-        A request is told with its answer that it was the last one of its connection. A connection without one is not
-        closed at once, because a request may be on its way to it: it has `grace` seconds to begin its last.
+        Responses carry `Connection: close`. Idle connections are not closed at once, because a request may be in
+        flight: they have `grace` seconds to start their last one.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -238,7 +238,7 @@ class Connections:
             await self._check_all()
 
     async def wait_until_answered(self, timeout: float) -> None:
-        """Wait until no connection has a request, for at most `timeout` seconds."""
+        """Wait until no connection is busy, for at most `timeout` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while self.num_requests and loop.time() < deadline:
@@ -250,7 +250,7 @@ class Connections:
             connection.check(loop.time())
 
     async def _in_slices(self) -> AsyncIterator[Connection]:
-        """Yield all present connections, a few in each turn of the event loop."""
+        """Yield all connections, a few per event loop iteration."""
         everyone = [*self._waiting, *self._busy]
         for start in range(0, len(everyone), _SLICE):
             for connection in everyone[start : start + _SLICE]:
@@ -259,8 +259,8 @@ class Connections:
 
 
 def is_liveness_probe(method: bytes, url: bytes) -> bool:
-    """Tell whether a request is answered even when too many connections have one.
+    """Return True for a request that is served even when too many connections are busy.
 
-    A busy server must not be taken for a dead one. The connection can be evicted as if it had no request.
+    A busy server must not be mistaken for a dead one. The connection can be evicted as if it were idle.
     """
     return method in (b"GET", b"HEAD") and url.partition(b"?")[0].rstrip(b"/") == b"/health/live"

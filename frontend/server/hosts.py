@@ -1,4 +1,4 @@
-"""ASGI middleware for the hosts that a request names, and for the proxies that forward it."""
+"""ASGI middleware that checks the Host header and trusts the headers of proxies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,14 @@ from tandem.frontend.errors import ApiError
 from tandem.frontend.server.paths import is_health_check
 
 UNIX = "unix"
-"""Name of the peers of a Unix socket among those that are trusted."""
+"""Name for Unix socket peers in `--forwarded-allow-ips`."""
 
 
 def trust_proxies(app: ASGIApp, trusted: Sequence[str]) -> ASGIApp:
-    """Let `X-Forwarded-*` headers of these peers replace client and scheme.
+    """Use the client and scheme in `X-Forwarded-*` headers of trusted peers.
 
     trusted: addresses, networks, `unix` or `*`.
+
     """
     forwarded: Any = ProxyHeadersMiddleware(app, list(trusted))  # type: ignore[arg-type]
 
@@ -31,9 +32,9 @@ def trust_proxies(app: ASGIApp, trusted: Sequence[str]) -> ASGIApp:
 
 
 class StripRootPath:
-    """Middleware that serves paths below a prefix as well.
+    """Middleware that strips the root path, if present.
 
-    Some proxies remove it, and some do not.
+    Some proxies strip it themselves, and some do not.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -48,20 +49,20 @@ class StripRootPath:
 
 
 _MAX_ACCEPTED = 256
-"""Most headers that are remembered: clients send few, unless any port or name is allowed."""
+"""Maximum size of the cache; clients use few Host headers unless any port or name is allowed."""
 
 
 class CheckHost:
-    """Middleware that answers 421 to requests for other hosts.
+    """Middleware that responds with 421 to requests for other hosts.
 
-    Health checks by address are answered: orchestrators send them so.
+    Health checks by IP address are allowed, since orchestrators send them.
     """
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
         self._allowed = allowed
         self._accepted: set[tuple[bytes, bool]] = set()
-        """Headers that were found to be allowed, and whether they came over a Unix socket."""
+        """Cache of allowed Host headers, and whether they came via a Unix socket."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_allowed(scope):

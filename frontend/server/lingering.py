@@ -1,6 +1,6 @@
-"""End of a connection whose client may still be sending.
+"""Close a connection while its client may still be sending.
 
-A socket that is closed with unread bytes resets its connection, and the client may lose the answer.
+Closing a socket with unread bytes resets the connection, and the client may lose the response.
 """
 
 import asyncio
@@ -9,22 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 UNREAD_BYTES = 64 * 2**20
-"""Bytes of a body that are read and discarded after the answer to its request.
+"""Bytes of a body that are read and discarded after the response.
 
-Many clients read no answer before they have sent everything, and would lose it if the connection were closed with
-unread bytes."""
+Many clients read no response before they have sent everything, and would lose it if the connection were closed with
+unread bytes.
+"""
 UNREAD_SECONDS = 10.0
 """Seconds for which the rest of a body is read and discarded."""
 
 REFUSED_BYTES = 2**20
 REFUSED_SECONDS = 2.0
-"""Bytes and seconds of the same for a request that never reached the app."""
+"""The same limits for a request that never reached the app."""
 
 
 class LingeringTransport(asyncio.Transport):
-    """Transport of an answer that is sent before the body of its request has arrived.
+    """Transport of a response that is sent before the request body has arrived.
 
-    It closes only after the client had the chance to send the rest and to read the answer.
+    It closes only after the client had time to send the rest and to read the response.
     """
 
     def __init__(self, transport: asyncio.Transport, linger: Callable[[], None]) -> None:
@@ -43,7 +44,7 @@ class LingeringTransport(asyncio.Transport):
 
 
 def has_unread(transport: asyncio.BaseTransport) -> bool:
-    """Tell whether bytes of the client, or its end, wait to be read."""
+    """Return True if the socket has unread bytes or is at its end."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.fileno() < 0:
         return False

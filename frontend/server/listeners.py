@@ -1,6 +1,6 @@
 """Listening sockets of one process, and TLS handshakes.
 
-A TLS connection counts from the start of its handshake.
+A TLS connection is counted from the start of its handshake.
 """
 
 import asyncio
@@ -15,36 +15,36 @@ from tandem.frontend.listening import plain_address
 from tandem.frontend.server.connections import Closed, Connection, Connections
 
 _ACCEPTED_AT_ONCE = 64
-"""Connections accepted from one socket in one turn of the event loop."""
+"""Connections accepted per socket and event loop iteration."""
 _LAST_TURNS = 64
-"""Turns of the event loop in which the connections that wait in a socket's queue are accepted before it is closed."""
+"""Event loop iterations in which queued connections are accepted before a socket is closed."""
 _OPENING_SECONDS = 0.1
-"""Time for which connections that are being opened are waited for, the last ones among them. TLS handshakes may take
-longer; they count as connections from their start."""
+"""Seconds to wait for connections that are being opened at the end. TLS handshakes may take longer; they count as
+connections from their start."""
 _PAUSE_SECONDS = 1.0
-"""Pause after the system had no descriptor for another connection."""
+"""Seconds to pause after the process ran out of file descriptors."""
 _FULL_SECONDS = 0.01
-"""Pause while no further connection can be added."""
+"""Seconds to pause while the table is full."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Connect = Callable[[socket.socket, str], asyncio.Task[None]]
-"""Function that begins to serve an accepted connection, given the address of its client."""
+"""Function that starts serving an accepted connection, given the client's address."""
 UNIX_PEER = "a Unix socket"
-"""Address, for logs, of a client that has none."""
+"""Address to log for a client that has none."""
 
 
 class Listeners:
-    """Listening sockets of each slot, of which slots may share some.
+    """Listening sockets of each slot; slots may share sockets.
 
-    This process accepts from those that it is told to, and others may accept from them too. One that is no longer
-    accepted from stays open: closing a listening socket resets the connections in its queue. What was accepted is
+    This process accepts from the slots assigned to it, and others may accept from them too. A slot that is no longer
+    accepted from stays open, because closing a listening socket resets its queued connections. Accepted connections are
     served, whatever happens to the listener.
     """
 
     def __init__(self, slots: Sequence[Sequence[socket.socket]], connect: Connect, room: Callable[[int], int]) -> None:
-        """Take over the sockets, from none of which is accepted yet.
+        """Take over the sockets without accepting yet.
 
-        `room` returns how many connections can be added now, of a number; others wait in the queue of their socket.
+        room: returns how many connections can be added now, of a number; the others wait in the queue of their socket.
         """
         self._sockets = tuple(map(tuple, slots))
         self._connect = connect
@@ -52,17 +52,17 @@ class Listeners:
         self._slots: frozenset[int] = frozenset()
         self._accepting: frozenset[socket.socket] = frozenset()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Connections that are being opened."""
+        """Connections being opened."""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Indices of the sockets that are accepted from."""
+        """Indices of the slots to accept from."""
         return tuple(sorted(self._slots))
 
     def accept_from(self, slots: Iterable[int]) -> None:
-        """Accept from the sockets of these slots and from no other.
+        """Accept from the sockets of these slots only.
 
-        Raises IndexError for a slot that has none.
+        Raises IndexError for an unknown slot.
         """
         loop = asyncio.get_running_loop()
         self._slots = frozenset(slots)
@@ -77,9 +77,9 @@ class Listeners:
             self._resume(sock)
 
     async def close(self) -> None:
-        """Accept what waits already, then close this process's copies of the sockets.
+        """Accept queued connections, then close this process's copies of the sockets.
 
-        Connections without TLS have been opened when this returns, so that whoever counts them misses none.
+        Connections without TLS are open when this returns, so that their count is complete.
         """
         for _ in range(_LAST_TURNS):
             if not sum([self._accept(sock, is_last=True) for sock in self._accepting]):
@@ -92,7 +92,7 @@ class Listeners:
             await asyncio.wait(self._tasks, timeout=_OPENING_SECONDS)
 
     def cancel(self) -> None:
-        """End the connections that are still being opened."""
+        """Close connections that are still being opened."""
         for task in self._tasks:
             task.cancel()
 
@@ -106,8 +106,8 @@ class Listeners:
         loop.call_later(seconds, self._resume, listener)
 
     def _accept(self, listener: socket.socket, is_last: bool = False) -> int:
-        """Accept connections and return their number; the last ones whether there is room or not."""
-        # All processes accept from the one Unix socket; one at a time leaves some for those that have more time.
+        """Accept connections and return their number. is_last: ignore the limit."""
+        # All processes accept from the shared Unix socket; one connection at a time balances them.
         most = 1 if listener.family == socket.AF_UNIX else _ACCEPTED_AT_ONCE
         if not is_last:
             most = self._room(most)
@@ -130,13 +130,14 @@ class Listeners:
 
 
 ProtocolFactory = Callable[[Connection], asyncio.Protocol]
-"""Maker of the protocol of a connection, given the entry in the table of connections whose place it takes."""
+"""Builds the protocol of a connection, given the table entry that it replaces."""
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Load the certificate of the server.
+    """Load the certificate and key of the server.
 
     Raises OSError or ValueError for files that cannot be used.
+
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key, password=_no_password)
@@ -161,15 +162,15 @@ class Handshake:
     def start(
         self, context: ssl.SSLContext, timeout: float, connections: Connections, factory: ProtocolFactory
     ) -> asyncio.Task[None]:
-        """Begin the handshake, after which the connection belongs to the protocol."""
+        """Start the handshake, after which the protocol takes over the connection."""
         connections.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(context, timeout, connections, factory))
         return self._task
 
     def check(self, now: float) -> None:
-        """End the handshake if it takes too long while the server drains.
+        """Abort a slow handshake while the server drains.
 
-        Otherwise the event loop ends it.
+        Otherwise the event loop has a timeout for it.
         """
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
@@ -198,7 +199,7 @@ class Handshake:
                 lambda: factory(self), self._sock, ssl=context, ssl_handshake_timeout=timeout
             )
         except ConnectionError:
-            # A probe of the port, or a client that gave up: nothing that a setting here would change.
+            # A port scan, or a client that gave up: not a fault of the settings.
             connections.report(Closed.HANDSHAKE, self)
         except OSError as error:
             why = f"the TLS handshake failed ({type(error).__name__}: {error})"

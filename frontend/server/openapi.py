@@ -1,6 +1,6 @@
 """OpenAPI document, served as `/openapi.json`.
 
-It has the descriptions of the routes, and what applies to all of them.
+It combines the descriptions of all routes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,10 +32,10 @@ _REQUEST_ID: Schema = {
 def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, names: Sequence[str] | None) -> dict[str, Any]:
     """Build the OpenAPI document of an app made of these routers.
 
-    `guarded` says that requests need an API key; `names` are those of the model, or None if they are any or unknown.
+    guarded: requests need an API key. names: the names of the model, or None if they are unknown or arbitrary.
     """
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    # The bodies are those of the routes: the framework converts integer bounds to floats, which changes large ones.
+    # Use the schemas of the routes: the framework converts integer bounds to floats, which changes large ones.
     bodies = {
         (route.path_format, method.lower()): route.openapi_extra["requestBody"]
         for router in routers
@@ -48,7 +48,7 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, names: S
         error_body = ANTHROPIC_ERROR_BODY if path.startswith(ANTHROPIC_PREFIX) else ERROR_BODY
         for method, operation in operations.items():
             responses = operation["responses"]
-            # The framework's own error for invalid parameters, which no route here returns.
+            # Remove the framework's error for invalid parameters, which no route returns.
             if "HTTPValidationError" in str(responses.get("422")):
                 del responses["422"]
             for status, description in _EVERYWHERE.items():
@@ -72,16 +72,16 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, names: S
 
 
 def _about(known: Sequence[str], body: Schema) -> Schema:
-    """Add the names of the served model to the description of a body.
+    """Add the names of the served model to the schema of a body.
 
-    They are added wherever the body has a field for them.
+    They are added to each `model` field.
     """
     body = deepcopy(body)
     schema = body["content"]["application/json"]["schema"]
     for shape in (schema, *schema.get("anyOf", ())):
         properties = shape.get("properties", {})
         if "model" in properties:
-            # Replaced, not changed: descriptions share their parts.
+            # Replaced rather than modified, since schemas share parts.
             names = [*known] if "model" in shape.get("required", ()) else [*known, None]
             properties["model"] = {**properties["model"], "enum": names}
     return body

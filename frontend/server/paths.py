@@ -1,6 +1,7 @@
-"""Paths of requests.
+"""Classify request paths.
 
-They are labels of the metrics and need rights; some are health checks, and some only other servers have.
+A path determines the label of metrics, the right that is needed, and whether it is a health check or a route that only
+other servers have.
 """
 
 from collections.abc import Mapping
@@ -10,9 +11,9 @@ from tandem.frontend.access.api_key import Right
 _OPEN_PREFIX = "/health/"
 """Prefix of the health checks, which orchestrators and load balancers send without a key."""
 _OPEN_PATHS = frozenset(("/health", "/ping"))
-"""Paths of the health checks of other servers."""
+"""Health check paths of other servers."""
 OTHER = "other"
-"""Label of every path that is not one of a route."""
+"""Label of all paths that match no route."""
 _ROUTES = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages"),
@@ -26,7 +27,7 @@ _NAMED = {
     "/v1/sessions/": "/v1/sessions/{session_id}",
     "/v1/responses/": "/v1/responses/{response_id}",
 }
-"""Labels of routes whose paths end with a name, by their prefix."""
+"""Labels of routes with a path parameter, by prefix."""
 ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/v1/completions": Right.GENERATE,
     "/v1/chat/completions": Right.GENERATE,
@@ -47,9 +48,9 @@ ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/version": None,
     "/openapi.json": None,
 }
-"""Right by the label of a route; None for routes that any key opens."""
+"""Right that a route needs, by label; None if any key will do."""
 _OTHERS = {"/admin/": Right.ADMIN}
-"""Rights of paths that the table lacks, by their prefix."""
+"""Rights of other paths, by prefix."""
 _UNSERVED = {
     "/v1/embeddings": "embeddings are",
     "/embeddings": "embeddings are",
@@ -72,7 +73,7 @@ _UNSERVED = {
     "/pooling": "pooling is",
     "/classify": "classification is",
 }
-"""What routes of other servers do, by their prefix."""
+"""Features of routes that only other servers have, by prefix."""
 _REMEDIES = {
     "/v1/batches": "; `tandem run-batch` sends a file of requests",
     "/v1/conversations": "; `/v1/responses` continues a stored response by `previous_response_id`",
@@ -83,7 +84,7 @@ _WITHOUT_PREFIX = ("/chat/completions", "/completions", "/responses", "/messages
 def route_label(path: str) -> str:
     """Return the metric label of a path.
 
-    The labels are a bounded set that clients cannot extend.
+    Clients cannot add labels.
     """
     if path in _ROUTES:
         return path
@@ -91,9 +92,9 @@ def route_label(path: str) -> str:
 
 
 def needed_right(path: str) -> Right | None:
-    """Return the right that a path needs; None if any key opens it.
+    """Return the right that a path needs; None if any key will do.
 
-    Paths that do not exist are open to any key: they get a 404.
+    Unknown paths are open to any key and get a 404.
     """
     label = route_label(path)
     if label in ROUTE_RIGHTS:
@@ -102,14 +103,14 @@ def needed_right(path: str) -> Right | None:
 
 
 def is_health_check(path: str) -> bool:
-    """Tell whether a path is that of a health check."""
+    """Return True for the path of a health check."""
     return path.startswith(_OPEN_PREFIX) or path in _OPEN_PATHS
 
 
 def missing_route(path: str) -> str | None:
-    """Return what to say of a route of other servers.
+    """Return the error message for a route that only other servers have.
 
-    It is None for any other path.
+    Return None for any other path.
     """
     for start, name in _UNSERVED.items():
         if path == start or path.startswith(start + "/"):

@@ -1,6 +1,6 @@
-"""HTTP/1.1 of one connection.
+"""HTTP/1.1 protocol of one connection.
 
-Its limits hold before a request reaches the app.
+It enforces limits before a request reaches the app.
 """
 
 import asyncio
@@ -25,36 +25,36 @@ from tandem.frontend.server.paths import is_health_check
 from tandem.frontend.server.refusal import Refusal
 
 MAX_PIPELINED = 16
-"""Requests of one connection that may wait for the answer to an earlier one."""
+"""Maximum number of pipelined requests per connection."""
 
 _RETRY_SECONDS = 0.1
-"""Time for which a connection is left open whose request has arrived, but was not read yet."""
+"""Grace period in seconds for a connection whose request has arrived but was not read yet."""
 
 _HEADER_OVERHEAD = len(b": \r\n")
 
 
 class _Input(Enum):
-    """Place of the next byte that the client sends."""
+    """Parser state: what the next byte from the client belongs to."""
 
     NEW = auto()
     """Start of a request."""
     HEADERS = auto()
     BODY = auto()
     UNREAD = auto()
-    """Rest of a request that was answered; it is discarded and the connection closed."""
+    """Rest of a request that was already answered; it is discarded and the connection closed."""
 
 
 class _ParsingStoppedError(Exception):
-    """A callback of the parser has refused the request.
+    """A parser callback has refused the request.
 
-    The parser raises an error of its own in its place.
+    The parser replaces it by an error of its own.
     """
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Protocol of one connection that ends when the client goes beyond a limit.
+    """HTTP/1.1 protocol that enforces limits on clients.
 
-    Everything that it refuses is answered with the error body of its API, if there is still an answer to give.
+    Refusals have the error body of the request's API, if a response can still be sent.
     """
 
     def __init__(
@@ -75,23 +75,23 @@ class LimitedProtocol(HttpToolsProtocol):
         self.url = b""
         self._input = _Input.NEW
         self._refused: Refusal | None = None
-        """Refusal that a callback of the parser ended with."""
+        """Refusal raised by a parser callback."""
         self._num_headers = 0
         self._num_hosts = 0
         self._headers_size = 0
         self._unparsed = 0
-        """Bytes received of the headers that have not arrived completely, or of a body since its last content."""
+        """Bytes received of incomplete headers, or of a body since its last content."""
         self._unread_allowance = 0
         """Bytes that may still be discarded before the connection is closed."""
         self._running: RequestResponseCycle | None = None
-        """Request that the app has; the last one to arrive is in `cycle`, and may wait in `pipeline`."""
+        """Request being handled by the app. The last one to arrive is in `cycle`, and may wait in `pipeline`."""
         self._last: RequestResponseCycle | None = None
-        """Request after whose answer the connection is closed, because the server drains."""
+        """Last request of the connection while the server drains."""
         self._deadline: float | None = None
         self._overdue = Closed.HEADER_TIMEOUT
-        """Reason to close the connection when the deadline has passed."""
+        """Reason to close the connection once the deadline has passed."""
         self._bytes_left = 0
-        """Bytes of the answer that the system had taken when it last took some."""
+        """Bytes of the response accepted by the kernel when it last accepted some."""
         self._left_at = 0.0
 
     @property
@@ -100,15 +100,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """True while a request has no complete answer."""
+        """True while a request is unanswered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _writer(self) -> AnswerWriter | None:
-        """Writer of the answer to the request that the app has, or had last."""
+        """Writer of the current or last response."""
         return None if self._running is None else cast("AnswerWriter | None", self._running.scope.get(WRITER_KEY))
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -126,7 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._disconnect_app()
         if self.cycle is not None:
-            self.cycle.transport = self.transport  # without a reference back to this protocol
+            self.cycle.transport = self.transport  # drop the reference back to this protocol
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -154,10 +154,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._input is _Input.UNREAD:
             self.transport.close()
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        if self._input is _Input.NEW:  # behind another request in the same data
+        if self._input is _Input.NEW:  # pipelined behind another request
             self._begin_headers()
         super().on_message_begin()
 
@@ -174,7 +174,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._headers_size > self._limits.max_headers_size:
             self._stop_parsing(refusal.headers_too_large(self._limits))
         if self._input is _Input.BODY:
-            return  # a trailer, which must not pass for a header that was there from the start
+            return  # a trailer, which must not pass for a header
         self._num_hosts += name.lower() == b"host"
         super().on_header(name, value)
 
@@ -192,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope: dict[str, Any] = cast("Any", self.cycle.scope)
         scope[WRITER_KEY] = AnswerWriter(self.cycle, self.flow)
         if self.pipeline and self._last is not None and not self._last.response_started:
-            self._last.keep_alive = True  # another has come behind it
+            self._last.keep_alive = True  # another one was pipelined
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -204,7 +204,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and framing(self.headers):
-            return  # the parser takes the body for another protocol
+            return  # the parser treats the body as another protocol
         self._input = _Input.NEW
         self._deadline = None
         if self._is_answering:
@@ -213,7 +213,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait_for_request()
         super().on_message_complete()
 
-    # What answers call.
+    # Called by responses.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -221,7 +221,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._announce_end()
         start = partial(super()._start_asgi_task, cycle, without_chunks(cycle, app))
         if is_health_check(cycle.scope["path"]):
-            start()  # a busy server must not be taken for a dead one, or for one that takes no requests
+            start()  # a busy server must not be mistaken for a dead or unready one
         else:
             self._connections.starts.add(start)
 
@@ -235,12 +235,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._connections.report(Closed.KEEP_ALIVE_TIMEOUT, self)
             self.transport.close()
 
-    # What the table of connections calls.
+    # Called by the table of connections.
 
     def check(self, now: float) -> None:
         if self._deadline is not None and now >= self._deadline and not self.transport.is_closing():
             if self.flow.read_paused:
-                # The app has not taken what has arrived, so the client is not late.
+                # The app has not read the received body, so the client is not late.
                 self._expire_after(self._limits.body_timeout, self._overdue)
             else:
                 self._deadline = None
@@ -268,10 +268,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _announce_end(self) -> None:
-        """Make the running request the last one of the connection.
+        """Make the current request the last one of the connection.
 
-        The headers of its answer tell so. An answer that has begun cannot tell, and a client that sent several requests
-        ahead waits for all answers.
+        Its response gets `Connection: close`. If the response has started or requests are pipelined, the connection
+        stays open until all responses are sent.
         """
         running = self._running
         if running is not None and running.keep_alive and not running.response_started and not self.pipeline:
@@ -279,10 +279,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._last = running
 
     def _check_backlog(self, now: float) -> None:
-        """Close the connection of a client that reads nothing of what waits to be sent.
+        """Close the connection of a client that does not read the response.
 
-        The system holds little of what the client has not read (`UNSENT_BYTES`), so it takes more only while the client
-        reads.
+        The kernel buffers little (`UNSENT_BYTES`), so it accepts more only while the client reads.
         """
         backlog = self.transport.get_write_buffer_size()
         left = (0 if self._writer is None else self._writer.num_written) - backlog
@@ -293,13 +292,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._connections.report(Closed.SEND_TIMEOUT, self, why)
             self.transport.abort()
 
-    # The rest.
+    # Internals.
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser.
 
-        No protocol but HTTP/1.1 is served, so the header `upgrade` changes nothing: what follows is the body, or the
-        next request. The parser stops there.
+        Only HTTP/1.1 is served, so the `Upgrade` header is ignored: the parser stops at it, and what follows is the
+        body or the next request.
         """
         while True:
             try:
@@ -318,7 +317,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expire_after(self._limits.header_timeout, Closed.HEADER_TIMEOUT)
 
     def _wait_for_request(self) -> None:
-        """Set the deadline of a connection whose requests have all been answered."""
+        """Set the keep-alive deadline of an idle connection."""
         self._connections.release(self)
         if self._input is _Input.NEW:
             self._expire_after(self._limits.keep_alive_timeout, Closed.KEEP_ALIVE_TIMEOUT)
@@ -335,7 +334,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._overdue = overdue
 
     def _expire(self) -> None:
-        """End the connection, whose deadline has passed."""
+        """Close the connection after its deadline has passed."""
         if self._overdue is Closed.BODY_TIMEOUT:
             self._refuse(refusal.body_timeout(self._limits))
         elif self._overdue is Closed.HEADER_TIMEOUT and self._input is _Input.HEADERS:
@@ -346,13 +345,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._connections.report(Closed.DRAINED, self)
             self._linger(lingering.REFUSED_BYTES, lingering.REFUSED_SECONDS)
         else:
-            # Nothing is left to answer.
+            # No response is pending.
             if self._input is not _Input.UNREAD:
                 self._connections.report(self._overdue, self)
             self.transport.close()
 
     def _after_parsing(self) -> None:
-        """Refuse endless headers, trailers and chunk lines; prepare for a late body."""
+        """Limit headers, trailers and chunk lines; prepare for a late body."""
         limits = self._limits
         most = limits.max_headers_size + (limits.max_url if self._input is _Input.HEADERS else 0)
         if self._unparsed > most and self._input in (_Input.HEADERS, _Input.BODY):
@@ -361,12 +360,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.transport = LingeringTransport(self.transport, self._linger_with_body)
 
     def _stop_parsing(self, refused: Refusal) -> None:
-        """Leave the parser, from one of its callbacks, with a refusal."""
+        """Abort the parser from a callback, with a refusal."""
         self._refused = refused
         raise _ParsingStoppedError
 
     def _refuse(self, refused: Refusal) -> None:
-        """Answer with an error unless another answer has begun; end the connection."""
+        """Send an error response unless one has started, then close the connection."""
         self._connections.report(refused.reason, self, f"{refused.message} ({refused.status})")
         if self.transport.is_closing():
             return
@@ -379,7 +378,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disconnect_app()
 
     def _disconnect_app(self) -> None:
-        """Let the app know that its client is gone."""
+        """Notify the app that the client has disconnected."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -390,7 +389,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._linger(lingering.UNREAD_BYTES, lingering.UNREAD_SECONDS)
 
     def _linger(self, allowance: int, seconds: float) -> None:
-        """Close the connection after the client, or at these bounds of what it sends."""
+        """Close the connection once the client has closed it or has sent more than these limits."""
         self._input = _Input.UNREAD
         self._unread_allowance = allowance
         self._connections.release(self)
@@ -400,7 +399,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _discard(self, size: int) -> None:
-        """Count bytes of a request that was answered before they arrived."""
+        """Count discarded bytes of a request that was already answered."""
         self._unread_allowance -= size
         if self._unread_allowance < 0:
             if self._input is not _Input.UNREAD:

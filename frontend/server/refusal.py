@@ -1,4 +1,4 @@
-"""Refusals of requests by the transport, before they reach the app."""
+"""Responses to requests that the transport refuses before they reach the app."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +14,7 @@ from tandem.protocol.errors import ErrorCode
 
 
 class Refusal(Struct, frozen=True):
-    """Refusal of a request, with the status, code and text of the answer."""
+    """Refusal of a request: status, code and message."""
 
     reason: Closed
     status: int
@@ -24,10 +24,10 @@ class Refusal(Struct, frozen=True):
     def response(
         self, default_headers: Iterable[tuple[bytes, bytes]], scope: Mapping[str, object] | None, url: bytes = b""
     ) -> bytes:
-        """Encode the answer, after which the connection is closed.
+        """Encode the response, which closes the connection.
 
-        It has the shape of the API that the request uses, as far as its `scope` is known. Before the end of the headers
-        that is without a path, which the `url` has.
+        It has the format of the request's API, as far as `scope` is known. Before the end of the headers the scope has
+        no path, and `url` is used.
         """
         request_id = fresh_id()
         path = url.partition(b"?")[0].decode("latin-1")
@@ -44,12 +44,12 @@ class Refusal(Struct, frozen=True):
 
 
 def malformed(message: str = "Invalid HTTP request received.") -> Refusal:
-    """Return the refusal of what is not valid HTTP."""
+    """Return the refusal of invalid HTTP."""
     return Refusal(Closed.MALFORMED, 400, "invalid_http", message)
 
 
 def headers_too_large(limits: ConnectionLimits) -> Refusal:
-    """Return the refusal of headers with too many bytes."""
+    """Return the refusal of headers that are too large."""
     message = f"the request's headers exceed {limits.max_headers_size} bytes; send fewer or shorter ones"
     return Refusal(Closed.HEADERS_TOO_LARGE, 431, "headers_too_large", message)
 
@@ -67,19 +67,19 @@ def url_too_long(limits: ConnectionLimits) -> Refusal:
 
 
 def too_many_pipelined(limit: int) -> Refusal:
-    """Return the refusal of too many requests without waiting for answers."""
+    """Return the refusal of too many pipelined requests."""
     message = f"more than {limit} requests of this connection wait for an answer; wait for answers before sending more"
     return Refusal(Closed.TOO_MANY_PIPELINED, 400, "too_many_pipelined", message)
 
 
 def header_timeout(limits: ConnectionLimits) -> Refusal:
-    """Return the refusal of headers that take too long."""
+    """Return the refusal of headers that arrive too slowly."""
     message = f"the request's headers did not arrive within {limits.header_timeout:g} s; send them faster"
     return Refusal(Closed.HEADER_TIMEOUT, 408, "request_timeout", message)
 
 
 def body_timeout(limits: ConnectionLimits) -> Refusal:
-    """Return the refusal of a body that takes too long."""
+    """Return the refusal of a body that arrives too slowly."""
     rate = f"{limits.body_timeout:g} s and 1 s for each {limits.body_rate} bytes received"
     return Refusal(
         Closed.BODY_TIMEOUT, 408, "request_timeout", f"the body did not arrive within {rate}; send it faster"
@@ -87,6 +87,6 @@ def body_timeout(limits: ConnectionLimits) -> Refusal:
 
 
 def too_busy(limit: int) -> Refusal:
-    """Return the refusal of a request beyond the connections that may have one."""
+    """Return the refusal of a request when too many connections are busy."""
     message = f"{limit} connections have a request, which is the most that the server takes; try again later"
     return Refusal(Closed.BUSY, 503, ErrorCode.OVERLOADED.value, message)

@@ -1,4 +1,4 @@
-"""ASGI middleware that asks for an API key with the right that a route needs."""
+"""ASGI middleware for authentication and authorization by API key."""
 
 from collections.abc import Collection
 
@@ -19,14 +19,14 @@ _BEARER = "'authorization: Bearer KEY'"
 class RequireKey:
     """Middleware that refuses requests without a valid key.
 
-    It answers 401 to them, and 403 to those whose key lacks the right that the route needs. It answers 401 even for
-    paths that do not exist. Health checks and `open_paths` need no key.
+    It responds with 401, also for unknown paths, and with 403 if the key lacks the right that the route needs. Health
+    checks and `open_paths` need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str], client: EngineClient) -> None:
-        """Wrap an app.
+        """Initialize the middleware.
 
-        `client` knows what is left of the limits of the keys.
+        client: provides the usage of the keys' limits.
         """
         self._app = app
         self._keys = keys
@@ -51,9 +51,9 @@ class RequireKey:
             await error_answer(scope, _missing(key, right, scope["path"]))(scope, receive, send)
 
     def _with_rate_limits(self, scope: Scope, key: ApiKey, send: Send) -> Send:
-        """Return a `send` that adds what is left of the limits of a key to the headers.
+        """Return a `send` that adds rate limit headers for a key.
 
-        What the engine told before the request is out of date, and is not repeated.
+        Usage reported before the request is stale and is not sent.
         """
         if key.limits.max_concurrent is None and key.limits.tokens_per_minute is None:
             return send
@@ -74,14 +74,14 @@ class RequireKey:
         response = error_answer(scope, error)
         response.headers["www-authenticate"] = "Bearer"
         if any(name == b"expect" for name, _ in scope["headers"]):
-            # The client may send its body or not; what comes next on the connection cannot be told.
+            # With `Expect: 100-continue` the client may or may not send its body, so framing is lost.
             response.headers["connection"] = "close"
         await response(scope, receive, send)
 
     def _valid_key(self, scope: Scope) -> ApiKey | None:
-        """Return the key of a request, or None if it gave no valid one.
+        """Return the API key of a request, or None if it has no valid one.
 
-        Clients of Anthropic's API send it in a header of their own, `x-api-key`.
+        Clients of Anthropic's API may use the header `x-api-key`.
         """
         given = [_key(scope), *([_only(scope, b"x-api-key")] if speaks_anthropic(scope) else [])]
         ring = self._keys.ring
@@ -106,6 +106,6 @@ def _key(scope: Scope) -> bytes:
 
 
 def _only(scope: Scope, header: bytes) -> bytes:
-    """Return the value of a header; empty if a request has none or several of it."""
+    """Return the value of a header; empty if it is missing or repeated."""
     given = [value for name, value in scope["headers"] if name == header]
     return bytes(given[0]) if len(given) == 1 else b""

@@ -1,6 +1,6 @@
-"""HTTP server: runs the app under uvicorn and drains it.
+"""HTTP server: runs the app under uvicorn and drains it on shutdown.
 
-It drains on a signal, or when its supervisor says so.
+It drains on a signal, or on request of its supervisor.
 """
 
 import asyncio
@@ -33,27 +33,27 @@ audit = logging.getLogger(AUDIT_LOGGER)
 
 _CHECKS_PER_TIMEOUT = 4
 _CHECK_SECONDS = 1.0
-"""Longest time between two checks of the deadlines of a connection."""
+"""Maximum seconds between two checks of connection deadlines."""
 
 GRACE_SECONDS = 1.0
-"""Time that a connection without a request gets to begin one when the service ends."""
+"""Seconds that an idle connection has to start a last request at shutdown."""
 SUCCESSOR_GRACE_SECONDS = 5.0
-"""The same when another process has taken over. The end of this one is not urgent then, and the longer a connection has
-been idle, the less likely it is that a request is on its way when it is closed."""
+"""The same when another process has taken over. This one may then take its time, and the longer a connection has been
+idle, the less likely a request is in flight when it is closed."""
 _FLUSH_SECONDS = 1.0
-"""Time that responses get to write their error events after their streams were ended."""
+"""Seconds for responses to write their error events after their streams were ended."""
 REPEATED_SIGNAL_SECONDS = 0.5
-"""Time after the first signal within which another one changes nothing."""
+"""Seconds after the first signal within which another one is ignored."""
 _GC_THRESHOLDS = (10_000, 20, 20)
-"""Objects more than were freed before the youngest generation is collected, and how many collections of one generation
-make one of the next. What a request takes is freed by reference counts, so that collections find little."""
+"""Thresholds of the garbage collector. Objects of a request are freed by reference counting, so that collections find
+little."""
 
 
 class DrainingServer(uvicorn.Server):
     """Server of one frontend, which drains before it exits.
 
-    It drains at the first signal, and ends what is open at a second, before it exits. If it has a supervisor, it asks
-    that for a successor first, and serves on until it is told to drain.
+    It drains at the first signal and ends open responses at the second. With a supervisor it first asks for a
+    successor, and serves until it is told to drain.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class DrainingServer(uvicorn.Server):
         tls: ssl.SSLContext | None,
         supervisor: socket.socket | None = None,
     ) -> None:
-        """Connect the parts.
+        """Initialize the server.
 
-        `supervisor` is the control channel, if there is one.
+        supervisor: the control channel, if any.
         """
         super().__init__(config)
         self.connections = connections
@@ -80,7 +80,7 @@ class DrainingServer(uvicorn.Server):
         self._listeners: Listeners | None = None
         self._slot_sockets: Sequence[Sequence[socket.socket]] = ()
         self._slots: tuple[int, ...] = (service.config.slot,)
-        """Slots to accept from once the process serves."""
+        """Slots to accept from once the process is serving."""
         self._num_opening = 0
         """Accepted connections that are not in the table yet."""
         self._is_serving = False
@@ -92,16 +92,16 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run_slots(self, slots: Sequence[Sequence[socket.socket]]) -> None:
-        """Serve on the sockets of these slots, of which slots may share some."""
+        """Serve on the sockets of these slots; slots may share sockets."""
         self._slot_sockets = slots
         self.run([*{sock for slot in slots for sock in slot}])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept from the sockets.
 
-        Each is that of one slot, unless `run_slots` says otherwise. With a supervisor, connections are accepted only
-        once requests can be answered: a sibling or a predecessor serves meanwhile. Without one, requests that come
-        early wait for the engine.
+        Each socket is a slot, unless `run_slots` was called. With a supervisor, connections are accepted only once
+        requests can be answered, as a sibling or predecessor serves meanwhile. Without one, early requests wait for the
+        engine.
         """
         self._loop = asyncio.get_running_loop()
         self._tasks = [asyncio.create_task(self.connections.watch())]
@@ -110,7 +110,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets=[])
         slots = self._slot_sockets or [[sock] for sock in sockets or ()]
         self._listeners = Listeners(slots, self._connect, self._room)
-        # Objects loaded so far live as long as the process; frozen, they are skipped by every later collection.
+        # Objects loaded so far live as long as the process; freezing them excludes them from later collections.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -137,7 +137,7 @@ class DrainingServer(uvicorn.Server):
         else:
             self._loop.call_soon_threadsafe(self._on_signal)
 
-    # What the supervisor orders.
+    # Called on messages of the supervisor.
 
     def beat(self) -> Beat:
         status = "draining" if self._service.draining else "serving" if self._is_serving else "starting"
@@ -163,19 +163,19 @@ class DrainingServer(uvicorn.Server):
         self.begin_drain(config.shutdown_delay, config.drain_timeout)
 
     def begin_drain(self, delay: float, timeout: float) -> None:
-        """Begin to drain, after which the process exits. Idempotent.
+        """Start draining, after which the process exits. Idempotent.
 
-        It is unready at once, accepts for `delay` seconds more, then finishes what is open. What is still open
-        `timeout` seconds later ends with an error.
+        It becomes unready at once, accepts for `delay` more seconds, then finishes open requests. Requests still open
+        after `timeout` seconds end with an error.
         """
         if self._drain is None:
             self._service.draining = True
             self._drain = asyncio.create_task(self._drain_and_exit(delay, timeout))
 
     def reload(self, log_level: LogLevel) -> None:
-        """Read keys and TLS files again, and log from a level on.
+        """Reload keys and TLS files, and set the log level.
 
-        New connections have the new certificate; open ones go on. What cannot be used stays as it was.
+        New connections use the new certificate; open ones are kept. Files that are invalid are not applied.
         """
         set_log_level(log_level)
         self._service.keys.reload_soon()
@@ -193,19 +193,19 @@ class DrainingServer(uvicorn.Server):
     def exit(self) -> None:
         """Exit without draining.
 
-        What is open ends with an error first, unless this is called again. Called by the event loop, once it runs.
+        Open requests end with an error first, unless this is called again. Called by the running event loop.
         """
         if self._loop is None or self._exit is not None:
             self.should_exit = self.force_exit = True
         else:
             self._exit = self._loop.create_task(self._end_and_exit())
 
-    # The rest.
+    # Internals.
 
     def _on_signal(self) -> None:
-        """Begin to end at the first signal, exit at a later one.
+        """Start shutdown at the first signal, exit at a later one.
 
-        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group.
+        Programs such as coreutils' `timeout` send a signal twice, to the process and to its group.
         """
         assert self._loop is not None
         now, before = self._loop.time(), self._signaled_at
@@ -249,7 +249,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     async def _end_and_exit(self) -> None:
-        """End what is open with an error, and exit once that is written."""
+        """End open requests with an error, and exit once that is written."""
         try:
             self._service.end_requests()
             await self.connections.wait_until_answered(_FLUSH_SECONDS)
@@ -257,7 +257,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     def _connect(self, sock: socket.socket, peer: str) -> asyncio.Task[None]:
-        """Begin to serve an accepted connection."""
+        """Start serving an accepted connection."""
         if self._tls is None or sock.family == socket.AF_UNIX:
             self._num_opening += 1
             return asyncio.create_task(self._open(sock))
@@ -266,13 +266,13 @@ class DrainingServer(uvicorn.Server):
 
     async def _open(self, sock: socket.socket) -> None:
         try:
-            with suppress(OSError):  # the client is gone already
+            with suppress(OSError):  # the client has disconnected
                 await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, sock)
         finally:
             self._num_opening -= 1
 
     def _room(self, most: int) -> int:
-        """Return the number of connections that can be accepted now, at most `most`."""
+        """Return how many connections can be accepted now, at most `most`."""
         return max(self.connections.room(most + self._num_opening) - self._num_opening, 0)
 
     def _make_protocol(self, successor_of: Connection | None = None) -> LimitedProtocol:
@@ -289,7 +289,7 @@ class DrainingServer(uvicorn.Server):
 def build_server(config: FrontendConfig) -> DrainingServer:
     """Build the server of one frontend.
 
-    It follows the supervisor whose control channel the settings name. Raises TokenizerError if the model directory has
+    It uses the supervisor's control channel, if the settings have one. Raises TokenizerError if the model directory has
     no usable tokenizer.
     """
     service = build_service(config)
@@ -316,7 +316,7 @@ def build_server(config: FrontendConfig) -> DrainingServer:
 def _build_connections(config: FrontendConfig, service: Service) -> Connections:
     """Build the table of connections.
 
-    Its size follows from the flag and from the limit of open files.
+    Its size depends on the flag and on the limit of open files.
     """
     limits, allowed = config.connections, allowed_connections()
     wanted = limits.max_connections or allowed
@@ -340,7 +340,7 @@ def serve(config: FrontendConfig) -> None:
     Raises TokenizerError if the model directory has no usable tokenizer.
     """
     raise_file_limit()
-    # Each once: of two objects for one descriptor, the first to go would close it.
+    # One object per descriptor: a second one would close it on deletion.
     sockets = {fd: inherited_socket(fd) for fd in {fd for slot in config.listener_fds for fd in slot}}
     with ExitStack() as stack:
         for sock in sockets.values():

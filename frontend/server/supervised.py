@@ -1,6 +1,6 @@
-"""Frontend's end of its supervision.
+"""Frontend's side of its supervision.
 
-It reports its state and follows orders.
+It reports its state and executes the supervisor's commands.
 """
 
 import asyncio
@@ -32,59 +32,59 @@ from tandem.protocol.logs import LogLevel
 logger = logging.getLogger(__name__)
 
 UNANSWERED_SECONDS = 5.0
-"""Time after which a supervisor that has not answered is taken for one that will not."""
+"""Seconds after which an unresponsive supervisor is ignored."""
 
 TOTALS_SECONDS = 2.0
-"""Longest time that a scrape waits for the sums of all frontends."""
+"""Maximum seconds that a scrape waits for the totals of all frontends."""
 
 _SAMPLE_SECONDS = 0.05
-"""Time between two measurements of the event loop's lag."""
+"""Seconds between two measurements of the event loop's lag."""
 
 
 class Supervisee(Protocol):
-    """A process that is supervised."""
+    """Interface of a supervised process."""
 
     def beat(self) -> Beat:
-        """Return the state of the process, without the lag of its event loop."""
+        """Return the state of the process, without its event loop lag."""
         ...
 
     def metrics(self) -> Report:
-        """Return the values of the process's metrics, each of which has to be sent."""
+        """Return the metrics of the process, each of which must be sent."""
         ...
 
     @property
     def model_name(self) -> str:
-        """Name under which the model is served; "" before an engine was heard of."""
+        """Served model name; "" before an engine was connected."""
         ...
 
     def accept_from(self, slots: Iterable[int]) -> None:
-        """Accept from the listening sockets of these slots alone."""
+        """Accept from the listening sockets of these slots only."""
         ...
 
     def drain_unasked(self) -> None:
-        """Begin to end without an order, because the supervisor gives none."""
+        """Start shutdown without a command, if the supervisor does not respond."""
         ...
 
     def begin_drain(self, delay: float, timeout: float) -> None:
-        """Accept for `delay` seconds, finish what is open within `timeout`, and exit."""
+        """Accept for `delay` seconds, finish open requests within `timeout`, and exit."""
         ...
 
     def reload(self, log_level: LogLevel) -> None:
-        """Read keys and TLS files again, and log from a level on."""
+        """Reload keys and TLS files, and set the log level."""
         ...
 
     def exit(self) -> None:
-        """End what is open with an error, and exit."""
+        """End open requests with an error, and exit."""
         ...
 
 
 class LoopLag:
-    """Delay with which the running event loop calls what is due."""
+    """Lag of the running event loop."""
 
     def __init__(self, observe: Callable[[float], None]) -> None:
-        """Measure nothing yet.
+        """Initialize without starting to measure.
 
-        `observe` is called with each delay, in seconds.
+        observe: called with each delay in seconds.
         """
         self._observe = observe
         self._greatest = 0.0
@@ -100,21 +100,21 @@ class LoopLag:
             self._greatest = max(self._greatest, lag)
 
     def take(self) -> float:
-        """Return the greatest delay since the last call, in seconds."""
+        """Return the largest delay since the last call, in seconds."""
         greatest, self._greatest = self._greatest, 0.0
         return greatest
 
 
 class Supervised:
-    """The frontend's end of the control channel.
+    """Frontend's end of the control channel.
 
-    Beats come from the event loop, so one that hangs sends none.
+    Heartbeats come from the event loop, so one that hangs sends none.
     """
 
     def __init__(self, sock: socket.socket, frontend: Supervisee, observe_lag: Callable[[float], None]) -> None:
-        """Prepare to talk over one socket of a pair.
+        """Prepare to communicate over one socket of a pair.
 
-        `observe_lag` is called with each measured delay of the event loop, in seconds.
+        observe_lag: called with each measured delay of the event loop in seconds.
         """
         self._sock = sock
         self._frontend = frontend
@@ -122,13 +122,13 @@ class Supervised:
         self._channel: FrontendEnd | None = None
         self._unanswered: asyncio.TimerHandle | None = None
         self._scrapes: dict[int, asyncio.Future[str]] = {}
-        """Scrapes that wait for the sums of all frontends."""
+        """Scrapes that wait for the totals of all frontends."""
         self._scrape_numbers = itertools.count(1)
 
     async def run(self) -> None:
-        """Report and follow orders until the channel ends.
+        """Send reports and execute commands until the channel ends.
 
-        The process exits then: its supervisor is gone.
+        The process exits then, since its supervisor is gone.
         """
         channel = self._channel = await frontend_end(self._sock)
         work = (self._beat(channel), self._report_metrics(channel), self._lag.measure())
@@ -155,7 +155,7 @@ class Supervised:
         finally:
             for task in background:
                 task.cancel()
-            # What was counted since the last report.
+            # Send what was counted since the last report.
             channel.send(self._report())
             channel.close()
         self._frontend.exit()
@@ -163,7 +163,7 @@ class Supervised:
     def leave(self) -> None:
         """Ask for a successor.
 
-        Once that serves, the supervisor orders this process to drain. If it does not answer, the process drains on its
+        Once that serves, the supervisor tells this process to drain. If it does not respond, the process drains on its
         own.
         """
         if self._channel is not None:
@@ -173,7 +173,7 @@ class Supervised:
     async def totals(self) -> str | None:
         """Return the metrics of the supervisor and all its processes.
 
-        They are in the text format of Prometheus; None if the supervisor does not tell them in time.
+        They are in Prometheus's text format; None if the supervisor does not respond in time.
         """
         if self._channel is None or self._channel.is_clogged:
             return None

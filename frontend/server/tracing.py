@@ -1,6 +1,6 @@
-"""OpenTelemetry traces of requests: spans built from request records, exported over OTLP/HTTP.
+"""OpenTelemetry traces of requests, exported over OTLP/HTTP.
 
-This module imports the OpenTelemetry SDK, so only a server that sends traces imports it.
+This module imports the OpenTelemetry SDK, so it is imported only if traces are enabled.
 """
 
 import os
@@ -33,7 +33,7 @@ Attributes = Mapping[str, Value]
 
 
 class SpanData(Struct, frozen=True):
-    """One span with those within it, in seconds of the monotonic clock."""
+    """Span with its children, in seconds of the monotonic clock."""
 
     name: str
     start: float
@@ -41,13 +41,13 @@ class SpanData(Struct, frozen=True):
     attributes: Attributes = {}
     children: tuple["SpanData", ...] = ()
     error: str = ""
-    """What went wrong; "" for nothing."""
+    """Error message; "" if there is none."""
 
 
 def request_attributes(scope: Scope) -> dict[str, Value]:
-    """Return the attributes of the span of a whole request.
+    """Return the attributes of the span of a request.
 
-    Their names are those of OpenTelemetry's conventions for HTTP and generative AI, and those of vLLM beside them.
+    They are named by OpenTelemetry's conventions for HTTP and generative AI, and as in vLLM.
     """
     record = request_record(scope)
     found: dict[str, Value | None] = {
@@ -84,7 +84,7 @@ def _generation_attributes(record: RequestRecord, admitted: Admitted) -> dict[st
 
 
 def _engine_latencies(record: RequestRecord) -> dict[str, Value | None]:
-    """Return the times of the first sequence in the engine that answered."""
+    """Return the latencies of the first sequence of the successful attempt."""
     told = record.attempts[-1].sequences if record.attempts else []
     times = told[0].times if told else None
     if times is None or times.admitted is None:
@@ -99,9 +99,9 @@ def _engine_latencies(record: RequestRecord) -> dict[str, Value | None]:
 
 
 def request_spans(record: RequestRecord) -> tuple[SpanData, ...]:
-    """Return the spans within that of a request.
+    """Return the child spans of a request.
 
-    They are its stages, then a span for each sequence of each attempt.
+    These are its stages, then a span for each sequence of each attempt.
     """
     stages = [SpanData(stage.name, stage.start, stage.end) for stage in record.stages]
     return (*stages, *_attempt_spans(record))
@@ -117,8 +117,8 @@ def _attempt_spans(record: RequestRecord) -> Iterator[SpanData]:
 def _sequence_span(number: int, attempt: Attempt, sequence: TracedSequence, error: str) -> SpanData:
     """Return the span of a sequence in the engine.
 
-    The engine's times are those since it received the sequence, which the frontend takes for the time at which it sent
-    it: the way there, some 0.1 ms on one host, counts as part of the engine's work.
+    The engine's times are relative to when it received the sequence, which is taken to be when the frontend sent it.
+    The time in between, about 0.1 ms on one host, counts as engine time.
     """
     end = attempt.submitted if attempt.ended is None else attempt.ended
     attributes: dict[str, Value] = {
@@ -138,7 +138,7 @@ def _sequence_span(number: int, attempt: Attempt, sequence: TracedSequence, erro
 
 
 def _phases(times: SequenceTimes, start: float, end: float) -> Iterator[SpanData]:
-    """Yield the queue, prefill and decode of a sequence, as far as it came."""
+    """Yield the queue, prefill and decode spans of a sequence, as far as it got."""
     admitted = end if times.admitted is None else min(start + times.admitted, end)
     yield SpanData("queue", start, admitted)
     if times.admitted is None:
@@ -151,7 +151,7 @@ def _phases(times: SequenceTimes, start: float, end: float) -> Iterator[SpanData
 
 
 SPAN_NAME = "llm_request"
-"""Name of the span of a request, as in vLLM."""
+"""Name of a request's span, as in vLLM."""
 TRACED_ROUTES = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"))
 _SERVICE_NAME = "OTEL_SERVICE_NAME"
 _QUEUE_SIZE = "OTEL_BSP_MAX_QUEUE_SIZE"
@@ -161,16 +161,16 @@ _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
 class CountingExporter(SpanExporter):
-    """Exporter that counts what a collector took, and what it did not.
+    """Exporter that counts exported and failed spans.
 
-    The thread of the exporter calls it.
+    Called by the exporter's thread.
     """
 
     def __init__(self, exporter: SpanExporter, metrics: TraceMetrics) -> None:
         self._exporter = exporter
         self._metrics = metrics
         self.num_taken = 0
-        """Spans that have left the queue."""
+        """Number of spans removed from the queue."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.num_taken += len(spans)
@@ -187,9 +187,9 @@ class CountingExporter(SpanExporter):
 
 
 class BoundedProcessor(BatchSpanProcessor):
-    """Queue of spans that drops and counts those beyond its size.
+    """Bounded queue of spans that counts those it drops.
 
-    A thread of its own sends them; a collector that is slow or away holds up no request.
+    A background thread exports them, so a slow or unreachable collector delays no request.
     """
 
     def __init__(self, exporter: CountingExporter, size: int, metrics: TraceMetrics) -> None:
@@ -210,10 +210,9 @@ class BoundedProcessor(BatchSpanProcessor):
 
 
 class RequestTracer:
-    """Maker of the spans of requests, once they have ended.
+    """Create the spans of requests, once they have ended.
 
-    Whether a request is traced follows from its `traceparent` and from the sampler that the environment names
-    (OTEL_TRACES_SAMPLER).
+    Requests are sampled by their `traceparent` and by the sampler in OTEL_TRACES_SAMPLER.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -222,7 +221,7 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope) -> Span | None:
-        """Begin the span of a request; None if the request is not traced."""
+        """Start the span of a request; None if the request is not traced."""
         if scope["method"] != "POST" or route_label(scope["path"]) not in TRACED_ROUTES:
             return None
         carrier = {
@@ -240,13 +239,15 @@ class RequestTracer:
         return span if isinstance(span, Span) and record.is_traced else None
 
     def end(self, span: Span, scope: Scope) -> None:
-        """End the span of a request, with those of its stages."""
+        """End the span of a request, and export the spans of its stages."""
         record = request_record(scope)
         span.set_attributes(request_attributes(scope))
         if record.end == "error" and (record.status >= 500 or record.status == 200):
             span.set_status(Status(StatusCode.ERROR, record.error))
         assert span.start_time is not None
-        offset = span.start_time - int(record.arrived * 1e9)  # one for all, or a span could begin before its parent
+        offset = span.start_time - int(
+            record.arrived * 1e9
+        )  # one offset for all spans, so that no child starts before its parent
         for child in request_spans(record):
             self._send(child, span, offset)
         assert record.ended_at is not None
@@ -267,9 +268,9 @@ class RequestTracer:
         span.end(offset + int(data.end * 1e9))
 
     def close(self) -> None:
-        """Send what is queued, for two seconds at most.
+        """Export queued spans, for at most two seconds.
 
-        The SDK's own close waits for a collector that does not answer much longer.
+        The SDK's shutdown waits much longer for an unresponsive collector.
         """
         closing = threading.Thread(target=self._provider.shutdown, name="close-traces", daemon=True)
         closing.start()
@@ -277,9 +278,9 @@ class RequestTracer:
 
 
 def open_tracer(endpoint: str, metrics: TraceMetrics) -> RequestTracer:
-    """Open the tracer that sends spans to a collector over OTLP and HTTP.
+    """Create a tracer that exports spans to a collector via OTLP/HTTP.
 
-    Without a path in its URL that of the standard, `/v1/traces`, is taken.
+    The path of the URL is `/v1/traces` by default.
     """
     url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
     exporter = CountingExporter(OTLPSpanExporter(url), metrics)
@@ -292,5 +293,5 @@ def open_tracer(endpoint: str, metrics: TraceMetrics) -> RequestTracer:
 
 
 def _unix_time(seconds: float) -> int:
-    """Return the Unix time, in nanoseconds, of a time of the monotonic clock."""
+    """Convert a time of the monotonic clock to Unix time in nanoseconds."""
     return time.time_ns() - time.monotonic_ns() + int(seconds * 1e9)

@@ -1,4 +1,4 @@
-"""Lines on stdout that say when a service is ready and where it listens."""
+"""Announce on stdout when a service is ready and where it listens."""
 
 import asyncio
 import http.client
@@ -18,11 +18,11 @@ from tandem.protocol.logs import announce
 
 _POLL_SECONDS = 0.05
 _STRAGGLER_SECONDS = 10.0
-"""Seconds that the announcement waits for the other frontends once one of them is ready."""
+"""Seconds to wait for the other frontends once one of them is ready."""
 
 
 class Announcement:
-    """Announcement of a service that has an engine, frontends or both."""
+    """Announce a service that has an engine, frontends or both."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Announcement:
         is_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connect the parts.
+        """Initialize the announcement.
 
-        `http_urls` are those of the frontends, if there are any; `commit` that of a model of the hub, or empty.
-        Frontends without an engine here connect to the one at `endpoint`. `is_early` has the ops port announced before
-        the engine is ready, for those who cannot know it.
+        http_urls: URLs of the frontends, if any. commit: commit of a model from the hub, or empty. endpoint: engine of
+        frontends that have no engine here. is_early: announce the ops port before the engine is ready, for users who
+        cannot know it.
         """
         self._engine = engine
         self._frontends = frontends
@@ -56,7 +56,7 @@ class Announcement:
         return " and ".join(self._http_urls)
 
     async def run(self) -> None:
-        """Print the addresses in one block, once requests are accepted."""
+        """Print the addresses once requests are accepted."""
         if self._engine is not None:
             await self._announce_engine(self._engine)
         elif self._frontends is not None:
@@ -99,14 +99,15 @@ class Announcement:
 
     @property
     def _pages(self) -> dict[str, str]:
-        """Return the addresses of the playground, which a browser does not reach on a Unix socket, and of metrics."""
+        """Return the URLs of the playground, unless on a Unix socket, and of the metrics."""
         url = next((url for url in self._http_urls if not url.startswith(UNIX_SCHEME)), None)
         return ({} if url is None else {"playground": _browsable(url)}) | self._metrics
 
     async def _until_ready(self, frontends: Frontends) -> dict[str, Any]:
         """Wait until the frontends are ready.
 
-        Return the facts about the engine that one answers. One that takes much longer than the first is not waited for.
+        Return the model facts reported by one of them. Frontends that take much longer than the first are not waited
+        for.
         """
         while not frontends.num_serving:
             await asyncio.sleep(_POLL_SECONDS)
@@ -119,7 +120,7 @@ class Announcement:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """Connection to a Unix socket."""
+    """HTTP connection to a Unix socket."""
 
     def __init__(self, host: str, path: str) -> None:
         super().__init__(host, timeout=2)
@@ -132,15 +133,15 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _reachable(host: str) -> str:
-    """Return the address at which this host reaches a listening socket.
+    """Return the address at which this host can reach a listening socket.
 
-    The socket may listen on every address.
+    The socket may listen on a wildcard address.
     """
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _browsable(url: str) -> str:
-    """Return the address of the playground, which a browser on this host can open."""
+    """Return the URL of the playground for a browser on this host."""
     parts = urlsplit(url)
     host = _reachable(parts.hostname or "")
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}/"
@@ -152,16 +153,16 @@ def _connection(url: str) -> http.client.HTTPConnection:
         return _UnixConnection("localhost", unquote(parts.netloc))
     host = _reachable(parts.hostname or "")
     if parts.scheme == "https":
-        # The server is a child of this process on a socket of this process, so its identity needs no proof.
+        # The server is a child of this process on a socket of this process, so its certificate need not be verified.
         context = ssl._create_unverified_context()
         return http.client.HTTPSConnection(host, parts.port, timeout=2, context=context)
     return http.client.HTTPConnection(host, parts.port, timeout=2)
 
 
 def _ask(url: str, path: str) -> dict[str, Any] | None:
-    """Return the JSON of the frontend's answer to a GET.
+    """Return the JSON of a frontend's response to a GET.
 
-    None unless it answers with 200.
+    None unless the status is 200.
     """
     connection = _connection(url)
     try:

@@ -1,7 +1,7 @@
-"""Child process that converts a tokenizer to tokenizer.json with transformers.
+"""Child process that converts a tokenizer to tokenizer.json using transformers.
 
-It runs as `python -m tandem.frontend.supervisor.convert_tokenizer FOLDER OUT`, within limits on time, memory and the
-size of files, because the files of a checkpoint may come from anyone. Code of the checkpoint is never run.
+It runs as `python -m tandem.frontend.supervisor.convert_tokenizer FOLDER OUT`, with limits on CPU time, memory and file
+size, because checkpoints are untrusted. Code of the checkpoint is never run.
 """
 
 import resource
@@ -13,7 +13,7 @@ MAX_FILE_BYTES = 2**30
 
 
 def limit() -> None:
-    """Bound what this process may use from here on."""
+    """Limit the resources of this process."""
     for kind, most in (
         (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
         (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
@@ -25,7 +25,7 @@ def limit() -> None:
 
 
 def convert(folder: str, out: str) -> None:
-    """Write the tokenizer of a folder to another as tokenizer.json."""
+    """Write the tokenizer of a folder to another one as tokenizer.json."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(
@@ -36,7 +36,7 @@ def convert(folder: str, out: str) -> None:
 def main() -> None:
     """Convert, or print the reason on one line and exit with 1."""
     limit()
-    # Tokenizers do not need torch, which takes seconds and gigabytes of address space to import.
+    # Skip torch, which tokenizers do not need and which takes seconds and gigabytes of address space to import.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         convert(*sys.argv[1:])

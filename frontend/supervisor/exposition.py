@@ -1,4 +1,4 @@
-"""Everything that a supervisor tells of itself and its processes."""
+"""Metrics of a supervisor and all its processes."""
 
 import os
 import platform
@@ -33,9 +33,9 @@ class BuildCollector(Collector):
 def supervisor_exposition(
     engine: SupervisedEngine | None, frontends: Frontends | None, model_name: str, has_vllm_names: bool
 ) -> Exposition:
-    """Build what a scrape gets, on the ops port and from every frontend.
+    """Build the metrics served on the ops port and by every frontend.
 
-    `model_name` is that of the model until a frontend tells the engine's.
+    model_name: used until a frontend reports the engine's model name.
     """
 
     def running() -> Iterator[tuple[str, int]]:

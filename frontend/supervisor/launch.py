@@ -1,6 +1,6 @@
-"""Start of a supervisor from parsed flags.
+"""Launch a supervisor from parsed flags.
 
-It prepares the sockets, the endpoint and the command lines of the child processes.
+This prepares the sockets, the endpoint and the command lines of the child processes.
 """
 
 import argparse
@@ -49,16 +49,16 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OPS_PORT = 8100
 _OPS_PORTS = 100
-"""Number of ports that are tried from the default ops port on."""
+"""Number of ports to try from the default ops port on."""
 MAX_DEFAULT_FRONTENDS = 8
 _OTHER_CORES = 2
-"""Cores that are left to the engine core and to everything else."""
+"""CPU cores reserved for the engine core and everything else."""
 MAX_IPC_PATH = 100
-"""Longest path of a socket, in bytes including the suffix `.beat`, that every system accepts."""
+"""Maximum path length in bytes of a Unix socket on all systems, including the suffix `.beat`."""
 
 
 def default_frontends(cores: int) -> int:
-    """Return how many frontends make good use of a machine with this number of cores."""
+    """Return the default number of frontends for this number of CPU cores."""
     return max(1, min(MAX_DEFAULT_FRONTENDS, cores - _OTHER_CORES))
 
 
@@ -69,9 +69,9 @@ def check_engine_installed() -> None:
 
 
 def check_length(max_len: int | None, folder: Path) -> None:
-    """Raise LaunchError for a `--max-len` beyond the model's positions.
+    """Raise LaunchError if `--max-len` exceeds the model's context length.
 
-    They are those that its config.json states. The engine refuses more as well, but only after it was started.
+    It is read from config.json. The engine checks this too, but only after it was started.
     """
     positions = max_positions(folder)
     if max_len is not None and positions is not None and max_len > positions:
@@ -82,7 +82,7 @@ def check_length(max_len: int | None, folder: Path) -> None:
 
 
 def private_endpoint(directory: Path) -> str:
-    """Return the endpoint of an engine in a directory that only this user can read."""
+    """Return an ipc endpoint in a directory that only this user can read."""
     return f"ipc://{directory}/engine"
 
 
@@ -97,9 +97,9 @@ def check_ipc_length(endpoint: str) -> None:
 
 
 def check_place(endpoint: str) -> None:
-    """Raise LaunchError for an ipc endpoint that others could reach.
+    """Raise LaunchError for an ipc endpoint that other users could reach.
 
-    Also for one whose path another kind of file has.
+    Also for a path of another type of file.
     """
     try:
         check_ipc_place(endpoint)
@@ -108,9 +108,9 @@ def check_place(endpoint: str) -> None:
 
 
 def checked_transport(arguments: argparse.Namespace, endpoint: str) -> Transport:
-    """Return the security of the link.
+    """Return the transport security of the link to the engine.
 
-    Raises LaunchError for keys that cannot be used, and for an endpoint that the flags do not allow.
+    Raises LaunchError for unusable keys, and for an endpoint that the flags do not allow.
     """
     try:
         settings = transport(arguments)
@@ -122,9 +122,10 @@ def checked_transport(arguments: argparse.Namespace, endpoint: str) -> Transport
 
 
 def listen_ops(host: str, port: int | None) -> socket.socket:
-    """Listen on the ops port given, or on the first free one from the default on.
+    """Listen on the given ops port, or on the first free one from the default on.
 
     Raises LaunchError if that is not possible.
+
     """
     address = tcp_addresses([host], "--ops-host")[:1]
     if port is None:
@@ -136,10 +137,10 @@ def listen_ops(host: str, port: int | None) -> socket.socket:
 
 
 def check_unused(endpoint: str) -> None:
-    """Raise LaunchError if another engine serves at an endpoint.
+    """Raise LaunchError if another engine uses the endpoint.
 
-    A second one would take over an ipc endpoint unnoticed, and its supervisor would take the first one's heartbeat for
-    its own.
+    A second engine would take over an ipc endpoint unnoticed, and its supervisor would mistake the first one's
+    heartbeat for its own.
     """
     scheme, _, place = endpoint.partition("://")
     if scheme == "ipc":
@@ -148,7 +149,7 @@ def check_unused(endpoint: str) -> None:
                 raise AddressInUseError(f"another engine serves at {endpoint}; stop it, or choose another --endpoint")
     elif scheme == "tcp":
         host, _, port = place.rpartition(":")
-        # The heartbeat has the next port.
+        # The heartbeat uses the next port.
         for number in (int(port), int(port) + 1):
             try:
                 listen(host.strip("[]").replace("*", "0.0.0.0"), number).close()
@@ -158,7 +159,7 @@ def check_unused(endpoint: str) -> None:
                         f"--endpoint {endpoint} cannot be listened on ({error.strerror}); give an address of this "
                         "machine, and a port that this user may use"
                     ) from None
-                if error.errno == errno.EADDRINUSE:  # the engine reports others
+                if error.errno == errno.EADDRINUSE:  # other errors are reported by the engine
                     raise PortInUseError(
                         number,
                         f"--endpoint {endpoint} needs the ports {port} and {int(port) + 1}, and {number} is in use by",
@@ -167,9 +168,9 @@ def check_unused(endpoint: str) -> None:
 
 
 def http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the API keys without names that requests may give.
+    """Return the API keys without names that requests may use.
 
-    Raises LaunchError for keys of any kind, origins or TLS files that cannot work.
+    Raises LaunchError for invalid keys, CORS origins or TLS files.
     """
     try:
         check_security(arguments)
@@ -183,7 +184,7 @@ def http_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
 def check_template(file: Path | None) -> None:
     """Raise LaunchError for a `--chat-template` that cannot be read.
 
-    Whether it compiles is known once a frontend has loaded it.
+    It is compiled later, when a frontend loads it.
     """
     if file is not None:
         try:
@@ -193,9 +194,9 @@ def check_template(file: Path | None) -> None:
 
 
 def checked_engine_options(arguments: argparse.Namespace) -> EngineOptions:
-    """Return the engine's settings.
+    """Return the settings of the engine.
 
-    Raises LaunchError for numbers that no engine accepts.
+    Raises LaunchError for numbers out of bounds.
     """
     options = engine_options(arguments)
     try:
@@ -210,8 +211,8 @@ async def supervise(
 ) -> int:
     """Run an engine core until a signal and return the exit code.
 
-    `given` has the engine's settings, as the arguments state them. Frontends run beside it if wanted. Raises
-    LaunchError before anything is started.
+    given: the engine's settings from the arguments. Frontends run as well if requested. Raises LaunchError before
+    anything is started.
     """
     options = model.options(given)
     with ExitStack() as stack:
@@ -225,7 +226,7 @@ async def supervise(
         if arguments.endpoint is not None:
             check_place(endpoint)
             once_free(lambda: check_unused(endpoint))
-        # Before the ops port, whose default gives way to a port that was given.
+        # Before the ops port, so that a default ops port avoids a port that was given.
         listeners = _open_listeners(arguments, stack) if with_frontends else ServiceSockets(())
         ops_socket = stack.enter_context(listen_ops(arguments.ops_host, arguments.ops_port))
         watch = EngineWatch(arguments.beat_timeout, arguments.step_timeout, hang_timeout=arguments.hang_timeout)
@@ -245,9 +246,10 @@ async def supervise(
 
 
 async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder) -> int:
-    """Run frontends of an engine elsewhere until a signal and return the exit code.
+    """Run frontends of a remote engine until a signal and return the exit code.
 
     Raises LaunchError before anything is started.
+
     """
     with ExitStack() as stack:
         private = stack.enter_context(run_directory())
@@ -261,7 +263,7 @@ async def supervise_frontends(arguments: argparse.Namespace, model: ModelFolder)
 
 
 def default_allowed_hosts(hosts: Sequence[str]) -> list[str]:
-    """Return the hosts that are served on these addresses by default."""
+    """Return the default of `--allowed-hosts` for these addresses."""
     return [LOOPBACK if all(map(is_loopback, hosts)) else ANY]
 
 
@@ -270,7 +272,7 @@ def _addresses(arguments: argparse.Namespace) -> Addresses:
 
 
 def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> ServiceSockets:
-    """Open the listening sockets of all frontends until the end of the stack."""
+    """Open the listening sockets of all frontends; the stack closes them."""
     count = arguments.frontends or default_frontends(usable_cores())
     opened = ServiceSockets.open(_addresses(arguments), count, stack)
     hosts = opened.tcp_hosts
@@ -282,9 +284,9 @@ def _open_listeners(arguments: argparse.Namespace, stack: ExitStack) -> ServiceS
 
 
 def open_host_warning(hosts: Sequence[str], has_keys: bool, urls: Sequence[str]) -> str:
-    """Return a warning about a service without keys that other machines reach.
+    """Return a warning if a service without API keys is reachable from other machines.
 
-    It is "" for any other service.
+    Otherwise return "".
     """
     if has_keys or all(map(is_loopback, hosts)):
         return ""
@@ -297,7 +299,7 @@ def open_host_warning(hosts: Sequence[str], has_keys: bool, urls: Sequence[str])
 def _frontends(
     arguments: argparse.Namespace, endpoint: str, folder: Path, listeners: ServiceSockets, private: Path
 ) -> Frontends:
-    """Build the frontends that serve on these sockets, without starting them."""
+    """Create the frontends that serve on these sockets, without starting them."""
     fds = listeners.descriptors()
     environment = key_environment(http_keys(arguments))
     inherited = [sock.fileno() for sock in listeners.all]
@@ -325,7 +327,7 @@ def _supervisor(
     commit: str,
     model_name: str,
 ) -> Supervisor:
-    """Build the supervisor of these parts, with its ops port and its announcement."""
+    """Create the supervisor, with its ops port and announcement."""
     exposition = supervisor_exposition(engine, frontends, model_name, arguments.metric_aliases == "vllm")
     times = StopTimes(arguments.shutdown_delay, arguments.drain_timeout) if frontends is not None else StopTimes(0, 0)
     is_tls = frontends is not None and arguments.tls_cert is not None
@@ -342,7 +344,7 @@ def _supervisor(
 def engine_command(endpoint: str, options: EngineOptions, flags: Sequence[str] = ()) -> list[str]:
     """Return the command line of an engine core.
 
-    `flags` are those that are not `options`.
+    flags: those that are not `options`.
     """
     command = [sys.executable, "-P", "-m", "tandem.engine_core", "--endpoint", endpoint]
     return [*command, *engine_argv(options), *flags]
@@ -353,8 +355,8 @@ def frontend_command(
 ) -> list[str]:
     """Return the command line of a frontend process.
 
-    `child_flags` are those that only a supervisor gives (`child_argv`). All frontends of a service have the same
-    `state_dir`, and with it the same stored responses.
+    child_flags: flags that only a supervisor passes (`child_argv`). All frontends of a service share a `state_dir`, and
+    with it the stored responses.
     """
     return [
         *(sys.executable, "-P", "-m", "tandem.frontend", "--endpoint", endpoint),

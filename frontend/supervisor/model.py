@@ -1,4 +1,4 @@
-"""The model to serve: a folder, found or downloaded before any process starts."""
+"""Resolve the model to serve to a folder, downloading it before any process starts."""
 
 import importlib.util
 import logging
@@ -18,7 +18,7 @@ from tandem.frontend.supervisor.tokenizer import ConversionError, cache_folder, 
 from tandem.frontend.supervisor.wrong_folder import check_readable, explain, inaccessible
 from tandem.protocol.engine_options import EngineOptions
 
-if TYPE_CHECKING:  # they load huggingface_hub
+if TYPE_CHECKING:  # these import huggingface_hub
     from tandem.frontend.hub.client import HubModel
     from tandem.frontend.hub.snapshot import Preview
 
@@ -31,43 +31,43 @@ _MAX_SHOWN = 500
 
 _DEFAULT_FOLDER = "default_model"
 _DEFAULT_NAME = "tandem-default"
-"""Name of the model of that folder, of which the engine core says the same."""
+"""Name of the default model, which the engine core uses too."""
 
 
 class LaunchError(Exception):
-    """The requested server cannot be started; the message says what to change."""
+    """The server cannot be started; the message says what to change."""
 
 
 class AddressInUseError(LaunchError):
     """A port, a path or an endpoint is in use.
 
-    The processes of a supervisor that was just killed may still have it.
+    Child processes of a supervisor that was just killed may still use it.
     """
 
 
 class NotDownloadedError(LaunchError):
-    """A model of the hub is not in the cache, and must not be downloaded now."""
+    """A model from the hub is not in the cache, and downloads are disabled."""
 
 
 class ModelFolder(Struct, frozen=True):
-    """A model in a folder of this machine."""
+    """Model in a local folder."""
 
     folder: Path
     name: str = ""
-    """Name on the hub, as it was typed, or of the local folder if another path was given; otherwise empty."""
+    """Name on the hub as given, or name of the local folder if another path was given; otherwise empty."""
     commit: str = ""
     """Commit on the hub; empty for a local folder."""
 
     @property
     def served_name(self) -> str:
-        """Name under which an engine serves the model if it is not told another."""
+        """Default name under which an engine serves the model."""
         is_default = self.folder.name == _DEFAULT_FOLDER and self.folder == _default_model()
         return self.name or (_DEFAULT_NAME if is_default else self.folder.resolve().name)
 
     def options(self, given: EngineOptions) -> EngineOptions:
-        """Return the settings of an engine for this folder.
+        """Return the engine's settings for this folder.
 
-        It serves the model under `name`, unless another name was given.
+        The served name is `name`, unless another one was given.
         """
         if not self.name:
             return given
@@ -85,15 +85,15 @@ def find_model(
 ) -> ModelFolder:
     """Return the folder of the model to serve.
 
-    A model of the hub is downloaded if it is not in the cache, and a tokenizer of another format is converted.
+    A model from the hub is downloaded if it is not in the cache, and a tokenizer in another format is converted.
 
-    By default it is the model that ships with the engine core. The engine core is located, not imported. A safetensors
-    file stands for its folder, if that has no other weights. with_weights: False for a frontend, which needs the
-    tokenizer and templates only. may_download: False to take what is in the cache without asking the hub. stop: ends a
-    download early. before_weights: checks the small files of a model before its weights are downloaded.
+    The default is the model shipped with the engine core, which is located without importing it. A safetensors file
+    selects its folder, if the folder has no other weights. with_weights: False for a frontend, which needs the
+    tokenizer and templates only. may_download: False to use the cache without asking the hub. stop: aborts a download.
+    before_weights: checks the small files of a model before its weights are downloaded.
 
-    Raises LaunchError if the model is found nowhere, or if it cannot be read, downloaded or converted;
-    NotDownloadedError if it would have to be downloaded.
+    Raises LaunchError if the model is not found, or cannot be read, downloaded or converted; NotDownloadedError if it
+    would have to be downloaded.
     """
     try:
         found = _find(model, hub, with_weights, stop or threading.Event(), may_download, before_weights)
@@ -137,9 +137,9 @@ def _find(
 
 
 def _checked_folder(path: Path, with_weights: bool) -> ModelFolder:
-    """Return a folder that may hold a model, or for a frontend a tokenizer.
+    """Return a folder that may contain a model, or for a frontend a tokenizer.
 
-    Raises LaunchError for one that evidently holds something else.
+    Raises LaunchError for a folder that contains something else.
     """
     if (with_weights or not has_tokenizer(path)) and (problem := explain(path)):
         raise LaunchError(problem)
@@ -147,9 +147,10 @@ def _checked_folder(path: Path, with_weights: bool) -> ModelFolder:
 
 
 def _folder_of_file(path: Path) -> ModelFolder:
-    """Return the folder of a safetensors file that holds all weights of a model.
+    """Return the folder of a safetensors file with all weights of a model.
 
     Raises LaunchError for any other file.
+
     """
     folder = path.parent
     if path.suffix == ".gguf":
@@ -161,7 +162,7 @@ def _folder_of_file(path: Path) -> ModelFolder:
             f"{path} holds weights, and a model needs its config.json and tokenizer too, which {folder.resolve()} "
             "lacks; download the whole model, or give its name on the hub"
         )
-    # The engine reads model.safetensors if there is one, or else what the index names.
+    # The engine reads model.safetensors if it exists, otherwise the files listed in the index.
     others = {other.name for other in folder.glob("*.safetensors")} - {path.name}
     if path.name != "model.safetensors" and (others or (folder / "model.safetensors.index.json").exists()):
         raise LaunchError(
@@ -172,16 +173,16 @@ def _folder_of_file(path: Path) -> ModelFolder:
 
 
 def is_hub_name(model: str) -> bool:
-    """Return True for a possible name on the hub, such as Qwen/Qwen3-0.6B.
+    """Return True for a valid name on the hub, such as Qwen/Qwen3-0.6B.
 
-    A folder or file of that name here comes first.
+    A local folder or file of that name takes precedence.
     """
     return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not os.path.exists(model)
 
 
 @contextmanager
 def _hub_errors() -> Iterator[None]:
-    """Turn the errors of a hub into LaunchError."""
+    """Convert hub errors to LaunchError."""
     from tandem.frontend.hub.errors import HubError
 
     try:
@@ -191,9 +192,9 @@ def _hub_errors() -> Iterator[None]:
 
 
 def _open_model(model: str, hub: HubOptions) -> "HubModel":
-    """Return the model on its hub, of which nothing is asked yet.
+    """Return the model on the hub, without any request.
 
-    The library reads the environment when it is imported, and takes a while.
+    The library is imported here, because it reads the environment on import and is slow to import.
     """
     try:
         from tandem.frontend.hub.client import HubModel
@@ -208,7 +209,7 @@ def _open_model(model: str, hub: HubOptions) -> "HubModel":
 def preview_model(model: str, hub: HubOptions) -> "Preview":
     """Ask the hub for a model and download its small files.
 
-    Raises LaunchError if the model cannot be had.
+    Raises LaunchError if the model is not available.
     """
     with _hub_errors():
         wanted = _open_model(model, hub)
@@ -229,7 +230,7 @@ def _download(
         wanted = _open_model(model, hub)
         from tandem.frontend.hub.snapshot import cached_snapshot, find_snapshot
 
-        if may_download or wanted.offline:  # offline it says why there is nothing to serve
+        if may_download or wanted.offline:  # when offline, the error says why there is nothing to serve
             found = find_snapshot(wanted, with_weights, stop, before_weights)
         elif (cached := cached_snapshot(wanted, with_weights)) is not None:
             found = cached
@@ -248,7 +249,7 @@ def _default_model() -> Path:
 
 
 def _missing_folder(model: str) -> str:
-    """Explain that a model is not on this machine, and its name is none of the hub."""
+    """Explain that a model is not on this machine, and that its name is not a valid hub name."""
     if model.endswith(".gguf"):
         return f"the model {model} is in the GGUF format, which is not supported; give a folder with safetensors"
     return (

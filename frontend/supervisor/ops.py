@@ -1,6 +1,6 @@
-"""HTTP server of the ops port, for metrics and health of the processes.
+"""HTTP server of the ops port: metrics and health of all processes.
 
-Their supervisor serves them, not the processes themselves.
+It runs in the supervisor, not in the processes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,11 +25,11 @@ from tandem.frontend.metrics.exposition import Exposition
 from tandem.frontend.supervisor.frontends.frontends import Frontends
 
 NO_FRONTEND = "no_frontend"
-"""Status while the engine is ready and no frontend is."""
+"""Status while the engine is ready but no frontend is."""
 
 
 class QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to the process around it."""
+    """uvicorn server that does not handle signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -37,7 +37,7 @@ class QuietServer(uvicorn.Server):
 
 
 class FrontendCollector(Collector):
-    """Prometheus collector of the frontends' processes, a series for each slot."""
+    """Prometheus collector of the frontend processes, with a series for each slot."""
 
     def __init__(self, frontends: Frontends) -> None:
         self._frontends = frontends
@@ -60,9 +60,9 @@ class FrontendCollector(Collector):
 def ops_app(
     watch: EngineWatch | None, frontends: Frontends | None, exposition: Exposition, http_urls: Sequence[str] = ()
 ) -> Starlette:
-    """Build the app of `GET /metrics` and of a frontend's routes of health.
+    """Build the app of `GET /metrics` and the health routes.
 
-    http_urls: where the API is, for those who ask for its routes here; none without frontends.
+    http_urls: URLs of the API, named in the 404 of its routes; empty without frontends.
     """
 
     async def metrics(_: Request) -> Response:
@@ -98,10 +98,10 @@ def ops_app(
 
 
 def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, Any]:
-    """Describe the engine and the frontends, of which there is at least one kind.
+    """Describe the status of the engine and the frontends; at least one of both is given.
 
-    The status is `ready` if all parts are there that answer a request: the engine and one frontend. Frontends without a
-    `watch` tell of their engine.
+    The status is `ready` if requests can be served: the engine and at least one frontend are ready. Without `watch` the
+    frontends report the status of their engine.
     """
     body: dict[str, Any] = {"status": "ready", "reason": ""}
     if watch is not None:
@@ -128,7 +128,7 @@ def health(watch: EngineWatch | None, frontends: Frontends | None) -> dict[str, 
 
 
 class CheckOpsHost:
-    """Middleware that answers 421 to requests for hosts that are not served."""
+    """Middleware that responds with 421 to requests for other hosts."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -150,10 +150,10 @@ def ops_server(
     allowed: AllowedHosts,
     http_urls: Sequence[str] = (),
 ) -> QuietServer:
-    """Build the server of the ops port, to be run on a socket of the supervisor."""
+    """Create the server of the ops port, to be run on a socket of the supervisor."""
     settings = uvicorn.Config(
         CheckOpsHost(ops_app(watch, frontends, exposition, http_urls), allowed),
-        log_level="error",  # a warning for each malformed request would be a line that strangers write
+        log_level="error",  # strangers could trigger a warning with each malformed request
         log_config=None,
         access_log=False,
         server_header=False,

@@ -1,4 +1,4 @@
-"""Settings that a running service reads again on SIGHUP."""
+"""Reload the settings of a running service on SIGHUP."""
 
 import argparse
 import logging
@@ -12,12 +12,12 @@ audit = logging.getLogger(AUDIT_LOGGER)
 
 
 class Reloader:
-    """Reader of the log level, which has each frontend read its files again.
+    """Reload the log level, and have each frontend reload its files.
 
-    Those are API keys and TLS files. The engine core follows a file with the level.
+    These are API keys and TLS files. The engine core watches a file with the log level.
 
-    arguments: the parsed flags; frontends that start later get the level from there. Its attribute `reread` parses the
-    command line and the file of `--config` once more.
+    arguments: the parsed flags, from which later frontends get the log level. Its attribute `reread` parses the command
+    line and the `--config` file again.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Reloader:
         self._manager = manager
 
     def reload(self) -> None:
-        """Read everything again; what cannot be used stays as it was."""
+        """Reload everything; invalid settings are not applied."""
         self._manager.reloading()
         level = self._read_level()
         self._arguments.log_level = level
@@ -50,7 +50,7 @@ class Reloader:
         before: LogLevel = self._arguments.log_level
         try:
             level: LogLevel = self._arguments.reread().log_level
-        except SystemExit:  # the parser has written the reason
+        except SystemExit:  # the parser has printed the reason
             message = "--config was not reloaded, its log level stays"
             audit.error(message, extra=with_fields(file=str(self._arguments.config), log_level=before))
             return before

@@ -1,4 +1,4 @@
-"""Decision on whether, and when, a child that has ended is started again."""
+"""Decide whether and when to restart a child process that has exited."""
 
 from typing import Literal
 
@@ -8,11 +8,11 @@ from tandem.frontend.process import FIRST_BACKOFF, LAST_BACKOFF, STEADY_SECONDS,
 from tandem.protocol.errors import ExitCode
 
 MAX_FAILED_STARTS = 3
-"""Exits in a row with one exit status, each before the program was ready, after which it is not started again."""
+"""Consecutive exits with the same status before the program was ready, after which it is not restarted."""
 
 
 class Exit(Struct, frozen=True):
-    """End of a child process."""
+    """Exit of a child process."""
 
     code: int
     """Exit code, negative for a signal."""
@@ -21,26 +21,26 @@ class Exit(Struct, frozen=True):
     uptime: float
     """Seconds from its start to its end."""
     failure: str = ""
-    """What the process said of its failure, if it did."""
+    """Failure reported by the process, if any."""
 
 
 class Verdict(Struct, frozen=True):
-    """Consequence of an exit: a restart after a pause, or the end of the service."""
+    """Decision after an exit: a restart after a pause, or the end of the service."""
 
     restart_after: float | None
-    """Seconds until the restart; None if the child is given up."""
+    """Seconds until the restart; None to end the service."""
     exit_code: ExitCode
-    """Exit code of the service if the child is given up; OK otherwise."""
+    """Exit code of the service if it ends; otherwise OK."""
     level: Literal["debug", "error"]
     """Level of the line to log."""
     line: str
 
 
 class RestartPolicy:
-    """Restart rule of one child: always once it has been ready, else a few times.
+    """Restart policy of a child: always once it was ready, otherwise a few times.
 
-    A child that was ready once has settings that work: it is started again whatever it says later, with pauses that
-    grow. Before that, exit code CONFIG and `MAX_FAILED_STARTS` equal failures in a row end the service.
+    A child that was ready once has valid settings, so it is restarted after any exit, with exponential backoff. Before
+    that, exit code CONFIG or `MAX_FAILED_STARTS` equal failures in a row end the service.
     """
 
     def __init__(self, first_backoff: float = FIRST_BACKOFF, last_backoff: float = LAST_BACKOFF) -> None:
@@ -52,16 +52,16 @@ class RestartPolicy:
         self._failed_starts: list[int] = []
 
     def mark_ready(self) -> None:
-        """Note that the child is ready, or one with the same settings."""
+        """Record that the child, or one with the same settings, is ready."""
         self.was_ever_ready = True
 
     def after(self, ended: Exit, name: str) -> Verdict:
-        """Return what follows an exit of the child that log lines call `name`."""
+        """Return the decision after an exit of the child called `name` in log lines."""
         self._exits += 1
         status = describe_exit(ended.code)
         if not self.was_ever_ready:
             if ended.code == ExitCode.CONFIG:
-                # At the first start its own message is the last one, and says it all.
+                # At the first start the child has just logged the reason.
                 line = f"{name} cannot run with these settings; see its message above"
                 return Verdict(None, ExitCode.CONFIG, "debug" if self._exits == 1 else "error", line)
             self._failed_starts = [*(code for code in self._failed_starts if code == ended.code), ended.code]

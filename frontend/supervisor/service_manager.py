@@ -1,6 +1,6 @@
 """Notifications to systemd: ready, reloading, stopping, status and watchdog.
 
-The protocol is that of sd_notify(3): lines of one datagram to the Unix socket that `NOTIFY_SOCKET` names.
+It implements sd_notify(3): datagrams of lines to the Unix socket in `NOTIFY_SOCKET`.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from contextlib import suppress
 logger = logging.getLogger(__name__)
 
 STATUS_SECONDS = 1.0
-"""Longest time between two looks at the status."""
+"""Maximum seconds between two status checks."""
 _MICROSECONDS = 10**6
 
 
 class ServiceManager:
-    """The socket of a service manager, or of none: then nothing is sent.
+    """Socket of a service manager; without one, nothing is sent.
 
-    environ: the variables `NOTIFY_SOCKET` and, for the watchdog, `WATCHDOG_USEC` and `WATCHDOG_PID`.
+    environ: `NOTIFY_SOCKET`, and `WATCHDOG_USEC` and `WATCHDOG_PID` for the watchdog.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         name = environ.get("NOTIFY_SOCKET", "")
-        # A leading @ stands for the zero byte of the abstract namespace.
+        # A leading @ denotes the zero byte of the abstract namespace.
         self._address = "\0" + name[1:] if name.startswith("@") else name
         self._watchdog = environ.get("WATCHDOG_USEC", "")
         self._watchdog_pid = environ.get("WATCHDOG_PID", "")
@@ -34,12 +34,12 @@ class ServiceManager:
 
     @property
     def watchdog_seconds(self) -> float | None:
-        """Seconds within which the manager wants a sign of life; None if it wants none."""
+        """Watchdog timeout in seconds; None if it is disabled."""
         wanted = self._address and self._watchdog.isdecimal() and self._watchdog_pid in ("", str(os.getpid()))
         return int(self._watchdog) / _MICROSECONDS if wanted and int(self._watchdog) else None
 
     def notify(self, *lines: str) -> None:
-        """Send lines such as `READY=1`. A manager that cannot be reached is passed over."""
+        """Send lines such as `READY=1`; errors are ignored."""
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -47,24 +47,24 @@ class ServiceManager:
             sock.sendto("\n".join(lines).encode(), self._address)
 
     def reloading(self) -> None:
-        """Say that a reload begins."""
+        """Notify that a reload has started."""
         if self._was_ready:
             self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def reloaded(self) -> None:
-        """Say that a reload has ended."""
+        """Notify that a reload has finished."""
         if self._was_ready:
             self.notify("READY=1")
 
     def stopping(self) -> None:
-        """Say that the service ends."""
+        """Notify that the service is stopping."""
         self.notify("STOPPING=1", "STATUS=stopping")
 
     async def follow(self, status: Callable[[], tuple[bool, str]]) -> None:
-        """Tell of readiness, status and life until cancelled.
+        """Send readiness, status and watchdog notifications until cancelled.
 
-        status: whether the service is ready, and its state in words. Readiness is told once; the watchdog is fed by the
-        event loop, so a supervisor that hangs is restarted by the manager.
+        status: returns whether the service is ready, and a description. Readiness is sent once. The watchdog is fed by
+        the event loop, so that the manager restarts a supervisor that hangs.
         """
         if not self._address:
             return

@@ -1,4 +1,4 @@
-"""Log lines on an engine's progress and throughput."""
+"""Log an engine's progress and throughput."""
 
 import logging
 import time
@@ -12,17 +12,17 @@ from tandem.protocol.events import Heartbeat, Phase
 logger = logging.getLogger(__name__)
 
 LOADING_SECONDS = 2.0
-"""Interval between two lines while the engine loads, in seconds."""
+"""Seconds between two log lines while the engine loads."""
 THROUGHPUT_SECONDS = 10.0
-"""Interval between two lines while the engine serves, in seconds."""
+"""Seconds between two log lines while the engine serves."""
 
 
 class StatusLog:
-    """Report what the watched engine is doing, at intervals.
+    """Report the engine's activity at intervals.
 
-    While it loads, report the percentage done when that changes; on a terminal, that of the weights is a bar that is
-    redrawn. While it serves, report tokens per second and the load. Nothing is logged of an engine that was idle for
-    the whole interval. `clock` returns monotonic seconds; `out` is the terminal, stderr by default.
+    While it loads, log the percentage when it changes; on a terminal, show a progress bar for the weights. While it
+    serves, log tokens per second and the load. Nothing is logged for an interval without activity. `clock` returns
+    monotonic seconds; `out` is the terminal, stderr by default.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class StatusLog:
         self._clock = clock
         self._logged_at = clock()
         self._progress = ""
-        """Last line on a start; the next one says something else."""
+        """Last progress line; equal ones are not repeated."""
         self._bar = Progress("loading", out=out)
         self._has_bar = False
         self._last: Heartbeat | None = None
-        """Heartbeat at the start of the interval; None unless the engine served then."""
+        """Heartbeat at the start of the interval; None if the engine did not serve then."""
 
     def tick(self) -> None:
-        """Log a line if its interval has passed; call this several times a second."""
+        """Log a line if its interval has elapsed; call this several times a second."""
         heartbeat, now = self._watch.heartbeat, self._clock()
         if self._draw(heartbeat):
             return
@@ -60,10 +60,10 @@ class StatusLog:
                 logger.info("%s", line)
 
     def _draw(self, heartbeat: Heartbeat | None) -> bool:
-        """Draw the bar of the weights on a terminal, or remove it after them.
+        """Draw the progress bar of the weights on a terminal, or remove it afterwards.
 
-        Once they are read it is gone: the engine may log what comes next, on the same terminal. Return whether the bar
-        stands there.
+        It is removed after loading, because the engine may log to the same terminal. Return True while the bar is
+        shown.
         """
         loads = heartbeat is not None and heartbeat.phase is Phase.LOADING and heartbeat.percent < 100
         loads = loads and not self._watch.is_silent

@@ -1,4 +1,4 @@
-"""Engine core of a supervisor: started again when it ends, killed when it hangs."""
+"""Engine core process, restarted when it exits and killed when it hangs."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedEngine:
-    """Keeper of the engine core's process, which judges it by its heartbeats."""
+    """Manager of the engine core's process, based on its heartbeats."""
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class SupervisedEngine:
         status_log: StatusLog,
         level_file: Path | None = None,
     ) -> None:
-        """Describe the engine without starting it.
+        """Initialize without starting the engine.
 
-        level_file: file of a log level that its process follows; the process has it among its flags.
+        level_file: file with the log level that the process watches; it is among the process's flags.
         """
         self.watch = watch
         self.endpoint = endpoint
         self.restarts = {"exit": 0, "hang": 0}
-        """Number of times that `supervise` has started the program again, by why it had ended."""
+        """Number of restarts, by why the previous process exited."""
         self.totals = EngineTotals()
-        """Statistics of the engine over all its lives."""
+        """Totals of the engine's statistics over all its processes."""
         self._process = process
         self._transport = transport
         self._hang_timeout = hang_timeout
@@ -55,20 +55,20 @@ class SupervisedEngine:
         self._was_ready = False
         """True once the running process was ready."""
         self._was_hung = False
-        """True once the running process was killed because it hung."""
+        """True once the running process was killed for hanging."""
         self._failure = ""
-        """What the running process said of its failure."""
+        """Failure reported by the running process."""
         self._is_stopping = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
-        """Id of the running process; None while there is none."""
+        """Process id; None while no process runs."""
         return self._process.pid
 
     async def supervise(self) -> ExitCode:
-        """Run the program again after each exit until it is stopped.
+        """Run the program, restarting it after each exit, until it is stopped.
 
-        Returns OK after `stop` or `kill`, and another code if the program cannot be started (`RestartPolicy`).
+        Returns OK after `stop` or `kill`, or another code if the program cannot be started (`RestartPolicy`).
         """
         while not self._is_stopping.is_set():
             self._was_ready, self._was_hung, self._failure = False, False, ""
@@ -90,16 +90,16 @@ class SupervisedEngine:
         return ExitCode.OK
 
     async def monitor(self) -> None:
-        """Follow the heartbeats until cancelled.
+        """Receive heartbeats until cancelled.
 
-        The ops port and the restart of a hung engine depend on it.
+        The ops port and the detection of hangs depend on it.
         """
         with zmq.asyncio.Context() as context:
             subscriber = connect_heartbeat(context, heartbeat_endpoint(self.endpoint), self._transport)
             await EngineMonitor(self.watch, self.observe, self.check).run(subscriber)
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat, and what it says of the start of the process."""
+        """Record a heartbeat, and the progress of the start that it reports."""
         self.totals.observe(heartbeat)
         self.watch.observe(heartbeat)
         if self.watch.heartbeat is not heartbeat:
@@ -113,11 +113,11 @@ class SupervisedEngine:
             self._failure = heartbeat.detail
 
     def check(self) -> None:
-        """Kill the process if it hangs, and log what it does.
+        """Kill the process if it hangs, and log its activity.
 
-        It is then started again.
+        It is then restarted.
         """
-        # Once it is being stopped, the timeout of the stop ends a process that hangs.
+        # During a stop, the stop timeout applies to a hung process.
         if self._is_stopping.is_set():
             return
         if self._process.pid is not None and (reason := self.watch.should_restart(self._hang_timeout)):
@@ -129,13 +129,13 @@ class SupervisedEngine:
         self._status_log.tick()
 
     def set_log_level(self, level: LogLevel) -> None:
-        """Have the process log from this level, also when it is started again."""
+        """Set the log level of the process, also after restarts."""
         if self._level_file is None:
             return
         unnamed = self._level_file.with_suffix(".new")
         try:
             unnamed.write_text(level)
-            unnamed.replace(self._level_file)  # the process reads the old level or the new one
+            unnamed.replace(self._level_file)  # atomic: the process reads either level
         except OSError as error:
             logger.error(
                 "the %s keeps its log level: %s cannot be written (%s)",
@@ -143,7 +143,7 @@ class SupervisedEngine:
             )  # fmt: skip
 
     async def stop(self, timeout: float) -> None:
-        """End the process for good; kill it if it still runs after `timeout` seconds."""
+        """Stop the process for good; kill it if it runs longer than `timeout` seconds."""
         self._is_stopping.set()
         await self._process.stop(timeout)
 

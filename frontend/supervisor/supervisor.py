@@ -1,6 +1,6 @@
 """Supervisor of an engine core and frontends.
 
-It keeps them running, serves the ops port, and ends them in order.
+It restarts them, serves the ops port, and stops them in order.
 """
 
 import asyncio
@@ -23,28 +23,28 @@ from tandem.frontend.supervisor.supervised_engine import SupervisedEngine
 logger = logging.getLogger(__name__)
 
 ENGINE_STOP_SECONDS = 3.0
-"""Seconds that the engine gets to end, once the frontends have ended, before it is killed."""
+"""Seconds for the engine to exit after the frontends have, before it is killed."""
 END_SECONDS = 2.0
-"""Seconds that frontends get after the second signal to end what is open with an error, before all is killed."""
+"""Seconds after the second signal for frontends to end open requests with an error, before all are killed."""
 REPEATED_SIGNAL_SECONDS = 0.5
-"""Seconds after a signal within which another one changes nothing."""
+"""Seconds after a signal within which another one is ignored."""
 _FORCED = 130
 
 
 class StopTimes(Struct, frozen=True):
-    """Times of an orderly stop, in seconds."""
+    """Timeouts of a graceful shutdown in seconds."""
 
     shutdown_delay: float
-    """Time for which requests are still accepted, while the service is unready already."""
+    """Seconds for which requests are still accepted while the service already reports unready."""
     drain_timeout: float
-    """Time for what is open to finish."""
+    """Seconds for open requests to finish."""
 
 
 class Supervisor:
-    """Supervisor that restarts each process that ends.
+    """Supervisor that restarts each process that exits.
 
-    It stops all if one cannot run with its settings, or fails to start the same way again and again. The first SIGTERM
-    or SIGINT drains the frontends, then stops the engine. The second ends what is open with an error, the third kills
+    It stops if a process cannot run with its settings, or repeatedly fails to start in the same way. The first SIGTERM
+    or SIGINT drains the frontends, then stops the engine. The second ends open requests with an error, the third kills
     all.
     """
 
@@ -78,7 +78,7 @@ class Supervisor:
     async def run(self) -> int:
         """Run until a signal and return the exit code.
 
-        A process that cannot run with its settings, or fails to start again and again, ends the run as well.
+        It also returns if a process cannot run with its settings, or repeatedly fails to start.
         """
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
@@ -106,10 +106,10 @@ class Supervisor:
         return _FORCED if self._is_forced else max(codes)
 
     def handle_signal(self) -> None:
-        """Stop in order at the first signal, at once at the second, kill at the third.
+        """Shut down gracefully at the first signal, at once at the second, kill at the third.
 
-        Programs such as coreutils' `timeout` send one signal twice, to the process and to its group: one that follows
-        another at once counts as that.
+        Programs such as coreutils' `timeout` send a signal twice, to the process and to its group, so a signal right
+        after another is ignored.
         """
         now, is_first = self._clock(), not self._stop.is_set()
         if not is_first and now - self._signaled_at <= REPEATED_SIGNAL_SECONDS:
@@ -127,7 +127,7 @@ class Supervisor:
         self._stop.set()
 
     def _force(self) -> None:
-        """End what is open with an error, and kill what is left; the second time at once."""
+        """End open requests with an error, then kill what is left; the second time kill at once."""
         is_first, self._is_forced = not self._is_forced, True
         if is_first and self._frontends is not None and self._frontends.is_running:
             logger.warning("interrupted again: open requests end with an error; once more kills all processes")
@@ -139,7 +139,7 @@ class Supervisor:
             self._kill()
 
     def _status(self) -> tuple[bool, str]:
-        """Return whether the service is ready, and its state in words."""
+        """Return whether the service is ready, and a description of its state."""
         body = health(self._engine.watch if self._engine is not None else None, self._frontends)
         state = "stopping" if self._stop.is_set() else str(body["status"])
         serving = f", {body['frontends_serving']} of {body['frontends']} frontends" if "frontends" in body else ""
@@ -147,7 +147,7 @@ class Supervisor:
         return body["status"] == "ready", f"{state}{serving}{reason}"
 
     def _log_drain(self) -> None:
-        """Say what the stop waits for, and how to cut it short."""
+        """Log what the shutdown waits for, and how to skip the wait."""
         open_sequences = 0
         if self._engine is not None and (heartbeat := self._engine.watch.heartbeat) is not None:
             open_sequences = heartbeat.stats.running + heartbeat.stats.waiting
@@ -162,10 +162,10 @@ class Supervisor:
             logger.info("stopping")
 
     async def _stop_processes(self) -> None:
-        """Drain the frontends, all at once, and only then stop the engine.
+        """Drain all frontends at once, then stop the engine.
 
-        The listening sockets are the frontends' from here on: once these have closed them, clients are refused at once
-        instead of waiting in vain.
+        This process closes its copies of the listening sockets first: once the frontends have closed theirs, clients
+        are refused instead of waiting in vain.
         """
         for sock in self._listeners:
             sock.close()
@@ -182,7 +182,7 @@ class Supervisor:
                 part.kill()
 
     async def _end(self, ops: asyncio.Task[None], tasks: list[asyncio.Task[Any]]) -> None:
-        """Stop the ops port, which served until the processes had ended, and the tasks."""
+        """Stop the ops port, which serves until all processes have exited, and the tasks."""
         self._ops.should_exit = True
         await asyncio.wait([ops], timeout=2.0)
         for task in (ops, *tasks):
@@ -191,6 +191,6 @@ class Supervisor:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Log the failure of a background task; the supervisor goes on without it."""
+    """Log the failure of a background task; the supervisor continues without it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of the supervisor failed: %r", error)

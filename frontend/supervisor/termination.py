@@ -1,6 +1,6 @@
-"""Signals of a process that does not serve yet.
+"""Signal handling of a process that does not serve yet.
 
-SIGTERM is an exception for work that Ctrl-C ends too. Such work then cleans up, and says what it has kept.
+SIGTERM raises an exception, so that work which Ctrl-C can interrupt cleans up in the same way.
 """
 
 import signal
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a command that SIGTERM ended, as shells have it."""
+"""Exit code after SIGTERM, as in shells."""
 
 
 class Terminated(KeyboardInterrupt):
-    """The process got SIGTERM."""
+    """The process received SIGTERM."""
 
 
 @contextmanager
 def raised_sigterm() -> Iterator[None]:
-    """Raise Terminated in the main thread, which enters this context, at a SIGTERM."""
+    """Raise Terminated in the main thread, which enters this context, on SIGTERM."""
 
     def handle(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the cleaning up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, handle)
@@ -35,7 +35,7 @@ def raised_sigterm() -> Iterator[None]:
 def ignored_sighup() -> Iterator[None]:
     """Ignore SIGHUP, which asks for a reload, until a handler is installed.
 
-    What it would reload is read at the end of the start. Outside of the main thread nothing is changed.
+    The files are read at the end of the start anyway. Does nothing outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Conversion of tokenizers to tokenizer.json, once and in a process of its own."""
+"""Convert tokenizers to tokenizer.json, once and in a child process."""
 
 import hashlib
 import importlib.util
@@ -22,13 +22,13 @@ from tandem.protocol.installing import install_packages
 logger = logging.getLogger(__name__)
 
 _OTHERS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-"""Files that are read with those that a tokenizer is converted from."""
+"""Files that are read along with those that a tokenizer is converted from."""
 MAX_SECONDS = 300.0
-"""Longest time of a conversion; a busy machine takes a minute to import transformers."""
+"""Maximum seconds of a conversion; a busy machine takes a minute to import transformers."""
 _PACKAGES = ("transformers", "sentencepiece", "protobuf", "tiktoken")
 _MAX_REASON_CHARS = 300
 MAX_SOURCE_BYTES = 2**28
-"""Most bytes of the files that a tokenizer is converted from; those of large vocabularies have 20 MB."""
+"""Maximum bytes of the files that a tokenizer is converted from; those of large vocabularies have 20 MB."""
 _PRIVATE = 0o700
 _WRITABLE_BY_OTHERS = 0o002
 
@@ -40,8 +40,8 @@ class ConversionError(Exception):
 def with_tokenizer(folder: Path, cache: Path) -> Path:
     """Return a folder of the same model that has a tokenizer.json.
 
-    That is the model's own if it has one, or nothing that it could be converted from. Otherwise it is a folder in the
-    cache that links to the model's files and holds the converted tokenizer. Raises ConversionError if that fails.
+    It is the model's own folder if that has a tokenizer.json, or nothing to convert. Otherwise it is a folder in the
+    cache with the converted tokenizer and links to the model's files. Raises ConversionError if that fails.
     """
     if (folder / TOKENIZER).exists() or not any((folder / name).is_file() for name in TOKENIZER_SOURCES):
         return folder
@@ -63,14 +63,15 @@ def with_tokenizer(folder: Path, cache: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user for what Tandem keeps between runs."""
+    """Return the user's folder for files that Tandem keeps between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def _make_private(cache: Path) -> None:
-    """Make the folder of the cache, which only this user may write.
+    """Create the cache folder, which only this user may write.
 
     Raises ConversionError if another user could change the tokenizers in it.
+
     """
     cache.parent.mkdir(parents=True, exist_ok=True)
     cache.mkdir(mode=_PRIVATE, exist_ok=True)
@@ -84,19 +85,19 @@ def _make_private(cache: Path) -> None:
 
 @contextmanager
 def _locked(cache: Path) -> Iterator[None]:
-    """Let one process at a time convert and link; others wait, and find what it made."""
+    """Let one process at a time convert and link; others wait and use its result."""
     with ExitStack() as stack:
-        with suppress(NotImplementedError, OSError):  # a file system without locks, or one that is read-only
+        with suppress(NotImplementedError, OSError):  # the file system has no locks or is read-only
             stack.enter_context(FileLock(cache / "tokenizers.lock"))
-            for left in (cache / "tokenizers").glob("new-*"):  # by a process that was killed
+            for left in (cache / "tokenizers").glob("new-*"):  # left by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
-    """Return the converted tokenizer of some files, from the cache or a conversion.
+    """Return the converted tokenizer, from the cache or by conversion.
 
-    Its name there is the hash of the files and of the version of transformers.
+    The cache key is the hash of the files and of the version of transformers.
     """
     if importlib.util.find_spec("transformers") is None:
         raise _refusal(
@@ -114,12 +115,12 @@ def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as name:
         work = Path(name)
         (work / "in").mkdir()
-        for path in sources:  # the child sees these files and no code
+        for path in sources:  # the child sees these files only, and no code
             shutil.copyfile(path, work / "in" / path.name)
         _run(folder, sources, work)
         (work / "done").mkdir()
         os.replace(work / "out" / TOKENIZER, work / "done" / TOKENIZER)
-        with suppress(OSError):  # another process was first
+        with suppress(OSError):  # another process has created it
             os.rename(work / "done", place)
     return place / TOKENIZER
 
@@ -156,7 +157,7 @@ def _refusal(folder: Path, sources: list[Path], reason: str) -> ConversionError:
 
 
 def _linked(folder: Path, tokenizer: Path, cache: Path) -> Path:
-    """Make a folder with links to a model's files and its converted tokenizer."""
+    """Create a folder with links to a model's files and its converted tokenizer."""
     whole = folder.resolve()
     key = hashlib.sha256(f"{whole}\0{tokenizer.parent.name}".encode()).hexdigest()
     place = cache / "models" / key

@@ -1,4 +1,4 @@
-"""Folders that hold no model that could be served or read, told apart for users."""
+"""Explain why a folder has no model that could be served."""
 
 import errno
 import os
@@ -13,15 +13,15 @@ _READ = (
     *(CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.json", "chat_template.jinja"),
 )
-"""Files that frontends and engine read if they are there, besides weights."""
+"""Optional files that frontends and engine read, besides weights."""
 _EFFECTIVE = os.access in os.supports_effective_ids
 
 
 def explain(folder: Path) -> str:
-    """Explain what a folder without a model holds, and what to give instead.
+    """Explain what a folder without a model contains, and what to give instead.
 
-    Empty for any folder with a config.json other than an adapter's, and for one with a tokenizer, of which the engine
-    tells what it lacks.
+    Return "" for a folder with a config.json, unless it is an adapter's, and for one with a tokenizer, for which the
+    engine reports what is missing.
     """
     if (folder / ADAPTER).is_file() and not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return _of_adapter(folder)
@@ -47,7 +47,7 @@ def explain(folder: Path) -> str:
 def check_readable(folder: Path, with_weights: bool) -> None:
     """Raise PermissionError for the first file that this user may not read.
 
-    with_weights: False for a frontend, which leaves weights alone.
+    with_weights: False for a frontend, which does not read weights.
     """
     names = [*_READ, *(() if (folder / TOKENIZER).is_file() else TOKENIZER_SOURCES)]
     if with_weights and (folder / SINGLE).is_file():
@@ -61,9 +61,9 @@ def check_readable(folder: Path, with_weights: bool) -> None:
 
 
 def inaccessible(path: Path) -> Path:
-    """Return the outermost folder on the way to a path that this user may not enter.
+    """Return the outermost folder of a path that this user may not enter.
 
-    The result is the path if there is none.
+    Return the path itself if there is none.
     """
     for parent in reversed(path.absolute().parents):
         if not os.access(parent, os.X_OK, effective_ids=_EFFECTIVE):
@@ -82,6 +82,6 @@ def _of_adapter(folder: Path) -> str:
 
 
 def _hub_name(folder: Path) -> str:
-    """Return the name on the hub of a folder of the cache, followed by "or"."""
+    """Return the hub name of a folder of the hub cache, followed by "or"."""
     kind, _, name = folder.resolve().name.partition("--")
     return f"the model's name, {name.replace('--', '/')}, or " if kind == "models" and name else ""

@@ -1,4 +1,4 @@
-"""Flags of one command that ask for the same TCP port."""
+"""Conflicts between flags that ask for the same TCP port."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,11 +11,11 @@ from tandem.frontend.supervisor.addresses.tcp_address import TcpAddress, tcp_add
 from tandem.frontend.supervisor.model import LaunchError
 
 _ANY = ("0.0.0.0", "::")
-"""Addresses that stand for all of their version of IP."""
+"""Wildcard addresses."""
 
 
 class PortUse(Struct, frozen=True):
-    """A port that a flag asks for, on these addresses."""
+    """A port that a flag asks for, with its addresses."""
 
     flag: str
     port: int
@@ -23,16 +23,16 @@ class PortUse(Struct, frozen=True):
 
 
 def check_ports(api: Addresses | None, ops_host: str, ops_port: int | None, endpoint: str | None) -> None:
-    """Raise LaunchError for what `port_clash` returns."""
+    """Raise LaunchError if `port_clash` finds a conflict."""
     if clash := port_clash(api, ops_host, ops_port, endpoint):
         raise LaunchError(clash)
 
 
 def port_clash(api: Addresses | None, ops_host: str, ops_port: int | None, endpoint: str | None) -> str:
-    """Return which two flags ask for one port of one address; "" if none do.
+    """Return an error message if two flags ask for the same port of an address; otherwise "".
 
-    `api` has the addresses of the frontends, if there are any, `endpoint` is that of an engine of this command. An ops
-    port that was not given gives way to the others, so it takes no part. Raises LaunchError for a host without address.
+    api: the addresses of the frontends, if any. endpoint: the endpoint of an engine of this command. A default ops port
+    is not checked, because another one is chosen if it is taken. Raises LaunchError for a host without address.
     """
     uses: list[PortUse] = []
     if api is not None and api.tcp_hosts:
@@ -48,7 +48,7 @@ def port_clash(api: Addresses | None, ops_host: str, ops_port: int | None, endpo
 
 
 def _endpoint_uses(endpoint: str) -> list[PortUse]:
-    """Return the two ports of a tcp endpoint, none for one whose host only ZMQ knows."""
+    """Return the two ports of a TCP endpoint; none for a host that only ZMQ can resolve."""
     scheme, _, place = endpoint.partition("://")
     host, _, port = place.rpartition(":")
     if scheme == "tcp":
@@ -62,7 +62,7 @@ def _endpoint_uses(endpoint: str) -> list[PortUse]:
 
 
 def _shared_host(some: Sequence[TcpAddress], others: Sequence[TcpAddress]) -> str:
-    """Return an address that both listen on; "" if there is none."""
+    """Return an address that both use; "" if there is none."""
     for one in some:
         for other in others:
             if one.host == other.host or _includes(one, other) or _includes(other, one):

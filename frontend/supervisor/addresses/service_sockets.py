@@ -1,4 +1,4 @@
-"""All listening sockets of a service: those of each frontend's slot."""
+"""Listening sockets of a service, by frontend slot."""
 
 import socket
 import time
@@ -15,7 +15,7 @@ from tandem.frontend.supervisor.addresses.unix_socket import listening_unix_sock
 from tandem.frontend.supervisor.model import AddressInUseError
 
 HANDOVER_SECONDS = 3.0
-"""Seconds for which an address that is in use is waited for."""
+"""Seconds to wait for an address that is in use."""
 _HANDOVER_POLL_SECONDS = 0.1
 
 DEFAULT_HOST = "127.0.0.1"
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 
 class Addresses(Struct, frozen=True):
-    """Addresses that the user wants a service to have."""
+    """Addresses that the user asked for."""
 
     hosts: Sequence[str] = ()
     port: int | None = None
     uds: Path | None = None
-    """Path of a Unix socket; without hosts and a port, a service with one has no other address."""
+    """Path of a Unix socket; the only address of a service unless hosts or a port are given."""
     uds_mode: int = 0o600
-    """Permissions of its file."""
+    """Permissions of the socket file."""
 
     @property
     def tcp_hosts(self) -> Sequence[str]:
-        """The hosts to listen on, none for a service with a Unix socket alone."""
+        """Hosts to listen on; empty for a service with a Unix socket alone."""
         return self.hosts or (() if self.uds is not None and self.port is None else (DEFAULT_HOST,))
 
     @property
@@ -47,20 +47,21 @@ class Addresses(Struct, frozen=True):
 class ServiceSockets(Struct, frozen=True):
     """Listening sockets of a service.
 
-    Each slot has its own sockets of TCP addresses, among which the kernel spreads connections. A Unix socket is one for
-    all slots, since only one can have its path: whoever accepts first has the connection.
+    Each slot has its own TCP sockets, among which the kernel distributes connections (SO_REUSEPORT). A Unix socket is
+    shared by all slots, since only one socket can be bound to its path: the first process to accept gets the
+    connection.
     """
 
     slots: tuple[tuple[socket.socket, ...], ...]
 
     @property
     def all(self) -> list[socket.socket]:
-        """Each socket once."""
+        """All sockets without duplicates."""
         return list(dict.fromkeys(sock for slot in self.slots for sock in slot))
 
     @property
     def tcp_hosts(self) -> list[str]:
-        """Addresses that are listened on, in numbers, without Unix sockets."""
+        """Numeric TCP addresses to listen on."""
         return [sock.getsockname()[0] for slot in self.slots[:1] for sock in slot if sock.family != socket.AF_UNIX]
 
     def descriptors(self) -> list[list[int]]:
@@ -70,15 +71,16 @@ class ServiceSockets(Struct, frozen=True):
     def urls(self, is_tls: bool) -> list[str]:
         """Return the URL of each address.
 
-        A Unix socket has no TLS: its permissions say who may connect.
+        A Unix socket has no TLS; access is controlled by its permissions.
         """
         return [url_of(sock, "https" if is_tls else "http") for slot in self.slots[:1] for sock in slot]
 
     @classmethod
     def open(cls, addresses: Addresses, count: int, stack: ExitStack) -> "ServiceSockets":
-        """Open the sockets of `count` slots until the end of the stack.
+        """Open the sockets of `count` slots; the stack closes them.
 
         Raises LaunchError if an address cannot be listened on.
+
         """
         groups: list[list[socket.socket]] = []
         if addresses.tcp_hosts:
@@ -94,10 +96,10 @@ class ServiceSockets(Struct, frozen=True):
 
 
 def once_free(use: Callable[[], T]) -> T:
-    """Return what `use` returns, which needs an address.
+    """Call `use`, which needs an address, and return its result.
 
-    Try it again for a while if the address is in use: the processes of a supervisor that was killed hold its addresses
-    for a moment longer than it runs.
+    Retry for a while if the address is in use: child processes of a killed supervisor hold its addresses a moment
+    longer than it runs.
     """
     for _ in range(round(HANDOVER_SECONDS / _HANDOVER_POLL_SECONDS)):
         with suppress(AddressInUseError):

@@ -1,4 +1,4 @@
-"""TCP addresses to listen on, and the processes that use their ports."""
+"""Listen on TCP addresses, and name the process that uses a port."""
 
 import errno
 import ipaddress
@@ -13,17 +13,17 @@ from tandem.frontend.listening import listen_shared
 from tandem.frontend.supervisor.model import AddressInUseError, LaunchError
 
 _LISTENING = "0A"
-"""State of a listening socket in /proc/net/tcp."""
+"""State of listening sockets in /proc/net/tcp."""
 
 
 class PortInUseError(AddressInUseError):
-    """A port that another process has.
+    """A port is used by another process.
 
-    Its text names that process, which is looked for when the text is read: a start tries many times, or many ports.
+    The process is looked up when the message is read, because a start may retry many times or try many ports.
     """
 
     def __init__(self, port: int, before: str, after: str) -> None:
-        """Keep what the text has before and after the name of the process."""
+        """Store the message before and after the name of the process."""
         super().__init__(before, after)
         self.port = port
 
@@ -33,9 +33,9 @@ class PortInUseError(AddressInUseError):
 
 
 def port_owner(port: int, proc: Path = Path("/proc")) -> str:
-    """Return the name and number of the process that listens on a port.
+    """Return the name and id of the process that listens on a port.
 
-    It is "another process" where the kernel does not tell: one of another user, or of another container.
+    "another process" if it cannot be determined: it belongs to another user or container.
     """
     sockets = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
     for process in proc.glob("[0-9]*"):
@@ -48,7 +48,7 @@ def port_owner(port: int, proc: Path = Path("/proc")) -> str:
 
 
 def _inodes(port: int, proc: Path) -> set[str]:
-    """Return the inodes of the sockets that listen on a port."""
+    """Return the inodes of sockets that listen on a port."""
     found = set()
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -60,26 +60,26 @@ def _inodes(port: int, proc: Path) -> set[str]:
 
 
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""Errors of an address that this machine does not have."""
+"""Error numbers of an address that this machine lacks."""
 _PORT_TRIES = 10
-"""Free ports that are tried for several addresses that are to have the same."""
+"""Free ports to try until one is free on all of several addresses."""
 
 
 class TcpAddress(Struct, frozen=True):
-    """One address of this machine, and the host that it was resolved from."""
+    """Address of this machine, and the host that it was resolved from."""
 
     host: str
-    """Address in numbers, without brackets."""
+    """Numeric address without brackets."""
     given: str
-    """Host as the user gave it."""
+    """Host given by the user."""
     is_dual_stack: bool = False
-    """True for an address of IPv6 that stands for all of IPv4 too."""
+    """True for an IPv6 address that also accepts IPv4."""
 
 
 def tcp_addresses(hosts: Sequence[str], flag: str = "--host") -> list[TcpAddress]:
     """Resolve hosts to addresses without duplicates; a name may have several.
 
-    `::` includes IPv4 unless an address of IPv4 is among the others. Raises LaunchError for an unknown host.
+    `::` includes IPv4 unless an IPv4 address is also given. Raises LaunchError for an unknown host.
     """
     found: dict[str, str] = {}
     for given in hosts:
@@ -102,8 +102,8 @@ def listen_tcp(
 ) -> list[list[socket.socket]]:
     """Open `count` sockets on each address, all with the same port, 0 for a free one.
 
-    Of a name with several addresses, those that this machine lacks are left out. Raises LaunchError if an address
-    cannot be listened on.
+    Addresses of a name that this machine lacks are skipped if the name has others. Raises LaunchError if an address
+    cannot be used.
     """
     for _ in range(_PORT_TRIES - 1 if port == 0 and len(addresses) > 1 else 0):
         with suppress(AddressInUseError):

@@ -1,6 +1,6 @@
 """A listening Unix socket and its file.
 
-The file is there only while a process listens: it is removed at the end, and one that was left behind is replaced.
+The file exists only while a process listens: it is removed at exit, and a stale one is replaced.
 """
 
 import errno
@@ -16,15 +16,15 @@ from tandem.frontend.listening import BACKLOG
 from tandem.frontend.supervisor.model import AddressInUseError, LaunchError
 
 MAX_PATH_BYTES = 107
-"""Longest path of a Unix socket on Linux, without the zero byte at its end."""
+"""Maximum path length of a Unix socket on Linux, without the terminating zero byte."""
 _REMEDY = "choose another --uds"
 
 
 @contextmanager
 def listening_unix_socket(path: Path, mode: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens at a path, whose file has these permissions.
+    """Yield a socket that listens at a path, with these file permissions.
 
-    Raises LaunchError if that is not possible: AddressInUseError if another process listens there.
+    Raises AddressInUseError if another process listens there, and LaunchError for other failures.
     """
     path = path.absolute()
     size = len(os.fsencode(path))
@@ -34,7 +34,7 @@ def listening_unix_socket(path: Path, mode: int) -> Iterator[socket.socket]:
         try:
             with _locked(path.parent):
                 _remove_stale(path)
-                # Before the file exists, so that it never has wider permissions.
+                # Set before the file exists, so that it never has wider permissions.
                 os.fchmod(sock.fileno(), mode)
                 sock.bind(str(path))
                 path.chmod(mode)
@@ -51,9 +51,9 @@ def listening_unix_socket(path: Path, mode: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep others that want to listen in a folder waiting.
+    """Lock a folder against other processes that create sockets in it.
 
-    Of two servers that find the same stale file, neither removes the file of the other.
+    Otherwise one of two servers that find the same stale file could remove the file of the other.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -64,16 +64,17 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"another process holds a lock of the folder {folder}; wait for it, or {_REMEDY}"
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield
     finally:
         os.close(descriptor)
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the file of a socket that no process listens on.
+    """Remove the file of a socket on which no process listens.
 
     Raises LaunchError for any other file.
+
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -91,7 +92,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def _remove_own(path: Path, own: os.stat_result) -> None:
-    """Remove the file unless it is that of another socket by now."""
+    """Remove the file unless another socket has replaced it."""
     with suppress(OSError, LaunchError), _locked(path.parent):
         found = path.lstat()
         if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):

@@ -1,6 +1,6 @@
-"""Program of one frontend.
+"""Child process of a frontend.
 
-It is started with the supervisor's listening sockets and a channel.
+It inherits the supervisor's listening sockets and one end of a control channel.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class FrontendChild:
-    """Child process with the other end of a control channel.
+    """Child process and the supervisor's end of its control channel.
 
-    `command` returns the command line for the slot and the descriptor of its channel.
+    command: returns the command line for a slot and the descriptor of its channel.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FrontendChild:
         self._process: ManagedProcess | None = None
         self._channel: SupervisorEnd | None = None
         self._unsent: list[ToFrontend] = []
-        """Messages from before the channel was open."""
+        """Messages sent before the channel was open."""
         self._is_killed = False
         self._task: asyncio.Task[None] | None = None
 
@@ -64,7 +64,7 @@ class FrontendChild:
             self._process.kill()
 
     async def _run(self) -> None:
-        """Run the program to its end, and pass on what it says."""
+        """Run the program until it exits, and forward its messages."""
         code: int = ExitCode.FATAL
         try:
             code = await self._run_process()
@@ -93,7 +93,7 @@ class FrontendChild:
             reading = asyncio.create_task(self._read(channel))
             try:
                 code = await process.wait()
-                await reading  # what the process has sent before its end
+                await reading  # messages sent before its exit
             finally:
                 reading.cancel()
                 channel.close()

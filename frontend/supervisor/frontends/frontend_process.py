@@ -1,4 +1,4 @@
-"""One process of a frontend, as its messages show it to the supervisor."""
+"""State of a frontend process, derived from its messages to the supervisor."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,41 +6,41 @@ from typing import Protocol
 from tandem.frontend.control_channel import Accept, Beat, Drain, End, FromFrontend, Leaving, ToFrontend
 
 START_SECONDS = 120.0
-"""Seconds that a process may be silent before it has served for the first time."""
+"""Seconds without a heartbeat before a starting process is considered hung."""
 RESPONSIVE_SECONDS = 1.0
-"""Seconds without a beat after which others accept connections in place of a process that may be hanging."""
+"""Seconds without a heartbeat after which other processes accept connections for a possibly hung one."""
 EXTRA_STOP_SECONDS = 10.0
-"""Seconds that a process gets in addition to the time of its drain before it is killed."""
+"""Seconds beyond the drain timeout after which a process is killed."""
 
 
 class Child(Protocol):
-    """A started program with a channel."""
+    """Started program with a control channel."""
 
     @property
     def pid(self) -> int | None:
-        """Id of the process; None before it runs and after its end."""
+        """Process id; None before it runs and after its exit."""
 
     def send(self, message: ToFrontend) -> None:
-        """Send a message without waiting; drop it if the channel has ended."""
+        """Send a message without blocking; drop it if the channel is closed."""
 
     def kill(self) -> None:
         """Kill the process."""
 
 
 class FrontendProcess:
-    """State of one process of a slot. `clock` returns seconds."""
+    """State of a process of a slot. `clock` returns seconds."""
 
     def __init__(self, slot: int, child: Child, clock: Callable[[], float]) -> None:
         self.slot = slot
         self.child = child
         self.beat = Beat("starting")
-        """Newest beat, or what it would say before the first."""
+        """Last heartbeat; a placeholder before the first."""
         self.was_heard = False
         """True once the process has sent a message."""
         self.was_ready = False
         """True once the process has served."""
         self.is_draining = False
-        """True once it was told to drain."""
+        """True once the process was told to drain."""
         self.started_at = clock()
         self._clock = clock
         self._heard_at = clock()
@@ -60,7 +60,7 @@ class FrontendProcess:
 
     @property
     def is_serving(self) -> bool:
-        """True while the process accepts connections, and was heard of lately."""
+        """True while the process accepts connections and sends heartbeats."""
         is_heard = self._clock() - self._heard_at <= RESPONSIVE_SECONDS
         return self.beat.status == "serving" and not self.is_draining and is_heard
 
@@ -69,15 +69,15 @@ class FrontendProcess:
         return self.is_serving and self.slot in self.beat.slots
 
     def accept(self, slots: tuple[int, ...], again: bool = False) -> None:
-        """Tell the process from which slots to accept, if that is new to it or `again`."""
+        """Assign slots to accept from; sent if they changed or with `again`."""
         if slots != self._accepts or again:
             self._accepts = slots
             self.child.send(Accept(slots))
 
     def drain(self, delay: float, timeout: float) -> None:
-        """Tell the process to drain and end, once; one that was not heard yet is killed.
+        """Tell the process to drain and exit, once; kill it if it has sent no message yet.
 
-        One that was heard may serve by now, whatever its newest beat says.
+        Once it has sent a message it may be serving, whatever its last heartbeat says.
         """
         if self.is_draining:
             return
@@ -89,9 +89,9 @@ class FrontendProcess:
             self.kill()
 
     def end(self) -> None:
-        """Tell the process to end what is open and exit.
+        """Tell the process to end open requests with an error and exit.
 
-        One that was not heard yet is killed.
+        Kill it if it has sent no message yet.
         """
         self.is_draining = True
         if self.was_heard:
@@ -100,7 +100,7 @@ class FrontendProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process, whose end then says nothing about its health."""
+        """Kill the process; its exit is then not a failure."""
         self.is_draining = True
         self.child.kill()
 
@@ -110,7 +110,7 @@ class FrontendProcess:
         return bool(self._killed_for)
 
     def overdue(self, hang_timeout: float) -> str:
-        """Return why the process has to be killed now, once; "" for no reason."""
+        """Return why the process must be killed, the first time; otherwise ""."""
         silence, reason = self._clock() - self._heard_at, ""
         if self._end_at is not None and self._clock() > self._end_at:
             reason = "it did not end in time"

@@ -17,11 +17,11 @@ _END_POLL_SECONDS = 0.02
 
 
 class Frontends:
-    """Keeper of the slots.
+    """Manager of all slots.
 
-    Each listening socket is accepted from at any time: while no process of a slot serves, all others accept from
-    its socket too. Frontends have the same settings: the first tries them, before the others are started, and once one
-    has been ready, none of them is given up.
+    Every listening socket is served at any time: while no process of a slot serves, all others accept from its socket
+    too. Frontends share their settings, so the first one validates them before the others are started, and once one has
+    been ready, all are restarted indefinitely.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Frontends:
         make_policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
         self.exit_code: ExitCode | None = None
-        """Exit code with which the service has to end; None while it goes on."""
+        """Exit code of the service; None while it runs."""
         self.metrics = MetricTotals()
-        """Sums of the metrics of all processes, ended ones among them."""
+        """Totals of the metrics of all processes, including those that have exited."""
         self.exposition = Exposition([self.metrics], lambda: self.metrics.model_name)
-        """What a scrape of a frontend gets; a supervisor adds what else it knows."""
+        """Metrics served by a frontend; a supervisor adds its own."""
         self._hang_timeout = hang_timeout
         self._clock = clock
         self.slots: Sequence[FrontendSlot] = [
@@ -56,19 +56,19 @@ class Frontends:
             for number in range(count)
         ]
         self.was_heard = False
-        """True once a frontend has accepted its settings, and sent a beat."""
+        """True once a frontend has accepted its settings and sent a heartbeat."""
         self._is_stopping = False
 
     @property
     def num_serving(self) -> int:
-        """Number of slots that a process of theirs serves."""
+        """Number of slots with a process that serves them."""
         return sum(slot.is_covered for slot in self.slots)
 
     @property
     def engine(self) -> tuple[str, str]:
-        """Status and reason of the engine, as the frontends that serve see it.
+        """Status and reason of the engine as seen by the serving frontends.
 
-        It is `ready` if one of them sees it so, otherwise what the first one sees.
+        `ready` if any of them sees it as ready, otherwise the status of the first.
         """
         seen = [process.beat.engine for slot in self.slots for process in slot.processes if process.is_serving]
         return next((told for told in seen if told[0] == "ready"), seen[0] if seen else ("ready", ""))
@@ -80,7 +80,7 @@ class Frontends:
 
     @property
     def open_sequences(self) -> int:
-        """Number of sequences in progress that the processes told of."""
+        """Number of sequences in progress reported by the processes."""
         return sum(process.beat.open_sequences for slot in self.slots for process in slot.processes)
 
     @property
@@ -89,16 +89,17 @@ class Frontends:
         return any(slot.processes for slot in self.slots)
 
     async def supervise(self) -> ExitCode:
-        """Run all slots until they were stopped and have ended, or cannot be started."""
+        """Run all slots until they have been stopped and have exited, or cannot be started."""
         while self.exit_code is None and (self.is_running or not self._is_stopping):
             self.tick()
             await asyncio.sleep(_END_POLL_SECONDS if self._is_stopping else TICK_SECONDS)
         return ExitCode.OK if self.exit_code is None else self.exit_code
 
     def tick(self) -> None:
-        """Start what is due, kill what hangs, and have silent slots covered.
+        """Start processes that are due, kill those that hang, and have others cover silent slots.
 
         Call this every `TICK_SECONDS`.
+
         """
         self._clock.tick()
         for slot in self.slots:
@@ -108,15 +109,16 @@ class Frontends:
         self._assign()
 
     def reload(self, log_level: LogLevel) -> None:
-        """Have all processes read keys and TLS files again, and log from this level."""
+        """Have all processes reload keys and TLS files, and set their log level."""
         for slot in self.slots:
             for process in slot.processes:
                 process.child.send(Reload(log_level))
 
     async def stop(self, delay: float, timeout: float) -> None:
-        """Drain all frontends at once and wait for their end.
+        """Drain all frontends at once and wait for their exit.
 
         Those that take too long are killed.
+
         """
         self._is_stopping = True
         for slot in self.slots:
@@ -126,7 +128,7 @@ class Frontends:
             await asyncio.sleep(_END_POLL_SECONDS)
 
     def end(self) -> None:
-        """End all frontends for good, and what is open in them with an error."""
+        """End all frontends for good, and open requests with an error."""
         self._is_stopping = True
         for slot in self.slots:
             slot.end()
@@ -138,7 +140,7 @@ class Frontends:
             slot.kill()
 
     def _add_up(self, process: FrontendProcess, report: Metrics) -> None:
-        """Record the metrics of a process, and answer the scrape that it may have got."""
+        """Record the metrics of a process, and answer its pending scrape."""
         self.metrics.update(process, report.report)
         self.metrics.model_name = report.model_name or self.metrics.model_name
         if report.scrape:
@@ -148,7 +150,7 @@ class Frontends:
         self.exit_code = self.exit_code or exit_code
 
     def _assign(self) -> None:
-        """Tell each process from which sockets to accept."""
+        """Assign the sockets that each process accepts from."""
         self.was_heard = self.was_heard or any(process.was_heard for slot in self.slots for process in slot.processes)
         if self.was_ready:
             for slot in self.slots:

@@ -12,15 +12,15 @@ from tandem.protocol.errors import ExitCode
 logger = logging.getLogger(__name__)
 
 StartChild = Callable[[int, Callable[[FromFrontend], None], Callable[[int], None]], Child]
-"""Starts the process of a slot. Its messages, then the code of its exit, are passed to the two functions."""
+"""Starts the process of a slot, given callbacks for its messages and for its exit code."""
 
 
 class FrontendSlot:
-    """Keeper of the process of one slot.
+    """Manager of the processes of one slot.
 
-    A process that ends is started again. One that wants to leave serves until its successor does, then drains. All
-    methods return at once; `on_change` is called after each event, `on_metrics` with each report of metrics, `on_end`
-    with each process that has ended, and `on_give_up` if the process cannot be started.
+    A process that exits is restarted. One that wants to exit serves until its successor does, then drains. All methods
+    return at once. Callbacks: `on_change` after each event, `on_metrics` for each metrics report, `on_end` for each
+    process that has exited, `on_give_up` if the process cannot be started.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class FrontendSlot:
         self.number = number
         self.policy = policy
         self.restarts = {"exit": 0, "hang": 0, "replaced": 0}
-        """Number of times that a process was started after the first, by why the one before has ended or will."""
+        """Number of restarts, by why the previous process exited or will exit."""
         self.current: FrontendProcess | None = None
-        """Newest process; None during a pause before a restart."""
+        """Newest process; None during the pause before a restart."""
         self.predecessors: list[FrontendProcess] = []
-        """Older processes that serve until the newest does, or drain."""
+        """Older processes that serve until the newest does, or that drain."""
         self._start_child = start_child
         self._drain_timeout = drain_timeout
         self._on_metrics = on_metrics
@@ -52,27 +52,28 @@ class FrontendSlot:
         self._on_give_up = on_give_up
         self._start_at: float | None = clock()
         self._restart_reason = ""
-        """Key of `restarts` that the next start counts for; "" for the first start."""
+        """Reason of the next start, a key of `restarts`; "" for the first start."""
 
     @property
     def name(self) -> str:
-        """Name of its processes in logs and metrics."""
+        """Name of the processes in logs and metrics."""
         return frontend_name(self.number)
 
     @property
     def processes(self) -> list[FrontendProcess]:
-        """All running processes, the newest last."""
+        """All running processes, newest last."""
         return self.predecessors + ([self.current] if self.current is not None else [])
 
     @property
     def is_covered(self) -> bool:
-        """True while a process of the slot accepts connections from it."""
+        """True while a process accepts connections of the slot."""
         return any(process.serves_own_slot for process in self.processes)
 
     def check(self, hang_timeout: float) -> None:
-        """Start a process if it is time to, and kill those that hang.
+        """Start a process if it is due, and kill those that hang.
 
         Call this several times a second.
+
         """
         for process in self.processes:
             if reason := process.overdue(hang_timeout):
@@ -88,7 +89,7 @@ class FrontendSlot:
             process.drain(delay, timeout)
 
     def end(self) -> None:
-        """End all processes for good, and what is open in them with an error."""
+        """End all processes for good, and open requests with an error."""
         self._start_at = None
         for process in self.processes:
             process.end()
@@ -103,7 +104,7 @@ class FrontendSlot:
         self._start_at = None
         if self._restart_reason:
             self.restarts[self._restart_reason] += 1
-        # The process and the functions that are called for it need each other.
+        # The process and its callbacks refer to each other.
         holder: list[FrontendProcess] = []
         child = self._start_child(
             self.number, lambda message: self._hear(holder[0], message), lambda code: self._end(holder[0], code)
@@ -142,7 +143,7 @@ class FrontendSlot:
         self._on_change()
 
     def _restart(self, ended: Exit) -> None:
-        """Prepare the next start after an unexpected exit."""
+        """Schedule the next start after an unexpected exit."""
         verdict = self.policy.after(ended, self.name)
         logger.log(logging.ERROR if verdict.level == "error" else logging.DEBUG, "%s", verdict.line)
         if verdict.restart_after is None:

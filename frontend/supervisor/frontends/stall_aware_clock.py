@@ -1,19 +1,19 @@
-"""Clock that stands still while its own process is held up."""
+"""Clock that excludes time during which this process was stalled."""
 
 import time
 from collections.abc import Callable
 
 TICK_SECONDS = 0.25
-"""Interval between two ticks."""
+"""Seconds between two ticks."""
 MAX_LAG = 1.0
-"""Seconds by which a tick may be late; a longer delay is that of this process and does not count."""
+"""Seconds by which a tick may be late; a longer delay counts as a stall of this process."""
 
 
 class StallAwareClock:
-    """Clock in seconds that counts only while its ticks come on time.
+    """Clock in seconds that advances only while its ticks are on time.
 
-    What a process that was stopped for a while, or got no CPU time, has not heard meanwhile says nothing about those
-    that it watches. `clock` returns monotonic seconds.
+    A process that was stopped, or got no CPU time, cannot conclude from missing heartbeats that others hang. `clock`
+    returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,13 +22,14 @@ class StallAwareClock:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds counted until the last tick."""
+        """Return the seconds counted up to the last tick."""
         return self._now
 
     def tick(self) -> None:
-        """Count the time since the last tick, or one interval if that is long past.
+        """Add the time since the last tick, or one interval after a stall.
 
         Call this every `TICK_SECONDS`.
+
         """
         now = self._clock()
         passed = now - self._ticked_at
