@@ -1,7 +1,7 @@
-"""Names that the Host header of a request may have.
+"""Allowed values of the Host header.
 
-A page on another site can point a name of its own at this machine (DNS rebinding) and then read the answers of a server
-that its browser reaches; the Host header still has that page's name.
+With DNS rebinding, a page on another site can point its own name at this machine and then read responses of a server
+that its browser reaches. The Host header still has the name of that page.
 """
 
 import ipaddress
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 ANY = "*"
 LOOPBACK = "loopback"
-"""Stands for `localhost` and all loopback addresses, and for any name on a Unix socket, which no browser reaches."""
+"""Allows `localhost` and loopback addresses, and any name on a Unix socket, which browsers cannot reach."""
 
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^\[\]:@]+)(?::[0-9]*)?")
-"""A name, or an address in brackets or not, and a port if there is one."""
+"""Matches a name, or an address with or without brackets, and an optional port."""
 
 
 class AllowedHosts:
-    """Names that are served.
+    """Allowed host names.
 
-    Each is `*`, `loopback`, a name or an address with or without a port, or a domain after `*.`.
+    Each entry is `*`, `loopback`, a name or address with an optional port, or `*.DOMAIN`.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -28,13 +28,13 @@ class AllowedHosts:
 
     @property
     def allows_any(self) -> bool:
-        """True if nothing is refused."""
+        """True if all hosts are allowed."""
         return ANY in self._names
 
     def accepts(self, header: str, is_unix: bool = False) -> bool:
-        """Tell whether a request with this Host header is served.
+        """Return True for an allowed Host header.
 
-        One without the header is not from a browser, and is.
+        A request without the header is allowed, since it does not come from a browser.
         """
         host, bare = header.strip().lower(), _without_port(header.strip().lower())
         if self.allows_any or not host or host in self._names or bare in self._names:
@@ -45,20 +45,20 @@ class AllowedHosts:
 
 
 def refusal(header: str) -> str:
-    """Return the message of a request whose host is not served."""
+    """Return the error message for a host that is not allowed."""
     return f"requests for the host {header[:200]!r} are not served; add it to --allowed-hosts, or give * for all"
 
 
 def is_address(host: str) -> bool:
-    """Tell whether a Host header has an address.
+    """Return True if a Host header is an IP address.
 
-    No DNS rebinding can bring that about.
+    Such a header cannot result from DNS rebinding.
     """
     return _address(_without_port(host)) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address, in brackets or not, is one of the loopback."""
+    """Return True for a loopback address, with or without brackets."""
     found = _address(host)
     return found is not None and found.is_loopback
 
@@ -71,9 +71,9 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _without_port(host: str) -> str:
-    """Return a host without its port, and without the dot at the end of a full name.
+    """Return a host without port and without the trailing dot of a fully qualified name.
 
-    It is "" for a text of another form.
+    Return "" for an invalid value.
     """
     found = _HOST.fullmatch(host)
     return "" if found is None else found[1].removesuffix(".")

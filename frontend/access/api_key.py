@@ -1,4 +1,4 @@
-"""API keys with their rights and limits, and the key of a request."""
+"""API keys with rights and limits, and lookup of a request's key."""
 
 import hashlib
 import hmac
@@ -11,59 +11,60 @@ from msgspec import Struct
 from tandem.protocol.commands import MAX_PRIORITY
 
 API_KEY = "tandem.api_key"
-"""Key of the ASGI scope under which the API key of a request is kept."""
+"""Key of the ASGI scope that holds the API key of a request."""
 NO_KEY = hashlib.sha256(b"").digest()
-"""Digest of the key of a request that has none."""
+"""Digest used for requests without a key."""
 _NAME_DIGITS = 8
-"""Hex digits of a digest in the name of a key that was given without one."""
+"""Hex digits of the digest in the name of a key that was given without one."""
 
 
 class Right(StrEnum):
     """Right that a key may have."""
 
     GENERATE = "generate"
-    """Generate, tokenize, and use one's own sessions and stored responses."""
+    """Generate, tokenize, and use sessions and stored responses of this key."""
     METRICS = "metrics"
     """Read the metrics."""
     ADMIN = "admin"
-    """See what the scheduler holds, change its policy, pause and resume the engine."""
+    """Inspect the scheduler, change its policy, pause and resume the engine."""
 
 
 ALL_RIGHTS = frozenset(Right)
 
 
 class KeyLimits(Struct, frozen=True):
-    """Limits of all keys of one name together.
+    """Limits shared by all keys of one name.
 
-    They hold over all frontends of an engine; None stands for no limit.
+    They apply across all frontends of an engine; None means unlimited.
     """
 
     max_concurrent: int | None = None
-    """Most sequences in progress; each choice of a request is one."""
+    """Maximum number of sequences in progress; each choice of a request counts."""
     tokens_per_minute: int | None = None
-    """Most tokens, of prompts and of outputs, in a minute."""
+    """Maximum number of prompt and output tokens per minute."""
     max_priority: int = MAX_PRIORITY
-    """Greatest priority of a request."""
+    """Maximum priority of a request."""
 
 
 NO_LIMITS = KeyLimits()
 
 
 class ApiKey(Struct, frozen=True):
-    """One API key, of which only the digest is kept."""
+    """API key, of which only the digest is stored."""
 
     name: str
-    """Name in metrics and logs, and of the limits, sessions and cached prefixes; keys may share one while rotating."""
+    """Name in metrics and logs, which limits, sessions and cached prefixes belong to; keys may share one during
+    rotation."""
     digest: bytes
     """SHA-256 of the key."""
     rights: frozenset[Right] = frozenset((Right.GENERATE,))
     limits: KeyLimits = NO_LIMITS
     owner: str = ""
-    """Name under which its stored responses are kept."""
+    """Owner of its stored responses."""
 
 
 class KeyRing:
-    """The API keys in force. It never changes; a reload makes another one."""
+    """Immutable set of the valid API keys; a reload creates a new one."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys = {key.digest: key for key in keys}
@@ -73,18 +74,18 @@ class KeyRing:
 
     @property
     def keys(self) -> Mapping[bytes, ApiKey]:
-        """The keys by their digests."""
+        """Keys by digest."""
         return self._keys
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all keys."""
+        """Names of all keys."""
         return frozenset(key.name for key in self._keys.values())
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """Return the key that a request gave, or None if it is not one of these.
+        """Return the key with this secret, or None if there is none.
 
-        What is looked up is a digest: how long that takes tells nothing of the keys.
+        The lookup uses the digest, so its timing reveals nothing about the keys.
         """
         digest = digest_of(secret)
         if digest == NO_KEY:
@@ -99,9 +100,10 @@ def digest_of(secret: bytes) -> bytes:
 
 
 def unnamed_key(secret: str) -> ApiKey:
-    """Return a key that a flag or the environment gave.
+    """Return a key given by a flag or the environment.
 
-    It has the right to generate. Its name is made of its digest; its stored responses are kept under the whole digest.
+    It has the right to generate. Its name is derived from its digest, and the owner of its stored responses is the full
+    digest.
     """
     digest = digest_of(secret.encode())
     return ApiKey(f"key-{digest.hex()[:_NAME_DIGITS]}", digest, owner=digest.hex())

@@ -1,4 +1,4 @@
-"""The API keys of a server, which may change while it runs."""
+"""API keys of a server, which can be reloaded while it runs."""
 
 import asyncio
 import contextlib
@@ -14,22 +14,22 @@ logger = logging.getLogger(__name__)
 audit = logging.getLogger(AUDIT_LOGGER)
 
 POLL_SECONDS = 1.0
-"""Time between two looks at whether the file has changed."""
+"""Seconds between two checks for changes of the file."""
 _MAX_NAMES = 32
-"""Keys that a line of the log names."""
+"""Maximum number of key names in a log line."""
 
 
 class ApiKeys:
-    """Keys that a server accepts.
+    """Keys accepted by a server.
 
-    They are those of flags and environment, and those of a file. `ring` is replaced as a whole when the file has
-    changed. Without any keys a server is open to everyone.
+    They come from flags, the environment and a file. `ring` is replaced as a whole when the file changes. A server
+    without any keys is open to everyone.
     """
 
     def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
-        """Read nothing yet.
+        """Initialize without reading the file.
 
-        `given` are whole keys, without names.
+        given: secrets of keys without names.
         """
         self.file = file
         self.ring = KeyRing()
@@ -39,21 +39,22 @@ class ApiKeys:
 
     @property
     def is_required(self) -> bool:
-        """True if requests need a key."""
+        """True if requests must have a key."""
         return bool(self._given) or self.file is not None
 
     def load(self) -> None:
-        """Read the keys at the start.
+        """Load the keys at startup.
 
         Raises ValueError for a file that cannot be used.
+
         """
         self._signature = self._look()
         self.ring = KeyRing(self._read())
 
     def reload(self) -> bool:
-        """Read the file again; return False if it cannot be used.
+        """Reload the file; return False if it is invalid.
 
-        The keys that were in force stay then, and the log has the reason.
+        The current keys are kept then, and the reason is logged.
         """
         if self.file is None:
             return True
@@ -73,21 +74,21 @@ class ApiKeys:
         return True
 
     def refresh(self) -> None:
-        """Read the file again if it has changed."""
+        """Reload the file if it has changed."""
         if self.file is not None and self._look() != self._signature:
             self.reload()
 
     def reload_soon(self) -> None:
-        """Have `watch` read the file again, changed or not.
+        """Make `watch` reload the file, changed or not.
 
-        Several calls in a row are one.
+        Several calls in a row cause one reload.
         """
         self._is_wanted.set()
 
     async def watch(self) -> None:
-        """Follow the changes of the file until cancelled.
+        """Watch the file for changes until cancelled.
 
-        A thread reads it: a file of many keys takes seconds to be parsed, and a network's file system may not answer.
+        It is read in a thread: parsing many keys takes seconds, and a network file system may hang.
         """
         while self.file is not None:
             with contextlib.suppress(TimeoutError):
@@ -111,7 +112,7 @@ class ApiKeys:
         return [*self._given, *named]
 
     def _look(self) -> object:
-        """Return a value that differs once the file has changed."""
+        """Return a value that changes when the file does."""
         if self.file is None:
             return None
         try:

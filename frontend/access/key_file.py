@@ -1,6 +1,6 @@
-"""The file of API keys, in TOML.
+"""File of API keys, in TOML.
 
-It has one table `[[key]]` for each key, with its name, digest, rights and limits.
+It has a table `[[key]]` for each key, with name, digest, rights and limits.
 """
 
 import os
@@ -15,30 +15,30 @@ from tandem.protocol.commands import MAX_PRIORITY
 from tandem.protocol.text_files import decode_text
 
 MAX_COUNT = 2**31 - 1
-"""Greatest value of a limit."""
+"""Maximum value of a limit."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNNAMED = re.compile(r"key-[0-9a-f]{8}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FIELDS = ("name", "sha256", "rights", "max_concurrent", "tokens_per_minute", "max_priority")
 _OWNER = "@"
-"""First character of the owner of stored responses that has a name: a digest has none such."""
+"""First character of a named owner of stored responses, which digests do not have."""
 
 
 class KnownKeys:
-    """Keys of the tables that were read.
+    """Keys of the tables read so far.
 
-    Their digests differ, and keys of one name have the same rights and limits.
+    Digests are unique, and keys of one name have the same rights and limits.
     """
 
     def __init__(self) -> None:
         self.keys: list[ApiKey] = []
         self._digests: dict[bytes, tuple[int, ApiKey]] = {}
-        """Number of the table and key by digest."""
+        """Table number and key, by digest."""
         self._names: dict[str, tuple[int, ApiKey]] = {}
-        """Number of the table and key by name, of the first key of each name."""
+        """Table number and key, by name; the first key of each name."""
 
     def add(self, key: ApiKey, number: int) -> None:
-        """Append the key of a table. Raises ValueError if it contradicts another one."""
+        """Append the key of a table. Raises ValueError if it conflicts with another one."""
         if key.digest in self._digests:
             table, other = self._digests[key.digest]
             raise ValueError(f"sha256 is that of table {table} ({other.name!r}) too; remove one of them")
@@ -52,11 +52,11 @@ class KnownKeys:
 def load_key_file(path: Path) -> list[ApiKey]:
     """Read the keys of a file.
 
-    Keys of one name must have the same rights and limits. Raises ValueError, with the file, the number of the table and
-    what to change, for a file that cannot be read, that others may write, or that is malformed.
+    Keys of one name must have the same rights and limits. Raises ValueError, with the file, the table number and a
+    remedy, for a file that is unreadable, writable by others or malformed.
     """
     try:
-        # Opening a pipe would wait for someone to write it.
+        # Opening a pipe would block until it has a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             _check_mode(path, os.fstat(file.fileno()).st_mode)
             tables = _tables(tomllib.loads(decode_text(file.read())))
@@ -85,7 +85,7 @@ def load_key_file(path: Path) -> list[ApiKey]:
 
 
 def key_table(key: ApiKey) -> str:
-    """Return the table of a key, as the file has it."""
+    """Parse the table of a key."""
     limits = key.limits
     lines = ["[[key]]", f'name = "{key.name}"', f'sha256 = "{key.digest.hex()}"']
     rights = [f'"{right}"' for right in Right if right in key.rights]
@@ -99,7 +99,7 @@ def key_table(key: ApiKey) -> str:
 def check_name(name: object) -> str:
     """Return the name of a key.
 
-    Raises ValueError for one that no key can have.
+    Raises ValueError for an invalid name.
     """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(
@@ -111,7 +111,7 @@ def check_name(name: object) -> str:
 
 
 def _check_mode(path: Path, mode: int) -> None:
-    """Raise ValueError for a file that others may write: they could add keys."""
+    """Raise ValueError for a file that other users may write, since they could add keys."""
     if not stat.S_ISREG(mode):
         raise ValueError("it is not a regular file")
     mode = stat.S_IMODE(mode)

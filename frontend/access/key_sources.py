@@ -1,6 +1,6 @@
 """Sources of API keys without names.
 
-They are flags, a file with one key a line, and the environment.
+They are flags, a file with one key per line, and the environment.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from pathlib import Path
 from tandem.protocol.text_files import decode_text
 
 ENVIRONMENT = "TANDEM_API_KEY"
-"""Environment variable of keys separated by blanks or commas. Unlike a flag it is hidden in the process list."""
+"""Environment variable with keys, separated by whitespace or commas. Unlike a flag it is not visible in the process
+list."""
 
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{1,512}")
 
@@ -30,9 +31,10 @@ def add_key_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Collect the keys of flags, environment and file without duplicates.
+    """Collect the keys from flags, environment and file without duplicates.
 
     Raises ValueError for a file that cannot be read or is empty, and for a malformed key.
+
     """
     keys = list(arguments.api_key)
     keys += re.split(r"[\s,]+", environ.get(ENVIRONMENT, "").strip(" ,\t\r\n")) if environ.get(ENVIRONMENT) else []
@@ -52,8 +54,8 @@ def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.envi
 
 
 def key_environment(keys: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment that hands these API keys to another HTTP process.
+    """Return an environment that passes these API keys to another HTTP process.
 
-    That process accepts exactly these keys.
+    That process accepts no other keys.
     """
     return {**environ, ENVIRONMENT: ",".join(keys)}

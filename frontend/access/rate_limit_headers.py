@@ -1,18 +1,17 @@
-"""Headers that tell clients what is left of the limits of their API key."""
+"""Rate limit headers of an API key."""
 
 from tandem.protocol.events import KeyUsage
 
 EXPOSED = tuple(
     f"x-ratelimit-{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
 )
-"""Names of OpenAI's headers."""
+"""Names of OpenAI's rate limit headers."""
 
 
 def rate_limit_headers(usage: KeyUsage, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
-    """Build the headers of OpenAI's API or of Anthropic's.
+    """Build the rate limit headers of OpenAI's or Anthropic's API.
 
-    A request stands for one sequence in progress. A limit that the key does not have has no headers, and a time that
-    nothing is known of has none.
+    Requests are counted as sequences in progress. Limits that the key lacks and unknown times have no headers.
     """
     rows: list[tuple[str, int, int, float | None]] = []
     if usage.limit_requests:
@@ -31,7 +30,7 @@ def rate_limit_headers(usage: KeyUsage, is_anthropic: bool) -> list[tuple[bytes,
 
 
 def duration(seconds: float) -> str:
-    """Write a time as OpenAI does: 20ms, 7.66s, 6m0s, 1h2m3s."""
+    """Format a duration as OpenAI does: 20ms, 7.66s, 6m0s, 1h2m3s."""
     milliseconds = round(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"

@@ -53,14 +53,14 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_child_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that only a supervisor gives to its frontend processes."""
+    """Add the flags that only a supervisor passes to its frontend processes."""
     parser.add_argument("--listener-fds", type=_descriptors, default=(), help=argparse.SUPPRESS)
     parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
 
 
 def _descriptors(text: str) -> tuple[tuple[int, ...], ...]:
-    """Parse file descriptors: commas between the slots, colons between those of one."""
+    """Parse file descriptors: commas separate slots, colons the descriptors of a slot."""
     return tuple(tuple(map(int, slot.split(":"))) for slot in text.split(","))
 
 
@@ -71,9 +71,9 @@ def child_argv(slot: int, listener_fds: Sequence[Sequence[int]], supervisor_fd: 
 
 
 def http_argv(arguments: argparse.Namespace) -> list[str]:
-    """Build the flags that give another HTTP process the same settings.
+    """Build the flags that pass the same settings to another HTTP process.
 
-    Its address and keys are left out.
+    The address and keys are omitted.
     """
     argv: list[str] = []
     for flag in FRONTEND_FLAGS:
@@ -92,9 +92,9 @@ def http_argv(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_security(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for settings of access or traces that cannot work.
+    """Raise ValueError for invalid access or trace settings.
 
-    They are invalid CORS origins, unusable TLS files and traces that cannot be sent.
+    These are invalid CORS origins, unusable TLS files, and traces that cannot be exported.
     """
     check_traces(arguments.otlp_traces_endpoint)
     check_origins(arguments.cors_origin)
@@ -102,14 +102,14 @@ def check_security(arguments: argparse.Namespace) -> None:
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raise ValueError for something else than an origin or `*`."""
+    """Raise ValueError for anything but an origin or `*`."""
     for origin in origins:
         if origin != "*" and re.fullmatch(r"https?://[^/\s]+", origin) is None:
             raise ValueError(f"--cors-origin {origin} is not an origin; give * or one like https://example.org")
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raise ValueError for a certificate and a key that cannot be used."""
+    """Raise ValueError for an unusable certificate or key."""
     if (cert is None) != (key is None):
         raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
     if cert is not None and key is not None:
@@ -135,9 +135,9 @@ def _check_readable(flag: str, file: Path) -> None:
 
 
 def check_traces(endpoint: str) -> None:
-    """Raise ValueError if traces are to be sent and cannot be.
+    """Raise ValueError if traces are enabled but cannot be exported.
 
-    That is so without a URL of a collector, or without the packages for it.
+    This requires the URL of a collector and the optional packages.
     """
     if not endpoint:
         return
@@ -161,7 +161,7 @@ def _no_password() -> str:
 def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
     """Build the settings from parsed arguments.
 
-    Raises ValueError for flags that contradict each other and for key files that cannot be read.
+    Raises ValueError for conflicting flags and unreadable key files.
     """
     settings = transport(arguments)
     settings.check(arguments.endpoint)
@@ -171,7 +171,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
     ApiKeys(given, arguments.api_keys).load()
     return FrontendConfig(
         endpoint=arguments.endpoint,
-        model_dir=Path(arguments.model_dir or ""),  # `run_frontend` puts the folder that it finds in its place
+        model_dir=Path(arguments.model_dir or ""),  # `run_frontend` replaces it by the resolved folder
         transport=settings,
         listener_fds=arguments.listener_fds,
         slot=arguments.slot,
@@ -186,7 +186,7 @@ def frontend_config(arguments: argparse.Namespace) -> FrontendConfig:
 
 
 def _fields(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:
-    """Collect the attributes of a struct that flags fill."""
+    """Collect the attributes of a struct from its flags."""
     fields: dict[str, Any] = {}
     for flag in FRONTEND_FLAGS:
         if flag.struct is struct:

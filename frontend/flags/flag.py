@@ -1,4 +1,4 @@
-"""Command-line flags as rows of tables, with bounds."""
+"""Command-line flags as table rows, with bounds."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -12,47 +12,47 @@ from tandem.protocol.engine_options import flag_name, parse_count
 MAX_INT32 = 2**31 - 1
 MAX_SECONDS = 1e7
 COUNT = (1, MAX_INT32)
-"""Bounds of a number of things."""
+"""Bounds of a count."""
 SECONDS = (0.001, MAX_SECONDS)
-"""Bounds of a time that is not 0."""
+"""Bounds of a duration that must be positive."""
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", parse_count: "N", float: "SECONDS", Path: "FILE"}
 
 
 class Flag(Struct, frozen=True):
-    """One command-line flag, with its bounds and the attribute that it fills."""
+    """Command-line flag, with its bounds and the attribute that it sets."""
 
     name: str
-    """Name among the parsed arguments; the flag is written with two dashes and dashes for underscores."""
+    """Name of the parsed argument; the flag has two leading dashes, and dashes for underscores."""
     group: str
     """Title of the flag's group in the help; empty for the command's own options."""
     help: str
     """One line of help, without the default."""
     parse: Callable[[str], Any] = str
-    """Conversion of the text. Ignored for flags with choices."""
+    """Parser of the value. Ignored for flags with choices."""
     bounds: tuple[float, float] | None = None
-    """Smallest and largest value allowed; None for flags that are not bounded numbers."""
+    """Minimum and maximum; None for flags that are not bounded numbers."""
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
-    """Name of the value in the help; None for that of its type: N, SECONDS or FILE."""
+    """Name of the value in the help; None for the default of its type: N, SECONDS or FILE."""
     is_everyday: bool = False
-    """True for a flag that `--help` shows; `--help-all` shows the others too."""
+    """True for a flag shown by `--help`; `--help-all` shows all."""
     is_repeated: bool = False
-    """True for a flag that may be given several times; its values are collected in a list."""
+    """True for a flag that may be repeated; its values are collected in a list."""
     is_list: bool = False
-    """True for a flag that takes one or more values after it, collected in a list."""
+    """True for a flag with one or more values, collected in a list."""
     is_switch: bool = False
-    """True for a flag without a value, which is off without it."""
+    """True for a flag without a value, which is off by default."""
     default: Any = None
-    """Default of the argument; None for the default of the attribute that the flag fills."""
+    """Default of the argument; None to use the default of the attribute."""
     default_text: str = ""
-    """The default in words, for the help of flags whose default is None."""
+    """Description of the default, for the help of flags whose default is None."""
     struct: type[Struct] | None = None
-    """Struct that the flag fills; None for flags that the command reads itself."""
+    """Struct with the attribute; None for flags that the command handles itself."""
     field: str = ""
-    """Name of the struct's attribute; empty if it is the flag's name."""
+    """Name of the attribute; empty if it is the flag's name."""
     to_field: Callable[[Any], Any] | None = None
-    """Conversion from the argument to the struct's attribute; None if they are equal."""
+    """Conversion from the argument to the attribute; None if they are equal."""
     is_forwarded: bool = True
     """True if a supervisor passes the flag on to its HTTP processes."""
 
@@ -87,9 +87,9 @@ class Flag(Struct, frozen=True):
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Add flags to a parser, each to the group it names.
+    """Add flags to a parser, each to its group.
 
-    A group that the parser lacks is made.
+    Missing groups are created.
     """
     groups: dict[str, argparse._ActionsContainer] = {group.title or "": group for group in parser._action_groups}
     groups[""] = parser
@@ -100,9 +100,9 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
 
 
 def out_of_bounds(arguments: argparse.Namespace, flags: Iterable[Flag]) -> list[str]:
-    """Return a message for each number out of its flag's bounds.
+    """Return an error message for each number that is out of its flag's bounds.
 
-    Flags that the command does not have are skipped.
+    Flags that the command lacks are skipped.
     """
     found = []
     for flag in flags:

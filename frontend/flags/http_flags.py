@@ -1,6 +1,7 @@
-"""Flags of an HTTP process, one table for each topic.
+"""Flags of an HTTP process, in a table for each topic.
 
-A row names the struct that it fills; see `arguments`. The flags of keys without names are in `access.key_sources`.
+Each flag sets an attribute of a struct; see `arguments`. The flags of API keys without names are in
+`access.key_sources`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from tandem.protocol.logs import LOG_FORMATS, LogLevel
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 ACCESS = "access control"
-"""Title of the group that the flags of keys share."""
+"""Title of the group that also has the flags of `access.key_sources`."""
 _HTTP, _CHAT, _LIMITS, _CONNECTIONS = "http", "chat", "request limits", "connections"
 _STORE, _TRACES, _WATCHDOG, _LOG = "stored responses", "log and traces of requests", "engine watchdog", "log"
 
@@ -203,4 +204,4 @@ WATCH_FLAGS = (
 # fmt: on
 
 FRONTEND_FLAGS = (*HTTP_FLAGS, *LIMIT_FLAGS, *STORE_FLAGS, *ACCESS_FLAGS, *LOG_FLAGS, *WATCH_FLAGS)
-"""All flags of an HTTP process but those of its keys and its link to the engine."""
+"""All flags of an HTTP process except those of its keys and its link to the engine."""

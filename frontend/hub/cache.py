@@ -1,8 +1,8 @@
-"""The cache of models on this machine, in the layout of huggingface_hub.
+"""Model cache in the layout of huggingface_hub.
 
-Other programs share it.
-https://huggingface.co/docs/huggingface_hub/guides/manage-cache describes it: `blobs` holds files by their hash,
-`snapshots/COMMIT` links to them by name, `refs/REVISION` holds the commit of a branch or tag.
+It is shared with other programs, and described at https://huggingface.co/docs/huggingface_hub/guides/manage-cache:
+`blobs` holds files by hash, `snapshots/COMMIT` links to them by name, `refs/REVISION` holds the commit of a branch or
+tag.
 """
 
 import errno
@@ -18,12 +18,12 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class ModelCache:
-    """The part of the cache that belongs to one model."""
+    """Cache of one model."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Name the places; nothing is created.
+        """Initialize the paths, without creating anything.
 
-        root: folder of the whole cache. name: that of the model on the hub.
+        root: folder of the whole cache. name: name of the model on the hub.
         """
         repository = "--".join(("models", *name.split("/")))
         self.root = root
@@ -37,7 +37,7 @@ class ModelCache:
         return self.folder / "blobs" / digest
 
     def partial(self, digest: str) -> Path:
-        """Return the file that holds the part of a blob that has arrived."""
+        """Return the path of a partial download of a blob."""
         return self.folder / "blobs" / f"{digest}.incomplete"
 
     def commit_of(self, revision: str) -> str | None:
@@ -51,9 +51,9 @@ class ModelCache:
         return commit if COMMIT.fullmatch(commit) else None
 
     def record(self, revision: str, commit: str) -> None:
-        """Note that a revision is this commit, whose snapshot is complete.
+        """Record the commit of a revision, whose snapshot is complete.
 
-        A cache that cannot be written is left as it is.
+        Does nothing if the cache is not writable.
         """
         if revision == commit or self.commit_of(revision) == commit:
             return
@@ -65,19 +65,19 @@ class ModelCache:
             os.replace(unnamed, path)
 
     def _ref(self, revision: str) -> Path:
-        """Return the file of a revision.
+        """Return the path of the file of a revision.
 
-        Raises ValueError if it would lie outside the cache.
+        Raises ValueError if it would be outside the cache.
         """
         if Path(revision).is_absolute() or ".." in Path(revision).parts:
             raise ValueError(f"the revision {revision!r} leads out of the cache")
         return self.folder / "refs" / revision
 
     def link(self, name: str, digest: str, commit: str) -> None:
-        """Link a blob to its name in a snapshot.
+        """Link a blob into a snapshot.
 
-        Where the file system has no links, the blob moves there. name: relative and within the snapshot. Raises OSError
-        if that fails.
+        Where the file system has no links, the blob is moved. name: path relative to the snapshot. Raises OSError on
+        failure.
         """
         blob, place = self.blob(digest), self.snapshot(commit) / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -92,6 +92,6 @@ class ModelCache:
         os.replace(unnamed, place)
 
     def free_bytes(self) -> int:
-        """Return the free space of the disk that holds the cache."""
+        """Return the free bytes of the disk that holds the cache."""
         place = next(place for place in (self.root, *self.root.parents) if place.exists())
         return shutil.disk_usage(place).free

@@ -1,4 +1,4 @@
-"""One model on a hub, through huggingface_hub."""
+"""Model on a hub, accessed via huggingface_hub."""
 
 import re
 from collections.abc import Mapping
@@ -14,32 +14,32 @@ from tandem.frontend.hub.options import HubOptions
 
 USER_AGENT = "tandem"
 MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
-"""Largest file that the hub sends over plain HTTP."""
+"""Largest file in bytes that the hub serves via plain HTTP."""
 _LIST_SECONDS = 30.0
 _TOKEN = re.compile(r"[!-~]+")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class RemoteFile(Struct, frozen=True):
-    """One file of a repository."""
+    """File of a repository."""
 
     name: str
     size: int
     """Size in bytes."""
     digest: str
-    """SHA-256 of the content of a large file, else the id that git gives it; the name of the blob in the cache."""
+    """SHA-256 of a large file, otherwise its git object id; the name of the blob in the cache."""
 
 
 class Listing(Struct, frozen=True):
-    """The files of one commit."""
+    """Files of a commit."""
 
     commit: str
     files: Mapping[str, RemoteFile]
-    """The files by name."""
+    """Files by name."""
 
 
 class HubModel:
-    """A model on a hub, at one revision, and its place in the cache."""
+    """Revision of a model on a hub, and its cache."""
 
     def __init__(
         self, name: str, revision: str, endpoint: str, token: str | None, cache_root: Path, offline: bool
@@ -49,15 +49,15 @@ class HubModel:
         self.cache = ModelCache(cache_root, name)
         self.asked = Asked(name, revision, endpoint, token is not None)
         self.offline = offline
-        """True if the hub must not be asked, as HF_HUB_OFFLINE demands."""
+        """True if requests to the hub are disabled by HF_HUB_OFFLINE."""
         self._endpoint = endpoint
         self._token = token
 
     @classmethod
     def open(cls, name: str, options: HubOptions) -> "HubModel":
-        """Find hub, token and cache as the environment and the options say.
+        """Resolve hub, token and cache from the environment and the options.
 
-        Raises HubError for a token that no request can carry.
+        Raises HubError for a token that is not a valid header value.
         """
         token = (options.token or get_token() or "").strip() or None
         if token is not None and _TOKEN.fullmatch(token) is None:
@@ -72,16 +72,16 @@ class HubModel:
         )
 
     def list_files(self) -> Listing:
-        """Ask for the commit of the revision and its files.
+        """Request the commit of the revision and its files.
 
-        Raises HubError if the model or the revision does not exist, and UnreachableError without an answer.
+        Raises HubError if the model or the revision does not exist, and UnreachableError if there is no response.
         """
         if self.offline:
             raise self.asked.offline()
         api = HfApi(endpoint=self._endpoint, token=self._token or False, library_name=USER_AGENT)
         try:
             info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_LIST_SECONDS)
-        except Exception as error:  # of the library, or of the HTTP client that its version has
+        except Exception as error:  # errors of the library or of its HTTP client
             raise self.asked.explain(error) from None
         files = {}
         for sibling in info.siblings or ():
@@ -96,14 +96,14 @@ class HubModel:
         return hf_hub_url(self.name, file.name, revision=commit, endpoint=self._endpoint)
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request to the hub, with the token."""
+        """Return the request headers for the hub, with the token."""
         headers = {"user-agent": USER_AGENT}
         return headers if self._token is None else headers | {"authorization": f"Bearer {self._token}"}
 
     def download_large(self, file: RemoteFile, commit: str) -> None:
         """Download a file that is too large for HTTP.
 
-        The library has other ways for it. Raises HubError if that fails.
+        The library uses another protocol for it. Raises HubError on failure.
         """
         try:
             hf_hub_download(
@@ -120,5 +120,5 @@ class HubModel:
 
 
 def _is_size(size: object) -> TypeGuard[int]:
-    """Return True for a number of bytes; the library passes on whatever the hub sent."""
+    """Return True for a valid size; the library does not validate the hub's response."""
     return type(size) is int and size >= 0

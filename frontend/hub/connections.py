@@ -1,4 +1,4 @@
-"""Connections of a download, which end at once when one of its threads fails."""
+"""HTTP connections of a download, which are closed at once when one of its threads fails."""
 
 import socket
 import threading
@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 
 _SECONDS = 30.0
-"""Longest wait for a server to connect or to send its next bytes."""
+"""Timeout in seconds to connect or to receive the next bytes."""
 
 
 class Connections:
-    """HTTP client of several threads whose open connections any thread can cut.
+    """HTTP client for several threads with connections that any thread can abort.
 
-    Closing a socket does not wake a thread that reads it; shutting it down does.
+    Closing a socket does not wake up a thread that reads it; shutting it down does.
     """
 
     def __init__(self, client: httpx.Client) -> None:
@@ -25,27 +25,27 @@ class Connections:
         self._is_cut = False
 
     def close(self) -> None:
-        """Close all connections. No thread may read one."""
+        """Close all connections. No thread may be reading."""
         self._client.close()
 
     @contextmanager
     def get(self, url: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """Send a request and give its answer, whose body is not read yet.
+        """Send a GET request and yield the response before its body is read.
 
-        Raises httpx.TransportError if that fails or the connections are cut.
+        Raises httpx.TransportError on failure and after `cut`.
         """
         with self._client.stream("GET", url, headers=headers, extensions={"trace": self._trace}) as answer:
             yield answer
 
     def cut(self) -> None:
-        """End all connections, and each new one; threads that read them get an error."""
+        """Abort all connections, including new ones; threads that read them get an error."""
         with self._lock:
             self._is_cut = True
             for connection in self._open:
                 _shut_down(connection)
 
     def _trace(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Keep the socket of a new connection, of which httpcore tells."""
+        """Record the socket of a new connection, reported by httpcore."""
         if not event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             return
         connection = facts["return_value"].get_extra_info("socket")
@@ -57,15 +57,15 @@ class Connections:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):  # it has ended by itself
-        # Not by the method of a TLS socket, which would drop its state under the thread that reads.
+    with suppress(OSError):  # already closed
+        # Bypass the TLS socket's method, which would drop its state while another thread reads.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def open_connections(most: int) -> Connections:
-    """Create a client with the proxies and certificates of the environment.
+    """Create a client that uses the proxies and certificates of the environment.
 
-    most: connections at once.
+    most: maximum number of concurrent connections.
     """
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
     return Connections(httpx.Client(follow_redirects=True, timeout=httpx.Timeout(_SECONDS), limits=limits))

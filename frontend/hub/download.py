@@ -1,4 +1,4 @@
-"""The download of the files that serving a model needs, several at a time."""
+"""Download the files of a model, several at a time."""
 
 import logging
 import queue
@@ -28,22 +28,24 @@ from tandem.frontend.hub.transfer import Source, StoppedError, Transfer
 logger = logging.getLogger(__name__)
 
 THREADS = 8
-"""Most files that are downloaded at once."""
+"""Maximum number of concurrent downloads."""
 _SHOW_SECONDS = 0.2
 _END_SECONDS = 2.0
-"""Longest wait for threads to end; one that still connects or checks a file then reads no connection."""
+"""Seconds to wait for threads to finish; one that is still connecting or hashing a file then reads from no
+connection."""
 
 
 class Download:
     """Download of one commit into the cache.
 
-    `stop` ends it early from another thread.
+    stop: aborts it from another thread.
     """
 
     def __init__(self, model: HubModel, listing: Listing, with_weights: bool, stop: threading.Event) -> None:
-        """Keep what `run` downloads; leaving the context closes the connections.
+        """Initialize; leaving the context closes the connections.
 
-        with_weights: False for a frontend, which needs the tokenizer and templates only."""
+        with_weights: False for a frontend, which needs the tokenizer and templates only.
+        """
         self._model = model
         self._listing = listing
         self._with_weights = with_weights
@@ -58,16 +60,16 @@ class Download:
         self._resources.close()
 
     def run(self, before_weights: BeforeWeights | None = None) -> None:
-        """Download what the snapshot lacks.
+        """Download the files missing from the snapshot.
 
-        Raises HubError if that fails, and what `before_weights` raises; what has arrived is kept. At a
-        KeyboardInterrupt it says so.
+        Raises HubError on failure, and what `before_weights` raises; partial files are kept, which is logged on a
+        KeyboardInterrupt.
         """
         try:
             wanted = self.wanted()
             if absent := [file for file in wanted if not (self._snapshot / file.name).exists()]:
                 if before_weights is not None:
-                    # What cannot be served is refused for that reason, whatever room the disk has for the weights.
+                    # An unsupported model is refused for that reason, even if the disk is too small for its weights.
                     self._download([file for file in absent if not _is_weights(file)])
                     absent = [file for file in absent if _is_weights(file)]
                     if absent:
@@ -81,15 +83,15 @@ class Download:
     def _serves_earlier(self) -> bool:
         """Return whether an earlier download of the revision has weights.
 
-        A server may have to start from it while the hub is away.
+        It is the fallback while the hub is unreachable.
         """
         commit = self._model.cache.commit_of(self._model.revision)
         return commit is not None and not missing(self._model.cache.snapshot(commit), with_weights=True)
 
     def wanted(self) -> list[RemoteFile]:
-        """Return the files to have, the weights last.
+        """Return the required files, weights last.
 
-        An index of shards is downloaded for that. Raises HubError for a repository without the files of a model.
+        This downloads the index of shards. Raises HubError for a repository without the files of a model.
         """
         files = self._listing.files
         chosen = small_files(files)
@@ -111,7 +113,7 @@ class Download:
         return HubError(f"the model {self._model.name} (commit {self._listing.commit[:12]}) {reason}")
 
     def check_space(self, files: Sequence[RemoteFile]) -> None:
-        """Raise HubError if the disk has no room for what is missing of some files."""
+        """Raise HubError if the disk is too small for the missing files."""
         needed = sum(file.size - self._held(file) for file in files)
         free = self._model.cache.free_bytes()
         if needed > free:
@@ -122,16 +124,16 @@ class Download:
             )
 
     def _held(self, file: RemoteFile) -> int:
-        """Return the bytes of a file that are here."""
+        """Return the number of bytes of a file that are on disk."""
         for path in (self._model.cache.blob(file.digest), self._model.cache.partial(file.digest)):
             if path.is_file():
                 return min(path.stat().st_size, file.size)
         return 0
 
     def _download(self, files: Sequence[RemoteFile]) -> None:
-        """Download files with progress, if the disk has room for them.
+        """Download files with progress, after a check of the disk space.
 
-        The small ones come first, so that a snapshot never has weights without them.
+        Small files come first, so that a snapshot never has weights without them.
         """
         if not files:
             return
@@ -162,7 +164,7 @@ class Download:
     def _fetch(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download files in threads and wait for them.
 
-        The threads end with the process, whatever they wait for.
+        They are daemon threads, which do not keep the process alive.
         """
         waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         for file in files:
@@ -197,9 +199,9 @@ class Download:
             raise
 
     def _wait(self, files: int, finished: "queue.SimpleQueue[Exception | None]", progress: DownloadProgress) -> None:
-        """Show the progress until all files are here.
+        """Show the progress until all files are complete.
 
-        Raises what the first thread to fail raised, StoppedError if `stop` was set.
+        Raises the first exception of a thread, or StoppedError if `stop` was set.
         """
         while files:
             try:
@@ -215,7 +217,7 @@ class Download:
 
     @cached_property
     def _connections(self) -> Connections:
-        """Connections, which cost time to prepare: a model in the cache needs none."""
+        """Connections, created on first use: a cached model needs none."""
         return self._resources.enter_context(closing(open_connections(THREADS)))
 
     def _fetch_one(self, file: RemoteFile, connections: Connections, progress: DownloadProgress) -> None:
@@ -229,13 +231,13 @@ class Download:
         else:
             source = Source(self._model.url(file, commit), self._model.headers(), self._model.asked)
             Transfer(self._model.cache, file, source, connections, self._stop, progress, _log_wait).run()
-            # Not by the library, which would ask again, and take what a later answer says in place of what was checked.
+            # Not via the library, which would send another request and could use a response that was not checked.
             self._model.cache.link(file.name, file.digest, commit)
         progress.add_file()
 
 
 def weight_bytes(files: Sequence[RemoteFile]) -> int:
-    """Return the bytes of the weights among some files."""
+    """Return the total bytes of the weights among some files."""
     return sum(file.size for file in files if _is_weights(file))
 
 

@@ -1,4 +1,4 @@
-"""Errors of a model on the hub, in words that say what to do."""
+"""Errors of the hub, with remedies."""
 
 import errno
 import os
@@ -19,29 +19,29 @@ _REFUSED_TOKEN = "the hub does not accept the token (401): check it, or leave it
 
 
 class HubError(Exception):
-    """A model cannot be had from the hub; the message says what to do."""
+    """A model is not available from the hub; the message says what to do."""
 
 
 class UnreachableError(HubError):
-    """The hub could not be asked, or had no answer."""
+    """The hub is unreachable or did not respond."""
 
 
 class Asked(Struct, frozen=True):
-    """Request for a model, as its errors state it."""
+    """Request for a model, described in error messages."""
 
     name: str
     """Name of the model, such as Qwen/Qwen3-0.6B."""
     revision: str
     endpoint: str
-    """Address of the hub."""
+    """URL of the hub."""
     has_token: bool
 
     def offline(self) -> HubError:
-        """Return the error of a hub that must not be asked."""
+        """Return the error for offline mode."""
         return UnreachableError("HF_HUB_OFFLINE is set")
 
     def explain(self, error: BaseException) -> HubError:
-        """Turn any error of a download into one that says what to do."""
+        """Convert any error of a download to one with a remedy."""
         if isinstance(error, HubError):
             return error
         if isinstance(error, OfflineModeIsEnabled):
@@ -53,13 +53,13 @@ class Asked(Struct, frozen=True):
         if is_transport_error(error):
             return UnreachableError(f"cannot reach {self.endpoint} ({str(error) or type(error).__name__})")
         if isinstance(error, OSError) and (cause := error.__cause__) is not None and cause is not error:
-            return self.explain(cause)  # the library wraps what it met
+            return self.explain(cause)  # the library wraps the original error
         if isinstance(error, OSError):
             return HubError(explain_file_error(error, None))
         return HubError(f"{self.name} cannot be downloaded: {type(error).__name__}: {error}")
 
     def explain_status(self, status: int) -> HubError:
-        """Explain an answer by its status alone."""
+        """Explain a response by its status."""
         if status in (401, 403):
             return self._gated() if status == 403 or not self.has_token else HubError(_REFUSED_TOKEN)
         if status == 404:
@@ -98,15 +98,16 @@ class Asked(Struct, frozen=True):
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Return True for a connection that failed.
+    """Return True for a connection error.
 
     The library's HTTP client is httpx or httpx2, depending on its version; both call that a TransportError.
+
     """
     return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def explain_file_error(error: OSError, root: Path | None) -> str:
-    """Explain why the cache, which is in `root`, cannot be written."""
+    """Explain why the cache at `root` is not writable."""
     place = f"{error.filename or root}: " if error.filename or root else ""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.ENOSPC:

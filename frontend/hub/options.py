@@ -6,15 +6,16 @@ from pathlib import Path
 from msgspec import Struct
 
 BeforeWeights = Callable[[Path, int], None]
-"""Called with the folder of the small files and the bytes of the weights before their download; raises to stop it."""
+"""Called before the download of weights with the folder of the small files and the size of the weights in bytes; raises
+to abort."""
 
 
 class HubOptions(Struct, frozen=True):
-    """Options of a model that is given by its name on the hub."""
+    """Options of a model from the hub."""
 
     revision: str | None = None
     """Branch, tag or commit; None for the main branch."""
     token: str | None = None
-    """Access token; None for that of HF_TOKEN or of `hf auth login`, if there is one."""
+    """Access token; None to use HF_TOKEN or the token stored by `hf auth login`, if any."""
     download_dir: Path | None = None
-    """Folder of the cache; None for the usual one, which HF_HOME and HF_HUB_CACHE move."""
+    """Folder of the cache; None for the default, which HF_HOME and HF_HUB_CACHE change."""

@@ -1,4 +1,4 @@
-"""Progress of a download: a bar on a terminal, otherwise lines of the log."""
+"""Progress of a download: a progress bar on a terminal, otherwise log lines."""
 
 import logging
 import threading
@@ -10,11 +10,11 @@ from tandem.frontend.progress import WIDTH, Progress
 logger = logging.getLogger(__name__)
 
 LOG_PERCENT = 10
-"""Part of the download, in percent, after which the log has another line."""
+"""Percentage of the download between two log lines."""
 
 
 def size_text(size: float) -> str:
-    """Write a number of bytes as the hub's pages do, in powers of 1000."""
+    """Format a number of bytes as the hub's pages do, in powers of 1000."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size < 100 * factor else f"{size / factor:.0f} {unit}"
@@ -22,9 +22,10 @@ def size_text(size: float) -> str:
 
 
 class DownloadProgress:
-    """Counts of bytes and files that threads add to.
+    """Thread-safe counts of downloaded bytes and files.
 
     `clock` returns monotonic seconds.
+
     """
 
     def __init__(self, num_files: int, num_bytes: int, clock: Callable[[], float], out: TextIO | None = None) -> None:
@@ -40,23 +41,23 @@ class DownloadProgress:
         self._bar = Progress("downloading", out=out)
 
     def add_bytes(self, size: int) -> None:
-        """Count bytes that have arrived; negative for those that were thrown away."""
+        """Count received bytes; negative for discarded ones."""
         with self._lock:
             self.bytes_done += size
 
     def keep_bytes(self, size: int) -> None:
-        """Count bytes that were there before; they do not count for the rate."""
+        """Count bytes that were on disk before, which are excluded from the rate."""
         with self._lock:
             self.bytes_done += size
             self._bytes_kept += size
 
     def add_file(self) -> None:
-        """Count a file that is complete."""
+        """Count a completed file."""
         with self._lock:
             self.files_done += 1
 
     def show(self) -> None:
-        """Draw the bar, or log a line if another tenth is done."""
+        """Draw the bar, or log a line after another tenth."""
         share = self.bytes_done / self.num_bytes if self.num_bytes else 1.0
         if self._bar.is_shown:
             self._bar.show(self._bar.bar(round(WIDTH * min(share, 1.0)), self.text()))
@@ -69,7 +70,7 @@ class DownloadProgress:
         self._bar.clear()
 
     def text(self) -> str:
-        """Say what is done, at which rate, and how long the rest takes."""
+        """Describe the progress, the rate and the remaining time."""
         seconds = max(self._clock() - self._started, 1e-3)
         rate = max(self.bytes_done - self._bytes_kept, 0) / seconds
         share = 100 * self.bytes_done // self.num_bytes if self.num_bytes else 100

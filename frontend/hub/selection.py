@@ -1,4 +1,4 @@
-"""The files of a repository that serving a model needs."""
+"""Select the files of a repository that are needed to serve a model."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
-"""Files that a tokenizer can be converted from, for a model without tokenizer.json."""
+"""Files that a tokenizer can be converted from if there is no tokenizer.json."""
 _SMALL_FILES = frozenset(
     {CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
      "merges.txt", "chat_template.jinja", "chat_template.json", TOKENIZER, *TOKENIZER_SOURCES,
@@ -36,7 +36,7 @@ _FORMATS = (
 
 
 class SelectionError(Exception):
-    """The repository lacks files of a model; the message names what it has."""
+    """The repository lacks files of a model; the message lists what it has."""
 
 
 class _Index(Struct):
@@ -44,9 +44,9 @@ class _Index(Struct):
 
 
 def small_files(names: Iterable[str]) -> list[str]:
-    """Choose the configuration, tokenizer and chat templates.
+    """Select the configuration, tokenizer and chat templates.
 
-    `config.json` is the last: once it is there, the others are.
+    `config.json` comes last: once it exists, the others do.
     """
     chosen = {name for name in names if name in _SMALL_FILES or _MORE_TEMPLATES.fullmatch(name)}
     return sorted(chosen, key=lambda name: (name == CONFIG, name))
@@ -67,15 +67,15 @@ def weight_index(names: Collection[str]) -> str | None:
 
 
 def formats_of(names: Iterable[str]) -> list[str]:
-    """Name the formats of weights among some files."""
+    """List the formats of weights among some files."""
     found = (next((text for form, text in _FORMATS if form.fullmatch(Path(name).name)), "") for name in names)
     return sorted(set(found) - {""})
 
 
 def shards(index: bytes, names: Collection[str]) -> list[str]:
-    """Return the shards that an index names.
+    """Return the shards listed in an index.
 
-    Raises SelectionError for an index that cannot be read, or that names files which are not in the repository.
+    Raises SelectionError for an invalid index, or one that lists files missing from the repository.
     """
     try:
         named = _named(index)
@@ -89,12 +89,12 @@ def shards(index: bytes, names: Collection[str]) -> list[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True for a folder with a tokenizer, or with what one is converted from."""
+    """Return True for a folder with a tokenizer, or with files to convert one from."""
     return any((folder / name).is_file() for name in (TOKENIZER, *TOKENIZER_SOURCES))
 
 
 def missing(folder: Path, with_weights: bool) -> str:
-    """Return the first file that a model in a folder lacks; "" for a complete one."""
+    """Return the first file missing from a model folder; "" if it is complete."""
     if not has_tokenizer(folder):
         return TOKENIZER
     if not (folder / CONFIG).is_file():
@@ -109,5 +109,5 @@ def missing(folder: Path, with_weights: bool) -> str:
 
 
 def _named(index: bytes) -> list[str]:
-    """Return the files that an index names. Raises MsgspecError if it cannot be read."""
+    """Return the files listed in an index. Raises MsgspecError if it is invalid."""
     return sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))

@@ -1,4 +1,4 @@
-"""The folder of a model on the hub: from the cache, or downloaded into it."""
+"""Find or download the folder of a model from the hub, or preview the download."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshot(Struct, frozen=True):
-    """A model of the hub in a folder of this machine."""
+    """Local folder of a model from the hub."""
 
     folder: Path
     commit: str
@@ -26,11 +26,11 @@ class Snapshot(Struct, frozen=True):
 def find_snapshot(
     model: HubModel, with_weights: bool, stop: threading.Event, before_weights: BeforeWeights | None = None
 ) -> Snapshot:
-    """Return the folder of a model, after a download if something is missing.
+    """Return the folder of a model, after downloading missing files.
 
-    A commit that is here is not asked for. If the hub does not list the files, for whatever reason, the last complete
-    download is used, with a warning unless HF_HUB_OFFLINE is set. Raises HubError if there is none, or if the download
-    fails, and what `before_weights` raises.
+    The hub is not asked about a cached commit. If the hub does not list the files, for whatever reason, the last
+    complete download is used, with a warning unless HF_HUB_OFFLINE is set. Raises HubError if there is none, or if the
+    download fails, and what `before_weights` raises.
     """
     cached = cached_snapshot(model, with_weights)
     if cached is not None and (model.offline or cached.commit == model.revision):
@@ -58,7 +58,7 @@ def cached_snapshot(model: HubModel, with_weights: bool) -> Snapshot | None:
 
 
 def _absent(model: HubModel, with_weights: bool) -> str:
-    """Say what the cache lacks."""
+    """Describe what is missing from the cache."""
     commit = model.cache.commit_of(model.revision)
     if commit is None:
         revision = "" if model.revision == "main" else f" at {model.revision}"
@@ -74,20 +74,20 @@ def _remedy(model: HubModel) -> str:
 
 
 class Preview(Struct, frozen=True):
-    """Facts about a model of the hub."""
+    """Preview of a download, for `tandem doctor` and `--check`."""
 
     rows: dict[str, str]
-    """Names and texts for a report."""
+    """Rows of a report."""
     folder: Path
     """Folder with at least the configuration and the tokenizer."""
     weight_bytes: int | None
-    """Bytes of the weights on the hub; None if they are in the folder."""
+    """Bytes of the weights on the hub; None if the folder has them."""
 
 
 def preview(model: HubModel) -> Preview:
-    """Ask the hub for a model and download its small files.
+    """Query the hub for a model and download its small files.
 
-    Raises HubError if the model cannot be had, with or without the hub.
+    Raises HubError if the model is available neither from the hub nor from the cache.
     """
     rows = {"hub": model.asked.endpoint, "cache": str(model.cache.root)}
     cached = cached_snapshot(model, with_weights=True)

@@ -1,7 +1,7 @@
-"""The transfer of one file from the hub into the blobs of the cache.
+"""Transfer of a file from the hub to a blob of the cache.
 
-It continues what an earlier one has left, and the content is checked before the blob has its name. The library itself
-keeps no partial files, which for weights are many gigabytes.
+It resumes partial downloads, and verifies the hash before the blob gets its name. huggingface_hub keeps no partial
+files, which for weights are many gigabytes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from tandem.frontend.hub.errors import Asked, HubError, UnreachableError
 from tandem.frontend.hub.progress import DownloadProgress
 
 MAX_FRUITLESS = 5
-"""Attempts in a row without a byte after which a transfer fails."""
+"""Consecutive attempts without any data after which a transfer fails."""
 CHUNK_BYTES = 2**20
 _FIRST_PAUSE, _LAST_PAUSE = 0.5, 8.0
 _LOCK_POLL_SECONDS = 0.2
@@ -31,20 +31,20 @@ _PARTIAL, _BEYOND = 206, 416
 
 
 class StoppedError(Exception):
-    """The transfer was told to stop; what has arrived is kept."""
+    """The transfer was aborted; its partial file is kept."""
 
 
 class Source(Struct, frozen=True):
-    """Place that a file is downloaded from."""
+    """URL that a file is downloaded from."""
 
     url: str
     headers: Mapping[str, str]
-    """Headers of the request; the client drops the token where a redirect leaves the hub."""
+    """Request headers; the client drops the token if a redirect leaves the hub."""
     asked: Asked
 
 
 class Transfer:
-    """Transfer of one file, in a thread of its own."""
+    """Transfer of one file, in a thread."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Transfer:
         progress: DownloadProgress,
         on_wait: Callable[[str], None],
     ) -> None:
-        """Describe the transfer.
+        """Initialize the transfer.
 
-        stop: ends it early. on_wait: takes the file's name, if another process downloads it.
+        stop: aborts it. on_wait: called with the file name if another process downloads it.
         """
         self._cache = cache
         self._file = file
@@ -69,9 +69,9 @@ class Transfer:
         self._on_wait = on_wait
 
     def run(self) -> None:
-        """Make the blob, unless it is there.
+        """Create the blob, unless it exists.
 
-        Raises HubError if that fails, StoppedError if `stop` was set.
+        Raises HubError on failure, StoppedError if `stop` was set.
         """
         blob, partial = self._cache.blob(self._file.digest), self._cache.partial(self._file.digest)
         blob.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class Transfer:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the blob, which programs that use the library hold as well."""
+        """Lock the blob, as programs that use huggingface_hub do."""
         self._cache.locks.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._cache.locks / f"{self._file.digest}.lock", mode=0o664)
         waited = False
@@ -103,7 +103,9 @@ class Transfer:
                 waited = True
                 if self._stop.is_set():
                     raise StoppedError from None
-            except NotImplementedError:  # no locks on this file system; the check finds what two writers spoil
+            except (
+                NotImplementedError
+            ):  # the file system has no locks; the hash check detects corruption by two writers
                 yield
                 return
         try:
@@ -112,7 +114,7 @@ class Transfer:
             lock.release()
 
     def _fill(self, out: int) -> None:
-        """Append to the partial file until it has its size."""
+        """Append to the partial file until it is complete."""
         fruitless, pause = 0, _FIRST_PAUSE
         while (have := os.fstat(out).st_size) < self._file.size:
             try:
@@ -134,7 +136,7 @@ class Transfer:
             pause = min(2 * pause, _LAST_PAUSE)
 
     def _append(self, out: int, have: int) -> None:
-        """Send one request for what is missing and append its answer."""
+        """Request the missing bytes and append the response."""
         headers = {**self._source.headers, "accept-encoding": "identity"}
         if have:
             headers["range"] = f"bytes={have}-"
@@ -142,7 +144,7 @@ class Transfer:
             if answer.status_code in _BUSY:
                 raise _BusyError(answer.status_code)
             if answer.status_code == _BEYOND or (have and answer.status_code == 200):
-                os.ftruncate(out, 0)  # the server has no ranges, or another file
+                os.ftruncate(out, 0)  # the server does not support ranges, or the file has changed
                 self._progress.add_bytes(-have)
                 have = 0
             if answer.status_code == _BEYOND:
@@ -159,14 +161,14 @@ class Transfer:
                     raise StoppedError
 
     def _check(self, partial: Path) -> None:
-        """Compare the content with the hash that the hub lists.
+        """Verify the content against the hash listed by the hub.
 
-        Raises HubError, and removes the file, if they differ.
+        Raises HubError and removes the file if they differ.
         """
         with partial.open("rb") as content:
             if len(self._file.digest) == 64:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
-            else:  # git's id of a file is the SHA-1 of a header and the content
+            else:  # a git object id is the SHA-1 of a header and the content
                 blob = hashlib.sha1(f"blob {self._file.size}\0".encode(), usedforsecurity=False)
                 found = hashlib.file_digest(content, lambda: blob).hexdigest()
         if found != self._file.digest:
@@ -181,7 +183,7 @@ class Transfer:
 
 
 class _BusyError(Exception):
-    """The hub answered with a status that may pass."""
+    """The hub responded with a transient error status."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -189,7 +191,7 @@ class _BusyError(Exception):
 
 
 def _write(out: int, chunk: bytes) -> None:
-    """Write all of a chunk: a nearly full disk takes a part before it refuses."""
+    """Write a whole chunk: a nearly full disk accepts part of it before it fails."""
     view = memoryview(chunk)
     while view:
         view = view[os.write(out, view) :]

@@ -1,4 +1,4 @@
-"""The text that a scrape gets."""
+"""Metrics in Prometheus's text format."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,9 +11,9 @@ from tandem.frontend.metrics.vllm_names import aliases, with_model
 
 
 class Exposition(Collector):
-    """Collector of everything that one place tells.
+    """Collector that combines several sources.
 
-    Metrics of one name are added up over all sources. Those that vLLM has too get the label `model_name`, and with
+    Metrics of one name are summed over all sources. Those that vLLM also has get the label `model_name`, and with
     `has_vllm_names` are repeated under vLLM's names.
     """
 
@@ -33,5 +33,5 @@ class Exposition(Collector):
         return metrics_of(families)
 
     def text(self) -> str:
-        """Return the metrics in the text format of Prometheus."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self).decode()

@@ -1,4 +1,4 @@
-"""Metrics of one process at one moment, in a form that can be sent and added up."""
+"""Snapshot of the metrics of a process, which can be sent and summed."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -7,16 +7,16 @@ from msgspec import Struct, structs
 from prometheus_client.metrics_core import Metric
 
 _PER_LIFE = "_created"
-"""Suffix of the series that tell when a counter of one process began; a sum of processes has none."""
+"""Suffix of the series with the creation time of a counter, which sums of processes lack."""
 
 _FRACTION = 2.0**20
-"""What is not a whole number is added up in multiples of 1 / _FRACTION, about a microsecond."""
+"""Fractional values are rounded to multiples of 1 / _FRACTION, about a microsecond."""
 
 Labels = tuple[tuple[str, str], ...]
 
 
 class Sample(Struct, frozen=True, array_like=True):
-    """One series and its value."""
+    """Series and its value."""
 
     name: str
     labels: Labels
@@ -24,23 +24,23 @@ class Sample(Struct, frozen=True, array_like=True):
 
 
 class Family(Struct, frozen=True, array_like=True):
-    """One metric of a process with its series."""
+    """Metric of a process with its series."""
 
     name: str
     text: str
     kind: str
-    """Type in the words of Prometheus."""
+    """Prometheus type."""
     samples: tuple[Sample, ...]
 
 
 class Collected(Protocol):
-    """A registry or a collector of metrics."""
+    """Registry or collector of metrics."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
 def snapshot(source: Collected) -> tuple[Family, ...]:
-    """Return the present values of a registry's metrics."""
+    """Return the current values of a registry's metrics."""
     return tuple(
         Family(metric.name, metric.documentation, metric.type, tuple(
             Sample(sample.name, tuple(sorted(sample.labels.items())), sample.value)
@@ -51,9 +51,9 @@ def snapshot(source: Collected) -> tuple[Family, ...]:
 
 
 def added(families: Iterable[Family]) -> list[Family]:
-    """Add up the families of each name.
+    """Sum the families of each name.
 
-    Their series keep the order in which they were met first.
+    Series keep the order of their first occurrence.
     """
     heads: dict[str, Family] = {}
     sums: dict[str, dict[tuple[str, Labels], float]] = {}
@@ -70,7 +70,7 @@ def added(families: Iterable[Family]) -> list[Family]:
 
 
 def metrics_of(families: Iterable[Family]) -> Iterator[Metric]:
-    """Yield families in the form of prometheus_client."""
+    """Convert families to those of prometheus_client."""
     for family in families:
         metric = Metric(family.name, family.text, family.kind)
         for sample in family.samples:
@@ -79,10 +79,9 @@ def metrics_of(families: Iterable[Family]) -> Iterator[Metric]:
 
 
 def rounded(family: Family) -> Family:
-    """Round the values that are not whole numbers.
+    """Round fractional values.
 
-    Their sums are exact then, whatever their order is: one that is lower by the last bit would be taken for a counter
-    that began anew.
+    Their sums are then exact in any order: a sum that is lower by the last bit would look like a counter reset.
     """
     samples = [
         sample

@@ -16,9 +16,9 @@ _CHECK_SECONDS = (
 _LAG_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 STORE_OPERATIONS = ("get", "save", "delete")
-"""Calls of the store of responses, whose failures are counted."""
+"""Operations of the response store with counted failures."""
 BREAKING_CODES = tuple(code.value for code in (ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.ENGINE_FAILED))
-"""Codes of the errors that are expected to end streams; others are counted once they happen."""
+"""Error codes that are expected to end streams; others are added when they occur."""
 
 
 class ConnectionMetrics:
@@ -85,7 +85,7 @@ class TemplateMetrics:
 class LoadMetrics:
     """Prometheus instruments of the load of one frontend.
 
-    The gauges are read at each report.
+    Gauges are read at each report.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -128,7 +128,7 @@ class TraceMetrics:
             ["outcome"],
             registry,
         )
-        # Another thread counts, which is to add no series while they are reported.
+        # The exporter's thread counts, and must not add series during a report.
         for outcome in ("exported", "failed", "dropped"):
             self.spans.labels(outcome)
 
@@ -136,7 +136,7 @@ class TraceMetrics:
 class FrontendMetrics:
     """Prometheus instruments of one app.
 
-    They have a registry of their own, so that several apps fit into one process.
+    Each app has its own registry, so that several apps fit into one process.
     """
 
     def __init__(self, registry: InstrumentRegistry) -> None:
@@ -177,7 +177,7 @@ class FrontendMetrics:
             ["operation"],
             registry,
         )
-        # A rate sees the first failure only if there was a zero before it.
+        # Start at 0, so that `rate()` sees the first failure.
         for operation in STORE_OPERATIONS:
             self.store_failures.labels(operation)
         self.link = LinkMetrics(registry)

@@ -1,8 +1,7 @@
-"""Instruments of a frontend.
+"""Counters, gauges and histograms of a frontend.
 
-They need no lock, because only the thread of the event loop counts; of a series that another thread counts, that
-thread alone does. All of them are reported together in some tens of microseconds, which a registry of prometheus_client
-takes milliseconds for.
+They need no lock: only the event loop's thread updates them, or for some series only one other thread. Reporting all of
+them takes tens of microseconds, compared with milliseconds for a registry of prometheus_client.
 """
 
 from abc import abstractmethod
@@ -19,13 +18,13 @@ from tandem.frontend.metrics.reports import InstrumentLayout, Report, families_o
 
 
 class CounterSeries:
-    """One counter."""
+    """Series of a counter."""
 
     def __init__(self) -> None:
         self.value: float = 0
 
     def inc(self, amount: float = 1) -> None:
-        """Count up."""
+        """Increase the counter."""
         self.value += amount
 
     def write(self, values: list[float]) -> None:
@@ -34,16 +33,16 @@ class CounterSeries:
 
 
 class HistogramSeries:
-    """One histogram."""
+    """Series of a histogram."""
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
         self._buckets = buckets
         self._counts: list[float] = [0] * (len(buckets) + 1)
-        """Observations of each bucket alone; the last ones are beyond all bounds."""
+        """Number of observations in each bucket; the last bucket is unbounded."""
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
+        """Record a value."""
         self._counts[bisect_left(self._buckets, value)] += 1
         self._sum += value
 
@@ -54,15 +53,15 @@ class HistogramSeries:
 
 
 class Instrument(Collector):
-    """One metric with its series."""
+    """Metric with its series."""
 
     kind = ""
-    """Type in the words of Prometheus."""
+    """Prometheus type."""
 
     def __init__(self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float] = ()) -> None:
-        """Describe a metric without series.
+        """Initialize a metric without series.
 
-        `bounds` are the bounds of the buckets of a histogram.
+        bounds: upper bounds of the buckets of a histogram.
         """
         self.name = name
         self.text = text
@@ -70,7 +69,7 @@ class Instrument(Collector):
         self._bounds = (*map(floatToGoString, bounds), "+Inf") if bounds else ()
 
     def labels_of_series(self) -> tuple[tuple[str, ...], ...]:
-        """Return the labels of each series, those of new ones last."""
+        """Return the labels of each series, new ones last."""
         return ((),)
 
     @abstractmethod
@@ -79,7 +78,7 @@ class Instrument(Collector):
 
     @property
     def layout(self) -> InstrumentLayout:
-        """Meaning of the values."""
+        """Layout of the values."""
         return InstrumentLayout(
             self.name, self.text, self.kind, self._bounds, self.label_names, self.labels_of_series()
         )
@@ -125,7 +124,7 @@ class Gauge(Instrument):
         self.value = value
 
     def set_function(self, function: Callable[[], float]) -> None:
-        """Ask a function for the value whenever it is reported."""
+        """Call a function for the value at each report."""
         self._function = function
 
     def write(self, values: list[float]) -> None:
@@ -144,7 +143,7 @@ class Histogram(HistogramSeries, Instrument):
 
 
 class Counters(Instrument):
-    """Counters that differ by their labels."""
+    """Counter with labels."""
 
     kind = "counter"
 
@@ -154,7 +153,7 @@ class Counters(Instrument):
         registry.register(self)
 
     def labels(self, *labels: str) -> CounterSeries:
-        """Return the counter with these labels, a new one for new labels."""
+        """Return the counter with these labels, creating it if needed."""
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = CounterSeries()
@@ -168,7 +167,7 @@ class Counters(Instrument):
 
 
 class Histograms(Instrument):
-    """Histograms that differ by their labels."""
+    """Histogram with labels."""
 
     kind = "histogram"
 
@@ -181,7 +180,7 @@ class Histograms(Instrument):
         registry.register(self)
 
     def labels(self, *labels: str) -> HistogramSeries:
-        """Return the histogram with these labels, a new one for new labels."""
+        """Return the histogram with these labels, creating it if needed."""
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = HistogramSeries(self._buckets)
@@ -196,14 +195,14 @@ class Histograms(Instrument):
 
 
 class InstrumentRegistry(CollectorRegistry):
-    """Registry that reports its instruments without a detour over prometheus_client."""
+    """Registry that reports its instruments without prometheus_client's overhead."""
 
     def __init__(self) -> None:
         super().__init__()
         self._instruments: list[Instrument] = []
         self._others: list[Collector] = []
         self._num_reported = -1
-        """Number of values of the last report."""
+        """Number of values in the last report."""
 
     def register(self, collector: Collector) -> None:
         super().register(collector)
@@ -213,9 +212,9 @@ class InstrumentRegistry(CollectorRegistry):
             self._others.append(collector)
 
     def report(self, with_layout: bool = False) -> Report:
-        """Return the present values, with their meaning if that has changed.
+        """Return the current values, with their layout if it has changed.
 
-        It has changed since the last report if there are more values, for series are only ever added.
+        It has changed if there are more values, as series are only ever added.
         """
         others = tuple([family for collector in self._others for family in snapshot(collector)])
         values: list[float] = []

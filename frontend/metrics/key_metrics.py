@@ -1,4 +1,4 @@
-"""Instruments of the usage of API keys."""
+"""Usage metrics of API keys."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,12 +10,12 @@ from tandem.frontend.metrics.instruments import Counters
 
 
 class KeyUsage:
-    """Usage of one generating request, and how much of it is counted."""
+    """Usage of a generating request, and the part that is already counted."""
 
     def __init__(self, name: str, prompt_tokens: int, num_tokens: Callable[[], int]) -> None:
-        """Begin with nothing counted.
+        """Initialize with nothing counted.
 
-        `num_tokens` returns the number of tokens that the request has got so far.
+        num_tokens: returns the number of tokens generated so far.
         """
         self.name = name
         self.prompt_tokens = prompt_tokens
@@ -24,16 +24,16 @@ class KeyUsage:
 
 
 class KeyMetrics(Collector):
-    """Prometheus instruments of the usage of API keys, by name.
+    """Usage metrics by API key name.
 
-    The names are those of the server's keys, so clients cannot add any. Tokens of open streams are counted whenever the
-    metrics are collected, so that a frontend that is killed loses no more of a long stream than of anything else.
+    Clients cannot add names, which are those of the server's keys. Tokens of open streams are counted at each
+    collection, so that a killed frontend loses little of a long stream.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._open: set[KeyUsage] = set()
-        """Streams that have not ended."""
-        registry.register(self)  # before the counters, which are collected after it
+        """Open streams."""
+        registry.register(self)  # collected before the counters, so that they are up to date
         self.requests = Counters("tandem_key_requests", "Generating requests of an API key.", ["key"], registry)
         self.prompt_tokens = Counters(
             "tandem_key_prompt_tokens",
@@ -46,23 +46,23 @@ class KeyMetrics(Collector):
         )
 
     def begin(self, usage: KeyUsage, is_streamed: bool) -> None:
-        """Count a request that has been accepted.
+        """Count an accepted request.
 
-        Tokens of one that is not streamed are delivered, and counted, at its end.
+        Tokens of a request without streaming are delivered, and counted, at its end.
         """
         self.requests.labels(usage.name).inc()
         if is_streamed:
             self._open.add(usage)
 
     def end(self, usage: KeyUsage) -> None:
-        """Count what is not counted yet of a request that has ended."""
+        """Count the remaining tokens of a finished request."""
         self._open.discard(usage)
         self._count(usage)
 
     def collect(self) -> Iterable[Metric]:
         """Count the tokens of open streams.
 
-        It yields nothing, for the counters are collected themselves.
+        It yields nothing, since the counters are collected themselves.
         """
         for usage in self._open:
             self._count(usage)

@@ -1,4 +1,4 @@
-"""Sums of the Prometheus metrics of several processes, of which some have ended."""
+"""Totals of Prometheus metrics over several processes, including exited ones."""
 
 from collections.abc import Hashable, Iterable
 
@@ -11,31 +11,31 @@ from tandem.frontend.metrics.reports import Report, families_of
 
 
 class MetricTotals(Collector):
-    """Collector of the sums over processes.
+    """Collector of totals over processes.
 
-    The counters and histograms of a process that has ended stay in the sums, so that no counter falls. A gauge is the
-    sum over the processes that run, and 0 without any, so that no series is gone while a service drains.
+    Counters and histograms of an exited process remain in the totals, so that no counter decreases. A gauge is the sum
+    over running processes, and 0 without any, so that no series disappears while a service drains.
 
-    What is added up is `rounded` first.
+    Values are `rounded` before they are summed.
     """
 
     def __init__(self) -> None:
         self.model_name = ""
-        """Name of the model that a process told last; "" before."""
+        """Last model name reported by a process; "" before."""
         self._running: dict[Hashable, Report] = {}
-        """Newest report of each process, with its layout."""
+        """Last report of each process, with its layout."""
         self._ended: tuple[Family, ...] = ()
 
     def update(self, process: Hashable, report: Report) -> None:
-        """Replace what is known of a process by its newest values."""
+        """Update the values of a process."""
         if report.layout is None and (last := self._running.get(process)) is not None:
             report = structs.replace(report, layout=last.layout)
         self._running[process] = report
 
     def end(self, process: Hashable) -> None:
-        """Keep the counters and histograms of a process that has ended.
+        """Keep the counters and histograms of an exited process.
 
-        Its gauges become 0.
+        Its gauges are set to 0.
         """
         report = self._running.pop(process, Report())
         lasting = [_zeroed(family) if family.kind == "gauge" else family for family in _families(report)]
@@ -47,7 +47,7 @@ class MetricTotals(Collector):
 
 
 def _families(report: Report) -> list[Family]:
-    """Return the metrics of a report, with values that can be added up."""
+    """Return the metrics of a report, with values that can be summed."""
     families = [*families_of(report.layout or (), report.values), *report.others]
     return [family if family.kind == "gauge" else rounded(family) for family in families]
 

@@ -1,4 +1,4 @@
-"""Memory, CPU time, files and garbage collections of processes."""
+"""Memory, CPU time, open files and garbage collections of processes."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -15,19 +15,18 @@ _CPU = "process_cpu_seconds"
 
 
 class ProcessesCollector(Collector):
-    """Collector of the resources of processes on this host.
+    """Collector of the resource usage of processes on this host.
 
-    `running` returns the name and id of each; the name is the label `process`. Several may have one name, such as a
-    frontend and its successor: their values are added up. The CPU time of a process that has ended stays in the
-    counter, as far as the last scrape saw.
+    running: returns the name, used as label `process`, and id of each process. Processes with the same name, such as a
+    frontend and its successor, are summed. CPU time of exited processes stays in the counter, as of the last scrape.
     """
 
     def __init__(self, running: Callable[[], Iterable[tuple[str, int]]]) -> None:
         self._running = running
         self._seen: dict[tuple[str, int], float] = {}
-        """CPU time of each process at the last scrape, in seconds."""
+        """CPU seconds of each process at the last scrape."""
         self._ended: dict[str, float] = {}
-        """CPU time of the processes of each name that have ended, in seconds."""
+        """CPU seconds of exited processes, by name."""
 
     def collect(self) -> Iterable[Metric]:
         found = {process: self._families(*process) for process in self._running()}
@@ -43,7 +42,7 @@ class ProcessesCollector(Collector):
         return metrics_of(added([*(family for families in found.values() for family in families), *ended]))
 
     def _families(self, name: str, pid: int) -> list[Family]:
-        """Return the metrics of one process; none if it has ended."""
+        """Return the metrics of a process; none if it has exited."""
         labels = (("process", name),)
         families = [
             structs.replace(

@@ -1,4 +1,4 @@
-"""Values of all instruments of one process, as they are sent every second."""
+"""Reports of all instrument values of a process, sent every second."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,17 +8,17 @@ from tandem.frontend.metrics.families import Family, Labels, Sample
 
 
 class InstrumentLayout(Struct, frozen=True, array_like=True):
-    """Meaning of the values of one instrument.
+    """Layout of the values of an instrument.
 
-    Each series has one value; of a histogram it has one for each bucket, and the sum.
+    Each series has one value; a histogram has a value for each bucket, and the sum.
     """
 
     name: str
     text: str
     kind: str
-    """Type in the words of Prometheus."""
+    """Prometheus type."""
     bounds: tuple[str, ...] = ()
-    """Bounds of the buckets of a histogram."""
+    """Upper bounds of the buckets of a histogram."""
     label_names: tuple[str, ...] = ()
     series: tuple[tuple[str, ...], ...] = ((),)
     """Labels of each series."""
@@ -30,13 +30,13 @@ class Report(Struct, frozen=True, array_like=True):
     values: list[float] = []
     """Values of all instruments, in the order of their layouts."""
     layout: tuple[InstrumentLayout, ...] | None = None
-    """Meaning of the values; None if it is that of the last report."""
+    """Layout of the values; None if unchanged since the last report."""
     others: tuple[Family, ...] = ()
-    """Metrics that are not those of instruments."""
+    """Metrics that do not come from instruments."""
 
 
 def families_of(layouts: Iterable[InstrumentLayout], values: Sequence[float]) -> list[Family]:
-    """Return the metrics that have these values."""
+    """Return the metrics with these values."""
     rest = iter(values)
     return [Family(layout.name, layout.text, layout.kind, tuple(_samples(layout, rest))) for layout in layouts]
 
@@ -52,7 +52,7 @@ def _samples(layout: InstrumentLayout, values: Iterator[float]) -> Iterator[Samp
 
 
 def _histogram(name: str, labels: Labels, bounds: Sequence[str], values: Iterator[float]) -> Iterator[Sample]:
-    """Yield the series of one histogram, whose buckets are cumulative for Prometheus."""
+    """Yield the series of a histogram, with cumulative buckets as in Prometheus."""
     total = 0.0
     for bound in bounds:
         total += next(values)

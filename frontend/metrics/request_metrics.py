@@ -1,4 +1,4 @@
-"""Instruments of HTTP requests, and of those among them that generate."""
+"""Metrics of HTTP requests, and of generating requests in particular."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ FIRST_TOKEN_SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-"""Bucket bounds of the time to the first token, in seconds: vLLM's and some between them."""
+"""Bucket bounds of the time to first token in seconds: vLLM's and some in between."""
 TOKEN_SECONDS = (
     *(
         0.0001,
@@ -33,7 +33,7 @@ TOKEN_SECONDS = (
     *(0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-"""Bucket bounds of the time between two tokens, in seconds: vLLM's and finer ones below 10 ms."""
+"""Bucket bounds of the inter-token latency in seconds: vLLM's and finer ones below 10 ms."""
 REQUEST_SECONDS = (
     *(
         0.001,
@@ -59,7 +59,7 @@ REQUEST_SECONDS = (
     ),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Bucket bounds of the time of a request, in seconds: vLLM's and some below its smallest."""
+"""Bucket bounds of the request duration in seconds: vLLM's and some smaller ones."""
 _ROUTE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 600.0)
 _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0)
 _TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
@@ -74,9 +74,9 @@ _REASON_OF_STATUS = {401: "key", 403: "right", 413: "body_size", 421: "host", 50
 def refusal_reason(status: int, code: str, limit: str) -> str | None:
     """Return the label of a refused request.
 
-    It is None if the request was not refused for want of room or rights.
-    `code` is that of the error, `limit` the limit of this frontend that was exceeded, if one was. 529 is Anthropic's
-    status for an overload and for an engine that is not ready.
+    Return None unless the request was refused for a lack of capacity or rights. code: error code. limit: the limit of
+    this frontend that was exceeded, if any. 529 is Anthropic's status for an overload and for an engine that is not
+    ready.
     """
     if limit:
         return limit
@@ -86,7 +86,7 @@ def refusal_reason(status: int, code: str, limit: str) -> str | None:
 
 
 class RequestMetrics:
-    """Prometheus instruments of what became of requests."""
+    """Metrics of the outcomes of requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.duration = Histograms(
@@ -143,7 +143,7 @@ class RequestMetrics:
     def end(self, route: str, duration: float, stages: Iterable[tuple[str, float]], reason: str | None) -> None:
         """Count an HTTP request at its end.
 
-        It comes with its stages, and the reason if it was refused. Times are in seconds.
+        stages: seconds of each stage. reason: reason of a refusal. Times are in seconds.
         """
         self.duration.labels(route).observe(duration)
         for name, seconds in stages:
@@ -152,10 +152,11 @@ class RequestMetrics:
             self.refused.labels(reason).inc()
 
     def answered(self, latency: float, decoding: float, prompt_tokens: int, n: int, longest: int) -> None:
-        """Count a generation that was answered in full.
+        """Count a completed generation.
 
         latency: seconds from its arrival; decoding: seconds from its first token to its last; longest: tokens of its
         longest choice.
+
         """
         self.latency.observe(latency)
         self.prompt_tokens.inc(prompt_tokens)

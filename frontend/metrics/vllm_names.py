@@ -1,4 +1,4 @@
-"""Metrics that vLLM has too, and their names there."""
+"""Names of equivalent metrics in vLLM."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ _EARLIER_NAMES = {
     "inter_token_latency_seconds": ("time_per_output_token_seconds",),
     "kv_cache_usage_perc": ("gpu_cache_usage_perc",),
 }
-"""Names that vLLM had for the same before, which its dashboards of that time ask for."""
+"""Earlier names in vLLM, which older dashboards use."""
 
 VLLM_NAMES = {
     **{f"tandem_{name}": (f"vllm:{name}",) for name in _SAME_NAME},
@@ -44,24 +44,24 @@ VLLM_NAMES = {
         f"tandem_{name}": (f"vllm:{name}", *(f"vllm:{other}" for other in others))
         for name, others in _EARLIER_NAMES.items()
     },
-    # Prometheus keeps names in _total for counters, and this is a histogram.
+    # Prometheus reserves the suffix _total for counters, and this is a histogram.
     "tandem_iteration_tokens": ("vllm:iteration_tokens_total",),
 }
-"""Names in vLLM by the names here, without the suffix of counters."""
+"""vLLM's name of each metric, without the suffix of counters."""
 
 _ENGINE: Labels = (("engine", "0"),)
-"""Label that vLLM has beside the model's name: the number of the engine, of which there is one."""
+"""vLLM's label for the engine number; there is one engine."""
 
 
 def with_model(family: Family, model_name: str) -> Family:
-    """Add the label `model_name` to a family that vLLM has too."""
+    """Add the label `model_name` to a family that vLLM also has."""
     if family.name not in VLLM_NAMES or not model_name:
         return family
     return _labelled(family, (("model_name", model_name),))
 
 
 def aliases(family: Family) -> Iterator[Family]:
-    """Yield a family under each name that it has in vLLM."""
+    """Yield a family under each of its names in vLLM."""
     length = len(family.name)
     for name in VLLM_NAMES.get(family.name, ()):
         samples = tuple([structs.replace(sample, name=name + sample.name[length:]) for sample in family.samples])

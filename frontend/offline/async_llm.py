@@ -53,9 +53,9 @@ class AsyncLLM:
         download_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        """Keep the settings, which are those of `LLM`, without starting anything.
+        """Store the settings, which are those of `LLM`, without starting the engine.
 
-        Raises TypeError for an unknown option, ValueError for a value that its flag would not take.
+        Raises TypeError for an unknown option, ValueError for an invalid value.
         """
         settings = engine_options(model, options)
         chat = chat or ChatOptions()
@@ -73,9 +73,10 @@ class AsyncLLM:
     async def start(self) -> None:
         """Start the engine and wait until it is ready.
 
-        A model of the hub that is not in the cache is downloaded first.
+        A model from the hub is downloaded first if it is not in the cache.
 
         Raises LaunchError, TokenizerError or EngineError like the constructor of `LLM`.
+
         """
         if self._state != "not started":
             raise EngineError(f"this AsyncLLM cannot be started, it is {self._state}")
@@ -88,7 +89,7 @@ class AsyncLLM:
             raise
 
     async def _find_model(self) -> ModelFolder:
-        """Find or download the model in a thread, which a cancelled call tells to stop."""
+        """Find or download the model in a thread, which is stopped if this call is cancelled."""
         stop = threading.Event()
         try:
             return await asyncio.to_thread(
@@ -122,7 +123,7 @@ class AsyncLLM:
     ) -> list[Result]:
         """Complete prompts like `LLM.generate`.
 
-        The bar is off by default, because calls may run at once.
+        The progress bar is off by default, because calls may run concurrently.
         """
         refuse_parameters(sampling_params, "await llm.generate(prompts")
         batch, checked = prompt_batch(prompts), completion_fields(fields)

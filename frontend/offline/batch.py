@@ -1,4 +1,4 @@
-"""The requests of one call, run concurrently, with a progress bar."""
+"""Run the requests of a call concurrently, with a progress bar."""
 
 import asyncio
 import logging
@@ -20,16 +20,16 @@ _Item = TypeVar("_Item")
 
 
 class BatchOptions(Struct, frozen=True):
-    """Options of running the requests of a call."""
+    """Options for running a batch."""
 
     progress: bool = True
-    """True for a progress bar, if stderr is a terminal."""
+    """True to show a progress bar if stderr is a terminal."""
     raise_on_error: bool = False
-    """True to raise for the first request that fails and cancel the others."""
+    """True to raise at the first request that fails, and cancel the others."""
 
 
 class Batch:
-    """Requests of one call and what they have generated so far."""
+    """Requests of a call and their progress."""
 
     def __init__(
         self, label: str, total: int, options: BatchOptions, clock: Callable[[], float] = time.monotonic
@@ -45,10 +45,10 @@ class Batch:
     async def run(
         self, run_one: Callable[[_Item], Awaitable[Result]], items: Sequence[_Item], workers: int
     ) -> list[Result]:
-        """Run every item and return the results in their order.
+        """Run all items and return the results in order.
 
-        At most `workers` run at once. An ApiError becomes the result's error, or is raised as RequestError
-        (`BatchOptions.raise_on_error`). Raises EngineError if the engine has ended.
+        At most `workers` run concurrently. An ApiError becomes the result's error, or is raised as RequestError with
+        `BatchOptions.raise_on_error`. Raises EngineError if the engine has exited.
         """
         results: list[Result | None] = [None] * len(items)
         waiting = iter(enumerate(items))

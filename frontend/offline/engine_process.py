@@ -1,4 +1,4 @@
-"""The engine process of offline inference, and its last words on stderr."""
+"""Engine process of offline inference, and the errors it prints to stderr."""
 
 import asyncio
 import re
@@ -14,20 +14,20 @@ from tandem.protocol.errors import ExitCode
 from tandem.protocol.logs import LogLevel
 
 _STOP_SECONDS = 10.0
-"""Seconds that the engine gets to end before it is killed."""
+"""Seconds for the engine to exit before it is killed."""
 _TAIL_SECONDS = 1.0
-"""Seconds to read what an ended process has written; its own children may hold stderr open."""
+"""Seconds to read the remaining output of an exited process; its children may keep stderr open."""
 _MAX_LINE_BYTES = 2**16
 _MAX_LINES = 64
-"""Lines of which the last tell the reason of an end: more than a refusal has."""
+"""Number of last lines that are searched for the reason of an exit; a refusal has fewer."""
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d[ T]")
 _NAME = re.compile(r"^(\S+Z engine ERROR|tandem engine:|python -m tandem\.engine_core: error:) ")
 
 
 class EngineProcess:
-    """Engine process of one session.
+    """Engine process of a session.
 
-    Its stderr is passed on to this process's stderr.
+    Its stderr is forwarded to this process's stderr.
     """
 
     def __init__(self, endpoint: str, options: EngineOptions, log_level: LogLevel) -> None:
@@ -45,20 +45,22 @@ class EngineProcess:
         self._reader = asyncio.create_task(self._pass_on())
 
     async def stop(self) -> None:
-        """End the process and pass on what it still writes."""
+        """Stop the process and forward its remaining output."""
         await self._process.stop(_STOP_SECONDS)
         await self._read_rest()
 
     async def check(self) -> None:
-        """Raise EngineError, with the reason, if the process has ended."""
+        """Raise EngineError with the reason if the process has exited."""
         if not (status := self._process.exit_status):
             return
         await self._read_rest()
-        # Only an error among the lines of the log tells the reason, and a process that was killed has not written one.
+        # Only a logged error gives the reason, and a killed process has not logged one.
         told = [line for line in self._last_lines if _NAME.match(line) or not _LOG_LINE.match(line)]
         lines = [line for line in told if line.strip()]
         first = len(lines) - 1
-        if status == describe_exit(ExitCode.CONFIG):  # a refusal may have several lines; of a traceback the last tells
+        if status == describe_exit(
+            ExitCode.CONFIG
+        ):  # a refusal may have several lines; a traceback has its message last
             first = min((place for place, line in enumerate(lines) if _NAME.match(line)), default=first)
         reason = "".join(_NAME.sub("", line) for line in lines[first:]).strip()
         said = f": {reason}" if lines and "SIGKILL" not in status else ""
@@ -73,7 +75,7 @@ class EngineProcess:
         while True:
             try:
                 line = await self._process.stderr.readline()
-            except ValueError:  # longer than the limit; the reader has dropped it
+            except ValueError:  # longer than the limit and dropped by the reader
                 continue
             if not line:
                 return
@@ -84,7 +86,7 @@ class EngineProcess:
 
 
 def check_log_level(level: str) -> LogLevel:
-    """Return a log level. Raises ValueError for another text."""
+    """Parse a log level. Raises ValueError if it is unknown."""
     levels: tuple[LogLevel, ...] = get_args(LogLevel)
     for known in levels:
         if level == known:

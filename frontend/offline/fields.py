@@ -1,4 +1,4 @@
-"""Keywords of offline calls: fields of an HTTP request, and short forms."""
+"""Keyword arguments of offline calls: fields of an HTTP request, and short forms."""
 
 import argparse
 import difflib
@@ -31,7 +31,7 @@ _ELSEWHERE = {
     "use_tqdm": "give progress=False to hide the bar",
     "sampling_params": "give its fields as keywords, such as temperature=0, max_tokens=64",
 }
-"""Names that are not keywords here, and what to do instead."""
+"""Unsupported names, and what to use instead."""
 
 _OTHER_OPTIONS = {
     "max_model_len": "max_len",
@@ -47,25 +47,24 @@ _OTHER_OPTIONS = {
     "block_size": "page_size",
     "verbose": "log_level",
 }
-"""Options of other engines, and the one here that comes nearest."""
+"""Options of other engines, and the closest option here."""
 
 
 class Fields(Struct, frozen=True):
-    """Checked keywords of one call."""
+    """Validated keyword arguments of a call."""
 
     body: dict[str, Any]
     """Fields of the HTTP request."""
     prompt_logprobs: int | None = None
-    """Number of alternatives for each token of a prompt; None for no log-probabilities of prompts."""
+    """Number of alternatives for each prompt token; None for no prompt log-probabilities."""
     with_logprobs: bool = False
-    """True if the outputs have log-probabilities."""
+    """True if outputs have log-probabilities."""
 
 
 def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptions:
-    """Build the engine's settings from the keywords of a constructor.
+    """Build the engine's settings from the keyword arguments of a constructor.
 
-    Raises TypeError for a name that is not an option, and names the nearest one; ValueError for a value that its flag
-    would not take.
+    Raises TypeError for an unknown option, with the closest name, and ValueError for an invalid value.
     """
     known = EngineOptions.__struct_fields__
     for name in options:
@@ -85,14 +84,14 @@ def engine_options(model: str | None, options: Mapping[str, Any]) -> EngineOptio
 
 
 def hub_options(revision: str | None, hf_token: str | None, download_dir: str | Path | None) -> HubOptions:
-    """Build the options of a model on the hub from the keywords of a constructor."""
+    """Build the hub options from the keyword arguments of a constructor."""
     return HubOptions(revision, hf_token, None if download_dir is None else Path(download_dir))
 
 
 def refuse_parameters(given: object, call: str) -> None:
-    """Raise TypeError for sampling parameters in an object, as vLLM takes them.
+    """Raise TypeError for a sampling parameters object, as used with vLLM.
 
-    The text has the call that was meant; `call` names the method and its first argument.
+    The message has the equivalent call; `call` is the method and its first argument.
     """
     if given is None:
         return
@@ -105,11 +104,11 @@ def refuse_parameters(given: object, call: str) -> None:
 
 
 def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
-    """Check the keywords of a completion.
+    """Validate the keyword arguments of a completion.
 
-    A server ignores fields that it does not know, for the sake of its clients; here such a name is a typing error.
-    Raises TypeError for it and for a name that another argument stands for, ValueError for `prompt_logprobs` out of
-    range. The values of the others are checked like a request's.
+    A server ignores unknown fields for the sake of its clients; here such a name is a typo. Raises TypeError for it and
+    for names covered by other arguments, ValueError for `prompt_logprobs` out of range. Other values are validated like
+    a request's.
     """
     body = _checked(given, COMPLETION.names, ("prompt_logprobs",))
     with_logprobs = body.get("logprobs") is not None
@@ -124,9 +123,10 @@ def completion_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
 
 
 def chat_fields(given: Mapping[str, Any], stream: bool = False) -> Fields:
-    """Check the keywords of a chat.
+    """Validate the keyword arguments of a chat.
 
     Raises TypeError like `completion_fields`.
+
     """
     body = _checked(given, CHAT.names, ())
     return Fields({**body, "stream": stream}, None, bool(body.get("logprobs")))
@@ -153,7 +153,7 @@ def _checked(given: Mapping[str, Any], known: Collection[str], own: Collection[s
 def prompt_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list.
 
-    Raises TypeError for an element that is neither a text nor a list of token ids.
+    Raises TypeError for an element that is neither text nor a list of token ids.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -165,9 +165,9 @@ def prompt_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_prompt(prompt: Any, name: str = "the prompt") -> Prompt:
-    """Return a prompt that is a text or a list of token ids.
+    """Return a prompt: text or a list of token ids.
 
-    Raises TypeError for anything else; `name` stands in the message.
+    Raises TypeError for anything else; `name` is used in the message.
     """
     if isinstance(prompt, str):
         return prompt
@@ -185,7 +185,7 @@ def check_prompt(prompt: Any, name: str = "the prompt") -> Prompt:
 def _listed(value: Any, name: str = "prompts") -> list[Any]:
     """Return the items of an array, such as NumPy's.
 
-    Raises TypeError for a value that has no `tolist`.
+    Raises TypeError for a value without `tolist`.
     """
     if not hasattr(value, "tolist"):
         kind = type(value).__name__

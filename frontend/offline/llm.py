@@ -49,10 +49,10 @@ __all__ = [
 
 
 class LLM:
-    """A model in an engine process of its own, from the constructor to `close`.
+    """Model in an engine process, which runs from the constructor to `close`.
 
-    `options` are the fields of EngineOptions, which are the engine flags of `tandem serve`. The process ends with
-    `close`, with the `with` block, and with this process, however that ends. Several threads may call at once.
+    `options` are the fields of EngineOptions, the engine flags of `tandem serve`. The process stops with `close`, with
+    the `with` block, and with this process, however it exits. Several threads may call at once.
     """
 
     def __init__(
@@ -69,12 +69,11 @@ class LLM:
     ) -> None:
         """Start the engine and wait until it is ready.
 
-        `model` is a folder or a name on the Hugging Face hub, which is downloaded first if it is not in the cache:
-        at `revision`, with `hf_token`, to `download_dir`, each as the flag of `tandem serve`. Without `model`, the
-        engine serves the model that ships with it. It logs what is at least as severe as `log_level` (debug, info,
-        warning or error) to stderr. Raises LaunchError or TokenizerError for a model that
-        cannot be served, EngineError for an engine that ends or is not ready within `startup_timeout` seconds,
-        TypeError for an unknown option, ValueError for a value that its flag would not take.
+        `model` is a folder or a name on the Hugging Face hub, which is downloaded first if it is not in the cache,
+        using `revision`, `hf_token` and `download_dir` like the flags of `tandem serve`. By default the engine serves
+        the model shipped with it. It logs to stderr from `log_level` (debug, info, warning or error) on. Raises
+        LaunchError or TokenizerError for a model that cannot be served, EngineError if the engine exits or is not ready
+        within `startup_timeout` seconds, TypeError for an unknown option, ValueError for an invalid value.
         """
         settings, level = engine_options(model, options), check_log_level(log_level)
         check_engine_installed()
@@ -104,16 +103,16 @@ class LLM:
         raise_on_error: bool = False,
         **fields: Any,
     ) -> list[Result]:
-        """Complete prompts in batches and return the results in their order.
+        """Complete prompts in batches and return the results in order.
 
-        Each prompt is a text or a list of token ids. `fields` are those of `POST /v1/completions` (`max_tokens`,
+        Each prompt is text or a list of token ids. `fields` are those of `POST /v1/completions` (`max_tokens`,
         `temperature`, `seed`, `stop`, `n`, `best_of`, `logprobs`, ...), with the same defaults, and apply to every
-        prompt; `json_schema` is short for a `response_format`, and `prompt_logprobs=N` scores the prompts.
+        prompt. `json_schema` is short for a `response_format`, and `prompt_logprobs=N` scores the prompts.
 
-        A prompt that is refused or fails has a result with an `error`, whose `text` raises it; the others are not
-        lost. With `raise_on_error`, RequestError is raised for the first one instead. Raises RequestError for a value
-        that no prompt can have, TypeError for a name that is not a field and for `sampling_params`, whose place in
-        vLLM it has, EngineError if the engine has ended.
+        A prompt that is refused or fails has a result with an `error`, and reading its `text` raises it; the other
+        results are kept. With `raise_on_error`, RequestError is raised at the first failure instead. Raises
+        RequestError for a value that is invalid for every prompt, TypeError for an unknown field and for
+        `sampling_params`, the second argument in vLLM, and EngineError if the engine has exited.
         """
         refuse_parameters(sampling_params, "llm.generate(prompts")
         batch, checked = prompt_batch(prompts), completion_fields(fields)
@@ -129,10 +128,10 @@ class LLM:
         raise_on_error: bool = False,
         **fields: Any,
     ) -> list[Result]:
-        """Answer one conversation or several, each a list of OpenAI messages.
+        """Answer one or several conversations, each a list of OpenAI messages.
 
         `fields` are those of `POST /v1/chat/completions` (`tools`, `response_format`, ... and those of `generate`), and
-        `json_schema`. Errors are those of `generate`.
+        `json_schema`. Raises the errors of `generate`.
         """
         refuse_parameters(sampling_params, "llm.chat(conversations")
         batch, checked = conversation_batch(conversations), chat_fields(fields)
@@ -172,7 +171,7 @@ class LLM:
         self.close()
 
     def _iterate(self, item: Item, fields: Fields, *, chat: bool) -> Iterator[OutputDelta]:
-        # A generator of this object, so that the engine lives as long as the stream.
+        # A method of this object, so that the engine lives as long as the stream.
         yield from self._thread.iterate(self._session.stream(item, fields, chat=chat))
 
     def _check_open(self) -> None:

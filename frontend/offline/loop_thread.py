@@ -1,4 +1,4 @@
-"""Event loop in a thread of its own, for callers without one."""
+"""Event loop in a thread, for callers without one."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ _END = object()
 class LoopThread:
     """Daemon thread with an event loop.
 
-    It runs coroutines on behalf of other threads.
+    It runs coroutines for other threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,13 +26,13 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """True in the loop's own thread, which must not wait for itself in `run`."""
+        """True in the loop's thread, which must not wait for itself in `run`."""
         return threading.current_thread() is self._thread
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine in the loop and wait for its result.
 
-        KeyboardInterrupt cancels the coroutine and is raised once that has ended.
+        KeyboardInterrupt cancels the coroutine, and is raised once it has finished.
         """
         future: Future[_Result] = Future()
         tasks: list[asyncio.Task[_Result]] = []
@@ -58,9 +58,10 @@ class LoopThread:
             raise
 
     def iterate(self, source: AsyncIterator[_Result]) -> Iterator[_Result]:
-        """Yield what an asynchronous generator yields, running it in the loop.
+        """Iterate over an asynchronous generator, running it in the loop.
 
         The generator is closed with this iterator.
+
         """
         try:
             while (item := self.run(_next(source))) is not _END:

@@ -15,7 +15,7 @@ from tandem.frontend.generation.usage import Usage
 
 
 class EngineError(Exception):
-    """The engine process could not be started, is not ready in time, or has ended."""
+    """The engine process failed to start, is not ready in time, or has exited."""
 
 
 class RequestError(Exception):
@@ -33,50 +33,50 @@ class RequestError(Exception):
 
 
 class Logprob(Struct, frozen=True):
-    """Log-probability of one token at one position."""
+    """Log-probability of a token at a position."""
 
     logprob: float
     rank: int | None
-    """1 for the most probable token; None for a token that is not among the alternatives."""
+    """Rank, 1 for the most probable token; None for a token outside of the alternatives."""
     decoded_token: str
     """Text of the token; bytes that are not valid UTF-8 on their own are U+FFFD."""
 
 
 Position = dict[int, Logprob]
-"""Token ids at one position: the sampled token, or that of the prompt, and the most probable ones."""
+"""Log-probabilities at a position: of the sampled or prompt token, and of the most probable ones."""
 
 
 class Output(Struct, frozen=True):
-    """One choice of a result."""
+    """Choice of a result."""
 
     text: str
     """Text of the choice; for a chat, the content of the message."""
     token_ids: list[int]
-    """Sampled ids, including the one that ended the sequence."""
+    """Sampled token ids, including the stop token."""
     finish_reason: str
     reasoning: str | None = None
     calls: Sequence[ToolCall] = ()
     """Tool calls of a chat."""
     index: int = 0
     logprobs: list[Position] | None = None
-    """Log-probabilities of each token of the text, without the id that ended the sequence; None unless requested."""
+    """Log-probabilities of each token of the text, without the stop token; None unless requested."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of `token_ids`; None unless `logprobs` or `best_of` needed them."""
 
 
 class Result(Struct, frozen=True):
-    """Result of one prompt or one conversation."""
+    """Result of a prompt or a conversation."""
 
     prompt_token_ids: list[int]
     outputs: list[Output]
-    """Choices, `n` of them; none if the request failed."""
+    """The `n` choices; empty if the request failed."""
     usage: Usage
     prompt: str | None = None
     """Text of the prompt; None for a prompt of token ids."""
     prompt_logprobs: list[Position | None] | None = None
     """Log-probabilities of each token of the prompt, None for the first; None unless requested."""
     error: RequestError | None = None
-    """Reason why the request was refused or failed; None for one that succeeded."""
+    """Reason of a refusal or failure; None on success."""
 
     @property
     def text(self) -> str:
@@ -90,18 +90,18 @@ class Result(Struct, frozen=True):
 
 
 class OutputDelta(Struct, frozen=True):
-    """Text and tokens that a stream adds to one choice."""
+    """Text and tokens added to a choice of a stream."""
 
     index: int
-    """Number of the choice."""
+    """Index of the choice."""
     text: str
     """Text added to the choice; for a chat, to the content of the message."""
     token_ids: list[int]
     finish_reason: str | None = None
-    """Reason of the end, in the last piece of the choice; None before."""
+    """Finish reason, in the last delta of the choice; None before."""
     reasoning: str | None = None
     calls: Sequence[ToolCall] = ()
-    """Complete tool calls of a chat, in the last piece of the choice."""
+    """Complete tool calls of a chat, in the last delta of the choice."""
     logprobs: list[Position] | None = None
     """Log-probabilities of the tokens of `text`; None unless requested."""
 
@@ -109,16 +109,16 @@ class OutputDelta(Struct, frozen=True):
 def failed_result(error: RequestError, prompt: str | None) -> Result:
     """Build the result of a request without output.
 
-    `prompt` is its text; None if it was none.
+    prompt: its text; None for token ids.
     """
     return Result([], [], Usage(0, 0, 0), prompt, error=error)
 
 
 class ResultBuilder:
-    """Turn the choices of one request into its result.
+    """Build the result of a request from its choices.
 
-    `shape` tells how the choices of a chat are parsed; None for a completion. `with_logprobs` tells whether the outputs
-    have log-probabilities, those of the prompt aside.
+    shape: how the choices of a chat are parsed; None for a completion. with_logprobs: whether outputs have
+    log-probabilities, regardless of the prompt.
     """
 
     def __init__(self, admitted: Admitted, prompt: str | None, shape: MessageShape | None, with_logprobs: bool) -> None:
@@ -132,7 +132,7 @@ class ResultBuilder:
         return None if self._shape is None else self._shape.new_parser()
 
     def result(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Result:
-        """Build the result from whole choices, of which `best_of` keeps the best."""
+        """Build the result from complete choices, of which `best_of` keeps the best."""
         options, ids = self.admitted.options, self.admitted.prompts[0].ids
         prompt_logprobs: list[Position | None] | None = None
         if options.prompt_logprobs is not None:
@@ -144,9 +144,10 @@ class ResultBuilder:
         return Result(ids, outputs, usage, self._prompt, prompt_logprobs)
 
     def output_logprobs(self, scored: Sequence[ScoredToken]) -> list[Position] | None:
-        """Format the log-probabilities of tokens of the output.
+        """Format the log-probabilities of output tokens.
 
         None unless they were requested.
+
         """
         return [_position(token) for token in scored] if self._with_logprobs else None
 
@@ -172,7 +173,7 @@ class ResultBuilder:
 
 
 def _position(token: ScoredToken) -> Position:
-    """Format one position, the token itself first."""
+    """Format a position, with its own token first."""
     ids = list(token.alternative_ids)
     rank = ids.index(token.token_id) + 1 if token.token_id in ids else None
     own = Logprob(token.logprob or 0.0, rank, _text(token.token))
@@ -187,9 +188,9 @@ def _text(token: bytes) -> str:
 
 
 class ChoiceStream:
-    """Turn the pieces of one choice into what a caller sees.
+    """Convert the deltas of a choice to `OutputDelta`.
 
-    Tool calls of a chat are held back to its end, when their arguments are complete.
+    Tool calls of a chat are held back until the end, when their arguments are complete.
     """
 
     def __init__(self, builder: ResultBuilder) -> None:
@@ -198,7 +199,7 @@ class ChoiceStream:
         self._calls: list[MessageDelta] = []
 
     def push(self, piece: ChoiceDelta) -> OutputDelta:
-        """Return what a piece adds to the choice."""
+        """Return the delta for the caller."""
         ids, logprobs = list(piece.token_ids), self._builder.output_logprobs(piece.logprobs)
         if self._parser is None:
             return OutputDelta(piece.index, piece.text, ids, piece.finish_reason, logprobs=logprobs)

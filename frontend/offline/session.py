@@ -1,6 +1,6 @@
-"""Asynchronous half of offline inference.
+"""Asynchronous part of offline inference.
 
-It comprises an engine process, a connection to it, and the requests in flight.
+This is an engine process, a connection to it, and the requests in flight.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from tandem.protocol.logs import LogLevel
 
 _POLL_SECONDS = 0.05
 _END_SECONDS = 5.0
-"""Seconds to wait for the end of an engine whose connection broke, to tell what it ended with."""
+"""Seconds to wait for the exit of an engine whose connection broke, to report its reason."""
 _ANY_CONVERSATION = ({"role": "user", "content": "x"},)
 
 Item = Prompt | Conversation
@@ -65,10 +65,10 @@ class OfflineSession:
         return self._engine.pid if self._engine is not None else None
 
     async def open(self, model: ModelFolder, timeout: float) -> None:
-        """Start the engine for a model that was found and wait until it accepts requests.
+        """Start the engine for a local model and wait until it accepts requests.
 
-        The wait takes at most `timeout` seconds. Raises TokenizerError for a model that cannot be served, EngineError
-        if the engine ends or is not ready in time. `close` has to be called even then.
+        timeout: maximum seconds to wait. Raises TokenizerError for a model that cannot be served, EngineError if the
+        engine exits or is not ready in time. `close` must be called in any case.
         """
         endpoint = private_endpoint(self._resources.enter_context(run_directory()))
         config = FrontendConfig(
@@ -94,7 +94,7 @@ class OfflineSession:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Stop the engine and release whatever `open` acquired. Idempotent."""
+        """Stop the engine and release everything acquired by `open`. Idempotent."""
         with self._resources:
             if self._service is not None:
                 await self._service.close()
@@ -112,7 +112,7 @@ class OfflineSession:
     async def stream(self, item: Item, fields: Fields, *, chat: bool) -> AsyncIterator[OutputDelta]:
         """Yield the output of one request while it is generated.
 
-        Raises RequestError if it is refused or fails, EngineError if the engine has ended.
+        Raises RequestError if it is refused or fails, EngineError if the engine has exited.
         """
         try:
             generation, builder = await self._start(item, fields, chat)
@@ -128,7 +128,7 @@ class OfflineSession:
             raise RequestError(0, error) from None
 
     async def _run_all(self, label: str, items: Sequence[Item], fields: Fields, options: BatchOptions) -> list[Result]:
-        # Twice the rows, so that a row that becomes free finds a request waiting in the engine.
+        # Twice the rows, so that a request is waiting in the engine whenever a row becomes free.
         workers = 2 * (await self._running()).ready().limits.max_rows
         batch = Batch(label, len(items), options)
 
@@ -146,14 +146,14 @@ class OfflineSession:
         return await batch.run(run, items, workers)
 
     async def _running(self) -> Service:
-        """Return the service. Raises EngineError if the engine has ended."""
+        """Return the service. Raises EngineError if the engine has exited."""
         if self._engine is None or self._service is None:
             raise EngineError("the engine core was not started")
         await self._engine.check()
         return self._service
 
     async def _check_lost(self) -> None:
-        """Raise EngineError if a request failed because the engine process ends."""
+        """Raise EngineError if a request failed because the engine process has exited."""
         assert self._service is not None and self._engine is not None, "a request was started"
         deadline = time.monotonic() + _END_SECONDS
         while not self._service.client.health().ready and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ class OfflineSession:
         await self._engine.check()
 
     def _check_values(self, fields: Fields, *, chat: bool) -> None:
-        """Raise RequestError for a value that no request of the call can have."""
+        """Raise RequestError for a value that is invalid for every request of the call."""
         any_item: dict[str, Any] = {"messages": _ANY_CONVERSATION} if chat else {"prompt": "x"}
         body = msgspec.json.encode({"model": "any", **fields.body, **any_item})
         try:

@@ -1,4 +1,4 @@
-"""The SQLite file of a store: its tables, its version and its settings."""
+"""SQLite file of a store: tables, schema version and settings."""
 
 import contextlib
 import fcntl
@@ -17,12 +17,13 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "store.sqlite3"
 SCHEMA_VERSION = 3
-"""Version 1 had threads without owner and bytes, version 2 no totals of owners and one index of all owners' items."""
+"""Schema version. Version 1 had threads without owner and bytes, version 2 no totals per owner and one index of all
+owners' items."""
 BUSY_SECONDS = 5.0
-"""Seconds that a write waits for those of other frontends before it fails."""
+"""Seconds that a write waits for writes of other frontends before it fails."""
 
 _APPLICATION_ID = 0x7464_6D73
-"""Marks a file as a store of this server."""
+"""Identifies a file as a store of this server."""
 _TABLES = (
     "CREATE TABLE threads(num INTEGER PRIMARY KEY, used REAL NOT NULL, "
     "owner TEXT NOT NULL DEFAULT '', bytes INTEGER NOT NULL DEFAULT 0)",
@@ -48,7 +49,7 @@ _OWNERS = (
     "CREATE TRIGGER threads_removed AFTER DELETE ON threads BEGIN "
     "UPDATE owners SET bytes = bytes - old.bytes WHERE name = old.owner; END",
 )
-"""The bytes of all threads of an owner, which each write needs."""
+"""Bytes of all threads of an owner, which each write needs."""
 _ITEM_IDS = (
     "CREATE TABLE item_ids(item INTEGER PRIMARY KEY REFERENCES items(num) ON DELETE CASCADE, "
     "owner INTEGER NOT NULL, id TEXT NOT NULL)",
@@ -58,7 +59,8 @@ _ITEM_IDS = (
     "CREATE TRIGGER responses_hidden AFTER UPDATE OF hidden ON responses WHEN new.hidden BEGIN "
     "DELETE FROM item_ids WHERE item IN (SELECT num FROM items WHERE response = new.num); END",
 )
-"""The items that can be referred to, by owner: one who repeats the id of another's item slows down its own look-ups."""
+"""Items that can be referenced, by owner: repeating the id of another owner's item slows down only one's own
+lookups."""
 _FROM_VERSION_1 = (
     "ALTER TABLE threads ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE threads ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0",
@@ -75,20 +77,20 @@ _FROM_VERSION_2 = (
     "DROP INDEX items_id",
 )
 _INCREMENTAL = 2
-"""Value of `auto_vacuum` with which free pages can be returned to the file system."""
+"""Value of `auto_vacuum` that allows free pages to be returned to the file system."""
 
 
 def open_store(directory: Path, limits: StoreLimits, clock: Callable[[], float] = time.time) -> SqliteStore:
     """Open the store of a directory.
 
-    The directory is created with mode 0700 if it does not exist. Raises StoreError if the file cannot be used, or was
-    written by a newer version.
+    The directory is created with mode 0700 if needed. Raises StoreError if the file cannot be used, or was written by a
+    newer version.
     """
     path = directory / FILE_NAME
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            # SQLite gives its other files the mode of this one.
+            # SQLite creates its other files with the mode of this one.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
@@ -105,7 +107,7 @@ def open_store(directory: Path, limits: StoreLimits, clock: Callable[[], float] 
 def check_store(directory: Path) -> None:
     """Raise StoreError if the store of an existing directory cannot be opened.
 
-    Nothing is changed.
+    The file is not modified.
     """
     path = directory / FILE_NAME
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
@@ -128,9 +130,9 @@ def _unusable(path: Path, error: sqlite3.Error) -> StoreError:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Keep other processes from preparing the same file.
+    """Lock out other processes that prepare the same file.
 
-    A change of a file's journal does not wait for them.
+    Changing the journal mode does not wait for them.
     """
     lock = os.open(directory, os.O_RDONLY)
     try:
@@ -141,14 +143,14 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) -> None:
-    """Check or create the tables, and set up the connection."""
+    """Check or create the tables, and configure the connection."""
     try:
-        # In an empty file it takes effect at once, in any other with the next VACUUM.
+        # Takes effect at once in an empty file, otherwise with the next VACUUM.
         connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
-        # FAST would leave what was deleted on pages that have become free.
+        # FAST would leave deleted data on free pages.
         connection.execute("PRAGMA secure_delete = ON")
         connection.execute("BEGIN IMMEDIATE")
         create_tables(connection, path)
@@ -162,9 +164,9 @@ def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) ->
 
 
 def _rewrite(connection: sqlite3.Connection, path: Path) -> None:
-    """Rewrite a file that was made without `auto_vacuum`, so that it can shrink.
+    """Rewrite a file that was created without `auto_vacuum`, so that it can shrink.
 
-    While another frontend uses the file, or without room for the copy, it stays as it is until a later start.
+    If another frontend uses the file, or there is no space for a copy, it is left for a later start.
     """
     try:
         connection.execute("VACUUM")
@@ -173,9 +175,10 @@ def _rewrite(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def create_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables of an empty database, or check and raise its version.
+    """Create the tables of an empty database, or check and upgrade its version.
 
     Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
+
     """
     version = stored_version(connection, path)
     if version == SCHEMA_VERSION:
@@ -190,9 +193,10 @@ def create_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def stored_version(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the version of a store's tables, 0 for an empty database.
+    """Return the schema version of a store; 0 for an empty database.
 
     Raises StoreError for a database of another program or a newer version; `path` is its name in the message.
+
     """
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]

@@ -1,6 +1,6 @@
-"""A store of responses in one SQLite file.
+"""Store of responses in a SQLite file.
 
-The frontends of a service share it.
+It is shared by the frontends of a service.
 """
 
 import sqlite3
@@ -21,25 +21,25 @@ from tandem.frontend.store.store import (
 )
 
 ROW_BYTES = 320
-"""Estimate of what a row takes beside its body: ids, indexes and the slack of its last page."""
+"""Estimated overhead of a row in bytes: ids, indexes and the slack of its last page."""
 PURGED_ROWS = 64
-"""Rows of conversations that are gone which a write removes at least, and twice as many as it adds."""
+"""Minimum number of rows of removed conversations that a write purges, and at least twice as many as it adds."""
 REMOVED_BYTES = 16 * 2**20
-"""Bytes after which a write that makes room lets other writes go first."""
+"""Bytes after which a write that frees space yields to other writes."""
 REMOVED_ROW_BYTES = 4096
-"""Bytes of `REMOVED_BYTES` that removing a row counts beside its body: it changes some pages."""
+"""Bytes counted towards `REMOVED_BYTES` per removed row besides its body, as it modifies some pages."""
 SPARE_PAGES = 256
-"""Free pages that the file keeps for later writes."""
+"""Free pages kept for later writes."""
 SHRUNK_AT_ONCE = 256
 """Maximum number of pages by which one write shrinks the file."""
 MAX_SAME_ID = 100
-"""Most items of one owner and one id, the newest, among which one that exists is looked for."""
+"""Maximum number of items of one owner and id, newest first, that are searched for an existing one."""
 SIZE = f"""length(r.body) + {ROW_BYTES} + coalesce(
 (SELECT sum(length(i.body) + {ROW_BYTES}) FROM items i WHERE i.response = r.num), 0)"""
-"""Expression for the bytes of a response `r` with its items."""
+"""SQL expression for the bytes of a response `r` with its items."""
 
 _DROPPED = float("-inf")
-"""Time of the last use of a thread that has made room: like one that has expired, it no longer exists."""
+"""Last use of an evicted thread: like an expired one, it no longer exists."""
 _LIVE = "NOT r.hidden AND t.used >= ?"
 _ONE = f"""FROM responses r JOIN threads t ON t.num = r.thread LEFT JOIN responses p ON p.num = r.previous
 WHERE r.id = ? AND r.owner = ? AND {_LIVE}"""
@@ -48,7 +48,7 @@ SELECT r.num, r.previous FROM responses r JOIN threads t ON t.num = r.thread WHE
 UNION ALL SELECT r.num, r.previous FROM responses r JOIN chain ON r.num = chain.previous)"""
 _OF_CHAIN = "FROM items INDEXED BY items_response WHERE response IN (SELECT num FROM chain)"
 _READ = f"{_OF_CHAIN} AND NOT (response = (SELECT max(num) FROM chain) AND side = 1)"
-"""The items that the last response of a chain has read."""
+"""SQL condition for the items that the last response of a chain has read."""
 _ITEM = f"""SELECT i.num, length(i.body) FROM (SELECT item FROM item_ids
 WHERE owner = (SELECT num FROM owners WHERE name = ?) AND id = ? ORDER BY item DESC LIMIT {MAX_SAME_ID}) f
 JOIN items i ON i.num = f.item JOIN responses r ON r.num = i.response JOIN threads t ON t.num = r.thread
@@ -58,9 +58,9 @@ WHERE {_LIVE} ORDER BY i.num DESC LIMIT 1"""
 class SqliteStore:
     """Responses in SQLite.
 
-    Responses that continue one another are a thread. A thread expires and makes room as a whole, so that what exists
-    can be continued: it no longer exists at once, and its rows are removed with the writes that follow. Every method is
-    one transaction. What is read is measured first, and not loaded if it is larger than the reader allows.
+    Responses that continue one another form a thread. A thread expires and is evicted as a whole, so that every
+    existing response can be continued. It disappears at once, and its rows are removed by later writes. Every method is
+    one transaction. Sizes are checked before data is loaded, so that nothing larger than the reader's limit is.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SqliteStore:
                 return None
             start: tuple[int, ...] = ()
             if page.after is not None:
-                # Of several items with this id the last one, or a reader would come back to it again and again.
+                # Of several items with this id the last one; otherwise a reader would loop.
                 start = self._execute(f"{_CHAIN} SELECT {last}(num) {_READ} AND id = ?", *wanted, page.after).fetchone()
                 if start[0] is None:
                     raise UnknownItemError(page.after)
@@ -172,19 +172,19 @@ class SqliteStore:
 
     @property
     def _oldest(self) -> float:
-        """Time of the last use before which a thread is expired."""
+        """Last use before which a thread has expired."""
         return self._clock() - self._limits.ttl
 
     @contextmanager
     def _transaction(self, begin: str = "BEGIN") -> Iterator[None]:
-        """Run one transaction; anything that fails undoes all of it."""
+        """Run one transaction; roll it back on any failure."""
         try:
             self._connection.execute(begin)
             try:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
-                # A full disk has ended the transaction already.
+                # SQLite ends the transaction itself if the disk is full.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -198,12 +198,12 @@ class SqliteStore:
         return StoredItem(*self._execute("SELECT id, body FROM items WHERE num = ?", num).fetchone())
 
     def _number(self, owner: str, response_id: str) -> tuple[int | None, int | None]:
-        """Return the numbers of a response and of its thread; None if it does not exist."""
+        """Return the row ids of a response and of its thread; None if it does not exist."""
         found = self._execute(f"SELECT r.num, r.thread {_ONE}", response_id, owner, self._oldest).fetchone()
         return (None, None) if found is None else (found[0], found[1])
 
     def _continued(self, owner: str, previous: str | None) -> tuple[int | None, int | None]:
-        """Return the numbers of the response that a new one continues, and of its thread."""
+        """Return the row ids of the response that a new one continues, and of its thread."""
         if previous is None:
             return None, None
         found = self._number(owner, previous)
@@ -212,9 +212,9 @@ class SqliteStore:
         return found
 
     def _remove_unused(self, num: int | None, thread: int | None) -> None:
-        """Remove a deleted response that none continues, from its thread.
+        """Remove a deleted response without continuations from its thread.
 
-        Then remove those before it of which that is true.
+        Then remove predecessors in the same state.
         """
         while num is not None:
             unused = "num = ? AND hidden AND NOT EXISTS (SELECT 1 FROM responses WHERE previous = ?)"
@@ -226,11 +226,11 @@ class SqliteStore:
             num = row[0]
 
     def _make_room(self, owner: str, needed: int, thread: int | None, purged: int) -> bool:
-        """Drop threads until `needed` bytes fit; return False if more have to be removed by a later call.
+        """Evict threads until `needed` bytes fit; return False if a later call has to evict more.
 
-        The owner's own go first, until its own bound holds; then those of the owner that would have the most bytes, so
-        that nothing of an owner with less than its share is lost. About `purged` bytes of threads that have expired are
-        removed in any case. Raises StoreError if removing everything but the thread itself is not enough.
+        The owner's own threads are evicted first if its limit is exceeded, then those of the owner that would use the
+        most, so that owners below their share lose nothing. About `purged` bytes of expired threads are removed in any
+        case. Raises StoreError if everything but the thread itself is not enough.
         """
         found = self._execute("SELECT bytes FROM threads WHERE num = ?", thread).fetchone()
         conversation = f"the response needs {needed} bytes beside the {found[0] if found else 0} of its conversation"
@@ -258,21 +258,21 @@ class SqliteStore:
         return True
 
     def _largest_owner(self, owner: str, needed: int) -> str:
-        """Return the owner that will have the most bytes when another `needed` are the given owner's."""
+        """Return the owner that will use the most bytes after `needed` bytes are added to the given owner."""
         others = "SELECT name, bytes FROM owners WHERE name != ? ORDER BY bytes DESC LIMIT 1"
         other = self._execute(others, owner).fetchone()
         return owner if other is None or self._owner_bytes(owner) + needed >= other[1] else str(other[0])
 
     def _drop_oldest(self, owner: str, spared: int | None) -> bool:
-        """Drop the least recently used thread of an owner; return False if there is none but the one to spare."""
+        """Evict the least recently used thread of an owner; return False if only `spared` is left."""
         oldest = "SELECT num FROM threads WHERE owner = ? AND used > ? AND num IS NOT ? ORDER BY used LIMIT 1"
         dropped = f"UPDATE threads SET used = ?, bytes = 0 WHERE num = ({oldest})"
         return self._execute(dropped, _DROPPED, owner, _DROPPED, spared).rowcount > 0
 
     def _remove_dropped(self, most: int) -> int:
-        """Remove rows of threads that have expired or were dropped; return their bytes, which are `most` or a few more.
+        """Remove rows of expired or evicted threads; return their bytes, `most` or slightly more.
 
-        The rows of one thread may be many, so that its last part may be left to a later write.
+        A thread may have many rows, so part of it may be left to a later write.
         """
         removed = 0
         while removed < most:
@@ -281,7 +281,7 @@ class SqliteStore:
             ).fetchone()
             if found is None:
                 break
-            # Newest first: none continues the last response of a thread.
+            # Newest first, since the last response of a thread has no continuation.
             newest = "SELECT num, length(body) FROM responses WHERE thread = ? ORDER BY num DESC LIMIT 1"
             response = self._execute(newest, found[0]).fetchone()
             if response is None:
@@ -306,10 +306,10 @@ class SqliteStore:
         return 0 if found is None else int(found[0])
 
     def _shrink(self) -> None:
-        """Return some of the free pages beyond the spare ones to the file system."""
+        """Return some free pages beyond the reserve to the file system."""
         free: int = self._execute("PRAGMA freelist_count").fetchone()[0]
         for _ in range(min(free - SPARE_PAGES, SHRUNK_AT_ONCE)):
-            # One page is one step of the statement, and sqlite3 makes one step of a statement without rows.
+            # Each step of the statement frees one page, and sqlite3 makes one step of a statement without rows.
             self._execute("PRAGMA incremental_vacuum(1)")
 
     def _used_bytes(self) -> int:
@@ -320,16 +320,16 @@ class SqliteStore:
 
 
 def _size(response: StoredResponse) -> int:
-    """Estimate what a response with its items takes of the file.
+    """Estimate the bytes of a response with its items in the file.
 
-    It is what `SIZE` says in SQL.
+    This mirrors `SIZE` in SQL.
     """
     items = (*response.input, *response.output)
     return len(response.body) + sum([len(item.body) for item in items]) + ROW_BYTES * (len(items) + 1)
 
 
 def _fitting(rows: Sequence[tuple[int, int]], max_bytes: int) -> tuple[list[int], int]:
-    """Return the first of these numbers with sizes that fit into `max_bytes`, but at least one, and their size."""
+    """Return the first of these ids whose sizes fit into `max_bytes`, but at least one, and their total size."""
     totals = list(accumulate(size for _, size in rows))
     count = max(1, sum(total <= max_bytes for total in totals))
     shown = rows[:count]

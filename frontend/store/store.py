@@ -1,4 +1,4 @@
-"""The interface of a store of responses, which every backend implements."""
+"""Interface of a store of responses."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,59 +7,59 @@ from msgspec import Struct
 
 
 class StoredItem(Struct, frozen=True):
-    """One item of a conversation."""
+    """Item of a conversation."""
 
     id: str
     body: bytes
-    """JSON of the item, its id included."""
+    """JSON of the item, including its id."""
 
 
 class StoredResponse(Struct, frozen=True):
-    """One response as a store keeps it."""
+    """Response as it is stored."""
 
     id: str
     body: bytes
     """JSON of the response object without its output."""
     input: tuple[StoredItem, ...] = ()
-    """The items that its request sent, without those of the responses before it."""
+    """Items sent by its request, without those of previous responses."""
     output: tuple[StoredItem, ...] = ()
     previous: str | None = None
     """Id of the response that this one continues; None for the first of a conversation."""
 
 
 class StoreError(Exception):
-    """A failure to open a store, or to read or write an object.
+    """Opening a store, or reading or writing an object, has failed.
 
-    The message says why.
+    The message has the reason.
     """
 
 
 class StoreLimits(Struct, frozen=True):
-    """Bounds of a store."""
+    """Limits of a store."""
 
     max_bytes: int = 2**30
-    """Limit on the bytes of all objects and their indexes."""
+    """Maximum bytes of all objects and their indexes."""
     ttl: float = 30 * 86400.0
     """Seconds that a conversation is kept after its last response."""
     max_owner_bytes: int | None = None
-    """Limit on the bytes of all objects of one owner; None for no limit but that of the store."""
+    """Maximum bytes of all objects of one owner; None for no separate limit."""
 
 
 class PageQuery(Struct, frozen=True):
-    """A page of a list of items."""
+    """Query for a page of a list of items."""
 
     limit: int
-    """Most items of the page."""
+    """Maximum number of items of the page."""
     max_bytes: int
-    """Bytes beyond which the page has fewer items, but at least one."""
+    """Maximum bytes of the page, unless a single item is larger."""
     is_ascending: bool = False
-    """True to begin with the oldest item."""
+    """True for oldest first."""
     after: str | None = None
-    """Id of the item after which the page begins; None for the first page."""
+    """Id of the item after which the page starts; None for the first page."""
 
 
 class ItemPage(Struct, frozen=True):
-    """Some items of a list, in its order."""
+    """Page of items, in order."""
 
     items: list[StoredItem]
     has_more: bool
@@ -67,19 +67,18 @@ class ItemPage(Struct, frozen=True):
 
 
 class ResponseStore(Protocol):
-    """Responses and their items, each of which belongs to an owner.
+    """Store of responses and their items, each with an owner.
 
-    Methods block, may be called from any one thread at a time, and raise StoreError if the backend fails. A write is
-    done in full or not at all. An object of another owner looks like one that does not exist. Several processes may
-    use one store at the same time.
+    Methods block, may be called from one thread at a time, and raise StoreError if the backend fails. Writes are
+    atomic. Objects of other owners appear not to exist. Several processes may share a store.
     """
 
     def save(self, owner: str, response: StoredResponse) -> bool:
-        """Store a response; return False if room for it has been made only in part, so that it is to be saved again.
+        """Store a response; return False if space was freed only in part, so that it must be saved again.
 
-        Other conversations make room, those of the owner with the most bytes first, and of these the ones that were
-        continued least recently. Where the bound on one owner's bytes is reached, only that owner's do. Raises
-        StoreError if the response that it continues is gone, or if its conversation alone exceeds a bound.
+        Other conversations are evicted: those of the owner with the most bytes first, least recently used first. If the
+        owner's own limit is reached, only its own are. Raises StoreError if the continued response is gone, or if its
+        conversation alone exceeds a limit.
         """
 
     def get(self, owner: str, response_id: str, max_bytes: int) -> StoredResponse | None:
@@ -89,39 +88,40 @@ class ResponseStore(Protocol):
         """
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Delete a response and tell whether it existed.
+        """Delete a response and return whether it existed.
 
-        Its items are kept as long as a response that continues it exists.
+        Its items are kept while a response that continues it exists.
         """
 
     def conversation(self, owner: str, response_id: str, max_bytes: int) -> list[StoredItem] | None:
         """Return all items up to the end of a response, or None if it does not exist.
 
-        They are the input and output of every response of its conversation, the oldest first. Raises
-        StoredTooLargeError if they have more than `max_bytes` bytes.
+        These are the input and output of every response of its conversation, oldest first. Raises StoredTooLargeError
+        if they exceed `max_bytes`.
         """
 
     def input_items(self, owner: str, response_id: str, page: PageQuery, max_bytes: int) -> ItemPage | None:
         """Return a page of the items that a response read, or None if it does not exist.
 
-        They are those of its conversation without its own output. Raises StoredTooLargeError if the page has more than
-        `max_bytes` bytes, and UnknownItemError if the item after which it begins is not among them.
+        These are the items of its conversation without its own output. Raises StoredTooLargeError if the page exceeds
+        `max_bytes`, and UnknownItemError if the item after which it starts is not among them.
         """
 
     def find_items(self, owner: str, item_ids: Sequence[str], max_bytes: int) -> dict[str, StoredItem]:
-        """Return those of the items that exist, by id.
+        """Return the existing ones of these items, by id.
 
         Raises StoredTooLargeError if they have more than `max_bytes` bytes.
+
         """
 
     def close(self) -> None:
-        """Release the store; idempotent."""
+        """Close the store. Idempotent."""
 
 
 class StoredTooLargeError(Exception):
-    """What was stored is larger than its reader allows; `size` is its bytes.
+    """A stored object is larger than its reader allows; `size` is in bytes.
 
-    Nothing of it has been loaded.
+    It was not loaded.
     """
 
     def __init__(self, size: int) -> None:
@@ -130,4 +130,4 @@ class StoredTooLargeError(Exception):
 
 
 class UnknownItemError(Exception):
-    """A list of items does not have the one after which a page of it should begin."""
+    """The item after which a page starts is not in the list."""

@@ -1,4 +1,4 @@
-"""A store behind a thread of its own, off the event loop."""
+"""Store that runs in a thread, off the event loop."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,9 @@ from tandem.frontend.store.store import (
 from tandem.frontend.workers import Workers
 
 SAVE_SECONDS = 10.0
-"""Seconds that a response waits to be stored; after that it ends unstored."""
+"""Maximum seconds to store a response; after that it is finished unstored."""
 CLOSE_SECONDS = 5.0
-"""Seconds that the calls in progress get to end when the store is closed."""
+"""Seconds for calls in progress to finish when the store is closed."""
 LOG_SECONDS = 60.0
 """Seconds between two log lines about a failing store."""
 
@@ -37,10 +37,10 @@ _Result = TypeVar("_Result")
 
 
 class StoreWorker:
-    """Run the calls of one frontend on a store, one after another in a thread.
+    """Run the calls of one frontend on a store, one at a time in a thread.
 
-    `private` is the private directory of the store, which is removed at the end. Failures are counted, and logged at
-    most once a minute.
+    private: the private directory of the store, removed at the end. Failures are counted, and logged at most once a
+    minute.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class StoreWorker:
         self._unlogged = 0
 
     async def save(self, owner: str, response: StoredResponse) -> bool:
-        """Store a response and tell whether that succeeded.
+        """Store a response and return whether that succeeded.
 
-        A failure does not concern the client's answer.
+        A failure does not affect the client's response.
         """
         try:
             async with asyncio.timeout(SAVE_SECONDS):
-                # The calls of others go first while much is removed to make room.
+                # Other calls take turns while space is freed.
                 while not await self._thread.run(self._store.save, owner, response):
                     pass
         except (StoreError, TimeoutError) as error:
@@ -81,9 +81,10 @@ class StoreWorker:
         return await self._run("get", self._store.get, owner, response_id, max_bytes)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Delete a response and tell whether it existed.
+        """Delete a response and return whether it existed.
 
         Raises ApiError 503 if the store fails.
+
         """
         return await self._run("delete", self._store.delete, owner, response_id)
 
@@ -103,9 +104,10 @@ class StoreWorker:
         return await self._run("get", self._store.input_items, owner, response_id, page, max_bytes)
 
     async def find_items(self, owner: str, item_ids: Sequence[str], max_bytes: int) -> dict[str, StoredItem]:
-        """Return those of the items that exist, by id.
+        """Return the existing ones of these items, by id.
 
         Raises StoredTooLargeError for more than `max_bytes`, and ApiError 503 if the store fails.
+
         """
         return await self._run("get", self._store.find_items, owner, item_ids, max_bytes)
 
@@ -135,9 +137,10 @@ class StoreWorker:
 
 
 def open_store_worker(state_dir: Path | None, limits: StoreLimits, metrics: FrontendMetrics) -> StoreWorker:
-    """Open the store of a directory, or of a private one that is removed at the end.
+    """Open the store of a directory, or of a private directory that is removed at the end.
 
     Raises StoreError if the store cannot be opened.
+
     """
     if state_dir is not None:
         return StoreWorker(open_store(state_dir, limits), metrics)
