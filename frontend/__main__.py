@@ -1,6 +1,6 @@
 """Entry point of `python -m tandem.frontend`, which runs `tandem frontend`.
 
-A supervisor starts its HTTP process this way.
+Supervisors start their HTTP processes this way.
 """
 
 import sys

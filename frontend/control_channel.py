@@ -1,6 +1,6 @@
-"""Channel between the supervisor and one frontend process.
+"""Control channel between the supervisor and a frontend process.
 
-It is a socket pair, and each message one line of JSON.
+It is a socket pair with one line of JSON per message.
 """
 
 import asyncio
@@ -14,67 +14,68 @@ from tandem.frontend.metrics.reports import Report
 from tandem.protocol.logs import LogLevel
 
 BEAT_SECONDS = 0.25
-"""Time between two beats of a frontend."""
+"""Seconds between two heartbeats of a frontend."""
 METRICS_SECONDS = 1.0
-"""Time between two reports of a frontend's metrics: what a killed one counted after the last is lost."""
+"""Seconds between two metrics reports of a frontend; counts after the last one are lost if it is killed."""
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Longest message, in bytes; the other side of a longer one is broken."""
+"""Maximum bytes of a message; a peer that sends a longer one is broken."""
 _CLOGGED_BYTES = 64 * 1024
-"""Bytes waiting to be sent beyond which the other side does not read."""
+"""Buffered bytes above which the peer is considered unresponsive."""
 
 
 class Beat(Struct, frozen=True, tag="beat"):
-    """State of a frontend.
+    """Heartbeat with the state of a frontend.
 
-    Its event loop sends it, so one that hangs sends none.
+    It is sent by the event loop, so one that hangs sends none.
     """
 
     status: str
     """`starting`, `serving` (from its slots) or `draining`."""
     slots: tuple[int, ...] = ()
-    """Listening sockets that the process accepts from."""
+    """Slots that the process accepts from."""
     open_sequences: int = 0
     connections: int = 0
     loop_lag: float = 0.0
-    """Longest delay of the event loop since the last beat, in seconds."""
+    """Maximum lag of the event loop since the last heartbeat, in seconds."""
     engine: tuple[str, str] = ("ready", "")
-    """Status of the engine as this frontend sees it, and the reason while it is not `ready`."""
+    """Engine status seen by this frontend, and the reason while it is not `ready`."""
 
 
 class Leaving(Struct, frozen=True, tag="leaving"):
-    """Request of a frontend that got a signal to end.
+    """Request for a successor, from a frontend that received a signal to exit.
 
-    It serves on until a successor does and it is told to drain. The supervisor answers at once with `Accept`, so that
-    a frontend without an answer knows that it has to drain on its own.
+    It keeps serving until a successor does and it is told to drain. The supervisor responds at once with `Accept`, so
+    that a frontend without a response knows to drain on its own.
     """
 
 
 class Metrics(Struct, frozen=True, tag="metrics"):
-    """Values of a frontend's metrics.
+    """Metrics of a frontend.
 
-    They are sent every second, and for each scrape that the frontend answers.
+    Sent every second, and for each scrape that the frontend handles.
     """
 
     report: Report
     scrape: int = 0
-    """Number of the scrape that waits for the `Totals`; 0 for none."""
+    """Id of the scrape that waits for `Totals`; 0 for none."""
     model_name: str = ""
-    """Name under which the frontend serves the model; "" before it has heard of an engine."""
+    """Served model name; "" before an engine was connected."""
 
 
 class Accept(Struct, frozen=True, tag="accept"):
-    """All listening sockets that a frontend accepts from, from now on.
+    """Slots that a frontend must accept from.
 
-    Before the first such message these are its own slot alone. One that comes before it serves holds from then on.
+    By default this is its own slot alone. A message sent before the frontend serves applies once it does.
     """
 
     slots: tuple[int, ...]
 
 
 class Drain(Struct, frozen=True, tag="drain"):
-    """Order to a frontend to finish what is open and end.
+    """Command to finish open requests and exit.
 
-    It is unready at once, accepts requests for `delay` seconds more, then ends what is open after `timeout` seconds.
+    The frontend reports unready at once, accepts requests for `delay` more seconds, then ends open ones after `timeout`
+    seconds.
     """
 
     delay: float
@@ -82,13 +83,13 @@ class Drain(Struct, frozen=True, tag="drain"):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """Order to a frontend to end what is open with an error, and exit at once."""
+    """Command to end open requests with an error and exit at once."""
 
 
 class Totals(Struct, frozen=True, tag="totals"):
     """Metrics of the supervisor and all its processes.
 
-    They are in the text format of Prometheus.
+    In Prometheus's text format.
     """
 
     scrape: int
@@ -96,7 +97,7 @@ class Totals(Struct, frozen=True, tag="totals"):
 
 
 class Reload(Struct, frozen=True, tag="reload"):
-    """Order to read API keys and TLS files again, and to log from a level on."""
+    """Command to reload API keys and TLS files, and to set the log level."""
 
     log_level: LogLevel
 
@@ -120,13 +121,13 @@ class ControlChannel(Generic[Incoming, Outgoing]):
 
     @property
     def is_clogged(self) -> bool:
-        """True while the other side does not read; a beat is better left out then."""
+        """True while the peer does not read; heartbeats should be skipped then."""
         return self._writer.transport.get_write_buffer_size() > _CLOGGED_BYTES
 
     def send(self, message: Outgoing) -> None:
-        """Send a message without waiting.
+        """Send a message without blocking.
 
-        On a channel that has ended it is dropped.
+        It is dropped if the channel is closed.
         """
         if not self._writer.is_closing():
             self._writer.write(self._encoder.encode(message) + b"\n")
@@ -134,7 +135,7 @@ class ControlChannel(Generic[Incoming, Outgoing]):
     async def receive(self) -> Incoming | None:
         """Wait for the next message.
 
-        None once the other side has closed the channel, or broke its rules.
+        None once the peer has closed the channel or sent an invalid message.
         """
         try:
             line = await self._reader.readline()
@@ -148,7 +149,7 @@ class ControlChannel(Generic[Incoming, Outgoing]):
 
     @classmethod
     async def open(cls, sock: socket.socket, decoder: "msgspec.json.Decoder[Incoming]") -> Self:
-        """Take over one socket of a pair."""
+        """Open one end of a channel on a socket of a pair."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_MESSAGE_BYTES)
         return cls(reader, writer, decoder)
 
@@ -158,10 +159,10 @@ SupervisorEnd = ControlChannel[FromFrontend, ToFrontend]
 
 
 async def frontend_end(sock: socket.socket) -> FrontendEnd:
-    """Open the end of a frontend."""
+    """Open a frontend's end."""
     return await FrontendEnd.open(sock, msgspec.json.Decoder(ToFrontend))
 
 
 async def supervisor_end(sock: socket.socket) -> SupervisorEnd:
-    """Open the end of the supervisor."""
+    """Open the supervisor's end."""
     return await SupervisorEnd.open(sock, msgspec.json.Decoder(FromFrontend))

@@ -1,6 +1,6 @@
-"""Errors over HTTP, with the status and the body of each.
+"""HTTP errors: status and body.
 
-There is one exception, one body, and one table from the engine's codes to statuses.
+There is one exception, one body, and one table from engine error codes to statuses.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 
 RETRY_AFTER_SECONDS = 1
-"""Value of `Retry-After` where a retry may help: seconds that clients of the OpenAI API sleep before it."""
+"""Seconds in `Retry-After` if a retry may help; clients of the OpenAI API sleep for as long."""
 
 _STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
@@ -31,7 +31,7 @@ _STATUS: dict[ErrorCode, int] = {
     ErrorCode.MODEL_FAILED: 500,
 }
 _PARAM = {ErrorCode.SESSION_BUSY: "session_id", ErrorCode.SESSIONS_OFF: "session_id"}
-"""The request field at fault, for the codes that imply one."""
+"""Request field at fault, for the codes that imply one."""
 
 
 def error_type(status: int) -> str:
@@ -48,11 +48,11 @@ def error_type(status: int) -> str:
 
 
 class ApiError(Exception):
-    """A request that ends in an error response of the OpenAI format.
+    """Request failed with an error response of OpenAI's format.
 
-    `param` names the field at fault, `other` a second field that contradicts it; `code` is for programs and the
-    message for people. In the text `{param}` and `{other}` stand for the quoted names of the two fields, so that a
-    route with names of its own can fill them in.
+    `param` is the field at fault, `other` a second field that conflicts with it; `code` is for programs and the message
+    for people. In the message `{param}` and `{other}` are replaced by the quoted names of the fields, so that a route
+    can rename them.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class ApiError(Exception):
         self.code = code
         self.other = other
         self.retry_after = retry_after
-        """Seconds after which a retry may help, for the statuses that have the header `Retry-After`."""
+        """Seconds in the header `Retry-After`, for statuses that have it."""
         self.refusal = ""
-        """Limit on load that the request exceeded, as a label of the metrics; "" for any other error."""
+        """Load limit that the request exceeded, as a label of the metrics; "" for other errors."""
 
     def body(self) -> bytes:
         """Encode the body of the error response."""
         return error_body(self.status, self.message, self.param, self.code)
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """Return this error with the names that a route has for its fields.
+        """Return this error with a route's names of its fields.
 
-        A name also applies to the fields within, for example `response_format` to `response_format.json_schema`; of
-        several that apply the first does.
+        A name also applies to nested fields, for example `response_format` to `response_format.json_schema`; the first
+        one that applies is used.
         """
         param, other = (None if path is None else renamed(path, names) for path in (self.param, self.other))
         error = ApiError(self.status, self.template, param, self.code, other, self.retry_after)
@@ -93,9 +93,9 @@ class ApiError(Exception):
 
 
 class PromptTooLongError(ApiError):
-    """A prompt of more tokens than the server takes.
+    """Prompt with more tokens than allowed.
 
-    `tokens` is their number or a lower bound of it, `limit` the most that would be taken.
+    `tokens` is their number or a lower bound, `limit` the maximum.
     """
 
     def __init__(self, template: str, param: str, code: ErrorCode, tokens: int, limit: int) -> None:
@@ -113,7 +113,7 @@ def renamed(path: str, names: Mapping[str, str]) -> str:
 
 
 def error_headers(status: int, retry_after: int = RETRY_AFTER_SECONDS) -> dict[str, str]:
-    """Return the headers that every error response of this status has."""
+    """Return the headers of every error response with this status."""
     if status in (409, 429, 503):
         return {"retry-after": str(retry_after)}
     # The rest of a rejected body is not read, so the connection cannot be reused.
@@ -127,14 +127,14 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def malformed(template: str, param: str | None = None) -> ApiError:
-    """Return the 400 for a body or field that has the wrong form."""
+    """Return the 400 for a malformed body or field."""
     return ApiError(400, template, param, "invalid_request")
 
 
 def unsupported(template: str, param: str, other: str | None = None) -> ApiError:
-    """Return the 400 for a well-formed field with a value that cannot be served.
+    """Return the 400 for an unsupported value of a well-formed field.
 
-    The value is out of range, not supported, or contradicts another field.
+    The value is out of range, not supported, or conflicts with another field.
     """
     return ApiError(400, template, param, "invalid_value", other)
 
@@ -145,9 +145,9 @@ def unsupported_field(template: str, param: str) -> ApiError:
 
 
 def overloaded(message: str, retry_after: int = RETRY_AFTER_SECONDS, refusal: str = "") -> ApiError:
-    """Return the 429 for a request that exceeds a limit on load.
+    """Return the 429 for a request that exceeds a load limit.
 
-    It may be accepted after `retry_after` seconds. `refusal` names the limit in the metrics.
+    retry_after: seconds after which it may be accepted. refusal: name of the limit in the metrics.
     """
     error = ApiError(429, message, None, ErrorCode.OVERLOADED.value, None, retry_after)
     error.refusal = refusal
@@ -159,7 +159,7 @@ def unavailable(
 ) -> ApiError:
     """Return the 503 for a request that may succeed once the server is ready.
 
-    That may be after `retry_after` seconds.
+    retry_after: seconds until then.
     """
     return ApiError(503, message, None, code.value, None, retry_after)
 

@@ -12,47 +12,48 @@ from urllib.parse import quote
 from msgspec import Struct
 
 MAX_CONNECTIONS = 16384
-"""Largest number of connections of one process where neither a flag nor the limit of open files says less."""
+"""Default maximum of connections per process; a flag or the limit of open files may lower it."""
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Backlog: connections that may wait to be accepted."""
 UNIX_SCHEME = "http+unix://"
-"""Start of the URL of a Unix socket."""
+"""Prefix of the URL of a Unix socket."""
 _MAPPED = "::ffff:"
-"""Start of an IPv4 address in the form that a socket for both versions reports."""
+"""Prefix of an IPv4 address on a dual-stack socket."""
 RESERVED_FILES = 128
-"""Descriptors that are left for everything but connections: logs, the link to the engine, grammar processes."""
+"""File descriptors reserved for everything but connections: logs, the link to the engine, grammar processes."""
 
 
 class ConnectionLimits(Struct, frozen=True):
-    """Limits of connections, which hold before any authentication.
+    """Limits of connections, enforced before authentication.
 
     Times are in seconds, sizes in bytes.
+
     """
 
     max_connections: int | None = None
-    """Limit on open connections; None for the one that the limit of open files allows."""
+    """Maximum number of open connections; None to derive it from the limit of open files."""
     max_headers_size: int = 64 * 1024
-    """Limit on the names and values of all headers of a request together."""
+    """Maximum bytes of all header names and values of a request."""
     max_headers: int = 128
-    """Limit on the number of headers of a request."""
+    """Maximum number of headers of a request."""
     max_url: int = 16 * 1024
     header_timeout: float = 10.0
-    """Time for all headers of a request, or a TLS handshake, to arrive."""
+    """Seconds for all headers of a request, or a TLS handshake, to arrive."""
     body_timeout: float = 30.0
-    """Time for a body to arrive, to which each received `body_rate` bytes add 1 s."""
+    """Seconds for a body to arrive, plus 1 s for each `body_rate` bytes received."""
     body_rate: int = 16 * 1024
     keep_alive_timeout: float = 75.0
-    """Time for which a connection waits for its next request. Longer than proxies keep idle connections, so that this
-    side never closes one while a request is on its way."""
+    """Seconds that an idle connection is kept open. Longer than proxies keep idle connections, so that this side does
+    not close one while a request is in flight."""
     send_timeout: float = 30.0
-    """Time after which a client that reads nothing of what waits to be sent is given up."""
+    """Seconds after which a client that does not read the response is disconnected."""
 
 
 def listen(host: str, port: int, dual_stack: bool = False) -> socket.socket:
     """Open a listening socket.
 
-    Port 0 selects a free one. With `dual_stack` an address of IPv6 takes connections of IPv4 too. Raises OSError if the
-    address is in use.
+    Port 0 selects a free one. With `dual_stack` an IPv6 address accepts IPv4 as well. Raises OSError if the address is
+    in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -60,15 +61,15 @@ def listen(host: str, port: int, dual_stack: bool = False) -> socket.socket:
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno is None:
             raise
-        # Python adds the address to the reason; messages name it in their own words.
+        # Python adds the address to the reason, which messages have already.
         raise OSError(error.errno, os.strerror(error.errno)) from None
 
 
 def inherited_socket(descriptor: int) -> socket.socket:
-    """Take over a socket from the parent process.
+    """Take over a socket inherited from the parent process.
 
-    Children of this process do not inherit it: while one of them held a listening socket, clients would still be
-    queued after the last process had stopped accepting.
+    It is not inherited further: while a child held a listening socket, clients would be queued after the last process
+    stopped accepting.
     """
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
@@ -78,9 +79,9 @@ def inherited_socket(descriptor: int) -> socket.socket:
 def listen_shared(host: str, port: int, count: int, dual_stack: bool = False) -> list[socket.socket]:
     """Open `count` listening sockets on one address.
 
-    The kernel spreads connections among them. Raises OSError if the address is in use, also by sockets that would share
-    it: the first is bound and listens as the only one before it lets the others in, so that of two servers started by
-    mistake, one is refused.
+    The kernel distributes connections among them. Raises OSError if the address is in use, even by sockets that would
+    share it: the first socket is bound and listens exclusively before it admits the others, so that of two servers
+    started by mistake, one is refused.
     """
     sockets = [listen(host, port, dual_stack)]
     try:
@@ -90,7 +91,7 @@ def listen_shared(host: str, port: int, count: int, dual_stack: bool = False) ->
         for _ in range(count - 1):
             sock = socket.socket(sockets[0].family)
             sockets.append(sock)
-            # Without SO_REUSEADDR, connections of a server that was killed would keep the address.
+            # Without SO_REUSEADDR, connections of a killed server would block the address.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if sock.family == socket.AF_INET6:
@@ -107,7 +108,7 @@ def listen_shared(host: str, port: int, count: int, dual_stack: bool = False) ->
 def url_of(sock: socket.socket, scheme: str = "http") -> str:
     """Return the URL of a listening socket, without a path.
 
-    That of a Unix socket has the path of its file as its host, quoted, and never has TLS.
+    The URL of a Unix socket has its quoted path as host, and never has TLS.
     """
     if sock.family == socket.AF_UNIX:
         return f"{UNIX_SCHEME}{quote(sock.getsockname(), safe='')}"
@@ -116,22 +117,22 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def plain_address(host: str) -> str:
-    """Return the address of a client as its own network writes it."""
+    """Return the address of a client, IPv4 without the IPv6 prefix."""
     return host.removeprefix(_MAPPED) if "." in host else host
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files as far as the system allows."""
+    """Raise this process's limit of open files as far as allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems accept no value as large as the one they report; the limit then stays as it is.
+    # Some systems reject the maximum that they report; the limit is then unchanged.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def allowed_connections() -> int:
-    """Return the number of connections that the limit of open files has room for."""
+    """Return the number of connections that the limit of open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    # Half of a limit that is smaller than the reserve.
+    # Half of a limit that is below the reserve.
     return min(MAX_CONNECTIONS, max(soft - RESERVED_FILES, soft // 2))

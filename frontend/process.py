@@ -1,4 +1,4 @@
-"""Child processes, which do not outlive this one."""
+"""Child processes, which do not outlive this process."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,17 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF = 0.5
-"""Seconds between the first exit of a supervised process and its restart; doubled for each exit that follows."""
+"""Seconds between the first exit of a supervised process and its restart; doubled for each further exit."""
 LAST_BACKOFF = 10.0
-"""Longest pause before a restart, in seconds."""
+"""Maximum seconds before a restart."""
 STEADY_SECONDS = 30.0
-"""Seconds of uptime after which the pauses start over with `FIRST_BACKOFF`."""
+"""Seconds of uptime after which the backoff is reset to `FIRST_BACKOFF`."""
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""Variables that no child process gets: only this process asks the hub."""
+"""Variables hidden from child processes: only this process uses the hub."""
 SERVICE_MANAGER = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
-"""Variables that no child process gets: only this process talks to systemd."""
+"""Variables hidden from child processes: only this process notifies systemd."""
 KEYS = ("TANDEM_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
-"""Variables that only frontends get: keys of requests, and headers of the collector of traces."""
+"""Variables that only frontends get: API keys, and headers for the trace collector."""
 _BARE_VARIABLES = (
     *("PATH", "HOME", "TMPDIR", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME"),
     *("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
@@ -32,9 +32,9 @@ _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
 def die_with_parent(argv: Sequence[str]) -> list[str]:
-    """Wrap a command so that its process is killed when this one ends.
+    """Wrap a command so that its process is killed when this one exits.
 
-    That works on Linux; elsewhere the command is returned unchanged.
+    Linux only; elsewhere the command is returned unchanged.
     """
     if not sys.platform.startswith("linux"):
         return list(argv)
@@ -42,15 +42,15 @@ def die_with_parent(argv: Sequence[str]) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], *, with_keys: bool = False) -> dict[str, str]:
-    """Return the variables that a child process may have."""
+    """Return the environment of a child process."""
     secret = {*HUB_TOKENS, *SERVICE_MANAGER, *(() if with_keys else KEYS)}
     return {name: text for name, text in environment.items() if name not in secret}
 
 
 def bare_environment() -> dict[str, str]:
-    """Return the variables for a child process that works on hostile input.
+    """Return the environment of a child process that handles untrusted input.
 
-    None of them is a secret.
+    It contains no secrets.
     """
     return {name: text for name in _BARE_VARIABLES if (text := os.environ.get(name)) is not None}
 
@@ -58,9 +58,9 @@ def bare_environment() -> dict[str, str]:
 class ManagedProcess:
     """Child process that runs one program.
 
-    It may be started again after an exit, until `stop` or `kill`. The program runs in a session of its own, so that an
-    interrupt from the terminal reaches only this process, which then stops its children in order. It does not outlive
-    the thread that started it (`die_with_parent`).
+    It may be restarted after an exit, until `stop` or `kill`. The program runs in its own session, so that an interrupt
+    from the terminal reaches only this process, which then stops its children in order. It does not outlive the thread
+    that started it (`die_with_parent`).
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class ManagedProcess:
         pipe_limit: int | None = None,
         stderr_limit: int | None = None,
     ) -> None:
-        """Describe the process without starting it.
+        """Initialize without starting the process.
 
-        `name` stands in logs and errors. Without an `environment`, it gets this process's own without any secret. With
-        a `pipe_limit`, in bytes a line, stdin and stdout are pipes to this process, and the log has at the level debug
-        what comes on stderr, which may repeat a part of a request; with a `stderr_limit`, stderr is a pipe.
+        name: used in logs and errors. environment: by default this process's own without secrets. pipe_limit: maximum
+        bytes of a line; with it stdin and stdout are pipes, and stderr, which may quote requests, is logged at debug
+        level. stderr_limit: the same for stderr as a pipe.
         """
         self.name = name
         self._argv = argv
@@ -91,7 +91,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Id of the running process; None before the start and after an exit."""
+        """Process id; None before the start and after an exit."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -99,7 +99,7 @@ class ManagedProcess:
     def exit_status(self) -> str:
         """Description of the last exit, such as "exit code 2"; "" before the first.
 
-        A process that was killed has one such as "signal SIGKILL".
+        For a killed process, such as "signal SIGKILL".
         """
         if self._process is None or self._process.returncode is None:
             return ""
@@ -107,19 +107,19 @@ class ManagedProcess:
 
     @property
     def stdin(self) -> asyncio.StreamWriter:
-        """Pipe to the running process; needs a `pipe_limit`."""
+        """Stdin of the process; needs a `pipe_limit`."""
         assert self._process is not None and self._process.stdin is not None, f"the {self.name} has no pipe to write to"
         return self._process.stdin
 
     @property
     def stdout(self) -> asyncio.StreamReader:
-        """Pipe from the running process; needs a `pipe_limit`."""
+        """Stdout of the process; needs a `pipe_limit`."""
         assert self._process is not None and self._process.stdout is not None, f"the {self.name} has no pipe to read"
         return self._process.stdout
 
     @property
     def stderr(self) -> asyncio.StreamReader:
-        """Pipe from the running process's stderr; needs a `stderr_limit`."""
+        """Stderr of the process; needs a `stderr_limit`."""
         assert self._process is not None and self._process.stderr is not None, (
             f"the stderr of {self.name} was not piped"
         )
@@ -142,34 +142,34 @@ class ManagedProcess:
         )
         if self._process.stderr is not None and self._stderr_limit is None:
             self._log = asyncio.create_task(self._log_stderr(self._process.stderr))
-        if self._is_stopping:  # stopped while it was being started
+        if self._is_stopping:  # stopped during its start
             self._kill()
 
     async def _log_stderr(self, stderr: asyncio.StreamReader) -> None:
         while True:
             try:
                 line = await stderr.readline()
-            except ValueError:  # longer than the limit; the reader has dropped it
+            except ValueError:  # longer than the limit and dropped by the reader
                 continue
             if not line:
                 return
             logger.debug("the %s: %s", self.name, line.decode(errors="replace").rstrip())
 
     async def wait(self) -> int:
-        """Wait for the exit of a started process; return its code, negative for a signal."""
+        """Wait for the process to exit; return its code, negative for a signal."""
         assert self._process is not None, f"the {self.name} was not started"
         return await self._process.wait()
 
     async def wait_for_pipes(self) -> None:
-        """Wait until an ended process's pipes are closed, also by children of its own."""
+        """Wait until an exited process's pipes are closed, also by its children."""
         await self.stdout.read()
         if self._log is not None:
             await self._log
 
     async def stop(self, timeout: float) -> None:
-        """End the process for good.
+        """Stop the process for good.
 
-        Terminate it, and kill it if it still runs after `timeout` seconds.
+        Terminate it, and kill it if it runs longer than `timeout` seconds.
         """
         self._is_stopping = True
         process = self._process
@@ -190,9 +190,9 @@ class ManagedProcess:
         self._kill()
 
     def kill_to_restart(self) -> None:
-        """Kill the process, which its owner then starts again.
+        """Kill the process, for its owner to restart.
 
-        Do nothing once it is being stopped.
+        Does nothing during a stop.
         """
         if not self._is_stopping:
             self._kill()
@@ -208,8 +208,8 @@ class ManagedProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Describe the code of an exit, such as "exit code 2".
+    """Describe an exit code, such as "exit code 2".
 
-    A negative one is a signal, such as "signal SIGKILL".
+    A negative code is a signal, such as "signal SIGKILL".
     """
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

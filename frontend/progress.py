@@ -9,7 +9,7 @@ WIDTH = 30
 class Progress:
     """Progress bar of requests or of time.
 
-    It covers a number of requests, or a duration in seconds if their number is unknown. Other work is drawn by `bar`.
+    It counts requests, or seconds if their number is unknown. Other progress is drawn by `bar`.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Progress:
     def line(self, done: int, seconds: float, tokens: int | None = None) -> str:
         """Format the bar for `done` requests after `seconds` seconds.
 
-        With the number of `tokens` generated so far, it has their rate and the time left.
+        tokens: number of tokens generated so far, to add their rate and the remaining time.
         """
         share = done / self._total if self._total else seconds / (self._duration or seconds or 1.0)
         share = min(1.0, max(0.0, share))
@@ -38,7 +38,7 @@ class Progress:
         return self.bar(round(WIDTH * share), text)
 
     def bar(self, filled: int, text: str) -> str:
-        """Format the label, a bar with `filled` of its WIDTH places full, and a text."""
+        """Format a label, a bar with `filled` of WIDTH cells, and a text."""
         return f"{self._label:>14} [{'#' * filled}{'.' * (WIDTH - filled)}] {text}"
 
     def draw(self, done: int, seconds: float, tokens: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Progress:
     def show(self, line: str) -> None:
         """Replace the bar by another line of text."""
         if self.is_shown:
-            # What is left of a longer line is overwritten; the cursor is left where a line of the log may start.
+            # Overwrite the rest of a longer line; leave the cursor where a log line may start.
             self._out.write("\r" + line.ljust(self._width) + "\r")
             self._out.flush()
             self._width = max(self._width, len(line))

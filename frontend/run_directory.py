@@ -1,4 +1,4 @@
-"""Private directories of running processes, and what killed ones left of them."""
+"""Private directories of running processes, with cleanup after killed ones."""
 
 import fcntl
 import logging
@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_NAME = "lock"
-"""File that the owner of a directory keeps locked for as long as it runs."""
+"""File that the owner of a directory keeps locked while it runs."""
 MAX_PARENT_BYTES = 50
-"""Longest path of the directory for temporary files that leaves room for the name of a socket."""
+"""Maximum length of the temporary directory's path that leaves room for the name of a socket."""
 _PREFIX = "tandem-"
 
 logger = logging.getLogger(__name__)
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """Yield a new directory of mode 0700 for sockets and state, removed at the end.
+    """Yield a new directory with mode 0700 for sockets and state, removed at exit.
 
-    First remove what processes of this user that were killed have left.
+    Directories left behind by killed processes of this user are removed first.
     """
     place = tempfile.gettempdir()
     parent = Path(place if len(os.fsencode(place)) < MAX_PARENT_BYTES else "/tmp")
@@ -38,9 +38,9 @@ def run_directory() -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove this user's run directories in `parent` whose owner is gone.
+    """Remove this user's abandoned run directories in `parent`.
 
-    The kernel releases a lock when its process ends, however it ends. A directory without a lock file is not touched.
+    The kernel releases a lock when its process exits for any reason. Directories without a lock file are left alone.
     """
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), _abandoned(folder):
@@ -49,13 +49,13 @@ def remove_stale(parent: Path) -> None:
 
 
 def _lock_new(folder: Path) -> int:
-    """Create the locked file of a new directory and return its descriptor.
+    """Create the lock file of a new directory and return its descriptor.
 
-    It has another name until it is locked: a file of the final name is never unlocked while its owner runs.
+    It is renamed once locked, so that a file with the final name is never unlocked while its owner runs.
     """
     unnamed = folder / f"{LOCK_NAME}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    # Without locks on this file system, the directory has no lock file and is never taken for an abandoned one.
+    # If the file system has no locks, the directory has no lock file and is never considered abandoned.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(folder / LOCK_NAME)
@@ -64,9 +64,10 @@ def _lock_new(folder: Path) -> int:
 
 @contextmanager
 def _abandoned(folder: Path) -> Iterator[None]:
-    """Hold the lock of a directory whose owner is gone.
+    """Hold the lock of an abandoned directory.
 
     Raises OSError if the directory belongs to another user, is a link, has no lock file, or has an owner.
+
     """
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

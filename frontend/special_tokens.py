@@ -1,19 +1,19 @@
-"""Special tokens in text of clients, for `--no-special-tokens-in-text`.
+"""Prevent special tokens in text from clients, for `--no-special-tokens-in-text`.
 
-A second tokenizer encodes all text. In it, special tokens have random names, so no text of a client matches them: that
-holds for completions and `/tokenize` whatever the text is. Ids, merges and normalization are those of the first one.
+All text is encoded by a second tokenizer with random names for the special tokens, which no text from clients matches.
+This covers completions and `/tokenize`. Ids, merges and normalization are those of the original tokenizer.
 
-A rendered chat mixes text of clients with special tokens of the template, which are given their random names after
-rendering. So that it is known which are the template's, those in the client's strings are broken up by a random marker
-before rendering; the markers are removed afterwards. Marking whole strings instead would tell the two apart as well,
-but templates trim, compare and search contents. A string is therefore only touched where it has the first letters of
-a special token, where it ends in fewer of them, or where it begins with an inner part of one that starts with
-punctuation; otherwise a neighbour might complete it. A template can still build a special token from a client's text
-if it deletes characters between the first four (`replace`), or if it writes both ends around a word.
-Where it cuts a text within a marker, the rest of the marker stays in the prompt.
+A rendered chat mixes text from clients with special tokens of the template, which are replaced by their random names
+after rendering. To identify them, special tokens in client strings are broken up by a random marker before rendering,
+and the markers are removed afterwards. Marking whole strings would be simpler, but templates trim, compare and search
+contents. A string is therefore modified only where it has the first letters of a special token, where it ends in fewer
+of them, or where it starts with an inner part of one that starts with punctuation; otherwise adjacent text could
+complete it. A template can still build a special token from client text if it deletes characters between the first four
+(`replace`), or if it adds both ends around a word. Where it cuts text within a marker, the rest of the marker stays in
+the prompt.
 
-Special tokens are those that tokenizer.json marks `special`, and other added tokens of the form `<|...|>`, which are
-roles and turns in some checkpoints. Others, such as `<think>` and `<tool_call>`, usually are text.
+Special tokens are those marked `special` in tokenizer.json, and other added tokens of the form `<|...|>`, which are
+roles and turns in some checkpoints. Others, such as `<think>` and `<tool_call>`, are usually text.
 """
 
 import json
@@ -29,17 +29,17 @@ from tandem.frontend.errors import unsupported
 
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _PREFIX_CHARS = 4
-"""Number of characters at the start of a special token that are broken up wherever a client writes them."""
+"""Number of leading characters of a special token that are broken up anywhere in client text."""
 _SLICE_CHARS = 2**14
-"""Number of characters that are searched for special tokens without a pause."""
+"""Number of characters searched for special tokens before other threads may run."""
 _PRIVATE_USE = range(0xE000, 0xF900)
 _TURN_TOKEN = re.compile("<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 class SpecialTokenGuard:
-    """Random names of the special tokens, which no text of a client can match.
+    """Random names of the special tokens, which client text cannot match.
 
-    A text in which the special tokens have their random names is called sealed; `encoder` makes the tokenizer for it.
+    Text with the random names is called sealed; `encoder` creates the tokenizer for it.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -79,19 +79,19 @@ class SpecialTokenGuard:
         return self.unmarked(self._special.sub(self._name, rendered))
 
     def unmarked(self, text: str) -> str:
-        """Remove the markers of `protect`, as they are or as `tojson` escapes them."""
+        """Remove the markers of `protect`, verbatim or as escaped by `tojson`."""
         for marker in self._markers:
             text = text.replace(marker, "")
         return text
 
     def unsealed(self, text: str) -> str:
-        """Return a sealed text as it reads."""
+        """Return the original of a sealed text."""
         return self._sealed.sub(self._text, text) if self._nonce in text else text
 
     def check_ids(self, ids: Sequence[int], leading: Sequence[int], field: str) -> None:
         """Raise ApiError 400 for special tokens in a prompt of ids.
 
-        A prompt may begin with `leading`, the ids that the tokenizer puts in front of a text.
+        A prompt may start with `leading`, the ids that the tokenizer prepends to text.
         """
         skipped = len(leading) if list(ids[: len(leading)]) == list(leading) else 0
         if self._ids.keys().isdisjoint(ids):
@@ -105,9 +105,10 @@ class SpecialTokenGuard:
                 )
 
     def encoder(self, data: bytes) -> tokenizers.Tokenizer:
-        """Load a tokenizer.json with the special tokens under their random names.
+        """Load a tokenizer.json with random names for the special tokens.
 
         Raises ValueError if its ids would differ.
+
         """
         described = msgspec.json.decode(data)
         for token in described["added_tokens"]:
@@ -129,7 +130,8 @@ class SpecialTokenGuard:
         return encoder
 
     def _protect_text(self, text: str) -> str:
-        # In slices, between which other threads run. One that ends within a special token ends with the start of it.
+        # Encode in slices, between which other threads run. A slice that ends within a special token is cut at its
+        # start.
         slices = (text[at : at + _SLICE_CHARS] for at in range(0, len(text), _SLICE_CHARS))
         text = "".join(self._start.sub(rf"\g<0>{self._break}", part) for part in slices)
         at = len(text) - len(text.lstrip())
@@ -153,7 +155,7 @@ class SpecialTokenGuard:
 
 
 def guarded_tokens(raw: tokenizers.Tokenizer) -> dict[str, int]:
-    """Return the ids of the tokens that no text of a client may become, by text."""
+    """Return the ids of the protected tokens, by text."""
     return {
         token.content: token_id
         for token_id, token in raw.get_added_tokens_decoder().items()
@@ -170,9 +172,9 @@ def _marker() -> str:
 
 
 def _starts(texts: Iterable[str]) -> str:
-    """Build a pattern of the characters that begin a text or the start of one.
+    """Build a pattern of the leading characters of texts.
 
-    At the end of a string, fewer characters than elsewhere are such a start.
+    At the end of a string, fewer characters match.
     """
     endings: dict[str, set[str]] = {}
     for text in texts:
@@ -186,9 +188,9 @@ def _starts(texts: Iterable[str]) -> str:
 
 
 def _any_of(texts: Iterable[str], or_end: bool = False) -> str:
-    """Build a pattern of texts, as a tree; it prefers the longest.
+    """Build a pattern of texts, as a trie; it prefers the longest.
 
-    With `or_end`, the start of a text matches as well if nothing but blanks follows.
+    With `or_end`, a prefix of a text also matches if only whitespace follows.
     """
     tree: dict[str, Any] = {}
     for text in texts:

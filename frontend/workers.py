@@ -10,9 +10,9 @@ _Result = TypeVar("_Result")
 
 
 class Workers:
-    """Pool of a few threads.
+    """Thread pool.
 
-    A function that holds the GIL for long still blocks the event loop.
+    A function that holds the GIL still blocks the event loop.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -23,5 +23,5 @@ class Workers:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        """Cancel the work that has not started; do not wait for the rest."""
+        """Cancel work that has not started; do not wait for the rest."""
         self._pool.shutdown(wait=False, cancel_futures=True)

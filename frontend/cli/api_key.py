@@ -1,6 +1,6 @@
 """The command `tandem api-key`.
 
-It makes a new key, and its table for the file of a server.
+It creates a new key, and its table for the key file of a server.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _SECRET_BYTES = 32
 def run_api_key(arguments: argparse.Namespace) -> int:
     """Print a new key on stderr and its table on stdout.
 
-    Raises ValueError for a name that no key can have.
+    Raises ValueError for an invalid name.
     """
     name = check_name(arguments.name)
     secret = f"sk-{secrets.token_urlsafe(_SECRET_BYTES)}"

@@ -1,4 +1,4 @@
-"""`tandem chat`: chat in the terminal, or answer one question from a pipe."""
+"""`tandem chat`: chat in the terminal, or answer one question from stdin."""
 
 import argparse
 import sys
@@ -29,10 +29,10 @@ BLOCK = '"""'
 
 
 class ChatSession:
-    """The conversation so far, and the fields that all its requests share."""
+    """Conversation and the fields shared by all its requests."""
 
     def __init__(self, server: Connection, fields: dict[str, Any], system: str | None, usage: bool) -> None:
-        """Begin without messages; `usage` prints token counts after each answer."""
+        """Initialize without messages. usage: print token counts after each answer."""
         self._server = server
         self._fields = fields
         self._usage = usage
@@ -42,23 +42,23 @@ class ChatSession:
     def ask(self, prompt: str) -> int:
         """Stream the answer to stdout and return the exit code for it.
 
-        The code is 130 if an interrupt stopped the answer, and 1 for JSON that was cut at the limit on tokens.
-        An interrupted answer is kept in the conversation as far as it came; a prompt without any answer is dropped.
-        Raises ServerError if the request fails.
+        The code is 130 if an interrupt stopped the answer, and 1 for JSON that was truncated by the token limit. A
+        partial answer is kept in the conversation; a prompt without any answer is dropped. Raises ServerError if the
+        request fails.
         """
         question = {"role": "user", "content": prompt}
         body = {
             **self._fields,
             "messages": [*self._preamble(), *self.messages, question],
             "stream": True,
-            # With every chunk, so that an answer that is stopped has counts as well.
+            # Requested for every chunk, so that a stopped answer has counts too.
             "stream_options": {"include_usage": True, "continuous_usage_stats": self._usage},
         }
         answer = StreamedAnswer(sys.stdout, time.monotonic)
         is_complete = answer.follow(self._server.stream("/v1/chat/completions", body))
         if answer.content:
             self.messages += [question, {"role": "assistant", "content": answer.content}]
-        if self._usage:  # it says, too, whether the answer was stopped
+        if self._usage:  # also reports an interrupt
             print(answer.summary(), file=sys.stderr)
         elif not is_complete:
             print("(stopped)", file=sys.stderr)
@@ -71,8 +71,8 @@ class ChatSession:
 def run_chat(arguments: argparse.Namespace) -> int:
     """Run the command `chat` and return its exit code.
 
-    The code is 0 for success, 1 if the server could not be reached or JSON was cut, 2 for a pipe without a question,
-    and 130 for an interrupted question.
+    The code is 0 for success, 1 if the server is unreachable or JSON was truncated, 2 if stdin has no question, and 130
+    for an interrupted question.
     """
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     try:
@@ -155,7 +155,7 @@ def _run_command(session: ChatSession, line: str) -> bool:
 
 
 def _set_system(session: ChatSession, text: str) -> None:
-    """Show, set or remove the system prompt, and say so."""
+    """Show, set or remove the system prompt."""
     if text in ('""', "''"):
         session.system = None
         print("removed the system prompt")

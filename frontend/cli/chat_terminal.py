@@ -1,4 +1,4 @@
-"""Terminal of a chat: line editing, a history, and input that waits."""
+"""Terminal of a chat: line editing, history, and type-ahead."""
 
 import contextlib
 import os
@@ -9,34 +9,34 @@ from pathlib import Path
 from typing import TextIO
 
 MAX_HISTORY = 1000
-"""Lines that the history keeps."""
+"""Maximum number of lines of the history."""
 
 
 def history_path() -> Path:
-    """Return the file of the history, in the user's directory of states."""
+    """Return the history file, in the user's state directory."""
     folder = os.environ.get("XDG_STATE_HOME", "")
-    # The specification has relative paths ignored.
+    # The XDG specification requires that relative paths are ignored.
     base = Path(folder) if os.path.isabs(folder) else Path.home() / ".local" / "state"
     return base / "tandem" / "chat_history"
 
 
 class LineHistory:
-    """Lines typed in this run and in earlier ones, for the keys that recall them.
+    """History of lines typed in this and earlier runs.
 
-    `path` is the file that keeps them, readable by its owner alone; None keeps them in memory.
+    path: file of the history, readable by its owner only; None keeps it in memory.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def load(self) -> None:
-        """Turn line editing on and recall the lines of earlier runs.
+        """Enable line editing and load the history.
 
-        A file that cannot be used is reported on stderr once, and left alone.
+        An unusable file is reported on stderr once, and ignored.
         """
         try:
             import readline
-        except ImportError:  # Python was built without it
+        except ImportError:  # Python was built without readline
             self._path = None
             return
         readline.set_auto_history(True)
@@ -55,7 +55,7 @@ class LineHistory:
             self._path = None
 
     def keep(self) -> None:
-        """Write the line that was just typed to the file."""
+        """Append the last line to the file."""
         if self._path is None:
             return
         import readline
@@ -66,9 +66,9 @@ class LineHistory:
 
 @contextlib.contextmanager
 def hold_input(terminal: TextIO) -> Iterator[None]:
-    """Keep what is typed out of the output, for the next prompt to read.
+    """Keep typed characters out of the output, for the next prompt to read.
 
-    The terminal echoes nothing meanwhile; interrupts work as ever. Does nothing if `terminal` is not one.
+    Echo is off meanwhile; interrupts still work. Does nothing if `terminal` is not a terminal.
     """
     if not terminal.isatty():
         yield
@@ -81,5 +81,5 @@ def hold_input(terminal: TextIO) -> Iterator[None]:
     try:
         yield
     finally:
-        # Not TCSAFLUSH, which drops what was typed.
+        # Not TCSAFLUSH, which drops unread input.
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

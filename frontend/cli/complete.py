@@ -13,7 +13,7 @@ from tandem.frontend.cli.streamed_answer import StreamedAnswer
 from tandem.protocol.errors import ErrorCode, ExitCode
 
 DEFAULT_MAX_TOKENS = 1024
-"""Limit of an answer without `--max-tokens`: the server's own, OpenAI's 16, ends within a sentence."""
+"""Default of `--max-tokens`; OpenAI's default of 16 ends within a sentence."""
 _UNLIMITED = -1
 _NO_ROOM = (ErrorCode.CONTEXT_LENGTH.value, ErrorCode.KV_CAPACITY.value)
 
@@ -21,8 +21,8 @@ _NO_ROOM = (ErrorCode.CONTEXT_LENGTH.value, ErrorCode.KV_CAPACITY.value)
 def run_complete(arguments: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to stdout and return the exit code.
 
-    The code is 0 for success, 1 for a server error and for JSON that was cut, 2 for a pipe without a prompt, and 130
-    for an interrupt.
+    The code is 0 for success, 1 for a server error and for truncated JSON, 2 if stdin has no prompt, and 130 for an
+    interrupt.
     """
     try:
         prompt = arguments.prompt if arguments.prompt is not None else _read_prompt()
@@ -52,7 +52,7 @@ def run_complete(arguments: argparse.Namespace) -> int:
 
 
 def _read_prompt() -> str:
-    """Read the prompt from stdin; on a terminal, say that it is awaited."""
+    """Read the prompt from stdin; on a terminal, print a hint."""
     if sys.stdin is not None and sys.stdin.isatty():
         print("type a prompt, then Ctrl-D on a line of its own", file=sys.stderr)
     return read_prompt()
@@ -61,7 +61,7 @@ def _read_prompt() -> str:
 def _follow(server: Connection, body: dict[str, Any], answer: StreamedAnswer, by_default: bool) -> bool:
     """Print the answer; return False if an interrupt stopped it.
 
-    A prompt that leaves less room than the default limit gets all the room there is.
+    A prompt that leaves less context than the default limit gets all that is left.
     """
     try:
         return answer.follow(server.stream("/v1/completions", body))

@@ -1,4 +1,4 @@
-"""The HTTP connection of the terminal commands to a running server."""
+"""HTTP connection of the terminal commands to a server."""
 
 import ssl
 from collections.abc import Generator, Iterable, Iterator
@@ -18,9 +18,9 @@ _MAX_MESSAGE_CHARS = 500
 
 
 class ServerError(Exception):
-    """Error of a request that was refused, failed or found no server.
+    """A request was refused, failed, or found no server.
 
-    The text is one line for the user; `code` is that of the server's error, "" for any other.
+    The message is one line for the user; `code` is the server's error code, "" if there is none.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
@@ -38,9 +38,9 @@ class _Envelope(Struct):
 
 
 def error_of_response(response: httpx.Response) -> ServerError:
-    """Make the error of a response with a status other than 200.
+    """Build the error of a response with a status other than 200.
 
-    The body of the response has been read.
+    The body must have been read.
     """
     try:
         error = msgspec.json.decode(response.content, type=_Envelope).error
@@ -52,7 +52,7 @@ def error_of_response(response: httpx.Response) -> ServerError:
 
 
 def error_of_event(error: object) -> ServerError:
-    """Make the error of a stream from the event that ended it."""
+    """Build the error of a stream from its error event."""
     try:
         return ServerError(_one_line(msgspec.convert(error, _Body).message))
     except msgspec.ValidationError:
@@ -60,7 +60,7 @@ def error_of_event(error: object) -> ServerError:
 
 
 def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
-    """Make the error of a request that got no response."""
+    """Build the error of a request without a response."""
     return ServerError(_one_line(connection_failure(url, error)))
 
 
@@ -76,8 +76,8 @@ _END = b"[DONE]"
 def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the data of each server-sent event up to `[DONE]`.
 
-    Events are one line each, as in OpenAI's streams. Raises EOFError if the bytes end before that. Only a newline ends
-    a line: JSON may contain the other characters that Python treats as line ends.
+    Events are one line each, as in OpenAI's streams. Raises EOFError if the stream ends early. Only LF ends a line,
+    since JSON may contain the other characters that Python treats as line ends.
     """
     rest = b""
     for chunk in chunks:
@@ -93,31 +93,31 @@ def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 CONNECT_SECONDS = 10.0
-"""Longest time that connecting may take."""
+"""Connect timeout in seconds."""
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Make the headers of every request."""
+    """Build the headers of every request."""
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def timeouts(seconds: float) -> httpx.Timeout:
-    """Make timeouts that allow `seconds` between any two bytes of a response."""
+    """Build timeouts that allow `seconds` between two bytes of a response."""
     return httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS), pool=None)
 
 
 def client(url: str, headers: dict[str, str], timeout: httpx.Timeout, context: ssl.SSLContext) -> httpx.Client:
-    """Build the HTTP client of a server, whose paths follow `base_url(url)`."""
+    """Build the HTTP client of a server, with paths relative to `base_url(url)`."""
     path = unix_path(url)
-    # A transport of its own would leave out the proxies of the environment.
+    # A custom transport would ignore the proxies of the environment.
     unix = None if path is None else httpx.HTTPTransport(uds=path)
     return httpx.Client(headers=headers, timeout=timeout, verify=context, transport=unix)
 
 
 class Connection:
-    """A connection to one server.
+    """Connection to a server.
 
-    Every method raises ServerError if it fails or the response is not usable.
+    Every method raises ServerError on failure or for an invalid response.
     """
 
     def __init__(self, http: httpx.Client, url: str) -> None:
@@ -152,7 +152,7 @@ class Connection:
             raise ServerError(f"{shown_url(self._url)}{path} is not a JSON object: {error}") from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of a streamed answer. Closing the iterator stops the answer."""
+        """Yield the events of a streamed response. Closing the iterator stops the generation."""
         with self._translate_errors(), self._http.stream("POST", base_url(self._url) + path, json=body) as response:
             if response.status_code != 200:
                 response.read()
@@ -180,6 +180,6 @@ class Connection:
 def connect(url: str, api_key: str | None, timeout: float, trust: Trust) -> Connection:
     """Create a connection without sending anything.
 
-    `timeout` is the longest time in seconds between two bytes.
+    timeout: seconds allowed between two bytes.
     """
     return Connection(client(url, headers(api_key), timeouts(timeout), trust.context()), url)

@@ -1,4 +1,4 @@
-"""Reasons why a server could not be talked to, with a remedy for each."""
+"""Explain connection failures, with a remedy for each."""
 
 import contextlib
 import socket
@@ -12,13 +12,13 @@ from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 _PROBE_SECONDS = 3.0
 _HOSTNAME_MISMATCH = 62
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
-"""Reasons of OpenSSL for an answer that is not TLS."""
+"""OpenSSL's reasons for a response that is not TLS."""
 
 
 def is_permanent(error: httpx.HTTPError) -> bool:
-    """Tell whether another attempt would fail in the same way.
+    """Return True if a retry would fail in the same way.
 
-    Without a trusted certificate it would.
+    This is the case for an untrusted certificate.
     """
     return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error))
 
@@ -52,7 +52,7 @@ def connection_failure(url: str, error: httpx.HTTPError) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and all that it came from."""
+    """Yield an error and its chain of causes."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):
@@ -74,7 +74,7 @@ def _bad_certificate(url: str, error: ssl.SSLCertVerificationError) -> str:
 def _speaks_tls(address: httpx.URL) -> bool:
     """Try a TLS handshake.
 
-    It tells a server with TLS from one that broke the connection.
+    It distinguishes a server with TLS from one that dropped the connection.
     """
     context = ssl.create_default_context()
     context.check_hostname = False

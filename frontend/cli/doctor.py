@@ -1,6 +1,6 @@
-"""`tandem doctor`: facts of this machine and the choices of a server on it.
+"""`tandem doctor`: report about this machine and the settings that a server would choose.
 
-The output fits a bug report. The choices are those of the engine's own code, which runs in a child process and loads no
+The output is meant for bug reports. The engine's code determines its choices in a child process, without loading
 weights.
 """
 
@@ -37,13 +37,13 @@ GIB = 2**30
 
 
 class Report(Struct, frozen=True):
-    """Sections of names and texts, and the problems that would prevent a start."""
+    """Report sections, and the problems that would prevent a start."""
 
     sections: dict[str, Section]
     problems: list[str]
 
     def text(self) -> str:
-        """Format the report for people."""
+        """Format the report as text."""
         lines = []
         for title, rows in self.sections.items():
             lines += [title, *(f"  {name:<18}{value}" for name, value in rows.items()), ""]
@@ -52,9 +52,9 @@ class Report(Struct, frozen=True):
 
 
 def run_doctor(arguments: argparse.Namespace, ask: RunPreflight | None = None) -> int:
-    """Print the report; return 1 if something would prevent a start.
+    """Print the report; return 1 if a problem would prevent a start.
 
-    ask: returns the engine's choices; by default from a child process.
+    ask: returns the preflight report; by default from a child process.
     """
     found = examine(arguments, ask or run_preflight)
     print(msgspec.json.format(msgspec.json.encode(found)).decode() if arguments.json else found.text())
@@ -62,7 +62,7 @@ def run_doctor(arguments: argparse.Namespace, ask: RunPreflight | None = None) -
 
 
 def examine(arguments: argparse.Namespace, ask: RunPreflight) -> Report:
-    """Collect the report. It holds no values of the environment and no keys."""
+    """Collect the report. It contains no environment values and no keys."""
     problems: list[str] = []
     ports = _ports(arguments, problems)
     options = engine_options(arguments)
@@ -91,9 +91,9 @@ def examine(arguments: argparse.Namespace, ask: RunPreflight) -> Report:
 
 
 def _find_model(model: str | None, options: HubOptions) -> tuple[Section, int | None]:
-    """Describe the model; the bytes are those of weights that are still on the hub.
+    """Describe the model and return the bytes of weights that are still to be downloaded.
 
-    The small files of a model on the hub are downloaded. Raises LaunchError if the model is found nowhere.
+    Small files of a model from the hub are downloaded. Raises LaunchError if the model is not found.
     """
     if model is None or not is_hub_name(model):
         return {"folder": str(find_model(model, options).folder)}, None
@@ -102,7 +102,7 @@ def _find_model(model: str | None, options: HubOptions) -> tuple[Section, int | 
 
 
 def _kind(model: str | None) -> str:
-    """Return what to call a model as it was given: a name on the hub, or a folder."""
+    """Return the label of a model as given: a hub name or a folder."""
     return "folder" if model is None or not is_hub_name(model) else "name"
 
 
@@ -137,7 +137,7 @@ def _shared_memory(folder: Path) -> str:
 
 
 def _driver() -> str:
-    """Return the version of the NVIDIA driver, as nvidia-smi tells it."""
+    """Return the version of the NVIDIA driver from nvidia-smi."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -147,9 +147,9 @@ def _driver() -> str:
 
 
 def _ports(arguments: argparse.Namespace, problems: list[str]) -> Section:
-    """Describe the ports of a server, and note those that it cannot have.
+    """Describe the ports of a server, and record those that are not available.
 
-    In place of the default ops port a server takes the next that is free.
+    If the default ops port is taken, a server uses the next free one.
     """
     addresses, ops_host, given = Addresses(arguments.host, arguments.port), arguments.ops_host, arguments.ops_port
     ops_port = DEFAULT_OPS_PORT if given is None else given
@@ -173,7 +173,7 @@ def _ports(arguments: argparse.Namespace, problems: list[str]) -> Section:
 
 
 def _port(host: str, port: int, flag: str, problems: list[str]) -> str:
-    """Describe a port that must be free, and note a problem if it is not."""
+    """Describe a port that must be free, and record a problem if it is not."""
     try:
         listen(host, port).close()
     except OSError as error:

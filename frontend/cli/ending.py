@@ -1,4 +1,4 @@
-"""Ends of commands: the code of an interrupt, and output that cannot be written."""
+"""Exit codes of commands, for interrupts and failed output."""
 
 import errno
 import os
@@ -6,21 +6,21 @@ import sys
 from collections.abc import Callable
 
 INTERRUPTED = 130
-"""Exit code of a command that was interrupted."""
+"""Exit code after an interrupt."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk, or of a user's share of it, that is full."""
+"""Error numbers of a full disk or quota."""
 
 
 def write_out(run: Callable[[], int]) -> int:
-    """Run a command, write out what it has printed, and return its exit code.
+    """Run a command, flush its output, and return its exit code.
 
-    The code is 1 if the reader of stdout is gone, or, with a line on stderr, if a disk is full.
+    The code is 1 if stdout is a closed pipe, or, with a message on stderr, if a disk is full.
     """
     try:
         try:
             return run()
-        finally:  # after a parser's exit too
-            if sys.stdout is not None:  # as it is where it was closed
+        finally:  # also after the parser exits
+            if sys.stdout is not None:  # as if it was closed
                 sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()
@@ -35,9 +35,9 @@ def write_out(run: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discard what is buffered for stdout.
+    """Discard buffered output to stdout.
 
-    It would be tried again at the end of the process.
+    It would be written again at exit.
     """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

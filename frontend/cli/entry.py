@@ -1,7 +1,6 @@
-"""Entry of the console command `tandem`.
+"""Entry point of the console command `tandem`.
 
-The modules of the command take a third of a second to load. An interrupt in that time ends it as one later does,
-without a traceback.
+Importing the command takes a third of a second. An interrupt in that time exits like a later one, without a traceback.
 """
 
 from tandem.frontend.cli.ending import INTERRUPTED

@@ -1,7 +1,4 @@
-"""Flags of the commands that talk to a server, and the fields they fill.
-
-The fields are those of requests to the running server.
-"""
+"""Flags of the commands that connect to a server, and the request fields that they set."""
 
 import argparse
 import json
@@ -69,14 +66,15 @@ HUB_FLAGS = (
 
 
 def hub_options(arguments: argparse.Namespace) -> HubOptions:
-    """Collect the options of a model on the hub."""
+    """Build the hub options from the flags."""
     return HubOptions(arguments.revision, arguments.hf_token, arguments.download_dir)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, aliases: Sequence[str] = ()) -> None:
-    """Add the flags that name a server.
+    """Add the flags of the server's address and credentials.
 
     aliases: further names of --url.
+
     """
     group = parser.add_argument_group("server")
     group.add_argument(
@@ -109,7 +107,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, aliases: Sequence[str]
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of generation.
 
-    Fields without a given flag are left to the server.
+    Fields without a flag are left to the server.
     """
     group = parser.add_argument_group("answer")
     group.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
@@ -123,7 +121,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collect the request fields that were given as flags."""
+    """Collect the request fields given as flags."""
     names = (*(field.name for field in FLAG_FIELDS), "stop")
     fields = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.json_schema is not None:
@@ -133,14 +131,14 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def trust(arguments: argparse.Namespace) -> Trust:
-    """Return the certificates to trust."""
+    """Return the trusted certificates."""
     return Trust(arguments.ca_cert, arguments.insecure)
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:
     """Return the API key to send, or None.
 
-    The key is the flag's, or else the first one in the environment variable.
+    It comes from the flag, or is the first one in the environment variable.
     """
     keys = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
     return arguments.api_key or (keys[0] if keys else None)
@@ -154,9 +152,9 @@ def _server_url(text: str) -> str:
 
 
 def _value_of(field: Field) -> Callable[[str], Any]:
-    """Return the conversion of a flag's text to the value of a field.
+    """Return a parser of flag values for a field.
 
-    Values beyond the field's bounds are usage errors.
+    Values out of the field's bounds are usage errors.
     """
 
     field_type = field.type
@@ -169,12 +167,12 @@ def _value_of(field: Field) -> Callable[[str], Any]:
         except ApiError as error:
             raise argparse.ArgumentTypeError(error.message.removeprefix(f"{field.name!r} ")) from None
 
-    convert.__name__ = field_type.flag_type.__name__  # argparse names it for a text that is not a number
+    convert.__name__ = field_type.flag_type.__name__  # argparse uses this name in its message for an invalid number
     return convert
 
 
 def _certificates(path: str) -> str:
-    """Check that a file holds certificates, and return its path."""
+    """Check that a file contains certificates, and return its path."""
     try:
         Trust(path).context()
     except ssl.SSLError:

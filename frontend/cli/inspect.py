@@ -27,7 +27,7 @@ _WAITING = ("waiting", "compiling", "following")
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the scheduler state, and return the exit code.
 
-    The state is printed once, or every `--watch` seconds until an interrupt. The code is 0, or 1 for a server error.
+    It is printed once, or every `--watch` seconds until an interrupt. The code is 0, or 1 for a server error.
     """
     try:
         with connect(arguments.url, api_key(arguments), arguments.timeout, trust(arguments)) as server:
@@ -58,9 +58,9 @@ def report(server: Connection) -> str:
 
 
 def _screenful(text: str) -> str:
-    """Cut a text to the terminal's size.
+    """Truncate text to the terminal's size.
 
-    Without that, the summary could scroll away and long lines could wrap.
+    Otherwise the summary could scroll away and long lines could wrap.
     """
     columns, height = shutil.get_terminal_size()
     lines = text.splitlines()
@@ -71,9 +71,9 @@ def _screenful(text: str) -> str:
 
 
 def render(state: dict[str, Any]) -> str:
-    """Format the summary, the sequences and the sessions of a scheduler state.
+    """Format summary, sequences and sessions of a scheduler state.
 
-    `state` is the response to `GET /admin/scheduler`.
+    state: response to `GET /admin/scheduler`.
     """
     parts = ["\n".join(_summary(state))]
     sequences = [{**one, "wait": one["wait"] if one["state"] in _WAITING else None} for one in state["sequences"]]
@@ -89,7 +89,7 @@ def _summary(state: dict[str, Any]) -> list[str]:
     unlisted = f", {queue['unlisted']} of them not listed" if queue["unlisted"] else ""
     waiting = f"{queue['waiting']} waiting{unlisted}, the oldest for {queue['oldest_wait']:.1f} s"
     settling = f" ({pages['settling']} of them until a step in flight ends)" if pages["settling"] else ""
-    # Pages that are only cached are neither in use nor free.
+    # Pages that are only cached count neither as used nor as free.
     unused = max(0, pages["total"] - pages["used"] - pages["free"])
     busy = sum([session["busy"] for session in state["sessions"]])
     lines = {
@@ -108,7 +108,7 @@ def _summary(state: dict[str, Any]) -> list[str]:
 
 
 def _pause(pause: dict[str, Any]) -> str:
-    """Describe the pause in force."""
+    """Describe the current pause."""
     arrivals = "wait" if pause["new_requests"] == "hold" else "are refused"
     return f"{pause['status']}, mode {pause['mode']}; requests that arrive {arrivals}; POST /admin/resume ends it"
 
@@ -136,7 +136,7 @@ def _cell(value: object) -> str:
         case float():
             return f"{value:.1f} s"
         case str():
-            # Names come from clients: control characters in them must not reach the terminal.
+            # Names come from clients, so control characters in them must not reach the terminal.
             name = "".join([character if character.isprintable() else "\ufffd" for character in value])
             return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 3] + "..."
         case _:

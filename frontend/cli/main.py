@@ -76,7 +76,7 @@ def _run(argv: Sequence[str] | None) -> int:
         process = frontend_name(arguments.slot)
     elif process in ("serve", "engine", "frontend"):
         process = "supervisor"
-    is_check = getattr(arguments, "check", False)  # it prints its own lines
+    is_check = getattr(arguments, "check", False)  # it has printed its messages
     level: LogLevel = "error" if is_check else getattr(arguments, "log_level", "warning")
     configure_logging(process, level, getattr(arguments, "log_format", "text"))
     problems = out_of_bounds(arguments, _BOUNDED_FLAGS)
@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_model_argument(serve)
     _add_config_argument(serve)
-    # The frontend takes several names, and the engine the first of them; limits of load are the same for both.
+    # The frontend accepts several names, and the engine uses the first one; load limits are shared.
     add_engine_arguments(serve, without=["served_model_name", "max_concurrent", "max_queued_tokens"])
     add_flags(serve, HUB_FLAGS)
     add_http_arguments(serve)
@@ -168,7 +168,7 @@ def _add_command(
 ) -> CommandParser:
     """Add a command with its help.
 
-    rare: names of the flags that only `--help-all` shows. foreign: answers to another program's flags.
+    rare: names of flags shown only by `--help-all`. foreign: messages for another program's flags.
     """
     text = COMMANDS[name]
     command = commands.add_parser(
@@ -180,12 +180,12 @@ def _add_command(
 
 
 def _wrong_numbers(arguments: argparse.Namespace) -> list[str]:
-    """Say what is wrong with the numbers among some arguments of a command."""
+    """Return error messages for numbers out of bounds."""
     own = {flag.name for flag in _BOUNDED_FLAGS if flag.bounds is not None}
     names = set(EngineOptions.__struct_fields__) - own
     engine = {name: value for name, value in vars(arguments).items() if name in names}
     found = [*out_of_bounds(arguments, _BOUNDED_FLAGS), *wrong_numbers(EngineOptions(**engine)).values()]
-    return list(dict.fromkeys(found))  # some numbers are in two tables
+    return list(dict.fromkeys(found))  # some numbers are in both tables
 
 
 def _add_model_argument(command: argparse.ArgumentParser) -> None:
@@ -206,7 +206,7 @@ def _add_config_argument(command: argparse.ArgumentParser) -> None:
 
 
 def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    """Add the commands that talk to a running server."""
+    """Add the commands that connect to a running server."""
     chat = _add_command(commands, "chat", run_chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     chat.add_argument("--no-history", action="store_true", help="do not keep the lines typed for later runs")
@@ -235,9 +235,10 @@ def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") 
 
 
 def _settle_model(arguments: argparse.Namespace) -> None:
-    """Put the model that was given, with or without --model, into its argument.
+    """Store the model given with or without --model in its argument.
 
     Raises ValueError for two different models.
+
     """
     positional = getattr(arguments, "positional_model", None)
     name = "model_dir" if arguments.command == "frontend" else "model"
@@ -278,10 +279,10 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
         check_engine_installed()
         options = checked_engine_options(arguments)
         if with_frontends:
-            # What cannot work is refused before a model is downloaded.
+            # Refuse invalid settings before a model is downloaded.
             http_keys(arguments)
             check_template(arguments.chat_template)
-        # Here an interrupt ends the download at once; within the loop it would wait for it.
+        # Downloaded here, where an interrupt takes effect at once; the event loop would wait for it.
         with raised_sigterm():
             chat = ChatOptions(template=arguments.chat_template) if with_frontends else None
             check = check_before_weights(options, chat)
@@ -295,7 +296,7 @@ def _supervise(arguments: argparse.Namespace, with_frontends: bool) -> int:
 def run_frontend(arguments: argparse.Namespace) -> int:
     """Run frontends under a supervisor.
 
-    With the sockets of a supervisor, run one frontend itself.
+    With sockets inherited from a supervisor, run one frontend in this process.
     """
     from tandem.frontend.supervisor.model import LaunchError, find_model
 

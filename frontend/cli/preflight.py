@@ -1,8 +1,8 @@
-"""`--check` of the commands that serve, which says whether they would start.
+"""`--check` of the serving commands: report whether they would start.
 
-The rules are those of the start itself. Nothing is started or changed, and of a model on the hub only the small files
-are downloaded. What another process has in use now, such as the ports and the memory of a service that runs with an
-older configuration, is a warning.
+It uses the checks of a start, without starting or changing anything; only small files of a model from the hub are
+downloaded. Resources in use by another process, such as the ports and the memory of a running service with an older
+configuration, are warnings.
 """
 
 import argparse
@@ -56,13 +56,13 @@ from tandem.protocol.sockets import check_ipc_place, check_server_keys
 
 _MAX_PORT = 65_535
 _REFUSALS = (LaunchError, ConversionError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
-"""What the parts of a start raise for settings that cannot work."""
+"""Exceptions for invalid settings."""
 _PRIVATE_ENDPOINT = "ipc:///private"
-"""Stands for the endpoint that a start would make."""
+"""Placeholder for the endpoint that a start would create."""
 
 
 class Findings:
-    """Problems, warnings and facts that were found."""
+    """Problems, warnings and facts."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -72,9 +72,9 @@ class Findings:
 
     @contextmanager
     def caught(self, *ports: int) -> Iterator[None]:
-        """Note what a part of a start refuses instead of raising it.
+        """Record the exceptions of a check instead of raising them.
 
-        ports: those that the part listens on. That another process has them now is a warning.
+        ports: ports checked; one that is in use is a warning.
         """
         try:
             yield
@@ -91,9 +91,9 @@ class Findings:
 def run_check(arguments: argparse.Namespace, problems: Collection[str] = (), ask: RunPreflight = run_preflight) -> int:
     """Print problems and warnings on stderr and a summary on stdout.
 
-    Each has a line, and indented ones if it has more. Returns the exit code.
+    Each has a line, and indented continuation lines. Returns the exit code.
 
-    problems: those that are known already. ask: returns the engine's choices; by default from a child process.
+    problems: already known ones. ask: returns the preflight report; by default from a child process.
     """
     found = Findings()
     found.problems += problems
@@ -126,7 +126,7 @@ def _print(command: str, found: Findings) -> int:
 
 
 def _counted(noun: str, texts: list[str]) -> str:
-    """Return how many different texts there are, as "2 warnings"; empty for none."""
+    """Return the number of distinct texts, as "2 warnings"; empty for none."""
     count = len(dict.fromkeys(texts))
     return f"{count} {noun}{'s' if count > 1 else ''}" if count else ""
 
@@ -134,11 +134,11 @@ def _counted(noun: str, texts: list[str]) -> str:
 def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findings) -> ModelFolder | None:
     """Check the engine's settings and its model.
 
-    The engine's own code does that in a child process.
+    The engine's code does so in a child process.
     """
     options = engine_options(arguments)
     wrong = wrong_numbers(options)
-    # Some flags are the frontends' too, with the same bounds.
+    # Some flags are shared with the frontends and have the same bounds.
     told = {text.partition(" ")[0] for text in found.problems}
     found.problems += [text for name, text in wrong.items() if flag_name(name) not in told]
     model, weight_bytes = _find_model(options.model, arguments, True, found)
@@ -161,16 +161,16 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
 def _ask(
     options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: RunPreflight, wrong: Collection[str]
 ) -> PreflightReport:
-    """Ask for the engine's choices, with defaults for numbers that are wrong."""
+    """Get the preflight report, with defaults in place of invalid numbers."""
     defaults = EngineOptions()
     usual = {name: getattr(defaults, name) for name in wrong}
     return ask(structs.replace(options, **usual, model=str(model.folder)), weight_bytes)
 
 
 def _note(engine: PreflightReport, found: Findings, wrong: Collection[str]) -> None:
-    """Note what an engine says.
+    """Record the preflight report.
 
-    It was not asked with the numbers that are wrong, so what it says of their flags is left out.
+    Invalid numbers were not passed to it, so its messages about their flags are skipped.
     """
     asked_otherwise = [re.compile(rf"{flag_name(name)}(?![\w-])") for name in wrong]
     found.problems += [text for text in engine.problems if not any(flag.search(text) for flag in asked_otherwise)]
@@ -184,9 +184,9 @@ def _note(engine: PreflightReport, found: Findings, wrong: Collection[str]) -> N
 def _find_model(
     model: str | None, arguments: argparse.Namespace, with_weights: bool, found: Findings
 ) -> tuple[ModelFolder | None, int | None]:
-    """Return the model's folder, or None if it is found nowhere, and the bytes of weights that are still on the hub.
+    """Return the model's folder, or None if it is not found, and the bytes of weights still to be downloaded.
 
-    What is in the cache is taken without asking the hub.
+    A cached model is used without asking the hub.
     """
     hub = hub_options(arguments)
     with found.caught():
@@ -213,9 +213,9 @@ def _preview(model: str, hub: HubOptions, found: Findings) -> tuple[ModelFolder,
 
 
 def _check_addresses(arguments: argparse.Namespace, found: Findings) -> None:
-    """Listen on all addresses for a moment.
+    """Listen on all addresses briefly.
 
-    They are open at the same time, which shows addresses that the command has twice.
+    They are open simultaneously, which detects duplicates.
     """
     with ExitStack() as stack:
         if arguments.command != "engine":
@@ -254,9 +254,9 @@ def _listen_api(arguments: argparse.Namespace, stack: ExitStack, found: Findings
 
 
 def _is_possible(port: int) -> bool:
-    """Return True for a port that a socket can have.
+    """Return True for a valid port number.
 
-    The bounds of its flag refuse others.
+    Others are reported by the bounds of the flag.
     """
     return 0 <= port <= _MAX_PORT
 
@@ -264,7 +264,7 @@ def _is_possible(port: int) -> bool:
 def _check_endpoint(arguments: argparse.Namespace, found: Findings) -> None:
     """Check the link between engine and frontends.
 
-    An engine has to listen there, on a place of its own.
+    An engine must be able to listen there, on an address of its own.
     """
     endpoint = arguments.endpoint
     with found.caught():
@@ -335,7 +335,7 @@ def _check_state(folder: Path | None, found: Findings) -> None:
 
 
 def _check_missing(folder: Path, flag: str, found: Findings) -> None:
-    """Note a folder that does not exist and that this user cannot make."""
+    """Record a folder that does not exist and cannot be created."""
     if folder.exists():
         return
     parent = next(parent for parent in folder.absolute().parents if parent.exists())

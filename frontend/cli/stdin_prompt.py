@@ -1,19 +1,19 @@
-"""The prompt of a command on stdin."""
+"""Read the prompt of a command from stdin."""
 
 import sys
 
 
 class NoPromptError(Exception):
-    """Stdin has no prompt that could be sent; the message says what to change."""
+    """Stdin has no usable prompt; the message says what to change."""
 
 
 def read_prompt() -> str:
     """Read the prompt from stdin, without a byte order mark.
 
-    Raises NoPromptError if that is closed, cannot be read, or has nothing but blanks.
+    Raises NoPromptError if stdin is closed, unreadable or blank.
     """
     try:
-        text = "" if sys.stdin is None else sys.stdin.read().removeprefix("\ufeff")  # None: the shell's <&-
+        text = "" if sys.stdin is None else sys.stdin.read().removeprefix("\ufeff")  # None if closed by the shell's <&-
     except UnicodeDecodeError as error:
         raise NoPromptError(
             f"the prompt on stdin is not {error.encoding}: {error.reason} at byte {error.start}"

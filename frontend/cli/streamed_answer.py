@@ -1,4 +1,4 @@
-"""Print a streamed answer as it arrives, and keep its text, usage and timing."""
+"""Print a streamed response as it arrives, and keep its text, usage and timing."""
 
 import json
 import re
@@ -7,14 +7,14 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, TextIO
 
-# Only the program may set colors and move the cursor, not the text of a model.
+# Model output must not set colors or move the cursor.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class StreamedAnswer:
     """Print the events of `/v1/completions` and `/v1/chat/completions`.
 
-    On a terminal, control characters are printed as U+FFFD, reasoning is dim, and blanks at the start are left out; to
+    On a terminal, control characters are printed as U+FFFD, reasoning is dimmed, and leading whitespace is dropped; to
     a file or pipe, only the content is written, unchanged.
     """
 
@@ -28,14 +28,14 @@ class StreamedAnswer:
         self._last = self._started
         self._reasoning = False
         self._begun = False
-        """True once text other than blanks was printed, of the reasoning or of the content."""
+        """True once text other than whitespace was printed."""
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] = {}
 
     def follow(self, events: Generator[dict[str, Any], None, None]) -> bool:
         """Print all events, and return False if an interrupt stopped them.
 
-        In any case the last line is completed.
+        The last line is always completed.
         """
         try:
             with closing(events):
@@ -49,14 +49,14 @@ class StreamedAnswer:
         return True
 
     def push(self, event: dict[str, Any]) -> None:
-        """Print the text of one event, and keep its usage and finish reason."""
+        """Print the text of an event, and keep its usage and finish reason."""
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices", ()):
             delta = choice.get("delta", choice)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             self._show(delta.get("reasoning_content"), reasoning=True)
             content = delta.get("content") or choice.get("text")
-            # Keep the text before printing it: text that was seen before an interrupt is part of the conversation.
+            # Store the text before printing it: text seen before an interrupt is part of the conversation.
             self.content += content or ""
             self._show(content, reasoning=False)
 
@@ -72,9 +72,9 @@ class StreamedAnswer:
         return ", ".join(parts)
 
     def report_cut(self, as_json: bool) -> int:
-        """Say on stderr if the limit on tokens cut the answer; return the exit code.
+        """Print a note on stderr if the token limit truncated the answer; return the exit code.
 
-        With `as_json` the answer should be JSON, and 1 is returned if the rest of it is missing.
+        With `as_json` the answer should be JSON, and 1 is returned if it is truncated.
         """
         if self._finish_reason != "length":
             return 0

@@ -50,7 +50,7 @@ RESERVED_KWARGS = frozenset(
         *("raise_exception", "strftime_now", "namespace", "range", "chat_template", "chat_template_kwargs"),
     }
 )
-"""Variables of templates that requests do not set: the conversation, special tokens and the template's functions."""
+"""Template variables that requests cannot set: the conversation, special tokens and the template's functions."""
 
 
 class Conversation(Struct, frozen=True):
@@ -65,9 +65,9 @@ class Conversation(Struct, frozen=True):
     effort_field: str = "reasoning_effort"
     """Field of the request that `reasoning_effort` comes from."""
     effort_switches: bool = True
-    """True if the effort also turns reasoning on or off in templates that read `enable_thinking` alone."""
+    """True if the effort also turns reasoning on or off in templates that only support `enable_thinking`."""
     thinking: bool | None = None
-    """Whether the model is to reason; None to leave it to the template."""
+    """Whether the model should reason; None to leave it to the template."""
     thinking_field: str = "enable_thinking"
     """Field of the request that `thinking` comes from."""
     documents: tuple[dict[str, Any], ...] = ()
@@ -76,7 +76,7 @@ class Conversation(Struct, frozen=True):
 def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
     """Build a conversation from the parsed fields of a body.
 
-    Raises ApiError 400 for contradicting fields.
+    Raises ApiError 400 for conflicting fields.
     """
     continues = values["continue_final_message"]
     generation_prompt = values["add_generation_prompt"]
@@ -109,10 +109,10 @@ def conversation(values: Mapping[str, Any], tool_use: ToolUse) -> Conversation:
 
 
 def _thinking(values: Mapping[str, Any], reasoning: _Reasoning) -> tuple[str, bool | None]:
-    """Return the first field that says whether the model reasons, and what it says."""
+    """Return the first field that turns reasoning on or off, and its value."""
     thinking = values["thinking"]
     if isinstance(thinking, _Thinking):
-        # What adapts is left to the model.
+        # "adaptive" is left to the model.
         thinking = None if thinking.type in ("adaptive", "auto") else thinking.type == "enabled"
     given = {
         "enable_thinking": values["enable_thinking"],
@@ -124,9 +124,9 @@ def _thinking(values: Mapping[str, Any], reasoning: _Reasoning) -> tuple[str, bo
 
 
 def template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further variables of the template.
+    """Return additional template variables.
 
-    Raises ApiError 400 for a variable that requests do not set.
+    Raises ApiError 400 for a variable that requests cannot set.
     """
     kwargs: dict[str, Any] = values["chat_template_kwargs"] or {}
     for name in kwargs:

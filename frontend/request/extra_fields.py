@@ -1,6 +1,6 @@
-"""Fields of OpenAI and of other servers that this server does not serve.
+"""Fields of OpenAI and other servers that this server does not support.
 
-Those that do not change the output are ignored; the others are refused, except for neutral values.
+Fields that do not change the output are ignored; the others are refused, except for neutral values.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ NO_EFFECT_FIELDS = (
     Field("length_penalty", Ignored((1, 1.0)), _BEAMS),
     Field("early_stopping", Ignored((False,)), _BEAMS),
 )
-"""Fields of generating routes that do not change the output. Accepted values are not even named as ignored."""
+"""Ignored fields of generating routes. Their accepted values are not reported as ignored."""
 
 ANTHROPIC_FIELDS = (
     Field("context_management", Ignored(), "No part of a conversation is cleared; what is sent is rendered."),
@@ -44,7 +44,7 @@ ANTHROPIC_FIELDS = (
     Field("cache_control", Ignored(never_refused=True), "Prompts are cached without it."),
     Field("diagnostics", Ignored(), "Misses of the prefix cache are not explained."),
 )
-"""Fields of Anthropic's routes that do not change the output."""
+"""Ignored fields of Anthropic's routes."""
 
 _OTHER_SAMPLER = "A method of sampling that this server does not have."
 _OTHER_LIMIT = "Another server's name of the limit; give `max_tokens`, or `max_output_tokens` for a response."
@@ -79,7 +79,7 @@ REFUSED_FIELDS = (
         )
     ),
 )
-"""Fields of generating routes that would change the output and are refused, except for neutral values."""
+"""Refused fields of generating routes, except for neutral values, because they would change the output."""
 
 SINGLE_ANSWER_FIELDS = (
     Field("n", Unsupported((1,)), "One answer is made; send the request once for each."),
@@ -89,7 +89,7 @@ SINGLE_ANSWER_FIELDS = (
 )
 """Options of completions and chats that `/v1/responses` and `/v1/messages` refuse, except for neutral values."""
 SINGLE_ANSWER = {"n": 1, "return_token_ids": False}
-"""Values of these options that the two routes generate with."""
+"""Neutral values of these options on both routes."""
 
 IGNORED_PATHS = (
     ("messages[].id", "Names a message for its sender."),
@@ -105,7 +105,7 @@ IGNORED_PATHS = (
     ("tools[].cache_control", "Prompts are cached without it."),
     ("tools[].function.cache_control", "Prompts are cached without it."),
 )
-"""Known names within a body that are ignored, with the reason."""
+"""Ignored nested fields, with the reason."""
 
 CONDITIONAL_NAMES = (
     *("reasoning_effort", "reasoning.effort", "enable_thinking", "thinking", "think", "reasoning.enabled"),
@@ -117,7 +117,7 @@ CONDITIONAL_NAMES = (
     *(f"tools[].{kind}" for kind in ("image_generation", "computer_use_preview", "tool_search", "local_shell")),
     "client_metadata",
 )
-"""Known names that are ignored where the model's template or the rest of the request leaves them without effect."""
+"""Nested fields that are ignored if the model's template or the rest of the request makes them irrelevant."""
 
 OTHER = "other"
 
@@ -138,6 +138,6 @@ _LABELS = frozenset(
 def ignored_label(path: str) -> str:
     """Return the metric label of an ignored field.
 
-    The labels are a bounded set that clients cannot extend.
+    Clients cannot add labels.
     """
     return path if path in _LABELS else OTHER

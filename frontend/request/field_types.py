@@ -20,12 +20,12 @@ from tandem.frontend.request.schema import ANY, BOOLEAN, ID, Schema, array, cons
 from tandem.frontend.request.values import TypedDecoder, decode_field, type_name, wrong_type
 
 Reader = Callable[[Raw, IgnoredFields], Any]
-"""A function that parses the JSON of one field and records the names within it that have no effect."""
+"""Function that parses the JSON of a field and records nested names without effect."""
 
 MAX_FIELD_BYTES = 256 * 1024
-"""Maximum bytes of JSON of a field of ordinary size: more than any valid value needs, and decoded quickly."""
+"""Maximum bytes of JSON of an ordinary field: more than any valid value needs, and fast to decode."""
 MAX_BIAS = 100.0
-"""Largest absolute bias of a token."""
+"""Maximum absolute bias of a token."""
 _MAX_ID_DIGITS = 10
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
@@ -37,25 +37,25 @@ class _AbstractStruct(StructMeta, ABCMeta):
 class FieldType(Struct, metaclass=_AbstractStruct, frozen=True):
     """Base class of all field types.
 
-    An absent field and a null both mean the default. A wrong JSON type, and a value that is out of range or not
-    supported, are ApiError 400 with the name of the field.
+    An absent field and null mean the default. A wrong JSON type, and a value that is out of range or not supported,
+    raise ApiError 400 with the field name.
     """
 
     @property
     def absent(self) -> Any:
-        """The value of a field that is absent or null."""
+        """Value of an absent or null field."""
         return None
 
     @property
     def flag_type(self) -> type:
-        """The type of a command-line flag for this value."""
+        """Type of a command-line flag for this value."""
         return str
 
     @abstractmethod
     def reader(self, name: str) -> Reader:
         """Return the function that parses the JSON of a field of this name.
 
-        The JSON is not null.
+        It is not called for null.
         """
 
     @abstractmethod
@@ -71,14 +71,15 @@ class CheckedType(FieldType, frozen=True):
 
     @abstractmethod
     def check(self, name: str, value: Any) -> Any:
-        """Check a decoded value and return the value that it stands for.
+        """Validate and normalize a decoded value.
 
         Raises ApiError 400 for a wrong JSON type, and for a value out of range or not supported.
+
         """
 
 
 class Integer(CheckedType, frozen=True):
-    """An integer within bounds, both inclusive."""
+    """Integer within inclusive bounds."""
 
     minimum: int
     maximum: int
@@ -93,7 +94,7 @@ class Integer(CheckedType, frozen=True):
         return int
 
     def check(self, name: str, value: Any) -> int:
-        # JSON has one kind of number, and some clients write 16 as 16.0.
+        # JSON has a single number type, and some clients write 16 as 16.0.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if type(value) is not int:
@@ -108,9 +109,10 @@ class Integer(CheckedType, frozen=True):
 
 
 class Number(CheckedType, frozen=True):
-    """A finite number within bounds.
+    """Finite number within bounds.
 
     The bounds are inclusive; with `above_minimum`, the minimum itself is excluded.
+
     """
 
     minimum: float
@@ -143,7 +145,7 @@ class Number(CheckedType, frozen=True):
 
 
 class Boolean(CheckedType, frozen=True):
-    """A boolean."""
+    """Boolean."""
 
     default: bool | None = False
 
@@ -161,9 +163,9 @@ class Boolean(CheckedType, frozen=True):
 
 
 class String(CheckedType, frozen=True):
-    """A string of any content, or within bounds on its length.
+    """String of any content, or with a limited length.
 
-    The bounds are 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8. With `one_line`, it has no
+    The length is 1 to `max_chars` characters, and at most `max_bytes` bytes of UTF-8. With `one_line`, it has no
     control characters, so that it can be part of a URL.
     """
 
@@ -193,7 +195,7 @@ class String(CheckedType, frozen=True):
 
 
 class OneOf(CheckedType, frozen=True):
-    """One of a few strings."""
+    """One of several strings."""
 
     values: tuple[str, ...]
 
@@ -210,10 +212,10 @@ class OneOf(CheckedType, frozen=True):
 
 
 class Strings(CheckedType, frozen=True):
-    """A string or an array of strings; a tuple once parsed.
+    """String or array of strings; parsed to a tuple.
 
-    It holds `min_items` to `max_items` strings, each of 1 to `max_chars` characters. With `drop_empty`, empty strings
-    are left out instead of refused.
+    It has `min_items` to `max_items` strings, each of 1 to `max_chars` characters. With `drop_empty`, empty strings are
+    dropped instead of refused.
     """
 
     max_items: int
@@ -249,7 +251,7 @@ class Strings(CheckedType, frozen=True):
 
 
 class TokenIds(CheckedType, frozen=True):
-    """An array of at most `max_items` token ids; a tuple once parsed."""
+    """Array of at most `max_items` token ids; parsed to a tuple."""
 
     max_items: int
 
@@ -270,9 +272,10 @@ class TokenIds(CheckedType, frozen=True):
 
 
 class TokenBiases(CheckedType, frozen=True):
-    """An object that maps token ids to biases.
+    """Object that maps token ids to biases.
 
     It has at most `max_items` ids; biases are between -MAX_BIAS and MAX_BIAS.
+
     """
 
     max_items: int
@@ -311,7 +314,7 @@ class TokenBiases(CheckedType, frozen=True):
 
 
 class JsonObject(CheckedType, frozen=True):
-    """An object whose content the consumer checks."""
+    """Object with content that is validated later."""
 
     def check(self, name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -323,9 +326,9 @@ class JsonObject(CheckedType, frozen=True):
 
 
 class Typed(FieldType, frozen=True):
-    """A value of a msgspec type.
+    """Value of a msgspec type.
 
-    `content` describes it if bounds are checked beyond the type; `max_bytes` bounds its JSON.
+    content: its schema, if values are restricted beyond the type. max_bytes: maximum bytes of its JSON.
     """
 
     shape: Any
@@ -341,7 +344,7 @@ class Typed(FieldType, frozen=True):
 
 
 class Parsed(FieldType, frozen=True):
-    """A value that a function parses from JSON of any size; `content` describes it."""
+    """Value parsed by a function from JSON of any size. content: its schema."""
 
     parse: Reader
     content: Schema
@@ -370,23 +373,23 @@ def _check_items(name: str, expected: str, values: Sequence[object], item_type: 
 
 
 def _as_written(number: float) -> float:
-    """Return an integral number as an integer, which JSON writes without a fraction."""
+    """Return an integral number as an int, which JSON writes without a fraction."""
     return int(number) if float(number).is_integer() else number
 
 
 _MAX_NEUTRAL_BYTES = 64
-"""Bytes of JSON within which a value of an ignored field is compared with those that mean nothing."""
+"""Maximum bytes of JSON to compare with the neutral values of an ignored field."""
 
 
 class Unsupported(CheckedType, frozen=True):
-    """A field that would change the output and is refused.
+    """Refused field that would change the output.
 
-    Null and the values of `accepted`, which change nothing, are taken.
+    Null and the neutral values in `accepted` are allowed.
     """
 
     accepted: tuple[Any, ...] = ()
     hint: str = ""
-    """Sentence that the refusal ends with."""
+    """Sentence appended to the error message."""
 
     def check(self, name: str, value: Any) -> None:
         if not any(type(value) is type(known) and value == known for known in self.accepted):
@@ -398,10 +401,10 @@ class Unsupported(CheckedType, frozen=True):
 
 
 class Ignored(FieldType, frozen=True):
-    """A field that does not change the output.
+    """Ignored field that does not change the output.
 
-    It is checked to be JSON, never decoded, and recorded as ignored. Values of `accepted` mean the same as no field, so
-    they are not recorded. With `never_refused` every value is accepted even where ignored fields are refused.
+    It must be valid JSON, is not decoded, and is recorded as ignored. Values in `accepted` are equivalent to an absent
+    field and not recorded. With `never_refused` all values are accepted even if ignored fields are refused.
     """
 
     accepted: tuple[Any, ...] = ()

@@ -1,6 +1,6 @@
 """Tables of request fields.
 
-They parse a body, describe it for `/openapi.json` and name its flags.
+A table parses a body, describes it in `/openapi.json` and provides command-line flags.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,15 +17,15 @@ from tandem.frontend.request.schema import Schema, opened
 
 
 class Field(Struct, frozen=True):
-    """One field of a request body."""
+    """Field of a request body."""
 
     name: str
     type: FieldType
     text: str = ""
-    """One sentence for `/openapi.json`."""
+    """Sentence for `/openapi.json`."""
     required: bool = False
     extra: Mapping[str, Any] = {}
-    """Further keywords of the field's schema."""
+    """Additional keywords of the field's schema."""
 
     def schema(self) -> Schema:
         """Describe the field as a JSON Schema."""
@@ -37,7 +37,7 @@ class Field(Struct, frozen=True):
     def reader(self) -> Reader:
         """Return the function that parses the JSON of the field.
 
-        The refusal of a field that is not served ends with its text, which says what to use instead.
+        The error for an unsupported field ends with its text, which says what to use instead.
         """
         field_type = self.type
         if isinstance(field_type, Unsupported):
@@ -46,9 +46,10 @@ class Field(Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        """The text as the help of a command-line flag.
+        """The text as help of a command-line flag.
 
         It is not capitalized and does not end in a period.
+
         """
         return (self.text[:1].lower() + self.text[1:]).rstrip(".")
 
@@ -64,14 +65,14 @@ IGNORED_FIELDS = tuple(
         ("prompt_cache_options", "The cache keeps what it has room for."),
     )
 )
-"""Fields that cannot change the output, whatever their values. Every body may have them."""
+"""Fields that never change the output. Every body may have them."""
 
 
 class BodyFormat:
-    """A JSON object with the fields of a table.
+    """JSON object with the fields of a table.
 
-    The body is first split into the JSON of its fields, and nothing is decoded of an ignored field. Other fields are
-    recorded as ignored, or refused.
+    The body is first split into the JSON of its fields; ignored fields are not decoded. Unknown fields are recorded as
+    ignored, or refused.
     """
 
     def __init__(self, fields: Iterable[Field]) -> None:
@@ -87,14 +88,15 @@ class BodyFormat:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all fields of the table."""
+        """Names of all fields of the table."""
         return frozenset(self._readers)
 
     def read(self, body: bytes | Raw, ignored: IgnoredFields) -> dict[str, Any]:
-        """Parse every field of the table; an absent or null field has its default.
+        """Parse all fields of the table; absent and null fields have their defaults.
 
         Raises ApiError 400 for a malformed body or field, for a value that is not supported, and for an unknown field
         if those are refused.
+
         """
         values = dict(self._absent)
         for name, raw in self._split(body, ignored).items():

@@ -1,4 +1,4 @@
-"""The fields of a request that have no effect on its answer."""
+"""Request fields without effect on the response."""
 
 import re
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from types import MappingProxyType
 from tandem.frontend.errors import ApiError, renamed
 
 IGNORED_HEADER = "x-tandem-ignored"
-"""Response header that names the fields without effect, separated by commas."""
+"""Response header with the names of fields without effect, separated by commas."""
 IGNORED_KEY = "tandem.ignored_fields"
-"""Key of the IgnoredFields of a request in its ASGI scope."""
+"""Key of the ASGI scope that holds the IgnoredFields of a request."""
 MAX_HEADER_NAMES = 16
 MAX_HEADER_BYTES = 512
 MAX_RECORDED = 64
-"""Maximum number of fields that are recorded of one request."""
+"""Maximum number of fields recorded per request."""
 _MAX_PATH_CHARS = 100
 
 _INDEX = re.compile(r"\[\d+\]")
@@ -21,10 +21,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.$\[\]-]")
 
 
 class IgnoredFields:
-    """Record the fields of one request that have no effect.
+    """Recorder of the fields of a request that have no effect.
 
-    With `refuse`, such a field ends the request instead (`--unknown-fields refuse`). `names` are those of the route for
-    fields that are recorded under another name.
+    With `refuse`, such a field is an error instead (`--unknown-fields refuse`). names: the route's names of fields that
+    are recorded under another name.
     """
 
     def __init__(self, refuse: bool = False, names: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -34,9 +34,9 @@ class IgnoredFields:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The recorded paths, each once.
+        """Recorded paths without duplicates.
 
-        They have no indices, for example `messages[].cache_control`.
+        Without indices, for example `messages[].cache_control`.
         """
         return tuple(self._paths)
 
@@ -54,8 +54,8 @@ class IgnoredFields:
     def header(self) -> bytes:
         """Return the value of IGNORED_HEADER; empty if every field has an effect.
 
-        It has at most MAX_HEADER_NAMES names and MAX_HEADER_BYTES bytes. Characters that are unusual in a field name
-        are replaced by underscores, since clients choose the names.
+        It has at most MAX_HEADER_NAMES names and MAX_HEADER_BYTES bytes. Unusual characters are replaced by
+        underscores, since clients choose the names.
         """
         value = ""
         for path in self.paths[:MAX_HEADER_NAMES]:
@@ -67,5 +67,5 @@ class IgnoredFields:
 
 
 def unknown_field(path: str) -> ApiError:
-    """Return the 400 for a field that this server does not know."""
+    """Return the 400 for an unknown field."""
     return ApiError(400, "the field {param} is not supported", path[:_MAX_PATH_CHARS], "unknown_parameter")

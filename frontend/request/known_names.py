@@ -1,4 +1,4 @@
-"""The names that the objects within a JSON value may have.
+"""Known names of the objects nested in a JSON value.
 
 They are derived from the msgspec type of the value.
 """
@@ -11,26 +11,28 @@ from msgspec import Raw, Struct, inspect
 from tandem.frontend.request.ignored_fields import IgnoredFields
 
 MAX_NAMES = 1024
-"""Maximum number of names of an object whose fields are looked into."""
+"""Maximum number of names of an object that is searched for unknown names."""
 
 
 class KnownNames(Struct, frozen=True):
-    """The known names of the objects within a value.
+    """Known names of the objects nested in a value.
 
     The value may itself be an object or an array.
+
     """
 
     items: "KnownNames | None" = None
-    """Names within the elements of an array; None if they hold no objects of a known form."""
+    """Names in the elements of an array; None if they have no known objects."""
     tag_field: str = ""
-    """Name of the field whose value selects one of `objects`; empty if there is only one."""
+    """Name of the tag field that selects one of `objects`; empty if there is only one."""
     objects: Mapping[str, "Mapping[str, KnownNames | None]"] = {}
-    """Names of an object by its tag, "" without a tag; each with the names within its value."""
+    """Names of an object by its tag, "" without a tag; each with the names nested in its value."""
 
     def report(self, raw: bytes | Raw, path: str, ignored: IgnoredFields) -> None:
-        """Record the unknown names within a value that fits the type.
+        """Record the unknown names nested in a value that matches the type.
 
         Raises ApiError 400 if unknown fields are refused.
+
         """
         first = bytes(memoryview(raw)[:1])
         if first == b"[" and self.items is not None:
@@ -56,7 +58,7 @@ class KnownNames(Struct, frozen=True):
 def known_names(shape: inspect.Type) -> KnownNames | None:
     """Derive the known names of a type.
 
-    The result is None if its values hold no objects of a known form.
+    None if its values have no known objects.
     """
     match shape:
         case inspect.Metadata(type=described):
@@ -81,8 +83,8 @@ def known_names(shape: inspect.Type) -> KnownNames | None:
 def split_object(raw: bytes | Raw) -> dict[str, Raw]:
     """Split a JSON object into the JSON of its fields.
 
-    Of an object with more than MAX_NAMES names, which no client sends, the result has the first names without values,
-    so that a body of names alone costs little.
+    For an object with more than MAX_NAMES names, which no client sends, only the first names are returned, without
+    values, so that a body of names alone is cheap.
     """
     names: list[str] = []
 
@@ -99,4 +101,4 @@ def split_object(raw: bytes | Raw) -> dict[str, Raw]:
 
 
 class _Name(str):
-    """The name of a field, for the hook of a decoder."""
+    """Name of a field, for the hook of a decoder."""

@@ -1,4 +1,4 @@
-"""Limits of one request that the flags of a server set."""
+"""Limits of a request, set by the server's flags."""
 
 from msgspec import Struct
 
@@ -11,7 +11,7 @@ DEFAULT_STOPS = 64
 
 
 class RequestLimits(Struct, frozen=True):
-    """Limits of one request, in addition to those of its fields and of the model."""
+    """Limits of a request, in addition to those of its fields and of the model."""
 
     max_n: int = MAX_N
     max_top_logprobs: int = MAX_TOP_LOGPROBS
@@ -32,9 +32,10 @@ class RequestLimits(Struct, frozen=True):
                 raise unsupported(f"{{param}} asks for {value}; this server allows at most {most} ({flag})", name)
 
     def check_prompt(self, length: int, field: str, qualifier: str = "") -> None:
-        """Check the number of a prompt's tokens.
+        """Check the number of prompt tokens.
 
         Raises ApiError 400, with the limit and its flag, for a prompt that is too long.
+
         """
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise PromptTooLongError(

@@ -1,6 +1,6 @@
 """Options of a generation.
 
-They are the request fields that all generating routes share, and their validated values.
+These are the request fields shared by all generating routes, and their validated values.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ from tandem.protocol.params import (
 MAX_N = 128
 MAX_STOPS = 256
 UNLIMITED = -1
-"""Value of the limit on tokens that allows as many as there is room for."""
+"""Token limit that allows all the remaining context."""
 MAX_STOP_CHARS = 1024
 INT32_MAX = 2**31 - 1
 
@@ -58,22 +58,22 @@ class StreamOptions(Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """With `include_usage`, every chunk has the usage so far."""
+    """With `include_usage`, every chunk has the current usage."""
     include_obfuscation: bool | None = None
-    """Padding against guesses from the lengths of encrypted chunks; accepted without effect on the output."""
+    """Padding against attacks on the lengths of encrypted chunks; accepted without effect on the output."""
 
 
 def _sampling_kind(field: SamplingField) -> FieldType:
     """Return the type of a sampling field.
 
-    An absent one is None: it has the default of the served model.
+    An absent one is None: the served model's default applies.
     """
     if field.name == "top_p":
-        # With 0, only the most probable token is left.
+        # 0 keeps only the most probable token.
         return Number(0, field.maximum)
     if not field.is_integer:
         return Number(field.minimum, field.maximum, above_minimum=field.above_minimum)
-    # Clients also write -1 for a top_k that keeps every token.
+    # Clients also use -1 to keep all tokens.
     minimum = -1 if field.name == "top_k" else int(field.minimum)
     return Integer(minimum, int(field.maximum))
 
@@ -100,9 +100,9 @@ _JSON_SCHEMA_NAMES = frozenset(("name", "description", "schema", "strict"))
 
 
 def _read_response_format(raw: Raw, ignored: IgnoredFields) -> dict[str, Any]:
-    """Parse `response_format`, whose schema and type are checked with the grammar.
+    """Parse `response_format`; its schema and type are checked with the grammar.
 
-    Servers like llama.cpp have the schema beside the type. A schema needs no name here.
+    Servers like llama.cpp have the schema next to the type. A schema needs no name here.
     """
     name = "response_format"
     given = JsonObject().check(name, decode_field(sized(name, raw), name))
@@ -183,10 +183,10 @@ OPTION_FIELDS = (
     *REFUSED_FIELDS,
     *IGNORED_FIELDS,
 )
-"""The fields of all generating routes. A route adds its own, and may lack or replace some."""
+"""Fields of all generating routes. A route adds its own, and may lack or replace some."""
 
 FLAG_FIELDS = (Field("max_tokens", Integer(1, INT32_MAX), "Maximum number of tokens of the answer."), *_SAMPLING, _SEED)
-"""The fields that the command line offers as flags."""
+"""Fields that the command line offers as flags."""
 
 
 class GenerationOptions(Struct, frozen=True, kw_only=True):
@@ -201,45 +201,45 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     continuous_usage: bool = False
-    """True if every chunk of a stream has the usage so far."""
+    """True if every chunk of a stream has the current usage."""
     stream_events: bool = False
-    """True if the stream has one event per token, in this server's own format, instead of OpenAI's chunks."""
+    """True for one event per token, in this server's own format, instead of OpenAI's chunks."""
     return_token_ids: bool = False
     max_tokens: int
     max_tokens_by_default: bool
-    """True if `max_tokens` is a default, which is lowered to the room that the model and the KV pool have."""
+    """True if `max_tokens` is a default, which is lowered to what the context and the KV cache allow."""
     min_tokens: int
     sampling: SamplingParams
-    """Parameters of sampling; admission adds the seed, the stop tokens, the biases and the model's defaults."""
+    """Sampling parameters; admission adds the seed, stop tokens, biases and the model's defaults."""
     given_sampling: frozenset[str] = frozenset()
-    """Names of the sampling parameters that the request sets; the others have the defaults of the served model."""
+    """Names of the sampling parameters set by the request; the others have the model's defaults."""
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     include_stop: bool
-    """True if the text includes the stop string or token that ended it."""
+    """True to include the matched stop string or token in the text."""
     ignore_eos: bool
     skip_special_tokens: bool
     logit_bias: dict[int, float]
     logprobs: int | None
-    """Number of alternatives reported with each token's log-probability; None for no log-probabilities."""
+    """Number of alternatives reported per token; None for no log-probabilities."""
     prompt_logprobs: int | None = None
-    """Number of alternatives reported for each echoed token of the prompt; None for no log-probabilities."""
+    """Number of alternatives reported per echoed prompt token; None for no log-probabilities."""
     num_returned: int | None = None
-    """Number of a prompt's `n` choices that are returned, those with the highest mean log-probability (`best_of`);
-    None for all."""
+    """Number of choices to return of the `n` generated, those with the highest mean log-probability (`best_of`); None
+    for all."""
     response_format: dict[str, Any] | None = None
     regex: str | None
     choice: tuple[str, ...]
     grammar: str | None
     constraint_names: dict[str, str] = {}
-    """Name of a constraint's field to the field of the request that it stands for."""
+    """Maps a constraint's field to the request field that it comes from."""
     priority: int
-    """Priority of scheduling; higher is more urgent."""
+    """Scheduling priority; higher is more urgent."""
     session_id: str
-    """Conversation whose KV cache is kept for its next turn; "" for none."""
+    """Session whose KV cache is kept for the next turn; "" for none."""
     cache_salt: str
-    """Salt of the cached KV, which is shared only among requests of the same salt."""
+    """Salt of the prefix cache, which is shared only among requests with the same salt."""
 
 
 _SAME_NAME = GenerationOptions.__struct_fields__
@@ -254,9 +254,9 @@ def generation_options(
 ) -> GenerationOptions:
     """Build the options from the parsed fields of a body.
 
-    `max_tokens`, which may be UNLIMITED, and `logprobs` are the values of fields that each route names in its own way.
-    Without `max_tokens` an answer may have `default_max_tokens`; None for as many as the context has room for.
-    Raises ApiError 400 for fields that contradict each other.
+    `max_tokens`, which may be UNLIMITED, and `logprobs` come from fields that each route names differently.
+    `default_max_tokens` is the default of `max_tokens`; None for the rest of the context. Raises ApiError 400 for
+    conflicting fields.
     """
     has_limit = max_tokens not in (None, UNLIMITED)
     length = default_max_tokens if max_tokens is None else max_tokens
@@ -292,7 +292,7 @@ def generation_options(
 
 
 def _given_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of sampling that a request sets."""
+    """Return the numeric sampling parameters set by a request."""
     given = {field.name: values[field.name] for field in SAMPLING_FIELDS if values[field.name] is not None}
     if values["repeat_penalty"] is not None:
         given.setdefault("repetition_penalty", values["repeat_penalty"])
@@ -310,9 +310,9 @@ def _sampling_params(values: Mapping[str, Any], given: Mapping[str, Any], max_to
 
 
 def _check_events(options: GenerationOptions) -> None:
-    """Reject options that a stream of events has no room for.
+    """Reject options that a stream of events does not support.
 
-    The event of a token has only its text and id.
+    Token events only have text and id.
     """
     if not options.stream_events:
         return
@@ -332,8 +332,8 @@ def rejected_with_events(name: str) -> ApiError:
 
 
 def rejected_with_session(name: str) -> ApiError:
-    """Return the 400 for a field that asks a session for several sequences.
+    """Return the 400 for a field that requests several sequences of a session.
 
-    A turn of a session has one sequence.
+    A session has one sequence per turn.
     """
     return unsupported("'session_id' takes one sequence at a time; {param} asks for more", name)

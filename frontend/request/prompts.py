@@ -1,8 +1,7 @@
 """The field `prompt` of requests.
 
-It is a string, or an array of strings, of token ids, or of token-id arrays. It may be as large as a body, so its items
-are counted before they are decoded, and decoded in slices: a call into the JSON decoder holds the interpreter lock
-until it returns.
+It is a string, or an array of strings, of token ids, or of token-id arrays. It may be as large as a body, so items are
+counted before they are decoded, and decoded in slices, since the JSON decoder holds the GIL until it returns.
 """
 
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ _BLANK = b" \t\r\n"
 def parse_prompts(raw: Raw, _: IgnoredFields) -> list[Prompt]:
     """Parse the prompts of a request, at least one.
 
-    Raises ApiError 400 for another form, and for too many.
+    Raises ApiError 400 for other types, and for too many prompts.
     """
     data = bytes(memoryview(raw))
     if data.startswith(b'"'):
@@ -52,7 +51,7 @@ def parse_prompts(raw: Raw, _: IgnoredFields) -> list[Prompt]:
 
 
 def _texts(data: bytes) -> list[Prompt]:
-    # Each string has two quotes. Those after a backslash are text, or the end of a string that ends in one.
+    # Each string has two quotes. Quotes after a backslash are text, or end a string that ends in a backslash.
     _check_count((data.count(b'"') - data.count(b'\\"')) // 2)
     texts: list[Prompt] = decode_exact(data, "prompt", list[str], _NO_MIXTURE)
     _check_count(len(texts))
@@ -63,6 +62,7 @@ def _id_arrays(data: bytes) -> Iterator[list[int]]:
     """Yield the inner arrays of a JSON array.
 
     The outer array must contain only arrays of numbers.
+
     """
     _check_count(data.count(b"[") - 1)
     end = 1
@@ -74,7 +74,7 @@ def _id_arrays(data: bytes) -> Iterator[list[int]]:
 
 
 def _ids(data: bytes) -> list[int]:
-    """Decode the numbers of one array slice by slice, each cut at a comma."""
+    """Decode the numbers of an array in slices, each cut at a comma."""
     ids: list[int] = []
     start, end = 1, len(data) - 1
     while start < end:

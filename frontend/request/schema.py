@@ -1,4 +1,4 @@
-"""JSON Schemas, as the request fields and `/openapi.json` write them."""
+"""JSON Schemas of request fields and `/openapi.json`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ def closed(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
 
 
 def opened(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
-    """Describe an object with these fields, and maybe others."""
+    """Describe an object with these fields, and possibly others."""
     return {"type": "object", "properties": {**required, **(optional or {})}, "required": [*required]}
 
 

@@ -1,4 +1,4 @@
-"""The names under which a server offers its model."""
+"""Names under which a server offers its model."""
 
 from msgspec import Struct
 
@@ -6,31 +6,30 @@ from tandem.frontend.errors import ApiError
 from tandem.protocol.engine_options import ANY_NAME
 
 MAX_SHOWN_CHARS = 100
-"""Characters of an unknown name that its error repeats."""
+"""Maximum characters of an unknown name in an error message."""
 
 
 class ServedNames(Struct, frozen=True):
-    """The names that requests may give for the model."""
+    """Model names that requests may use."""
 
     names: tuple[str, ...] = ()
-    """Names given to the server, with ANY_NAME for every other one; without names it is the engine's name."""
+    """Names given to the server, and ANY_NAME if any is accepted; by default the engine's name."""
 
     @property
     def accepts_any(self) -> bool:
         return ANY_NAME in self.names
 
     def listed(self, own: str) -> tuple[str, ...]:
-        """Return the names that the server tells.
+        """Return the names listed in `/v1/models`.
 
-        `own` is the engine's name of the model.
+        own: the engine's name of the model.
         """
         return tuple(name for name in self.names if name != ANY_NAME) or (own,)
 
     def resolve(self, name: str | None, own: str) -> str:
-        """Return the name under which a request is answered.
+        """Return the model name for the response.
 
-        Without a name, or with an empty one, it is the first of those that are told. Raises ApiError 404 for a name
-        that the model does not have.
+        The first listed name is the default. Raises ApiError 404 for an unknown name.
         """
         listed = self.listed(own)
         if not name:

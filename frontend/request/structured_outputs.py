@@ -1,4 +1,4 @@
-"""Constraints of the output under the names that vLLM gives them."""
+"""Output constraints under vLLM's names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from tandem.frontend.request.fields import Field
 from tandem.frontend.request.values import decode_field, wrong_type
 
 CHOICES = Strings(max_items=1024, max_chars=1024, min_items=1)
-"""Alternatives of `choice`. None at all would leave the output free, which no one asks for."""
+"""Bounds on the number of alternatives of `choice`; an empty list would not constrain the output."""
 MAX_PATTERN_CHARS = 64 * 1024
 
 _SCHEMA = "response_format.json_schema.schema"
@@ -22,7 +22,7 @@ _TARGETS = {
     "choice": "choice",
     "grammar": "grammar",
 }
-"""Field of this server to which each of vLLM's constraints is translated."""
+"""Field that each of vLLM's constraints is translated to."""
 
 _OLDER_NAMES = tuple((f"guided_{kind}", kind) for kind in _TARGETS)
 
@@ -48,12 +48,12 @@ STRUCTURED_FIELDS = (
 
 
 class Constraints(Struct, frozen=True):
-    """Constraints of the output under the names of this server."""
+    """Output constraints under this server's names."""
 
     values: dict[str, Any] = {}
-    """Values of `response_format`, `regex`, `choice` and `grammar`, as far as they are given."""
+    """Given values of `response_format`, `regex`, `choice` and `grammar`."""
     names: dict[str, str] = {}
-    """Field of this server to the field of the request that it stands for, for error messages."""
+    """Maps a field to the request field that it comes from, for error messages."""
 
 
 def constraints(values: Mapping[str, Any]) -> Constraints:
@@ -75,7 +75,7 @@ def constraints(values: Mapping[str, Any]) -> Constraints:
 
 
 def _given(values: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """List the constraints that are given, each with its path and its kind."""
+    """List the given constraints, with path and kind."""
     outputs: StructuredOutputs | None = values["structured_outputs"]
     nested = [(f"structured_outputs.{kind}", kind, getattr(outputs, kind)) for kind in _TARGETS] if outputs else []
     older = [(name, kind, values.get(name)) for name, kind in _OLDER_NAMES]

@@ -12,32 +12,32 @@ from tandem.frontend.request.schema import array, nullable, of_type
 
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 1024 * 1024
-"""Maximum number of bytes of JSON of all tools: those of many MCP servers."""
+"""Maximum bytes of JSON of all tools, enough for many MCP servers."""
 MAX_NAME_CHARS = 256
 
 ToolName = Annotated[str, Meta(extra_json_schema={"pattern": "^[a-zA-Z0-9_.:/-]+$", "maxLength": MAX_NAME_CHARS})]
-"""A function's name as `/openapi.json` describes it; `checked_tools` checks it, with an error that names its path."""
+"""Schema of a function's name; `checked_tools` validates it, with an error that has its path."""
 
 
 class Tool(Struct, frozen=True):
-    """A function that the model may call, validated."""
+    """Validated function that the model may call."""
 
     name: str
     parameters: dict[str, Any] | None
-    """JSON Schema of the arguments; None if the request gives none."""
+    """JSON Schema of the arguments; None if not given."""
     strict: bool
     template_form: dict[str, Any]
-    """The tool as the chat template gets it."""
+    """Tool in the format of chat templates."""
     path: str = "tools[].parameters"
     """Path of the schema in the request."""
     strict_by_default: bool = False
-    """True if the request does not say that the tool is strict: what cannot be compiled is removed then."""
+    """True if the tool is not declared strict: unsupported parts of its schema are then removed."""
 
 
 class ToolChoice(Struct, frozen=True):
-    """Mode of calling tools.
+    """Tool calling mode.
 
-    With mode "required", `name` may be the one function that must be called.
+    With mode "required", `name` may be a function that must be called.
     """
 
     mode: Literal["none", "auto", "required"] = "none"
@@ -45,13 +45,13 @@ class ToolChoice(Struct, frozen=True):
 
 
 class ToolUse(Struct, frozen=True):
-    """The tools of a request that its choice allows, and how they may be called."""
+    """Allowed tools of a request, and how they may be called."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
     as_functions: bool = False
-    """True if the request has `functions` instead of tools, so that its answer has a `function_call`."""
+    """True if the request has `functions` instead of tools, so that the response has `function_call`."""
 
     @property
     def active(self) -> bool:
@@ -60,12 +60,12 @@ class ToolUse(Struct, frozen=True):
 
     @property
     def template_tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools as the chat template gets them."""
+        """Tools in the format of chat templates."""
         return tuple(tool.template_form for tool in self.tools) if self.active else ()
 
 
 class FunctionSpec(Struct):
-    """A function as a request describes it."""
+    """Function in a request."""
 
     name: ToolName
     description: str | None = None
@@ -76,7 +76,7 @@ class FunctionSpec(Struct):
 class RequestedChoice(Struct, frozen=True):
     """The content of `tool_choice`.
 
-    It is a mode, one function by its name, or a mode with some of the functions.
+    It is a mode, a function by name, or a mode with a subset of the functions.
     """
 
     mode: Literal["none", "auto", "required"]
@@ -147,7 +147,7 @@ def chat_tool_use(values: Mapping[str, Any]) -> ToolUse:
 
 
 def _function_use(functions: Sequence[FunctionSpec], choice: Any) -> ToolUse:
-    """Build the tool use of `functions`, which allow one call at most."""
+    """Build the tool use of `functions`, which allow at most one call."""
     requested = RequestedChoice("required", name=choice.name) if isinstance(choice, _Named) else _requested(choice)
     use = tool_use(checked_tools(functions, "name", "functions"), requested, False, "function_call")
     return structs.replace(use, as_functions=True)
@@ -172,8 +172,7 @@ def tool_use(
 ) -> ToolUse:
     """Combine tools with the choice among them.
 
-    Raises ApiError 400 for a choice that allows no tool, and for a choice of a tool that is missing; `field` is the
-    name of the choice.
+    Raises ApiError 400 for a choice that allows no tool, and for an unknown tool; `field` is the name of the choice.
     """
     if not tools:
         if choice is not None and choice not in (RequestedChoice("none"), RequestedChoice("auto")):
@@ -200,9 +199,9 @@ def checked_tools(
 ) -> tuple[Tool, ...]:
     """Validate the functions of a field, by default `tools`.
 
-    Raises ApiError 400 for too many functions, and with the path of a name that is invalid or not unique. `name_path`
-    is the path of the name within an element of the field, next to which `schema_key` is; `strict_by_default` are the
-    names of functions that the request does not call strict.
+    Raises ApiError 400 for too many functions, and with the path of an invalid or duplicate name. name_path: path of
+    the name within an element; `schema_key` is next to it. strict_by_default: names of functions with an unset
+    `strict`.
     """
     if len(functions) > MAX_TOOLS:
         raise unsupported(f"{{param}} takes at most {MAX_TOOLS} tools, not {len(functions)}", field)

@@ -1,4 +1,4 @@
-"""Decoding of JSON values, and the errors for values that a field cannot hold."""
+"""Decode JSON values, with errors for invalid ones."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from tandem.frontend.request.ignored_fields import IgnoredFields, unknown_field
 from tandem.frontend.request.known_names import known_names
 
 MAX_EXPLAINED_BYTES = 256 * 1024
-"""Bytes of a value that is decoded once more to say which part of it does not fit."""
+"""Maximum bytes of a value that is decoded again to find the invalid part."""
 
 _TYPE_NAMES: dict[type, str] = {
     dict: "an object", list: "an array", str: "a string", bool: "a boolean",
@@ -38,7 +38,7 @@ def decode_field(raw: bytes | Raw, name: str) -> Any:
 class TypedDecoder:
     """Decode JSON as a msgspec type.
 
-    Names that its structs lack are recorded as ignored; a struct with `forbid_unknown_fields` never accepts them.
+    Unknown names are recorded as ignored; a struct with `forbid_unknown_fields` never accepts them.
     """
 
     def __init__(self, shape: Any) -> None:
@@ -47,9 +47,9 @@ class TypedDecoder:
         self._names = known_names(inspect.type_info(shape))
 
     def read(self, raw: bytes | Raw, path: str, ignored: IgnoredFields) -> Any:
-        """Decode the JSON of the field at `path`, and record the names without effect.
+        """Decode the JSON of the field at `path`, and record names without effect.
 
-        Raises ApiError 400 with the path of what does not fit, or of an unknown name if those are refused.
+        Raises ApiError 400 with the path of an invalid part, or of an unknown name if those are refused.
         """
         value = self.decode(raw, path)
         if self._names is not None:
@@ -59,14 +59,14 @@ class TypedDecoder:
     def decode(self, raw: bytes | Raw, path: str) -> Any:
         """Decode the JSON of the field at `path`.
 
-        Raises ApiError 400 with the path of what does not fit.
+        Raises ApiError 400 with the path of an invalid part.
         """
         try:
             return self._decoder.decode(raw)
         except msgspec.ValidationError:
             size = memoryview(raw).nbytes
             if size > MAX_EXPLAINED_BYTES:
-                # Millions of small values take seconds to build, while nothing else runs in this process.
+                # Millions of small values take seconds to build, which blocks this process.
                 raise malformed(
                     f"{{param}}: a part of its {size} bytes has the wrong type or an unknown name", path
                 ) from None
@@ -76,9 +76,9 @@ class TypedDecoder:
 
 
 def decode_exact(raw: bytes | Raw, name: str, shape: Any, expected: str) -> Any:
-    """Decode the JSON of a field that must be exactly of a msgspec type.
+    """Decode the JSON of a field that must match a msgspec type.
 
-    Raises ApiError 400, without a path, if it is not; the message calls the type `expected`.
+    Raises ApiError 400, without a path, if it does not; the message calls the type `expected`.
     """
     try:
         return msgspec.json.decode(raw, type=shape)
@@ -102,9 +102,9 @@ def wrong_type(name: str, expected: str, value: object) -> ApiError:
 
 
 def mismatch(value: Any, shape: Any, path: str) -> ApiError:
-    """Return the error for a decoded value that does not fit a msgspec type.
+    """Return the error for a decoded value that does not match a msgspec type.
 
-    The error names the path of the part that does not fit.
+    The error has the path of the invalid part.
     """
     found = _mismatch(value, inspect.type_info(shape), path)
     return found or malformed("{param} holds a value that is out of range", path)

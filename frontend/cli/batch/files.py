@@ -22,20 +22,20 @@ MAX_ID_CHARS = 512
 
 
 MAX_REPORTED = 20
-"""Bad lines that one error lists."""
+"""Maximum number of invalid lines in an error message."""
 RETRIED = frozenset({409, 429, *range(500, 600)})
-"""Statuses of a server or session that is busy or failed, which say nothing about the request itself."""
+"""Statuses of a busy or failed server or session, which do not depend on the request itself."""
 
 
 class BatchError(Exception):
-    """Error for batch files that cannot be used.
+    """Batch files that cannot be used.
 
-    The text names the file and the lines, one for each bad line.
+    The message has the file and a line for each invalid line.
     """
 
 
 class BatchRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of the input. The body is sent to the server byte for byte."""
+    """Line of the input. The body is sent to the server byte for byte."""
 
     custom_id: str
     method: str
@@ -76,9 +76,10 @@ def read_requests(path: Path) -> list[BatchRequest]:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file without byte order marks, which each of several joined files may have.
+    """Yield the lines of a file without byte order marks, which each of several concatenated files may have.
 
     Raises BatchError for UTF-16 and UTF-32.
+
     """
     try:
         yield without_bom(file.readline())
@@ -108,7 +109,7 @@ def _parse(line: bytes, place: str) -> BatchRequest:
         raise BatchError(f"{place}: url must be one of {', '.join(URLS)}, not {request.url!r}")
     if body.stream:
         raise BatchError(f"{place}: a batch does not support streaming; remove 'stream' from the body")
-    # Without a copy, the body would keep the whole line in memory.
+    # Copy, as the body would otherwise keep the whole line in memory.
     return msgspec.structs.replace(request, body=request.body.copy())
 
 
@@ -128,7 +129,7 @@ class BatchFailure(Struct, frozen=True):
 
 
 class BatchResult(Struct, frozen=True):
-    """One line of the output; either `response` or `error` is null."""
+    """Line of the output; either `response` or `error` is null."""
 
     id: str
     custom_id: str
@@ -137,29 +138,30 @@ class BatchResult(Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
-        """Tell whether the response has status 200."""
+        """Return True for a response with status 200."""
         return self.response is not None and self.response.status_code == 200
 
     @property
     def is_final(self) -> bool:
-        """Tell whether the request is done.
+        """Return True if the request is done.
 
-        It is not after a failure that says nothing about the request itself.
+        It is not after a failure that does not depend on the request itself.
         """
         return self.response is None or self.response.status_code not in RETRIED
 
 
 def result(custom_id: str, outcome: BatchResponse | BatchFailure) -> BatchResult:
-    """Make the result of a request, with a new id."""
+    """Create the result of a request, with a new id."""
     response = outcome if isinstance(outcome, BatchResponse) else None
     failure = outcome if isinstance(outcome, BatchFailure) else None
     return BatchResult(f"batch_req_{secrets.token_hex(12)}", custom_id, response, failure)
 
 
 class BatchOutput:
-    """An output file that only this process writes to.
+    """Output file that only this process writes to.
 
     Each result is one write that ends with a newline.
+
     """
 
     def __init__(self, file: BinaryIO, done: dict[str, bool]) -> None:
@@ -170,16 +172,16 @@ class BatchOutput:
     def add(self, outcome: BatchResult) -> None:
         """Append a result to the file.
 
-        Raises BatchError if it cannot be written, for example to a full disk.
+        Raises BatchError if it cannot be written, for example because the disk is full.
         """
         assert outcome.custom_id not in self.done, f"{outcome.custom_id!r} has a result already"
         start = os.fstat(self._file.fileno()).st_size
         rest = memoryview(msgspec.json.encode(outcome) + b"\n")
         try:
-            while rest:  # past the file's buffer, of which what was not written would be tried again at its end
+            while rest:  # unbuffered, as a buffer would retry its unwritten part when closed
                 rest = rest[os.write(self._file.fileno(), rest) :]
         except OSError as error:
-            with suppress(OSError):  # Results after a part of one could not be read again.
+            with suppress(OSError):  # A partial result would make later ones unreadable.
                 os.ftruncate(self._file.fileno(), start)
             raise BatchError(
                 f"{self._file.name} cannot be written: {error.strerror}; mend that and run the same command again"
@@ -196,7 +198,7 @@ def open_output(path: Path) -> Iterator[BatchOutput]:
     if path.exists() and not path.is_file():
         raise BatchError(f"{path} is not a regular file; results are read again where a run is resumed")
     try:
-        # In append mode the operating system puts every write at the end.
+        # In append mode the operating system writes at the end of the file.
         file = path.open("a+b")
     except OSError as error:
         raise BatchError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Counts of a batch, and the line on the terminal that shows them."""
+"""Counts of a batch, and their display on the terminal."""
 
 import asyncio
 import sys
@@ -27,7 +27,7 @@ class _Body(Struct):
 
 
 def _usage(body: Raw) -> _Usage:
-    """Read the usage of an answer, or zeros if the server does not report it."""
+    """Read the usage of a response, or zeros if the server does not report it."""
     try:
         return msgspec.json.decode(body, type=_Body).usage
     except msgspec.ValidationError:
@@ -69,13 +69,13 @@ class Tally:
 
 
 REPORT_SECONDS = 60.0
-"""Shortest time between two lines that report the same wait."""
+"""Minimum seconds between two lines that report the same wait."""
 
 
 class BatchProgress:
-    """Bar of a run, or the reason for which it waits.
+    """Progress bar of a run, or the reason why it waits.
 
-    On a terminal the line is drawn anew while nothing happens; elsewhere a wait is one line, at most once a minute.
+    On a terminal the line is redrawn continuously; elsewhere a wait is logged at most once a minute.
     """
 
     def __init__(self, total: int, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,10 +86,10 @@ class BatchProgress:
         self._waiting_for = ""
         self._waiting_since = 0.0
         self._reported: dict[str, float] = {}
-        """Time of the last line about each reason."""
+        """Time of the last line for each reason."""
 
     def wait(self, reason: str) -> None:
-        """Show what the run waits for, until `proceed`."""
+        """Show the reason of a wait, until `proceed`."""
         if self._waiting_for:
             return
         self._waiting_for, self._waiting_since = reason, self._clock()
@@ -100,12 +100,12 @@ class BatchProgress:
             print(f"tandem: {reason}", file=sys.stderr)
 
     def proceed(self) -> None:
-        """Show the bar again: the server has answered."""
+        """Show the progress bar again, after a response."""
         self._waiting_for = ""
         self.draw()
 
     def draw(self) -> None:
-        """Draw the line anew."""
+        """Redraw the line."""
         now, tally = self._clock(), self._tally
         if self._waiting_for:
             self._bar.show(f"{self._waiting_for}, {now - self._waiting_since:.0f} s")
@@ -114,7 +114,7 @@ class BatchProgress:
             self._bar.draw(done, now - self._started, tally.tokens_out)
 
     async def keep_drawing(self) -> None:
-        """Draw the line again and again, until cancelled."""
+        """Redraw the line periodically, until cancelled."""
         try:
             while True:
                 self.draw()

@@ -35,15 +35,16 @@ from tandem.frontend.cli.server_address import base_url, shown_url, unix_path
 FIRST_PAUSE = 0.5
 """Seconds before the first retry."""
 LAST_PAUSE = 60.0
-"""Longest pause between retries in seconds, which is the longest Retry-After of this server."""
+"""Maximum seconds between retries, which is the longest Retry-After of this server."""
 _JSON = {"content-type": "application/json"}
 
 
 class BatchSender:
-    """Send the requests of a batch, and retry those that a busy server turns away.
+    """Send the requests of a batch, and retry those that are rejected by a busy server.
 
     A request is retried up to `retries` times after RETRIED statuses and broken connections. The pause doubles with
     each retry and is at least the server's Retry-After, but at most LAST_PAUSE seconds.
+
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class BatchSender:
     async def send(self, request: BatchRequest) -> BatchResponse | BatchFailure:
         """Send a request and return its result.
 
-        The result is that of the last attempt. Raises ServerError if the server cannot be reached or refuses the API
-        key, which is not a result of the request.
+        This is the result of the last attempt. Raises ServerError if the server is unreachable or refuses the API key,
+        which is not a result of the request.
         """
         pause = FIRST_PAUSE
         for retries_left in range(self._retries, -1, -1):
@@ -95,9 +96,9 @@ class BatchSender:
 
 
 def _refuses_key(response: httpx.Response) -> bool:
-    """Tell whether the server refuses the API key of the run.
+    """Return True if the server refuses the API key of the run.
 
-    Then it takes no request: the key is not valid, or lacks a right.
+    The key is invalid or lacks a right, so no request can succeed.
     """
     return response.status_code == 401 or (
         response.status_code == 403 and error_of_response(response).code == "insufficient_permissions"
@@ -124,7 +125,7 @@ def _retry_after(response: httpx.Response) -> float:
 def run_batch(arguments: argparse.Namespace) -> int:
     """Run the command `run-batch` and return its exit code.
 
-    The code is 0 if every request of the file has succeeded, 1 if not, and 2 for invalid files.
+    The code is 0 if every request has succeeded, 1 if not, and 2 for invalid files.
     """
     try:
         requests = read_requests(arguments.input)
@@ -175,7 +176,7 @@ async def _send_all(
 ) -> None:
     """Send the requests and write their results.
 
-    Those that the next run sends again are described in `unfinished`.
+    Requests that the next run sends again are described in `unfinished`.
     """
     progress = BatchProgress(len(requests), tally)
     workers = min(arguments.concurrency, len(requests))
@@ -191,7 +192,7 @@ async def _send_all(
     key = headers(api_key(arguments))
     allowed, context = timeouts(arguments.timeout), trust(arguments).context()
     path = unix_path(arguments.url)
-    # A transport of its own, which would leave out the proxies of the environment, only where there can be none.
+    # A custom transport ignores the proxies of the environment, so use it only where none applies.
     unix = None if path is None else httpx.AsyncHTTPTransport(limits=limits, uds=path)
     async with httpx.AsyncClient(headers=key, timeout=allowed, limits=limits, verify=context, transport=unix) as http:
         sender = BatchSender(http, arguments.url, arguments.retries, progress)

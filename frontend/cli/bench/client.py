@@ -1,7 +1,8 @@
-"""One client process: its share of the streams or arrivals of a load.
+"""Client process with a share of the streams or arrivals of a load.
 
-A chunk costs a client some 50 us on a slow core, so that one process follows twenty thousand a second at most. A
-benchmark therefore runs several and reports the CPU time of each: near 100 % of a core, the figures are the client's.
+A chunk costs a client about 50 us on a slow core, so one process handles at most twenty thousand per second. A
+benchmark therefore uses several processes and reports the CPU time of each: near 100 % of a core, the client limits the
+results.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ ERROR_PAUSE = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """A load and everything needed to send it."""
+    """Load and everything needed to send it."""
 
     endpoints: list[Endpoint]
     dialect: Dialect
@@ -54,18 +55,18 @@ class Client:
         self._deadline = float("inf")
 
     async def prepare(self) -> None:
-        """Open the connections and build the bodies of the first moment.
+        """Open connections and build bodies in advance.
 
-        A burst then does not wait for them.
+        An initial burst then does not wait for them.
         """
         firsts = [*self._streams, *(index for index, _ in self._arrivals)]
         for index in firsts:
             self._prepared[index] = self._build(index)
-        # Whoever cannot be reached is counted with the requests.
+        # Connection errors are counted with the requests.
         await asyncio.gather(*(self._pool.connect(self._pool.place(i)) for i in self._streams), return_exceptions=True)
 
     async def run(self, start: float) -> list[Record]:
-        """Everything from the start time, on the monotonic clock, to the last reply."""
+        """Run from the start time, on the monotonic clock, to the last response."""
         load = self._job.load
         if load.duration is not None:
             self._deadline = start + load.duration
@@ -95,7 +96,7 @@ class Client:
                 tasks.create_task(self._arrive(index, start + due, places))
 
     async def _arrive(self, index: int, due: float, places: asyncio.Semaphore | None) -> None:
-        """Send a request that was due, once there is a place for it."""
+        """Send a request that is due, once a slot is free."""
         async with places or nullcontext():
             await self._request(index, due)
 
@@ -107,7 +108,7 @@ class Client:
     async def _request(self, index: int, due: float | None = None) -> bool:
         """Send one request; return True if the response was complete.
 
-        The record is kept in any case.
+        It is recorded in any case.
         """
         record, body = self._prepared.pop(index) if index in self._prepared else self._build(index)
         record.start = time.monotonic()
@@ -128,7 +129,7 @@ class Client:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where it is installed: it halves what a token costs the client."""
+    """uvloop if installed: it halves the client's cost per token."""
     try:
         import uvloop
     except ImportError:
@@ -139,7 +140,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 async def take_part(
     job: Job, process: int, processes: int, finished: Callable[[], None], go: Callable[[], float]
 ) -> Share:
-    """Prepare, wait until `go` names the common start, and run."""
+    """Prepare, wait until `go` returns the common start time, and run."""
     client = Client(job, process, processes, finished)
     try:
         await client.prepare()
@@ -151,9 +152,9 @@ async def take_part(
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent to end, then end this process.
+    """Exit this process when its parent exits.
 
-    A parent that is killed leaves no client behind that would load the server further.
+    Otherwise clients of a killed parent would keep loading the server.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -164,10 +165,10 @@ def _end_with_parent() -> None:
 def serve_jobs(pipe: Any, process: int, processes: int, counts: Any) -> None:
     """Run jobs from a pipe in a client process until None arrives.
 
-    The answers are: anything when ready, upon which the start time is sent, and the share as msgpack. `counts` is
-    shared memory with one number a process, for the progress bar.
+    It sends a message when ready, receives the start time, and sends its share as msgpack. counts: shared memory with
+    one number per process, for the progress bar.
     """
-    # Ctrl-C reaches the whole process group; the parent ends its clients itself.
+    # Ctrl-C reaches the whole process group; the parent stops its clients itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The client processes, seen from the one that reports."""
+"""Manage client processes."""
 
 import multiprocessing
 import signal
@@ -15,19 +15,20 @@ from tandem.frontend.cli.bench.record import Share
 from tandem.frontend.progress import Progress
 
 HEAD_START = 0.05
-"""Seconds between the last process being ready and the first request, so that all processes learn the start in time."""
+"""Seconds between the last process being ready and the first request, so that all processes learn the start time
+beforehand."""
 
 
 class ClientDiedError(Exception):
-    """A client process ended without its share of the records."""
+    """A client process exited without sending its records."""
 
 
 def _start(process: SpawnProcess) -> None:
-    """Start a process that takes no interrupt before `serve_jobs` ignores them.
+    """Start a process with interrupts blocked until `serve_jobs` ignores them.
 
-    Ctrl-C reaches it too, and would end its imports with a traceback. A new process inherits what is blocked.
+    Ctrl-C reaches it too, and would abort its imports with a traceback. A new process inherits the signal mask.
     """
-    ensure_running()  # Before: the first start would start the tracker too, which unblocks interrupts.
+    ensure_running()  # the first process start would start it too, and it unblocks interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
@@ -36,9 +37,9 @@ def _start(process: SpawnProcess) -> None:
 
 
 class Clients:
-    """Client processes that are started on entry of the context and ended on exit.
+    """Client processes, started on entry of the context and stopped on exit.
 
-    They are spawned, not forked: the parent's threads and sockets are none of theirs.
+    They are spawned, since forked ones would inherit the parent's threads and sockets.
     """
 
     def __init__(self, processes: int) -> None:
@@ -55,7 +56,7 @@ class Clients:
     def __enter__(self) -> "Clients":
         for process, far_end in zip(self._processes, self._far_ends, strict=True):
             _start(process)
-            # With a second holder of its end, the death of a process would not show on the pipe.
+            # Close our copy of its end, so that the pipe signals the death of the process.
             far_end.close()
         return self
 

@@ -1,6 +1,6 @@
 """`tandem bench`: measure throughput and latency of an OpenAI-compatible server.
 
-Prompts are random token ids, sent to /v1/completions. Failed requests enter no throughput and no latency.
+Prompts are random token ids, sent to /v1/completions. Failed requests are excluded from throughput and latency.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tandem.frontend.cli.flags import api_key, trust
 from tandem.frontend.progress import Progress
 
 _PROMPT_IDS = Span(100, 400)
-"""Token ids of prompts: ordinary tokens even of a small vocabulary."""
+"""Range of prompt token ids: ordinary tokens even of a small vocabulary."""
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def _write(path: Path, result: Result) -> None:
     """Write the results.
 
-    Raises ValueError with the path and the reason if that fails.
+    Raises ValueError with the path and the reason on failure.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _write(path: Path, result: Result) -> None:
 
 
 def load_of(arguments: argparse.Namespace) -> Load:
-    """Build the load that the flags describe."""
+    """Build the load from the flags."""
     number, rate, most = arguments.num_prompts, arguments.request_rate, arguments.max_concurrency
     if rate != math.inf:
         return Load("bench", rate=rate, requests=number, in_flight=most)
@@ -81,7 +81,7 @@ def load_of(arguments: argparse.Namespace) -> Load:
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
-    """Build the requests that the flags describe."""
+    """Build the requests from the flags."""
     ratio = arguments.random_range_ratio
     lengths = _span(arguments.random_input_len, ratio), _span(arguments.random_output_len, ratio)
     return Workload(arguments.seed, *lengths, _PROMPT_IDS, shared=arguments.random_prefix_len)
@@ -93,7 +93,7 @@ def _span(length: int, ratio: float) -> Span:
 
 
 def result_path(arguments: argparse.Namespace, result: Result) -> Path | None:
-    """Return where the results are written; None for nowhere."""
+    """Return the path for the results; None to discard them."""
     if arguments.json is not None:
         return Path(arguments.json)
     if not arguments.save_result:
@@ -103,7 +103,7 @@ def result_path(arguments: argparse.Namespace, result: Result) -> Path | None:
 
 
 def measure(job: Job, processes: int, slo: Slo, percentiles: Sequence[float]) -> Level:
-    """Send a load from client processes and summarise it."""
+    """Send a load from client processes and summarize it."""
     progress = Progress(job.load.label, job.load.total(), None)
     with Clients(processes) as clients:
         shares = clients.run(job, progress)

@@ -1,8 +1,8 @@
-"""One streamed completion: its body, and the times and tokens of its reply.
+"""Streamed completion: its body, and the times and tokens of its response.
 
-ITL: the gap between two chunks with output. A chunk may hold several tokens; where the server names their ids
-(`return_token_ids`), a gap is divided over the tokens of the chunk that ends it, otherwise it counts once. Tokens of
-the first chunk have no gap: they are TTFT's. Chunks that arrive in one read share its time.
+ITL is the gap between two chunks with output. If the server returns token ids (`return_token_ids`), a gap is divided by
+the number of tokens in the chunk that ends it; otherwise it counts once. Tokens of the first chunk have no gap and
+count for TTFT only. Chunks that arrive in one read share its time.
 """
 
 import time
@@ -21,7 +21,7 @@ DONE = b"[DONE]"
 
 
 class RequestFailedError(Exception):
-    """`kind` is what failures are counted by, `detail` what the server said."""
+    """kind: category of the failure. detail: message of the server."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -82,7 +82,7 @@ class Dialect:
 
 
 class Meter:
-    """Fills a record from the events of a response."""
+    """Fill a record from the events of a response."""
 
     def __init__(self, record: Record) -> None:
         self._record = record

@@ -1,6 +1,6 @@
-"""A minimal HTTP/1.1 client: POST, keep-alive, a body read as it comes.
+"""Minimal HTTP/1.1 client: POST, keep-alive, streamed body.
 
-A general client spends more CPU time on a token than the server under test does, and so measures itself.
+A general client spends more CPU time per token than the server under test, and would measure itself.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ class Endpoint:
     uds: str | None = None
     """Path of a Unix socket to connect to instead of host and port."""
     basic: str = ""
-    """User name and password of the URL in base64; they are sent in place of the key, as httpx does."""
+    """User name and password of the URL in base64; sent instead of the key, as in httpx."""
 
     @classmethod
     def parse(cls, url: str, api_key: str = "", trust: Trust = _USUAL) -> "Endpoint":
-        """Parse the address of a server. Raises ValueError for one that is not valid."""
+        """Parse the address of a server. Raises ValueError if it is invalid."""
         if (uds := unix_path(url)) is not None:
             return cls("localhost", 80, "/v1/completions", api_key=api_key, uds=uds)
         parts = urlsplit(url)
@@ -49,7 +49,7 @@ class Endpoint:
     def context(self) -> ssl.SSLContext | None:
         """Build the TLS context of connections to this endpoint.
 
-        It is None if they are not encrypted.
+        None for unencrypted connections.
         """
         return self.trust.context() if self.is_tls else None
 
@@ -64,14 +64,14 @@ class Endpoint:
 
 
 def _basic(parts: SplitResult) -> str:
-    """Return the user name and password of a URL as Basic authentication sends them."""
+    """Return the user name and password of a URL for Basic authentication."""
     if not (parts.username or parts.password):
         return ""
     return b64encode(f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()).decode()
 
 
 def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
-    """Parse status and headers, with names in lower case. Raises ValueError."""
+    """Parse status and headers, with lowercase names. Raises ValueError."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     if not version.startswith("HTTP/1."):
@@ -89,7 +89,7 @@ def framing_of(headers: dict[str, str]) -> Framing:
 
 
 class Connection:
-    """One connection, one request at a time."""
+    """Connection with one request at a time."""
 
     def __init__(self, endpoint: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._endpoint, self._reader, self._writer = endpoint, reader, writer
@@ -106,7 +106,7 @@ class Connection:
         return cls(endpoint, *streams)
 
     async def post(self, body: bytes) -> None:
-        """Send a request and read the head of its response into `status`."""
+        """Send a request and read the response headers into `status`."""
         self._keep = False
         self._writer.write(self._endpoint.head(len(body)) + body)
         await self._writer.drain()
@@ -116,9 +116,9 @@ class Connection:
         self._keep = headers.get("connection", "").lower() != "close"
 
     async def read(self) -> bytes | None:
-        """Read more of the body, perhaps nothing yet; None at its end.
+        """Read more of the body, possibly nothing yet; None at its end.
 
-        Raises EOFError if it is cut off.
+        Raises EOFError if it is truncated.
         """
         if self._framing.done:
             return None
@@ -143,7 +143,7 @@ class Connection:
         self._writer.close()
 
     async def closed(self) -> None:
-        """Wait until the connection is closed, ignoring errors of the other side."""
+        """Wait until the connection is closed, ignoring errors of the peer."""
         try:
             await self._writer.wait_closed()
         except OSError:
@@ -151,7 +151,7 @@ class Connection:
 
 
 class ConnectionPool:
-    """Idle connections of one process, by endpoint."""
+    """Idle connections of a process, by endpoint."""
 
     def __init__(self, endpoints: list[Endpoint]) -> None:
         self._endpoints = endpoints
@@ -170,9 +170,9 @@ class ConnectionPool:
         self._idle[place].append(await self._open(place))
 
     async def post(self, place: int, body: bytes) -> Connection:
-        """Send a request and return its connection after the response head.
+        """Send a request and return its connection after the response headers.
 
-        Give the connection back with `release`.
+        Return the connection with `release`.
         """
         if idle := self._idle[place]:
             connection = idle.pop()
@@ -180,7 +180,7 @@ class ConnectionPool:
                 await connection.post(body)
                 return connection
             except (ConnectionError, EOFError):
-                # The server may close what has been idle for long, just as a request is on its way: once again, anew.
+                # The server may close an idle connection while a request is in flight: retry once on a new one.
                 connection.close()
             except BaseException:
                 connection.close()

@@ -9,7 +9,7 @@ QUANTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """Return a percentile of a non-empty ascending sample.
 
-    It is linear between ranks like numpy's default. The rank is percent / 100 x (n - 1), counted from 0.
+    It interpolates linearly between ranks like numpy's default. The rank is percent / 100 x (n - 1), counted from 0.
     """
     rank = percent / 100 * (len(ordered) - 1)
     below = math.floor(rank)
@@ -20,9 +20,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def distribution(
     values: Iterable[float], scale: float = 1.0, percentiles: Sequence[float] = QUANTILES
 ) -> dict[str, float]:
-    """Summarise a sample times `scale`.
+    """Summarize a sample multiplied by `scale`.
 
-    The summary has count, mean, extremes and percentiles (`p50`, ...); of an empty sample only the count.
+    The summary has count, mean, extremes and percentiles (`p50`, ...); for an empty sample only the count.
     """
     ordered = sorted(value * scale for value in values)
     if not ordered:

@@ -1,4 +1,4 @@
-"""Flags of `tandem bench`, which have the names of `vllm bench serve`."""
+"""Flags of `tandem bench`, named as in `vllm bench serve`."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from tandem.frontend.cli.parsing.foreign_flags import Alias, ForeignFlag
 from tandem.frontend.flags.flag import Flag
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
-"""Names of the latencies: to the first token, of a token after it, between two tokens, of a whole answer."""
+"""Names of the latencies: time to first token, time per output token, inter-token latency, end-to-end latency."""
 
 # fmt: off
 BENCH_FLAGS = (
@@ -50,13 +50,13 @@ FOREIGN_BENCH_FLAGS = {
     "--num-warmups": ForeignFlag(reason="a first run with few --num-prompts warms the server"),
     "--disable-tqdm": ForeignFlag(reason="the bar is drawn on a terminal only; leave it out"),
 }  # fmt: skip
-"""The answer to flags of `vllm bench serve` that mean something else or nothing here."""
+"""Messages for flags of `vllm bench serve` that have another or no meaning here."""
 BENCH_ALIASES = {"--input-len": Alias("--random-input-len"), "--output-len": Alias("--random-output-len")}
-"""Flags of `vllm bench serve` that mean the same here."""
+"""Flags of `vllm bench serve` with the same meaning here."""
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that are not in BENCH_FLAGS, and former names without help."""
+    """Add the flags that are not in BENCH_FLAGS, and hidden former names."""
     parser.add_argument("serve", nargs="?", choices=["serve"], help=argparse.SUPPRESS)  # as in `vllm bench serve`
     parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""The framing of an HTTP/1.1 response body: its end and its bytes.
+"""Framing of an HTTP/1.1 response body.
 
-Nothing here reads or writes a socket.
+No I/O.
 """
 
 import re
@@ -13,24 +13,24 @@ _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?")
 class Framing(Protocol):
     @property
     def done(self) -> bool:
-        """Tell whether the body is complete."""
+        """Return True if the body is complete."""
 
     @property
     def clean(self) -> bool:
-        """Return True if nothing followed the body.
+        """Return True if no bytes followed the body.
 
-        The connection can then take another request.
+        The connection can then be reused.
         """
 
     @property
     def ends_at_eof(self) -> bool:
-        """Tell whether the body ends only with the connection."""
+        """Return True if the body ends with the connection."""
 
     def feed(self, data: bytes) -> bytes: ...
 
 
 class Sized:
-    """A body of `content-length` bytes."""
+    """Body of `content-length` bytes."""
 
     ends_at_eof = False
 
@@ -48,7 +48,7 @@ class Sized:
 
 
 class UntilClose:
-    """A body that ends when the server closes the connection."""
+    """Body that ends when the server closes the connection."""
 
     ends_at_eof = True
     done = False
@@ -66,9 +66,9 @@ class _Next(Enum):
 
 
 class Chunked:
-    """A body in `transfer-encoding: chunked`, cut at any byte.
+    """Body in `transfer-encoding: chunked`, split at any byte.
 
-    Raises ValueError for a malformed one.
+    Raises ValueError for malformed chunks.
     """
 
     ends_at_eof = False
@@ -84,7 +84,7 @@ class Chunked:
         return self.done and not self._pending
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of the body in these bytes."""
+        """Return the body bytes contained in these bytes."""
         buffer, at, body = self._pending + data, 0, []
         while not self.done and at < len(buffer):
             if self._next is _Next.DATA:

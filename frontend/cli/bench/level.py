@@ -1,7 +1,7 @@
-"""The figures of one load level, from the records of all clients.
+"""Results of one load level, from the records of all clients.
 
-Failed requests count as errors and against goodput; no token of theirs enters a throughput or a latency. The seconds
-of a level run from the first request's start to the last one's end, the tail where streams run out included.
+Failed requests count as errors and against goodput, and are excluded from throughput and latency. The duration of a
+level is from the first request's start to the last one's end, including the tail.
 """
 
 import math
@@ -25,9 +25,9 @@ class Slo:
     e2el_ms: float = math.inf
 
     def met(self, record: Record) -> bool:
-        """Return True if a reply meets all objectives.
+        """Return True if a response meets all objectives.
 
-        A reply of a single token has no TPOT and is judged by TTFT only.
+        A response with a single token has no TPOT and is judged by TTFT only.
         """
         if record.error is not None or record.ttft is None:
             return False
@@ -40,7 +40,7 @@ class Goodput(Struct):
     tpot_slo_ms: float
     good: int
     share: float
-    """Share of all requests sent, including failed ones."""
+    """Fraction of all requests, including failed ones."""
     requests_per_s: float
 
 
@@ -56,9 +56,9 @@ class Level(Struct):
     total_tokens_per_s: float
     requests_per_s: float
     concurrency: float
-    """Mean number of requests open."""
+    """Mean number of concurrent requests."""
     other_length: int
-    """Complete replies with other than the number of tokens asked for."""
+    """Number of complete responses with an unexpected number of tokens."""
     counted_by: dict[str, int]
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
@@ -67,7 +67,7 @@ class Level(Struct):
     lag_ms: dict[str, float]
     goodput: Goodput
     client_cpu_percent: list[float]
-    """Percentage of one core used during the level, for each client process."""
+    """CPU usage of each client process during the level, in percent of a core."""
 
 
 def _present(values: Iterable[float | None]) -> list[float]:
@@ -75,7 +75,7 @@ def _present(values: Iterable[float | None]) -> list[float]:
 
 
 def summarise(load: Load, shares: list[Share], slo: Slo, percentiles: Sequence[float] = QUANTILES) -> Level:
-    """Everything a level reports."""
+    """Results of a level."""
     records = [record for share in shares for record in share.records]
     done = [record for record in records if record.error is None]
     failed = [record for record in records if record.error is not None]

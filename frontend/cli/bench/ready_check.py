@@ -1,4 +1,4 @@
-"""The check that a server answers, before it is measured."""
+"""Check that a server is ready, before it is measured."""
 
 import json
 import ssl
@@ -12,20 +12,18 @@ from tandem.frontend.cli.connection_failure import connection_failure, is_perman
 from tandem.frontend.cli.server_address import base_url, shown_url
 
 _ATTEMPTS = 3
-"""Attempts at least, for a server that is just replacing one of its processes."""
+"""Minimum number of attempts, for a server that is replacing one of its processes."""
 _RETRY_SECONDS = 0.5
 _NO_LIST = (404, 405, 501)
-"""Statuses of a server that has no list of models."""
+"""Statuses of a server without a list of models."""
 _LIST_SECONDS = 10.0
-"""Longest time between two bytes of the list of models."""
+"""Timeout in seconds between two bytes of the list of models."""
 
 
 def wait_for_model(url: str, key: str, context: ssl.SSLContext, seconds: float, model: str | None = None) -> str:
     """Return the name of the model to measure.
 
-    model: its name; None for the first one that the server lists. A server need not list models whose name is given.
-    seconds: time to go on asking a server that cannot be reached or is not ready; 0 for a few attempts. Raises OSError
-    if it does not answer by then, ValueError for another refusal and for a certificate that is not trusted.
+    model: its name; None for the first listed one. A server need not list models if a name is given.
     """
     deadline, attempts = time.monotonic() + seconds, 0
     shown = shown_url(url)

@@ -1,11 +1,11 @@
-"""Server-sent events out of a stream of bytes. No I/O."""
+"""Decode server-sent events from a stream of bytes. No I/O."""
 
 
 class SseDecoder:
-    """Collects the `data` of each event from bytes cut anywhere.
+    """Decoder of the `data` of each event, from bytes split anywhere.
 
-    Comments and other fields are dropped. Lines end in LF or CRLF. A bare CR, which the standard allows and no such
-    server sends, does not end a line.
+    Comments and other fields are dropped. Lines end in LF or CRLF. A bare CR, which the standard allows but servers do
+    not send, does not end a line.
     """
 
     def __init__(self) -> None:

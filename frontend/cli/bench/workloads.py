@@ -14,9 +14,9 @@ from itertools import count, takewhile
 
 @dataclass(frozen=True)
 class Span:
-    """Whole numbers from `low` to `high`, both included.
+    """Integers from `low` to `high`, inclusive.
 
-    A span is written as `256` or `128:512`.
+    Written as `256` or `128:512`.
     """
 
     low: int
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt as token ids, and how many tokens to continue it by."""
+    """Prompt as token ids, and the number of tokens to generate."""
 
     prompt: list[int]
     max_tokens: int
@@ -77,10 +77,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Load:
-    """One level of load, from streams or from arrivals.
+    """Load level, from streams or arrivals.
 
-    `streams` each send their next request at once; `rate` is the number of Poisson arrivals a second. It
-    ends by number (`requests` a stream; in all, under a rate) or after `duration` seconds of sending.
+    Each of `streams` sends its next request at once; `rate` is the number of Poisson arrivals per second. It ends by
+    number (`requests` per stream; in total, with a rate) or after `duration` seconds.
     """
 
     label: str
@@ -89,9 +89,9 @@ class Load:
     requests: int | None = None
     duration: float | None = None
     most: int | None = None
-    """Largest number of requests of all streams; None for no limit besides `requests`."""
+    """Maximum number of requests of all streams; None for no limit besides `requests`."""
     in_flight: int | None = None
-    """Largest number of requests in flight under a rate; None for no limit. Later arrivals wait in the client."""
+    """Maximum number of requests in flight with a rate; None for no limit. Later arrivals wait in the client."""
 
     def __post_init__(self) -> None:
         if (self.streams > 0) == (self.rate is not None):
@@ -107,27 +107,28 @@ class Load:
         return total if self.most is None else min(total, self.most)
 
     def in_flight_of(self, process: int, processes: int) -> int | None:
-        """Return the part of `in_flight` that one of several client processes has.
+        """Return the share of `in_flight` of one of several client processes.
 
         Each has at least 1, unless there are more processes than `in_flight`.
+
         """
         return None if self.in_flight is None else len(range(process, self.in_flight, processes))
 
     def streams_of(self, process: int, processes: int) -> range:
-        """Return the streams that one of several client processes runs."""
+        """Return the streams run by one of several client processes."""
         return range(process, self.streams, processes)
 
     def indices_of(self, stream: int) -> Iterator[int]:
-        """Yield the indexes of the requests of one stream in order.
+        """Yield the indices of the requests of a stream in order.
 
-        Under a duration they are endless.
+        Infinite with a duration.
         """
         turns = count() if self.requests is None else range(self.requests)
         indices = (turn * self.streams + stream for turn in turns)
         return indices if self.most is None else takewhile(lambda index: index < (self.most or 0), indices)
 
     def arrivals(self, seed: int) -> list[float]:
-        """When each request of an open loop is due, in seconds from the start."""
+        """Yield when each request of an open loop is due, in seconds from the start."""
         if self.rate is None:
             raise ValueError("only a load with a rate has arrivals")
         generator = random.Random(f"{seed}/{self.label}/arrivals")
@@ -139,5 +140,5 @@ class Load:
         return due
 
     def arrivals_of(self, process: int, processes: int, seed: int) -> list[tuple[int, float]]:
-        """Index and due time of the requests that one of several client processes sends."""
+        """Yield index and due time of the requests sent by one of several client processes."""
         return list(enumerate(self.arrivals(seed)))[process::processes]

@@ -1,21 +1,21 @@
-"""The texts of each command's help: a summary, a sentence or two, and examples."""
+"""Help texts of the commands: summary, description and examples."""
 
 from msgspec import Struct
 
 
 class CommandHelp(Struct, frozen=True):
-    """The help of one command."""
+    """Help of a command."""
 
     summary: str
-    """Line of the list of commands."""
+    """Line in the list of commands."""
     description: str
     usage: str
-    """What follows the command's name in its usage line."""
+    """Usage line after the command's name."""
     examples: tuple[str, ...]
 
     @property
     def epilog(self) -> str:
-        """The examples, as they follow the flags."""
+        """Examples, shown after the flags."""
         return "examples:\n" + "\n".join(f"  {example}" for example in self.examples)
 
 

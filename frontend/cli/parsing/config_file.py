@@ -1,7 +1,7 @@
-"""Flags of a command from a TOML file, for `--config FILE`.
+"""Read flags of a command from a TOML file, for `--config FILE`.
 
-The names are those of the flags without the leading dashes; dashes and underscores are the same. A flag of the command
-line replaces that of the file.
+Names are those of flags without leading dashes; dashes and underscores are equivalent. Flags of the command line take
+precedence.
 """
 
 import argparse
@@ -15,29 +15,29 @@ from typing import Any
 from tandem.protocol.text_files import decode_text
 
 NOT_IN_FILES = frozenset(("config", "check", "help", "help_all", "listener_fds", "slot", "supervisor_fd"))
-"""Names, among the parsed arguments, of flags that no file may have."""
+"""Argument names of flags that a file must not have."""
 SECRETS = frozenset(("api_key", "hf_token"))
-"""Names, among the parsed arguments, of flags whose values no message repeats."""
+"""Argument names of flags with values that messages must not quote."""
 _NO_TABLE = "{} is a table; name flags without tables"
 _SIMILAR = 0.6
 _MAX_SHOWN = 60
 
 Explain = Callable[[str], str]
-"""Says what takes the place of an unknown flag."""
+"""Function that returns a hint for an unknown flag."""
 
 Check = Callable[[argparse.Namespace], Iterable[str]]
-"""Says what is wrong with some parsed arguments of a command, others of which may be missing."""
+"""Function that returns error messages for parsed arguments of a command, some of which may be missing."""
 
 
 def config_words(
     path: Path, flags: Mapping[str, argparse.Action], given: Sequence[str], explain: Explain, check: Check
 ) -> list[str]:
-    """Return the words of a command line that mean the same as a file.
+    """Convert a file to command-line arguments.
 
-    flags: the flags of the command, by their spelling. given: the words of the command line, whose flags are left out.
-    Raises ValueError for a file that cannot be read, and for all unknown names and values of a wrong type, a line each.
-    Each tells the line of the file. What `check` finds wrong with the other values follows, so that no mistake hides
-    another.
+    flags: the flags of the command, by their spelling. given: the command line, whose flags are skipped. Raises
+    ValueError for an unreadable file, and for all unknown names and values of a wrong type, with a line for each that
+    has the line number in the file. Errors of `check` for the other values follow, so that all mistakes are reported at
+    once.
     """
     values = argparse.Namespace()
     words: list[str] = []
@@ -77,7 +77,7 @@ def _read(path: Path) -> str:
         return decode_text(path.read_bytes())
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of the encoding
+    except ValueError as error:  # encoding error
         raise ValueError(f"--config {path} is not TOML: {error}") from None
 
 
@@ -89,9 +89,9 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _lines_of_names(text: str) -> dict[str, int]:
-    """Return the line of each top-level name of a TOML file, counted from 1.
+    """Return the line number of each top-level name of a TOML file, counted from 1.
 
-    `tomllib` does not tell it. A statement ends with the first line at which it is TOML by itself.
+    `tomllib` does not report it. A statement ends at the first line at which it is valid TOML by itself.
     """
     found: dict[str, int] = {}
     statement, begin, in_table = "", 1, False
@@ -112,16 +112,16 @@ def _lines_of_names(text: str) -> dict[str, int]:
 def _unknown(name: str, flag: str, flags: Mapping[str, argparse.Action], explain: Explain) -> str:
     reason = explain(flag)
     if not reason.startswith("unknown flag"):
-        return re.sub(r"--(?=[a-z])", "", reason)  # a flag of another server, and its name here in a file
+        return re.sub(r"--(?=[a-z])", "", reason)  # another server's flag, and its name here in a file
     known = [word.removeprefix("--") for word, action in flags.items() if action.dest not in NOT_IN_FILES]
     near = difflib.get_close_matches(flag.removeprefix("--"), known, n=1, cutoff=_SIMILAR)
     return f"unknown name {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _words(name: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
-    """Return the words of one flag.
+    """Return the command-line arguments of a flag.
 
-    Raises ValueError for a value that it cannot have.
+    Raises ValueError for an invalid value.
     """
     if action.nargs == 0:
         if not isinstance(value, bool):

@@ -1,37 +1,37 @@
-"""Flags that people know from other engines: aliases of ours, and what to give in place of the others."""
+"""Flags of other engines: aliases of ours, and hints for the rest."""
 
 from msgspec import Struct
 
 
 class ForeignFlag(Struct, frozen=True):
-    """Answer to a flag of another engine."""
+    """Hint for a flag of another engine."""
 
     ours: str = ""
-    """Our flag for the same purpose; empty if there is none."""
+    """Equivalent flag here; empty if there is none."""
     reason: str = ""
-    """A sentence on what is different, without a period; may be empty if there is a flag."""
+    """Sentence on the difference, without a period; may be empty if there is a flag."""
 
     def explain(self, flag: str) -> str:
-        """Say what to give instead of `flag`."""
+        """Return the hint for `flag`."""
         if not self.ours:
             return f"{flag}: {self.reason}"
         return f"{flag} is {self.ours} here" + (f" ({self.reason})" if self.reason else "")
 
 
 class Alias(Struct, frozen=True):
-    """Our flag that a flag of another engine is a synonym of."""
+    """Flag of ours that another engine's flag is a synonym of."""
 
     ours: str
     value: str | None = None
-    """Value of our flag that a flag without a value means; None for a flag with the same values."""
+    """Value of our flag for a synonym without a value; None for a flag with the same values."""
 
     @property
     def meaning(self) -> str:
-        """What to give here instead."""
+        """Hint for a command that lacks the flag."""
         return f"{self.ours} {self.value}" if self.value else self.ours
 
     def explain(self, flag: str) -> str:
-        """Name our flag, for a command that has only that."""
+        """Return our flag, for a command that does not accept the synonym."""
         return f"{flag} is {self.meaning} here"
 
 
@@ -63,7 +63,7 @@ ALIASES = {
     "--disable-uvicorn-access-log": _NO_ACCESS_LOG, "--no-access-log": _NO_ACCESS_LOG,
     "--disable-log-requests": _NO_PROMPTS, "--no-enable-log-requests": _NO_PROMPTS,
 }  # fmt: skip
-"""Flags of vLLM, SGLang, llama.cpp, TensorRT-LLM and uvicorn that servers take like ours: they mean the same."""
+"""Synonyms from vLLM, SGLang, llama.cpp, TensorRT-LLM and uvicorn that servers accept."""
 
 _ONE_GPU = ForeignFlag(reason="one GPU per engine; tensor and pipeline parallelism are not supported")
 _WEIGHTS = ForeignFlag("--quantize", "fp8 for 16-bit checkpoints; those in FP8, INT8, GPTQ or AWQ need no flag")
@@ -128,11 +128,11 @@ FOREIGN_FLAGS = {
     "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),
     "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
 }  # fmt: skip
-"""The answer to each flag that means something else here, by its name in vLLM, SGLang or llama.cpp."""
+"""Hints for flags with another meaning here, by their name in vLLM, SGLang or llama.cpp."""
 VALUE_HINTS = {
     "--quantize": "checkpoints in FP8, INT8, GPTQ or AWQ need no flag",
     "--kv-dtype": "fp8 is e4m3, and e5m2 is not supported",
     "--dtype": "--quantize fp8 stores the weights of a 16-bit checkpoint in 8 bits",
     "--load-format": "auto loads safetensors",
 }
-"""What is added to the error of a value that one of our flags does not take."""
+"""Hints for invalid values of our flags."""

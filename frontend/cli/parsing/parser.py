@@ -1,6 +1,6 @@
-"""The argument parser of every command.
+"""Argument parser of all commands.
 
-`--help` shows the everyday flags, `--help-all` all of them; a usage error is two lines.
+`--help` shows common flags, `--help-all` all of them; a usage error is two lines.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from tandem.protocol.engine_options import flag_name
 from tandem.protocol.errors import ExitCode
 
 _SIMILAR = 0.8
-"""Least similarity, from 0 to 1, of a flag that is suggested for another."""
+"""Minimum similarity, from 0 to 1, of a suggested flag."""
 _SIMILAR_COMMAND = 0.6
 _MODEL_NAMES = frozenset(("model", "model_dir"))
-"""Names of the model among the parsed arguments."""
+"""Argument names of the model."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wrap descriptions, and leave texts of several lines as they are."""
+    """Wrap descriptions, but not texts with several lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -49,7 +49,7 @@ class _HelpAll(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command, or of `tandem` itself. Flags are never abbreviated."""
+    """Parser of a command, or of `tandem` itself. Flags cannot be abbreviated."""
 
     def __init__(
         self,
@@ -61,11 +61,10 @@ class CommandParser(argparse.ArgumentParser):
         foreign: Mapping[str, ForeignFlag] | None = None,
         check: Check | None = None,
     ) -> None:
-        """Declare the flags of help.
+        """Initialize with the help flags.
 
-        rare: names, among the parsed arguments, of the flags that only `--help-all` shows. foreign: answers to the
-        flags of another program, besides those of other engines. check: finds what is wrong with values, if the file
-        of `--config` has other mistakes.
+        rare: argument names of flags shown only by `--help-all`. foreign: hints for the flags of another program,
+        besides those of other engines. check: returns errors of values, if the `--config` file has other mistakes.
         """
         super().__init__(prog, usage, description, epilog, formatter_class=_HelpFormatter, allow_abbrev=False)
         self._rare = frozenset(rare)
@@ -76,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--help-all", nargs=0, action=_HelpAll, help="show all flags and exit")
 
     def add_aliases(self, aliases: Mapping[str, Alias]) -> None:
-        """Accept other names of flags that this command has by now; no help lists them among its flags."""
+        """Accept aliases of the flags added so far; the help does not list them as flags."""
         for word, alias in aliases.items():
             action = self._option_string_actions.get(alias.ours)
             if action is None:
@@ -93,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
             self._aliases[word] = alias
 
     def format_help(self) -> str:
-        """Format the help without the rare flags."""
+        """Format the help without rare flags."""
         return self._format(self._rare)
 
     def format_all(self) -> str:
@@ -118,7 +117,7 @@ class CommandParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _alias_lines(self) -> list[str]:
-        """List the aliases, a line for each meaning."""
+        """List the aliases, a line for each flag."""
         words: dict[Alias, list[str]] = {}
         for word, alias in self._aliases.items():
             words.setdefault(alias, []).append(word)
@@ -127,28 +126,27 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the words of a command line.
+        """Parse a command line.
 
-        Flags that this command does not have are refused before anything that is missing. Underscores in a flag are
-        dashes.
+        Unknown flags are reported before missing arguments. Underscores in a flag are equivalent to dashes.
         """
         given = self._with_dashes(sys.argv[1:] if args is None else list(args))
         from_file = self._words_of_file(given)
         if unknown := self._unknown_flags(given):
             self.error("; ".join(self._explain(flag) for flag in dict.fromkeys(unknown)))
         arguments, rest = super().parse_known_args([*from_file, *given], namespace)
-        if self._subparsers is not None:  # its command has done what follows
+        if self._subparsers is not None:  # its subcommand has done the rest
             return arguments, rest
         if rest:
             words = f"argument{'s' if len(rest) > 1 else ''} {' '.join(rest)}"
             self.error(f"unexpected {words}; the command is {self.usage}")
         if getattr(arguments, "positional_model", None) is not None and _MODEL_NAMES.isdisjoint(self._given(given)):
-            # The model of the command line takes the place of the file's.
+            # The model of the command line overrides the file's.
             setattr(arguments, "model_dir" if hasattr(arguments, "model_dir") else "model", None)
         return arguments, rest
 
     def _words_of_file(self, given: Sequence[str]) -> list[str]:
-        """Return the words of the file that `--config` names, if there is one."""
+        """Return the arguments from the `--config` file, if given."""
         if "config" not in self._given(given):
             return []
         found = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -160,7 +158,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(str(error))
 
     def _with_dashes(self, words: list[str]) -> list[str]:
-        """Spell the flags that this command has with dashes, as in `--max_len=8`."""
+        """Spell the flags of this command with dashes, as in `--max_len=8`."""
         known = self._option_string_actions
         end = words.index("--") if "--" in words else len(words)
         for index, word in enumerate(words[:end]):
@@ -171,12 +169,12 @@ class CommandParser(argparse.ArgumentParser):
         return words
 
     def _given(self, words: Sequence[str]) -> set[str]:
-        """Return the names, among the parsed arguments, of the flags in some words."""
+        """Return the argument names of the flags on a command line."""
         flags = (self._option_string_actions.get(word.partition("=")[0]) for word in words)
         return {action.dest for action in flags if action is not None}
 
     def _unknown_flags(self, words: Sequence[str]) -> list[str]:
-        """Return the flags among some words that this parser does not have."""
+        """Return the unknown flags on a command line."""
         unknown = []
         for word in words:
             is_flag = word.startswith("-") and word != "-" and " " not in word
@@ -189,7 +187,7 @@ class CommandParser(argparse.ArgumentParser):
         return unknown
 
     def _explain(self, flag: str) -> str:
-        """Say what takes the place of a flag that this command does not have."""
+        """Return a hint for an unknown flag."""
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         elsewhere: dict[str, ForeignFlag | Alias] = {**FOREIGN_FLAGS, **ALIASES}
         foreign = {
@@ -215,7 +213,7 @@ class CommandParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, error.message + (f"; {hint}" if hint else "")) from None
 
     def _unknown_command(self, word: str, commands: Sequence[str]) -> str:
-        """Name the command that was meant by a word, or all of them."""
+        """Return the command similar to a word, or all of them."""
         near = difflib.get_close_matches(word, commands, n=1, cutoff=_SIMILAR_COMMAND)
         if near:
             return f"unknown command {word}; did you mean {self.prog} {near[0]}?"
@@ -224,6 +222,6 @@ class CommandParser(argparse.ArgumentParser):
         return f"unknown command {word}; the commands are {', '.join(commands)}"
 
     def error(self, message: str) -> NoReturn:
-        """Exit with two lines: what was wrong, and where the flags are listed."""
+        """Exit with two lines: the error, and how to list the flags."""
         every = "--help-all" if self._rare else "--help"
         self.exit(ExitCode.CONFIG, f"{self.prog}: error: {message}\nSee {self.prog} {every}\n")
