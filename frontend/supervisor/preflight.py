@@ -1,6 +1,6 @@
-"""Preflight check of a model by the engine's code, also before its weights are downloaded.
+"""Preflight check of a model by the engine's code, before its weights are downloaded.
 
-The engine's own code runs in a child process, since no frontend imports torch.
+The engine's code runs in a child process, since frontends do not import torch.
 """
 
 import os
@@ -22,10 +22,10 @@ from tandem.protocol.engine_options import EngineOptions, engine_argv
 from tandem.protocol.preflight import PreflightReport
 
 CHILD_SECONDS = 300.0
-"""Longest time that the engine's child process may take; importing torch from a slow disk takes a while."""
+"""Maximum seconds for the child process; importing torch from a slow disk takes a while."""
 
 RunPreflight = Callable[[EngineOptions, int | None], PreflightReport]
-"""Takes the settings, and the bytes of the weights if they are not here yet."""
+"""Function from settings, and the size of weights that are not downloaded yet, to the report."""
 
 
 def run_preflight(options: EngineOptions, weight_bytes: int | None) -> PreflightReport:
@@ -50,12 +50,13 @@ def run_preflight(options: EngineOptions, weight_bytes: int | None) -> Preflight
 def check_before_weights(
     options: EngineOptions, chat: ChatOptions | None, ask: RunPreflight = run_preflight
 ) -> BeforeWeights:
-    """Return a check of a model's small files, for a download to call before it fetches the weights.
+    """Return a check of a model's small files, to be called before its weights are downloaded.
 
-    It raises LaunchError for a family, a quantization or a dtype that the engine refuses, for weights that the machine
-    has no room for, and for a tokenizer or chat template that cannot be loaded.
+    It raises LaunchError for an unsupported architecture, quantization or dtype, for weights that do not fit into
+    memory, and for a tokenizer or chat template that cannot be loaded.
 
     chat: None for an engine without frontends, which needs no chat template.
+
     """
 
     def check(folder: Path, weight_bytes: int) -> None:
@@ -76,7 +77,7 @@ def text_problem(folder: Path, chat: ChatOptions | None) -> str:
 
     A tokenizer in another format is converted, as at a start.
     """
-    from tandem.frontend.chat.chat_template import ChatTemplateError, load_chat_template  # takes a while
+    from tandem.frontend.chat.chat_template import ChatTemplateError, load_chat_template  # slow to import
     from tandem.frontend.generation.tokenizer import TokenizerError, load_tokenizer
 
     try:
