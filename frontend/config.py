@@ -74,7 +74,7 @@ class FrontendConfig(Struct, frozen=True):
     """Directory of the store; None for a private one that is removed at the end."""
     store_limits: StoreLimits = StoreLimits()
     api_keys: tuple[str, ...] = ()
-    """API keys without names; if there are no keys at all, requests need none."""
+    """API keys without names; without any keys, requests need none."""
     api_keys_file: Path | None = None
     """File of API keys with names, rights and limits."""
     prefix_cache_scope: PrefixCacheScope = "key"

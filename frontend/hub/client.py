@@ -74,7 +74,7 @@ class HubModel:
     def list_files(self) -> Listing:
         """Request the commit of the revision and its files.
 
-        Raises HubError if the model or the revision does not exist, and UnreachableError if there is no response.
+        Raises HubError if the model or the revision does not exist, and UnreachableError without a response.
         """
         if self.offline:
             raise self.asked.offline()

@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "tiktoken.model")
-"""Files that a tokenizer can be converted from if there is no tokenizer.json."""
+"""Files that a tokenizer can be converted from without a tokenizer.json."""
 _SMALL_FILES = frozenset(
     {CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
      "merges.txt", "chat_template.jinja", "chat_template.json", TOKENIZER, *TOKENIZER_SOURCES,

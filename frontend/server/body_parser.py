@@ -48,7 +48,7 @@ def body_parser(protocol: Any, framing: bytes) -> httptools.HttpRequestParser:
 
 
 def framing(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the headers that frame the body of a request; empty if there is no body."""
+    """Return the headers that frame the body of a request; empty without a body."""
     wanted = (b"content-length", b"transfer-encoding")
     found = [(name, value) for name, value in headers if name in wanted]
     if all(name == b"content-length" and not int(value) for name, value in found):

@@ -166,7 +166,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, limits: StoreLimits) ->
 def _rewrite(connection: sqlite3.Connection, path: Path) -> None:
     """Rewrite a file that was created without `auto_vacuum`, so that it can shrink.
 
-    If another frontend uses the file, or there is no space for a copy, it is left for a later start.
+    If another frontend uses the file, or the disk has no space for a copy, it is left for a later start.
     """
     try:
         connection.execute("VACUUM")
