@@ -17,6 +17,8 @@ def server_url(text: str) -> str:
     HOST:PORT means `http://HOST:PORT`. The path of a Unix socket need not be quoted: `http+unix:///run/tandem.sock`.
     Raises ValueError for an invalid address.
     """
+    scheme, colon, rest = text.partition(":")
+    text = scheme.lower() + colon + rest if rest.startswith("//") else text
     if not text.startswith(_SCHEMES) and ":/" not in text and _NO_SCHEME.fullmatch(text):
         text = f"http://{text}"
     if not text.startswith(_SCHEMES):

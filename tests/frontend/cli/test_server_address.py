@@ -12,6 +12,7 @@ UNIX = "http+unix://%2Frun%2Fapi.sock"
     [
         ("http://host:8000/v1", "http://host:8000"),
         ("https://host/", "https://host"),
+        ("HTTP://host:8000/", "http://host:8000"),
         ("http+unix:///run/api.sock", UNIX),
         ("http+unix:///run/api.sock/v1/", UNIX),
         (UNIX, UNIX),
