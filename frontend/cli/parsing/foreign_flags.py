@@ -38,7 +38,7 @@ class Alias(Struct, frozen=True):
 _LEN, _ROWS, _MODEL, _DRAIN = Alias("--max-len"), Alias("--max-rows"), Alias("--model"), Alias("--drain-timeout")
 _CERT, _KEY, _NO_GRAPHS = Alias("--tls-cert"), Alias("--tls-key"), Alias("--graph-rows", "off")
 _NO_CACHE, _NO_ACCESS_LOG = Alias("--prefix-cache", "off"), Alias("--access-log", "off")
-_NO_PROMPTS = Alias("--log-requests", "off")
+_NO_PROMPTS, _NO_OVERLAP = Alias("--log-requests", "off"), Alias("--pipeline", "off")
 
 ALIASES = {
     "--max-model-len": _LEN, "--context-length": _LEN, "--max-seq-len": _LEN,
@@ -52,6 +52,7 @@ ALIASES = {
     "--kv-cache-memory-bytes": Alias("--kv-memory"),
     "--kv-cache-dtype": Alias("--kv-dtype"),
     "--model-path": _MODEL, "-m": _MODEL,
+    "--alias": Alias("--served-model-name"), "-a": Alias("--served-model-name"),
     "--ssl-certfile": _CERT, "--ssl-cert-file": _CERT, "--ssl-keyfile": _KEY, "--ssl-key-file": _KEY,
     "-t": Alias("--threads"),
     "--max-logprobs": Alias("--max-top-logprobs"),
@@ -60,6 +61,8 @@ ALIASES = {
     "--enable-prefix-caching": Alias("--prefix-cache", "on"),
     "--no-enable-prefix-caching": _NO_CACHE, "--disable-radix-cache": _NO_CACHE,
     "--enforce-eager": _NO_GRAPHS, "--disable-cuda-graph": _NO_GRAPHS,
+    "--async-scheduling": Alias("--pipeline", "on"),
+    "--no-async-scheduling": _NO_OVERLAP, "--disable-overlap-schedule": _NO_OVERLAP,
     "--disable-uvicorn-access-log": _NO_ACCESS_LOG, "--no-access-log": _NO_ACCESS_LOG,
     "--disable-log-requests": _NO_PROMPTS, "--no-enable-log-requests": _NO_PROMPTS,
 }  # fmt: skip
@@ -80,6 +83,19 @@ _CHUNK = ForeignFlag("--prefill-chunk", "--max-step-tokens bounds a whole step")
 _CONTEXT = ForeignFlag("--max-len", "of one sequence; llama.cpp divides its own among the slots")
 _GRAMMAR = ForeignFlag(reason="structured outputs are always on, and have one backend")
 _NO_STATS = ForeignFlag(reason="the line every 10 s has the level info, which --log-level warning leaves out")
+_EXPERTS = ForeignFlag(reason="mixtures of experts are not supported")
+_TEXT_ONLY = ForeignFlag(reason="only text is supported, no images, audio or video")
+_GENERATION = ForeignFlag(reason="models generate text; embeddings and scores are not supported")
+_GRAPH_LIST = ForeignFlag("--graph-rows", "a list such as 1,2,4,8")
+_LARGEST_GRAPH = ForeignFlag("--graph-rows", "a list such as 1,2,4,8; by default up to --max-rows")
+_CACHED_TOKENS = ForeignFlag(reason="usage.prompt_tokens_details is always there")
+_OVERRIDES = ForeignFlag(reason="nothing overrides a checkpoint's config.json; edit it")
+_SEED = ForeignFlag(reason="seeds are a field of each request; the server has none")
+_TOKENIZER = ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json")
+_CLIENT_CERTIFICATES = ForeignFlag(reason="certificates of clients are not checked; a proxy such as nginx can")
+_METRICS = ForeignFlag(reason="metrics are always on: GET /metrics on the ops port and that of the API")
+_TEMPLATE_FIELDS = ForeignFlag(reason="variables of the template are the field chat_template_kwargs of a request")
+_DISAGGREGATION = ForeignFlag(reason="one engine computes prompts and outputs; KV is not transferred")
 _TOOLS = ForeignFlag("--tool-parser", "auto finds the format of most models; no further flag is needed")
 
 FOREIGN_FLAGS = {
@@ -95,16 +111,33 @@ FOREIGN_FLAGS = {
     "--cpu-offload-gb": _WHOLE_MODEL,
     "--quantization": _WEIGHTS, "-q": _WEIGHTS,
     "--enable-lora": _LORA, "--lora-modules": _LORA, "--lora-paths": _LORA, "--lora": _LORA,
+    "--max-loras": _LORA, "--max-lora-rank": _LORA, "--max-loras-per-batch": _LORA,
     "--swap-space": _SWAP, "--trust-remote-code": _CODE,
     "--speculative-config": _SPECULATIVE, "--speculative-model": _SPECULATIVE, "--model-draft": _SPECULATIVE,
+    "--speculative-algorithm": _SPECULATIVE, "--speculative-draft-model-path": _SPECULATIVE, "-md": _SPECULATIVE,
     "--calculate-kv-scales": ForeignFlag("--kv-dtype fp8", "which calibrates the scales that a checkpoint lacks"),
     "--cache-type-k": _KV, "--cache-type-v": _KV,
-    "--compilation-config": _COMPILED, "-O": _COMPILED,
+    "--compilation-config": _COMPILED, "-O": _COMPILED, "--enable-torch-compile": _COMPILED,
     "--attention-backend": ForeignFlag(reason="the GPU and the model decide on the kernels of attention"),
-    "--hf-overrides": ForeignFlag(reason="nothing overrides a checkpoint's config.json; edit it"),
-    "--tokenizer-mode": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
-    "--distributed-executor-backend": _ONE_GPU,
-    "--cuda-graph-sizes": ForeignFlag("--graph-rows", "a list such as 1,2,4,8"),
+    "--hf-overrides": _OVERRIDES, "--json-model-override-args": _OVERRIDES,
+    "--tokenizer-mode": _TOKENIZER, "--tokenizer": _TOKENIZER, "--tokenizer-path": _TOKENIZER,
+    "--tokenizer-revision": ForeignFlag("--revision", "of the weights and the tokenizer alike"),
+    "--distributed-executor-backend": _ONE_GPU, "--nnodes": _ONE_GPU, "--node-rank": _ONE_GPU,
+    "--dist-init-addr": _ONE_GPU, "--master-addr": _ONE_GPU, "--headless": _ONE_GPU,
+    "--enable-expert-parallel": _EXPERTS, "--ep-size": _EXPERTS, "--ep": _EXPERTS,
+    "--limit-mm-per-prompt": _TEXT_ONLY, "--mm-processor-kwargs": _TEXT_ONLY, "--mmproj": _TEXT_ONLY,
+    "--task": _GENERATION, "--runner": _GENERATION, "--convert": _GENERATION, "--is-embedding": _GENERATION,
+    "--embedding": _GENERATION, "--embeddings": _GENERATION,
+    "--kv-transfer-config": _DISAGGREGATION, "--disaggregation-mode": _DISAGGREGATION,
+    "--cont-batching": ForeignFlag("--batching", "continuous by default"),
+    "--stream-interval": ForeignFlag("--stream-interval-ms", "milliseconds, not tokens"),
+    "--admin-api-key": ForeignFlag("--api-keys", "a file, in which a key may have the right admin"),
+    "--ssl-ca-certs": _CLIENT_CERTIFICATES, "--ssl-cert-reqs": _CLIENT_CERTIFICATES,
+    "--chat-template-kwargs": _TEMPLATE_FIELDS, "--default-chat-template-kwargs": _TEMPLATE_FIELDS,
+    "--watchdog-timeout": ForeignFlag("--step-timeout", "which restarts the engine"),
+    "--cuda-graph-sizes": _GRAPH_LIST, "--cudagraph-capture-sizes": _GRAPH_LIST, "--cuda-graph-bs": _GRAPH_LIST,
+    "--max-cudagraph-capture-size": _LARGEST_GRAPH, "--cuda-graph-max-bs": _LARGEST_GRAPH,
+    "--max-seq-len-to-capture": ForeignFlag(reason="CUDA graphs serve sequences of every length"),
     "--scheduling-policy": ForeignFlag("--policy", "under priority greater numbers come first, in vLLM smaller ones"),
     "--schedule-policy": ForeignFlag("--policy", "orders by cached prefixes, such as lpm, do not exist"),
     "--tool-call-parser": _TOOLS, "--enable-auto-tool-choice": _TOOLS,
@@ -112,21 +145,20 @@ FOREIGN_FLAGS = {
     "--uvicorn-log-level": ForeignFlag("--log-level", "of all messages, not only those of the HTTP server"),
     "--enable-log-requests": ForeignFlag("--log-requests on", "which logs the prompts too"),
     "--disable-log-stats": _NO_STATS,
-    "--enable-metrics": ForeignFlag(reason="metrics are always on: GET /metrics on the ops port and that of the API"),
+    "--enable-metrics": _METRICS, "--metrics": _METRICS,
     "--log-config-file": ForeignFlag("--log-level", "--log-format json logs an object a line"),
     "--num-gpu-blocks-override": ForeignFlag("--kv-tokens", "tokens, not blocks"),
     "--long-prefill-token-threshold": _CHUNK,
     "--no-enable-chunked-prefill": ForeignFlag("--prefill-chunk", "off computes prompts whole"),
-    "--enable-prompt-tokens-details": ForeignFlag(reason="usage.prompt_tokens_details is always there"),
+    "--enable-prompt-tokens-details": _CACHED_TOKENS, "--enable-cache-report": _CACHED_TOKENS,
     "--enable-request-id-headers": ForeignFlag(reason="x-request-id is always there"),
     "--guided-decoding-backend": _GRAMMAR, "--structured-outputs-config": _GRAMMAR, "--grammar-backend": _GRAMMAR,
     "--enable-reasoning": ForeignFlag("--reasoning-parser", "auto finds out from the chat template"),
     "--override-generation-config": ForeignFlag(
         "--generation-config", "auto or off; to change a default edit the checkpoint's generation_config.json"
     ),
-    "--seed": ForeignFlag(reason="seeds are a field of each request; the server has none"),
+    "--seed": _SEED, "--random-seed": _SEED,
     "--temperature": ForeignFlag(reason="sampling parameters are fields of each request; see --generation-config"),
-    "--tokenizer": ForeignFlag(reason="the tokenizer is the model folder's tokenizer.json"),
 }  # fmt: skip
 """Hints for flags with another meaning here, by their name in vLLM, SGLang or llama.cpp."""
 VALUE_HINTS = {

@@ -89,6 +89,9 @@ def test_flags_of_other_engines_lead_to_flags_that_exist() -> None:
 WRONG = [
     (["serve", "m", "-c", "8192"], "tandem serve: error: -c is --max-len here (of one sequence"),
     (["engine", "--mem-fraction-static=0.9"], "--mem-fraction-static is --gpu-memory here (a share such as 0.9"),
+    (["serve", "--cuda-graph-max-bs", "64"], "--cuda-graph-max-bs is --graph-rows here (a list"),
+    (["serve", "--task", "embed"], "--task: models generate text; embeddings and scores are not supported"),
+    (["engine", "--enable_expert_parallel"], "--enable_expert_parallel: mixtures of experts are not supported"),
     (["serve", "--schedule-policy", "lpm"], "--schedule-policy is --policy here"),
     (["serve", "--uvicorn-log-level", "info"], "--uvicorn-log-level is --log-level here (of all messages"),
     (["serve", "--allowed-origins", '["*"]'], "--allowed-origins is --cors-origin here (one origin"),
@@ -155,7 +158,8 @@ def test_usage_error_is_two_lines(argv: list[str], text: str, capsys: pytest.Cap
 VALUES = {
     "max_len": "32k", "max_rows": "8", "gpu_memory": "0.5", "page_size": "32", "kv_tokens": "4K", "kv_memory": "1G",
     "max_step_tokens": "2k", "frontends": "3", "model": "Qwen/Qwen3-0.6B", "tls_cert": "c.pem", "tls_key": "k.pem",
-    "threads": "2", "max_top_logprobs": "5", "drain_timeout": "9", "max_waiting": "7", "kv_dtype": "fp8",
+    "served_model_name": "fast", "threads": "2", "max_top_logprobs": "5", "drain_timeout": "9", "max_waiting": "7",
+    "kv_dtype": "fp8",
 }  # fmt: skip
 
 
