@@ -72,8 +72,14 @@ def serve(arguments: argparse.Namespace) -> None:
     disconnects = Disconnects.watch(router)
     launches = LaunchRecord(arguments.launches_dir) if arguments.launches_dir is not None else None
     try:
-        mailbox = ZmqMailbox(router, wakeup, authenticator=authenticator, launches=launches, disconnects=disconnects,
-                             announce=heartbeat.announce)  # fmt: skip
+        mailbox = ZmqMailbox(
+            router,
+            wakeup,
+            authenticator=authenticator,
+            launches=launches,
+            disconnects=disconnects,
+            announce=heartbeat.announce,
+        )
         engine = build_engine(engine_options(arguments), mailbox, status)
         if launches is not None:  # an engine that fails while it loads leaves no file
             launches.open()

@@ -27,9 +27,18 @@ class GrammarConstraint:
     """Implement `contracts.Constraint` over a matcher, here or on a worker."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_ahead", "_ends", "_forced", "cost", "ignore_ends", "local", "overdrawn", "remote",
+        "__weakref__",
+        "_accepted",
+        "_ahead",
+        "_ends",
+        "_forced",
+        "cost",
+        "ignore_ends",
+        "local",
+        "overdrawn",
+        "remote",
         "remote_id",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, matcher: LocalMatcher | RemoteMatcher, ends: frozenset[int], ignore_ends: bool, key: str = ""

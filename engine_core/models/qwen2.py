@@ -35,8 +35,9 @@ def read_config(source: ConfigSource) -> ModelConfig:
         trained = fields.dual_chunk_attention_config.get("original_max_position_embeddings")
         logger.warning(
             "dual chunk attention is not computed, as in transformers: answers to contexts beyond the %s positions "
-            "that the model was trained with get worse; --max-len keeps requests within them", trained,
-        )  # fmt: skip
+            "that the model was trained with get worse; --max-len keeps requests within them",
+            trained,
+        )
     return source.resolve(
         fields,
         head_dim=head_dim,

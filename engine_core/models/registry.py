@@ -107,8 +107,9 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     text = checkpoint.renamed(text_name)
     logger.info(
         "%s is multimodal; its text half is served, and the %d tensors of the others are not read",
-        config.architecture, len(checkpoint.tensors) - len(text.tensors),
-    )  # fmt: skip
+        config.architecture,
+        len(checkpoint.tensors) - len(text.tensors),
+    )
     return text
 
 

@@ -128,10 +128,12 @@ class StepMasks:
             self._needed = {
                 row.seq_id: (row.row, seq.constraint)
                 for row in plan.rows
-                if row.constrained and row.samples
-                and (seq := held[row.seq_id]).outcome is None and seq.constraint is not None
+                if row.constrained
+                and row.samples
+                and (seq := held[row.seq_id]).outcome is None
+                and seq.constraint is not None
                 and row.start + row.length >= len(seq.tokens)
-            }  # fmt: skip
+            }
         return self._newest()
 
     def _newest(self) -> Masks:

@@ -34,9 +34,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, rows: RowGate, memory: KVManager, limits: SchedulerLimits, policy: Policy = "fcfs",
+        self,
+        rows: RowGate,
+        memory: KVManager,
+        limits: SchedulerLimits,
+        policy: Policy = "fcfs",
         costs: StepCosts | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Keep the parts of a scheduler.
 
         costs: expected durations of steps; None: they are not known, and prompts are not limited by them.

@@ -82,8 +82,10 @@ def can_plan_directly(sorts: Collection[str], version: str) -> bool:
     if not f"{version}.".startswith(f"{PLANNED_VERSION}."):
         logger.info(
             "FlashInfer's version is %s: its `plan` takes the host longer, for steps with prompts, than the part of it "
-            "that is called in version %s", version or "unknown", PLANNED_VERSION,
-        )  # fmt: skip
+            "that is called in version %s",
+            version or "unknown",
+            PLANNED_VERSION,
+        )
         return False
     return True
 
@@ -130,8 +132,11 @@ def find_obstacle(
         logger.info(
             "loading FlashInfer's kernel for head_dim %d, window %s, soft cap %s and keys in %s; one that is neither "
             "prebuilt nor in its cache is compiled now, which takes minutes",
-            head_dim, kind.window, kind.softcap, _name(layout.dtype),
-        )  # fmt: skip
+            head_dim,
+            kind.window,
+            kind.softcap,
+            _name(layout.dtype),
+        )
         try:
             load(kind)
         except torch.OutOfMemoryError:

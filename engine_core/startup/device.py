@@ -79,10 +79,15 @@ def open_parts(kind: str) -> "DeviceParts":
     logger.info(
         "%s: compute capability %s, %d multiprocessors, %d bytes of shared memory, programmatic dependent launch %s, "
         "%s",
-        gpu.name, _version(gpu.capability), gpu.multiprocessors, gpu.shared_memory, "on" if gpu.pdl else "off",
-        f"{gpu.tiles.count} tiles measured on such a GPU" if gpu.tiles.count else
-        "no tile table for such a GPU (python -m benchmarks.tune measures one)",
-    )  # fmt: skip
+        gpu.name,
+        _version(gpu.capability),
+        gpu.multiprocessors,
+        gpu.shared_memory,
+        "on" if gpu.pdl else "off",
+        f"{gpu.tiles.count} tiles measured on such a GPU"
+        if gpu.tiles.count
+        else "no tile table for such a GPU (python -m benchmarks.tune measures one)",
+    )
     return CudaParts(open_device(kind), gpu)
 
 
@@ -293,7 +298,7 @@ class CudaParts:
         buffers = MixedBuffers(attended, self._zeros(config, largest, model.hidden_size))
         return capture_mixed(
             recorder, sample_counts, slots, logits, forward.mixed, forward.head, prompts, buffers, progress
-        )  # fmt: skip
+        )
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""

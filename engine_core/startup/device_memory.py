@@ -89,8 +89,10 @@ def wait_for_memory(
         if now - start >= MAX_WAIT_SECONDS or (free >= demand.needed and now - changed >= SETTLED_SECONDS):
             logger.warning(
                 "%.2f of the %.2f GiB that the engine asks for are free after %.0f s; other processes hold the rest",
-                free / GIB, demand.wanted / GIB, now - start,
-            )  # fmt: skip
+                free / GIB,
+                demand.wanted / GIB,
+                now - start,
+            )
             return False
         status.enter(
             Phase.LOADING, 0, f"waiting for device memory: {free / GIB:.2f} of {demand.wanted / GIB:.2f} GiB free"

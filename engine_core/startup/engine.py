@@ -155,9 +155,15 @@ def build_engine(
         logger.info(text, config.page_size, config.max_len)
     logger.info(
         "%s on %s in %s: %d rows, %d KV tokens in pages of %d, %d positions a step, %s",
-        config.model_name, config.device, _formats(config, source), config.max_rows, config.kv_tokens, config.page_size,
-        config.max_step_tokens, "two steps in flight" if config.depth == 2 else "one step in flight",
-    )  # fmt: skip
+        config.model_name,
+        config.device,
+        _formats(config, source),
+        config.max_rows,
+        config.kv_tokens,
+        config.page_size,
+        config.max_step_tokens,
+        "two steps in flight" if config.depth == 2 else "one step in flight",
+    )
     return engine
 
 

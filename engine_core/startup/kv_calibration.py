@@ -61,9 +61,14 @@ def calibrate_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_
     count = int(missing.sum())
     logger.info(
         "KV scales of %d layers: %d from the checkpoint, %d calibrated; keys %.3g to %.3g, values %.3g to %.3g",
-        len(given), given.numel() - count, count,
-        given[:, 0].min(), given[:, 0].max(), given[:, 1].min(), given[:, 1].max(),
-    )  # fmt: skip
+        len(given),
+        given.numel() - count,
+        count,
+        given[:, 0].min(),
+        given[:, 0].max(),
+        given[:, 1].min(),
+        given[:, 1].max(),
+    )
 
 
 @torch.inference_mode()

@@ -85,9 +85,18 @@ class RuntimeBuilder(Struct, frozen=True):
     def build_runtime(self, kv: KVStorage, graphs: StepGraphs | None = None) -> TorchRuntime:
         """Join everything into a runtime over a KV pool."""
         return TorchRuntime(
-            self.parts.device, self.model, kv, self.tables, self.sampler, self.scorer, self.filler, self.slots,
-            kv.page_table(self.tables.pages), graphs, StepClock(self.parts.device.instant),
-        )  # fmt: skip
+            self.parts.device,
+            self.model,
+            kv,
+            self.tables,
+            self.sampler,
+            self.scorer,
+            self.filler,
+            self.slots,
+            kv.page_table(self.tables.pages),
+            graphs,
+            StepClock(self.parts.device.instant),
+        )
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
         """Capture all graphs of the configuration, reporting progress.
@@ -184,8 +193,9 @@ def _build(
     taken = free - builder.parts.device.free_bytes()
     logger.info(
         "graphs took %.2f GiB of the %.2f kept for them, the driver's part with them",
-        taken / kv_sizing.GIB, memory.graphs / kv_sizing.GIB,
-    )  # fmt: skip
+        taken / kv_sizing.GIB,
+        memory.graphs / kv_sizing.GIB,
+    )
     runtime = builder.build_runtime(kv, graphs)
     warm_up(runtime, config)
     return runtime, config
@@ -205,10 +215,16 @@ def _new_builder(
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     slots = [
         StepSlot.allocate(
-            device, words, config.max_rows, config.max_step_tokens, vocab_size, new_planner(), filler,
+            device,
+            words,
+            config.max_rows,
+            config.max_step_tokens,
+            vocab_size,
+            new_planner(),
+            filler,
         )
         for _ in range(config.depth)
-    ]  # fmt: skip
+    ]
     sampler = parts.sampler(tables, vocab_size, config.max_rows)
     scorer = parts.scorer(vocab_size, config.max_rows)
     log.mark("tables and slots")
@@ -236,10 +252,18 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         logger.info(
             "memory in GiB: %.2f in all, %.2f free at start; weights and tables %.2f, steps %.2f, graphs %.2f "
             "(the largest captured, the rest estimated from them with a margin), KV pool %.2f",
-            gib(memory.total), gib(memory.free_at_start), gib(memory.free_at_start - memory.free),
-            gib(memory.steps), gib(memory.graphs), gib(pool),
-        )  # fmt: skip
+            gib(memory.total),
+            gib(memory.free_at_start),
+            gib(memory.free_at_start - memory.free),
+            gib(memory.steps),
+            gib(memory.graphs),
+            gib(pool),
+        )
     logger.info(
         "KV pool: %.2f GiB, %d pages, %d tokens of %d bytes in %s",
-        gib(pool), config.pages, config.kv_tokens, layout.token_bytes, layout.dtype_name,
-    )  # fmt: skip
+        gib(pool),
+        config.pages,
+        config.kv_tokens,
+        layout.token_bytes,
+        layout.dtype_name,
+    )

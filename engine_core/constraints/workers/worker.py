@@ -37,7 +37,7 @@ from tandem.engine_core.constraints.workers.channel import (
     TAKE,
     Channel,
     map_memory,
-)  # fmt: skip
+)
 from tandem.engine_core.constraints.workers.mask_memory import MappedMasks
 from tandem.engine_core.constraints.workers.settings import WorkerSettings
 from tandem.engine_core.contracts import NO_TOKEN, PENDING_TOKEN
