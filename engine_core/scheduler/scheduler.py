@@ -14,8 +14,7 @@ from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, StepMasks, append_tokens, check_stop, jump_forward
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
-from tandem.engine_core.scheduler.queue import RunningSequences, WaitingQueue, queue_full
-from tandem.engine_core.scheduler.queued_prompts import QueuedPrompts
+from tandem.engine_core.scheduler.queue import QueuedPrompts, RunningSequences, WaitingQueue, queue_full
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts, StepWork
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.engine_options import Policy

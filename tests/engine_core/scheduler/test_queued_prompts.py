@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.engine_core.scheduler.queued_prompts import QueuedPrompts
+from tandem.engine_core.scheduler.queue import QueuedPrompts
 from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import added, commit, launched, new, sequence, submitted
