@@ -1,6 +1,6 @@
-"""The inputs of a forward pass besides its weights, and attention protocols.
+"""Attention interfaces, and the inputs of a forward pass.
 
-A planner plans the attention of a step once for all layers; the result is a step of attention that each layer runs.
+A planner plans the attention of a step once for all layers; each layer runs the resulting step.
 """
 
 from collections.abc import Sequence
@@ -16,30 +16,30 @@ from tandem.engine_core.kernels.quantized_activation import ActivationFormat, Qu
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of a layer as its model defines it.
+    """Attention parameters of a layer.
 
-    Layers whose attention is equal share one plan.
+    Layers with equal parameters share one plan.
     """
 
     scale: float
-    """Factor of the products of queries and keys."""
+    """Scale of the QK dot products."""
     window: int | None = None
-    """Window of a query at position p: it sees positions p - window + 1 to p. None: it sees all up to p."""
+    """Sliding window: a query at position p sees positions p - window + 1 to p. None: full causal attention."""
     softcap: float | None = None
-    """Bound c of the scaled scores s, which become c * tanh(s / c). None: they stay as they are."""
+    """Soft cap c: scaled scores s become c * tanh(s / c). None: no cap."""
     rotary: int = 0
     """Index of the layer's table among the model's rotary tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A row of a step as attention sees it, known on the host.
+    """A row of a step as seen by attention, known on the host.
 
     It has `length` queries at positions from `start` on. Its keys are positions 0 to `start + length - 1`.
     """
 
     row: int
-    """Row of the page table."""
+    """Row index of the page table."""
     offset: int
     """Index of its first query among the step's tokens."""
     start: int
@@ -54,29 +54,25 @@ class AttentionStep(Protocol):
     def run(
         self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
     ) -> Tensor:
-        """Attend causally in one layer.
+        """Run causal attention of one layer.
 
-        The new keys and values of the layer are in the pool already.
+        The layer's new keys and values are already in the pool.
 
         query: [T, heads, head_dim]; keys, values: [slots, kv_heads, head_dim], the pool from the layer's first slot on,
-        indexed by `slot_mapping`, in the query's dtype or as in `kernels.kv_dtype`; layer: of a kind that the step was
-        planned for; scales: of the layer's keys and values, as in `kernels.kv_dtype`: the query was multiplied by the
-        first already, and the result is multiplied by the second here. Return [T, heads, head_dim] in the query's
-        dtype.
+        indexed by `slot_mapping`, in the query's dtype or as in `kernels.kv_dtype`; layer: one of the kinds that the
+        step was planned for; scales: of the layer's keys and values, as in `kernels.kv_dtype`: the query is already
+        multiplied by the key scale, and the result is multiplied by the value scale here. Return [T, heads, head_dim]
+        in the query's dtype.
         """
 
 
 class FusedStep(Protocol):
-    """The attention of a step that can do what comes before and behind it.
-
-    It rotates the heads of its tokens and stores their keys and values, and rounds its result for the product that
-    follows.
-    """
+    """Attention of a step, with optional fusion of RoPE, KV write and output quantization."""
 
     def fuses_rope(self, keys: Tensor) -> bool:
-        """Return whether this step had better rotate the heads of its tokens.
+        """Return True if RoPE is faster fused into attention.
 
-        keys: of a layer, as in `AttentionStep.run`; queries have their dtype unless it is one of 8 bits.
+        keys: of a layer, as in `AttentionStep.run`; queries have their dtype unless it is 8-bit.
         """
 
     def run_with_rope(
@@ -88,14 +84,14 @@ class FusedStep(Protocol):
         layer: LayerAttention,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """Rotate, store and attend.
+        """Apply RoPE, write keys and values, and attend.
 
-        It does what `KernelSet.rope_and_kv_write` and then `AttentionStep.run` do. qkv: [T, heads + 2 * kv_heads,
+        Equivalent to `KernelSet.rope_and_kv_write` followed by `AttentionStep.run`. qkv: [T, heads + 2 * kv_heads,
         head_dim], heads contiguous.
         """
 
     def rounds(self, to: ActivationFormat, head_dim: int) -> bool:
-        """Return whether it can round to a format, whose groups have to be heads."""
+        """Return True if the output can be quantized to a format; its groups must be heads."""
 
     def run_quantized(
         self,
@@ -107,25 +103,25 @@ class FusedStep(Protocol):
         scales: Tensor | None,
         to: ActivationFormat,
     ) -> QuantizedActivation:
-        """Attend, and return the result in one byte, [T, heads * head_dim].
+        """Run attention and quantize the output to 8 bits, [T, heads * head_dim].
 
-        heads: the query of `AttentionStep.run`, or with a rotation the heads of `run_with_rope`; to: a format that it
-        rounds to.
+        heads: the query of `AttentionStep.run`, or with a rotation the qkv of `run_with_rope`; to: a format accepted by
+        `fuses_quant`.
         """
 
 
 class AttentionPlanner(Protocol):
-    """Planner of the attention of steps with rows of any lengths."""
+    """Planner of attention for steps with rows of any lengths."""
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> AttentionStep:
-        """Plan one step for all layers, without synchronising with the device.
+        """Plan one step for all layers, without synchronizing with the device.
 
-        spans: in the order of the step's tokens, without gaps between them.
+        spans: in the order of the step's tokens, without gaps.
         """
 
 
 class PromptStep(Protocol):
-    """The attention of a mixed step's rows of several tokens, as a graph captures it."""
+    """Attention of a mixed step's multi-token rows, as captured in a graph."""
 
     def run_into(
         self,
@@ -138,33 +134,34 @@ class PromptStep(Protocol):
         *,
         beside_decode: bool,
     ) -> None:
-        """Attend as `AttentionStep.run` does and write to `out`.
+        """Run attention as in `AttentionStep.run` and write to `out`.
 
-        out: shaped like query; rows beyond the planned queries stay unchanged. beside_decode: True if the
-        previous kernel is `paged_decode` with `pdl`, for other queries of the same tensor.
+        out: shaped like query; rows beyond the planned queries are unchanged. overlaps_decode: True if the previous
+        kernel is `paged_decode` with `pdl`, for other queries of the same tensor.
         """
 
 
 class GraphPromptPlanner(Protocol):
-    """Planner of the rows of several tokens in one graph, called before each replay."""
+    """Planner of the multi-token rows of one graph, called before each replay."""
 
     @property
     def step(self) -> PromptStep:
-        """Step that the graph captures.
+        """Step to capture.
 
-        It reads the newest plan from memory that this planner holds.
+        It reads the latest plan from memory that this planner owns.
         """
 
     def plan(self, spans: Sequence[Span]) -> None:
         """Write the plan of a step to the memory that the graph reads.
 
-        It reads nothing that a step before writes, so it may run beside one. Does not synchronise with the device.
+        Reads nothing that the previous step writes, so it may run concurrently with it. Does not synchronize with the
+        device.
         """
 
     def take_pages(self) -> None:
-        """Read the pages of the planned rows from the page table.
+        """Gather the pages of the planned rows from the page table.
 
-        The step's updates are in it by then.
+        The step's updates must be applied to it before.
         """
 
 
@@ -172,8 +169,8 @@ class GraphPromptPlanner(Protocol):
 class ForwardBatch:
     """Inputs of one forward pass over T tokens, on the model's device.
 
-    The tokens of all rows follow one another. Passed explicitly from the runtime down to the layers: there is no
-    ambient context.
+    The tokens of all rows are concatenated. Passed explicitly from the runtime down to the layers: layers use no
+    global context.
     """
 
     input_ids: Tensor
@@ -183,8 +180,8 @@ class ForwardBatch:
     slot_mapping: Tensor
     """[T] int64, slot of each token's key and value in the pool of every layer; see `PageTable`."""
     sample_index: Tensor | None
-    """[S] int64, indices of the tokens that are sampled from. None: all T of them."""
+    """[S] int64, indices of the tokens to sample from. None: all T of them."""
     attention: AttentionStep
     """The attention of this step."""
     fused: FusedStep | None = None
-    """The same where it can do more than attend. None: other kernels rotate and round."""
+    """The same step if it supports fusion. None: RoPE and quantization use separate kernels."""

@@ -1,8 +1,8 @@
 """Ragged attention over the paged pool through FlashInfer (Ye et al., 2025).
 
 It serves prefill, chunks and mixed steps. Each slot (and, for graphs, each number of tokens) has its own planner,
-because planning writes into pinned memory that the device still reads (I6). Every host tensor given to the library is a
-pinned buffer of the planner: from pageable memory its copies would synchronise (I7).
+because planning writes into pinned memory that the device still reads (I6). Every host tensor passed to the library is
+a pinned buffer of the planner: copies from pageable memory would synchronize (I7).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
 WORKSPACE_BYTES = 256 * 2**20
-"""Size in bytes of the floating-point workspace that all wrappers of a slot share."""
+"""Size of the floating-point workspace shared by all wrappers of a slot, in bytes."""
 GRAPH_PLAN_BYTES = 2 * 2**20
-"""Size in bytes of the plan of one graph and kind of layer: some hundred bytes for each tile of queries and head."""
+"""Size of the plan of one graph and kind of layer, in bytes: some hundred for each query tile and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class HeadShape:
 
 
 Wrappers = dict[LayerAttention, BatchPrefillWithPagedKVCacheWrapper]
-"""A wrapper for each kind of layer, since each is planned for one scale, window and soft cap."""
+"""One wrapper per kind of layer, since each is planned for one scale, window and soft cap."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferStep:
-    """An `AttentionStep` and a `PromptStep` with the plan in the wrappers."""
+    """An `AttentionStep` and a `PromptStep` whose plan is in the wrappers."""
 
     wrappers: Wrappers
     tokens: int
-    """Number of planned queries. A graph may pass more; the results of those stay unchanged."""
+    """Number of planned queries. A graph may pass more; their results are unchanged."""
     page_table: PageTable
     """The pages of all rows."""
 
@@ -77,13 +77,13 @@ class FlashInferStep:
         pool = self.page_table.view_pages(keys), self.page_table.view_pages(values)
         self.wrappers[layer].run(query[: self.tokens], pool, out=out[: self.tokens])
         if scales is not None:
-            # The library's kernel for 16-bit queries takes no scale, and its `run` would multiply just so. A graph's
-            # padding is multiplied too, again and again; whatever that becomes, only padding reads it.
+            # The library's kernel for 16-bit queries takes no scale, and its `run` would launch the same
+            # multiplication. A graph's padding is multiplied again in each layer; only padding reads it.
             out[: self.tokens].mul_(scales[1])
 
 
 class FlashInferPlanner:
-    """An `AttentionPlanner` for rows of any lengths, decode rows among them."""
+    """An `AttentionPlanner` for rows of any lengths, including decode rows."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class FlashInferPlanner:
         page_ids: Tensor | None = None,
         for_hopper: bool = False,
     ) -> None:
-        """Keep the wrappers and the memory that plans are written to.
+        """Store the wrappers and the memory that plans are written to.
 
-        workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, as long as one step's page
-        tables may be. For wrappers that a graph holds: batch: rows that every plan is padded to; page_ids: int32 on the
-        device, where their kernels read the pages of the planned rows. for_hopper: True if graphs can be planned as in
-        `flashinfer_hopper`.
+        workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, at least as long as one
+        step's page tables. For wrappers that a graph captures: batch: rows that every plan is padded to; page_ids:
+        int32 on the device, where the kernels read the pages of the planned rows. for_hopper: True if graphs can be
+        planned as in `flashinfer_hopper`.
         """
         self.wrappers = wrappers
         self.workspace = workspace
@@ -128,8 +128,8 @@ class FlashInferPlanner:
         """Allocate workspace and staging memory.
 
         kinds: the distinct ones among the model's layers; pinned: allocates int32 host memory of a given length, from
-        which copies do not synchronise; max_pages: most that the rows of one step can name, shared ones counted each
-        time.
+        which copies do not synchronize; max_pages: maximum total page count of the rows of one step, shared pages
+        counted each time.
         """
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls(
@@ -144,10 +144,10 @@ class FlashInferPlanner:
     def for_graph(self, batch: int, max_pages: int) -> "FlashInferPlanner":
         """Return another planner for the same slot, with steps that can be captured.
 
-        batch: most rows of a step; max_pages: most entries of their page tables. Kernels read the plan where the next
-        call of `plan` will write it.
+        batch: maximum rows of a step; max_pages: maximum entries of their page tables. The kernels read the plan from
+        memory that the next call of `plan` overwrites.
         """
-        # The arrays of a plan lie one after the other in host memory.
+        # The arrays of a plan are consecutive in host memory.
         assert batch < self._stride, f"a graph of {batch} rows does not fit a planner of {self._stride - 1}"
         page_ids = torch.zeros(max_pages, dtype=torch.int32, device=self.device_index.device)
         wrappers = {kind: graph_wrapper(self.workspace, batch, page_ids) for kind in self.wrappers}
@@ -156,8 +156,8 @@ class FlashInferPlanner:
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> FlashInferStep:
         """Implement `AttentionPlanner.plan`.
 
-        The plan is in the wrappers, so the next one replaces it. Those that a graph holds lack the pages until
-        `take_pages` is called.
+        The plan is in the wrappers, so the next one replaces it. Captured wrappers lack the pages until `gather_pages`
+        is called.
         """
         page_size = page_table.page_size
         count = self.batch or len(spans)
@@ -186,7 +186,7 @@ class FlashInferPlanner:
         return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
 
     def take_pages(self, pages: Tensor) -> None:
-        """Gather the pages of the planned rows for wrappers that a graph holds.
+        """Gather the pages of the planned rows for captured wrappers.
 
         pages: the page table, [rows, pages_per_row] int32.
         """
@@ -194,10 +194,10 @@ class FlashInferPlanner:
         torch.index_select(pages.view(-1), 0, self._planned, out=self.page_ids[: len(self._planned)])
 
     def _upload_entries(self, spans: Sequence[Span], used: np.ndarray, width: int) -> Tensor:
-        """Copy the places of the spans' pages in the page table to the device.
+        """Copy the indices of the spans' page table entries to the device.
 
-        used: number of pages of each span, then padding; width: of a row of the table. Return those of one row after
-        the other, int32.
+        used: number of pages of each span, then padding; width: of a row of the table. Return the indices row by row,
+        int32.
         """
         used = used[: len(spans)]
         total = int(used.sum())
@@ -212,7 +212,7 @@ class FlashInferPlanner:
 
     @property
     def _stride(self) -> int:
-        """Words of each of the four arrays at the beginning of the host memory."""
+        """Length of each of the four arrays at the start of the host memory, in words."""
         return (len(self.host) - len(self.device_index)) // 4
 
     def _part(self, index: int, length: int) -> np.ndarray:
@@ -223,7 +223,7 @@ class FlashInferPlanner:
 
 
 def graph_wrapper(workspace: Tensor, batch: int, page_ids: Tensor) -> BatchPrefillWithPagedKVCacheWrapper:
-    """Return a wrapper that a graph can hold, with memory of its own for plans.
+    """Return a wrapper that can be captured, with its own memory for plans.
 
     batch: rows of every plan; page_ids: int32 on the device, where its kernels read the pages of rows.
     """
@@ -249,7 +249,7 @@ def plan_wrapper(
     """Plan a step for one kind of layer.
 
     rows: the library's `qo_indptr`, `paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len`; lengths: [B]
-    int32 on the host, positions of each row's context; longest: most queries of a row.
+    int32 on the host, context length of each row; longest: maximum queries of a row.
     """
     wrapper.plan(
         *rows,
@@ -269,16 +269,16 @@ def plan_wrapper(
 
 
 def window_left(kind: LayerAttention) -> int:
-    """Return how many positions before its own a query sees; -1: all of them."""
+    """Return the number of earlier positions visible to a query; -1: all of them."""
     return -1 if kind.window is None else kind.window - 1
 
 
 def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: torch.device, heads: HeadShape) -> str:
     """Load the kernel for a kind of layer.
 
-    Return the library's name for its sort: "fa3", on Hopper for keys and values in the dtype of queries, or "fa2". The
-    library compiles a kernel that does not come prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises
-    RuntimeError or OSError if it cannot be compiled, for example without a CUDA compiler.
+    Return the library's name of its backend: "fa3", on Hopper for keys and values in the dtype of queries, or "fa2".
+    The library compiles kernels that are not prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises RuntimeError
+    or OSError if compilation fails, for example without a CUDA compiler.
     """
     planner = FlashInferPlanner.allocate([kind], pinned, device, heads, 1, 1)
     page = torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -289,13 +289,13 @@ def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: t
 class FlashInferGraphPlanner:
     """A `GraphPromptPlanner` for graphs of one number of tokens.
 
-    It plans any of the library's kernels by its own `plan`. What `flashinfer_hopper` can plan takes the host less.
+    It plans any of the library's kernels by its own `plan`. `flashinfer_hopper` takes less host time, where supported.
     """
 
     def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:
-        """Keep a planner and the step that its graphs capture.
+        """Store a planner and the step that its graphs capture.
 
-        planner: from `FlashInferPlanner.for_graph`; step: planned by it for as many tokens as the graphs have.
+        planner: from `FlashInferPlanner.for_graph`; step: planned by it for the graphs' number of tokens.
         """
         self.planner = planner
         self.step = step
@@ -307,7 +307,7 @@ class FlashInferGraphPlanner:
     ) -> "FlashInferGraphPlanner":
         """Plan a full step of one row on the padding page, so that it can be captured.
 
-        eager: of the slot, for steps that no graph holds; batch, max_pages: as in `FlashInferPlanner.for_graph`.
+        eager: of the slot, for uncaptured steps; batch, max_pages: as in `FlashInferPlanner.for_graph`.
         """
         planner = eager.for_graph(batch, max_pages)
         used = ceil_div(tokens, page_table.page_size)

@@ -1,9 +1,9 @@
 """Prompts in graphs through FlashInfer's kernels for Hopper.
 
-These kernels, fa3 (Shah et al., 2024), find all that they read in the plan, and the pages of a row in one array, from a
-place on that the plan names too. Here that array is the page table itself: no pages are copied, and a step may be
-planned before its pages are known. The library's own `plan` would check its arguments, look the kernel up and copy four
-arrays that nothing reads: with the planning itself half a millisecond of the host for each step with prompts.
+These kernels, fa3 (Shah et al., 2024), read all their inputs from the plan, and a row's pages from one array at an
+offset that is also in the plan. Here that array is the page table itself: no pages are copied, and a step may be
+planned before its pages are known. The library's own `plan` would also check its arguments, look up the kernel and copy
+four unused arrays: with the planning itself half a millisecond of host time for each step with prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,15 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
-    """Input of the library's planning: B rows on the host, padding among them."""
+    """Input of the library's planning: B rows on the host, including padding."""
 
     queries: Tensor
     """[B + 1] int32, number of queries before each row."""
     first_pages: Tensor
-    """[B + 1] int32, place of each row's first page in the page table; those of padding are not read, nor the last."""
+    """[B + 1] int32, index of each row's first page in the flattened page table; entries of padding and the last are
+    not read."""
     lengths: Tensor
-    """[B] int32, positions of each row's context."""
+    """[B] int32, context length of each row."""
 
     @classmethod
     def allocate(cls, rows: int) -> "RowArrays":
@@ -62,9 +63,9 @@ class HopperGraphPlanner:
     """A `GraphPromptPlanner` for graphs of one number of tokens."""
 
     def __init__(self, rows: RowArrays, plans: list[Callable[[], object]], step: FlashInferStep) -> None:
-        """Keep the memory that plans are made from, and a step to capture.
+        """Store the memory that plans are made from, and a step to capture.
 
-        plans: of each kind of layer, writes a plan from `rows` to the memory that the step's kernels read.
+        plans: per kind of layer, writes a plan from `rows` to the memory that the step's kernels read.
         """
         self.rows = rows
         self.plans = plans
@@ -74,8 +75,8 @@ class HopperGraphPlanner:
     def build(cls, eager: FlashInferPlanner, batch: int, tokens: int, page_table: PageTable) -> "HopperGraphPlanner":
         """Plan a full step of one row, so that it can be captured.
 
-        Its pages are the first ones of the page table, whichever rows these belong to: all are still the padding page.
-        eager: of the slot, for steps that no graph holds; batch: most rows of a step.
+        It uses the first entries of the page table, whichever rows they belong to: all are still the padding page.
+        eager: of the slot, for uncaptured steps; batch: maximum rows of a step.
         """
         entries = page_table.pages.numel()
         assert ceil_div(tokens, page_table.page_size) <= entries, f"{tokens} tokens, {entries} entries"
@@ -85,7 +86,7 @@ class HopperGraphPlanner:
         plans = []
         for kind in eager.wrappers:
             wrapper = wrappers[kind] = graph_wrapper(eager.workspace, batch, page_ids)
-            # The library plans first: it chooses the kernel and keeps the options of runs.
+            # Let the library plan first: it chooses the kernel and keeps the options of runs.
             given = rows.queries, rows.first_pages, page_ids[:0], torch.ones_like(rows.lengths)
             plan_wrapper(wrapper, given, rows.lengths, tokens, eager.heads, kind, page_table.page_size)
             plans.append(_planning(wrapper, rows, eager.heads, kind, page_table.page_size, tokens))
@@ -109,10 +110,10 @@ def _planning(
     page_size: int,
     tokens: int,
 ) -> Callable[[], object]:
-    """Return what writes the plan of `rows` to a wrapper that has been planned once.
+    """Return a function that writes the plan of `rows` to an already planned wrapper.
 
-    It is the library's function below `plan`, as the versions have it for which `startup.attention` chooses this. Its
-    result, where in the memory of plans each array lies, is the same each time.
+    It is the library's internal function below `plan`, in the versions for which `startup.attention` chooses this
+    planner. Its result, the offset of each array in the plan memory, is constant.
     """
     return partial(
         wrapper._cached_module.plan,

@@ -1,4 +1,4 @@
-"""Lengths of a step's rows, of which FlashInfer takes the longest quickly."""
+"""Row lengths whose maximum FlashInfer can compute fast."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class RowLengths(Tensor):
-    """Host tensor [B] that iterates over nothing but its largest element.
+    """Host tensor [B] that iterates over its largest element only.
 
-    FlashInfer's `plan` applies Python's `max` to the lengths, which compares them one by one as tensors: for the 64
-    rows of a graph 0.3 ms, longer than all else that it does. With torch functions disabled for this class, what is
-    computed from it is an ordinary tensor; `cpu` and `flatten`, which have nothing to do, return it as it is.
+    FlashInfer's `plan` calls Python's `max` on the lengths, which compares elements one by one as tensors: 0.3 ms for
+    the 64 rows of a graph, longer than the rest of planning. With torch functions disabled for this class, anything
+    computed from it is an ordinary tensor; `cpu` and `flatten`, which are no-ops, return it unchanged.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

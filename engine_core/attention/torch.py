@@ -1,8 +1,8 @@
-"""Attention in plain torch, for the CPU and as a reference for the others.
+"""Attention in plain torch, for the CPU and as a reference.
 
-Adjacent rows of one query form one batch, padded to the longest; a longer row is computed alone. Grouped queries
-(Ainslie et al., 2023) never copy a key: with one query per row the queries of a group take the place of positions, with
-several a stride of 0 repeats the key head.
+Adjacent single-query rows form one batch, padded to the longest; a longer row is computed alone. Grouped-query
+attention (Ainslie et al., 2023) never copies a key: with one query per row the queries of a group are passed as
+positions, with several a stride of 0 repeats the key head.
 """
 
 from collections.abc import Sequence
@@ -19,53 +19,53 @@ from tandem.engine_core.kernels.page_table import PageTable
 
 @dataclass(frozen=True, slots=True)
 class SingleQueries:
-    """Adjacent rows of one query each."""
+    """Adjacent rows with one query each."""
 
     offset: int
     """Index of the first query among the step's tokens."""
     count: int
     """Number of queries, one per row."""
     longest: int
-    """Number of keys that each row is padded to."""
+    """Number of keys per row after padding."""
     slots: Tensor
-    """[count * longest] int64, slots of the keys; padding is slot 0, so that no row reads another's keys."""
+    """[count * longest] int64, slots of the keys; padding is slot 0, so no row reads another's keys."""
     mask: Tensor | None
-    """[count, 1, 1, longest] bool, True at keys that the query sees; None if it sees all of them."""
+    """[count, 1, 1, longest] bool, True for visible keys; None if all are visible."""
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
         """Attend with the queries of these rows.
 
-        query: [count, heads, head_dim]; everything else is as in `AttentionStep.run`.
+        query: [count, heads, head_dim]; other arguments are as in `AttentionStep.run`.
         """
         kv_heads, head_dim = keys.shape[1:]
         shape = (self.count, self.longest, kv_heads, head_dim)
         k = read_pool(keys, self.slots, query.dtype).view(shape).transpose(1, 2)
         v = read_pool(values, self.slots, query.dtype).view(shape).transpose(1, 2)
-        # [count, kv_heads, group, head_dim]: all queries of a group see the same keys, so they pass as positions.
+        # [count, kv_heads, group, head_dim]: all queries of a group see the same keys, so pass them as positions.
         q = query.reshape(self.count, kv_heads, -1, head_dim)
         return _attend(q, k, v, self.mask, False, layer).reshape(query.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRun:
-    """One row of several queries."""
+    """One row with several queries."""
 
     offset: int
     """Index of the first query among the step's tokens."""
     count: int
     """Number of queries."""
     slots: Tensor
-    """[keys] int64, slots of the keys that any of the queries sees."""
+    """[keys] int64, slots of the keys visible to any of the queries."""
     mask: Tensor | None
-    """[count, keys] bool, True where a query sees a key; None if query i sees exactly keys 0 to i."""
+    """[count, keys] bool, True for visible keys; None for a plain causal mask, where query i sees keys 0 to i."""
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention) -> Tensor:
         """Attend with the queries of this row.
 
-        query: [count, heads, head_dim]; everything else is as in `AttentionStep.run`.
+        query: [count, heads, head_dim]; other arguments are as in `AttentionStep.run`.
         """
         kv_heads, head_dim = keys.shape[1:]
-        # The key heads take the place of a batch, the queries of a group that of heads.
+        # Key heads become the batch dimension, and the queries of a group become heads.
         q = query.reshape(self.count, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         shape = (kv_heads, q.shape[1], -1, head_dim)
         k = read_pool(keys, self.slots, query.dtype).transpose(0, 1).unsqueeze(1).expand(shape)
@@ -78,10 +78,10 @@ Part = SingleQueries | QueryRun
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
-    """Implement `AttentionStep` by computing its parts one after the other."""
+    """An `AttentionStep` that computes its parts sequentially."""
 
     parts: dict[int | None, tuple[Part, ...]]
-    """Parts of the step by the window of a layer, in the order of the step's tokens."""
+    """Parts of the step by the layer's window, in the order of the step's tokens."""
 
     def run(
         self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
@@ -96,13 +96,10 @@ class TorchStep:
 
 
 class TorchPlanner:
-    """Implement `AttentionPlanner` on any device that torch supports."""
+    """An `AttentionPlanner` for any device that torch supports."""
 
     def __init__(self, kinds: Sequence[LayerAttention]) -> None:
-        """Keep the kinds of attention to plan for.
-
-        kinds: the distinct ones among the model's layers.
-        """
+        """Store the distinct kinds of attention among the model's layers."""
         self.kinds = kinds
 
     def plan(self, spans: Sequence[Span], page_table: PageTable) -> TorchStep:
@@ -134,7 +131,7 @@ def _parts(spans: Sequence[Span], page_table: PageTable, window: int | None) -> 
 
 
 def _first_key(start: int, window: int | None) -> int:
-    """Return the lowest position that a query at `start` sees."""
+    """Return the lowest position visible to a query at `start`."""
     return 0 if window is None else max(0, start + 1 - window)
 
 

@@ -1,4 +1,4 @@
-"""Attention through the project's own Triton kernels.
+"""Attention with the project's Triton kernels.
 
 Decode steps need no planning; other steps may have rows of any lengths.
 """
@@ -42,7 +42,7 @@ from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """An `AttentionStep` and `FusedStep` of one query per row.
+    """An `AttentionStep` and `FusedStep` with one query per row.
 
     A captured graph keeps reading its tensors.
     """
@@ -54,10 +54,10 @@ class DecodeStep:
     page_table: PageTable
     """The pages of all rows."""
     splits: int
-    """Programs that share one row's positions."""
+    """Number of splits per row."""
     gpu: GpuTraits
     spares: ExtraSplits | None = None
-    """Further programs of long rows."""
+    """Additional splits of long rows."""
 
     def run(
         self,
@@ -71,7 +71,7 @@ class DecodeStep:
     ) -> Tensor:
         """Implement `AttentionStep.run`.
 
-        out: memory for the result, shaped like query, given where `paged_prefill` is to run beside it; scratch: as in
+        out: output tensor, shaped like query, given if `paged_prefill` will run concurrently; scratch: as in
         `paged_decode`.
         """
         plan, heads = self._plan(query, keys)
@@ -102,13 +102,13 @@ class DecodeStep:
         return self._run(plan, qkv, heads, keys, values, layer, scales, rotation=rotation)
 
     def _plan_with_rope(self, qkv: Tensor, keys: Tensor) -> tuple[DecodePlan, int]:
-        """Return the plan of a step with RoPE, and the number of query heads."""
+        """Return the plan of a step with fused RoPE, and the number of query heads."""
         (rows, all_heads, head_dim), kv_heads = qkv.shape, keys.shape[1]
         plan = self._rope_plan(keys) or choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
         return plan, all_heads - 2 * kv_heads
 
     def rounds(self, to: ActivationFormat, head_dim: int) -> bool:
-        """Implement `FusedStep.rounds`."""
+        """Implement `FusedStep.fuses_quant`."""
         return quantizes_in_tiles(group_of(to), head_dim)
 
     def run_quantized(
@@ -121,7 +121,7 @@ class DecodeStep:
         scales: Tensor | None,
         to: ActivationFormat,
     ) -> QuantizedActivation:
-        """Implement `FusedStep.run_quantized`, in two launches with a scale for each row."""
+        """Implement `FusedStep.run_quantized`, in two launches if each row has one scale."""
         plan, count = self._plan_with_rope(heads, keys) if rotation is not None else self._plan(heads, keys)
         given = (plan, heads, count, keys, values, layer, scales)
         if group_of(to) == WHOLE:
@@ -168,13 +168,13 @@ class DecodeStep:
         )
 
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Allocate the memory that `run` takes for partial results."""
+        """Allocate the scratch of `run` for partial results."""
         return split_scratch(query, self.splits, self.spares.count if self.spares is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedStep:
-    """An `AttentionStep` and a `PromptStep` of rows of any lengths.
+    """An `AttentionStep` and a `PromptStep` for rows of any lengths.
 
     A captured graph keeps reading its tensors.
     """
@@ -185,7 +185,7 @@ class RaggedStep:
     """The pages of all rows."""
     gpu: GpuTraits
     splits: int = 1
-    """Programs that share one tile's positions."""
+    """Number of splits per tile."""
 
     def run(
         self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
@@ -228,19 +228,19 @@ class RaggedStep:
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """An `AttentionStep` with the rows of one query before all others.
+    """An `AttentionStep` with the single-query rows first.
 
     A captured graph keeps reading its tensors.
     """
 
     decode: DecodeStep
-    """The attention of the rows of one query."""
+    """Attention of the single-query rows."""
     prompts: PromptStep
-    """The attention of the other rows."""
+    """Attention of the other rows."""
     out: Tensor
-    """[T, heads, head_dim], the result of every layer.
+    """[T, heads, head_dim], the output of every layer.
 
-    Padding keeps what an earlier layer or step left there: only padding's own keys are computed from it, on the padding
+    Padding keeps the contents of an earlier layer or step: only padding's own keys are computed from it, on the padding
     page, and only padding reads those.
     """
 
@@ -249,7 +249,7 @@ class MixedStep:
     ) -> Tensor:
         """Implement `AttentionStep.run`, returning `out`."""
         count = len(self.decode.rows)
-        # Kept until both kernels are enqueued: they run side by side, and must not share memory.
+        # Keep it alive until both kernels are enqueued: they run concurrently and must not share memory.
         scratch = self.decode.scratch(query[:count])
         if count:
             self.decode.run(query[:count], keys, values, layer, scales, self.out[:count], scratch)
@@ -258,32 +258,32 @@ class MixedStep:
 
 
 def max_tiles(rows: int, tokens: int, queries: int) -> int:
-    """Return the largest number of tiles that a step can take.
+    """Return the maximum number of tiles of a step.
 
-    Each row may end with a tile that is not full. rows, tokens: of the step; queries: of a full tile.
+    Each row may end with a partial tile. rows, tokens: of the step; queries: per full tile.
     """
     return rows + tokens // queries
 
 
 def max_graph_tiles(rows: int, tokens: int, queries: int) -> int:
-    """Return the largest number of tiles of a step that fits a graph.
+    """Return the maximum number of tiles of a step in a graph.
 
-    rows: most rows of several tokens in the graph; tokens: most tokens in those rows; queries: of a full tile.
+    rows: maximum number of multi-token rows of the graph; tokens: maximum number of their tokens; queries: per full
+    tile.
     """
     return max_tiles(min(rows, max(1, tokens // 2)), tokens, queries)
 
 
 class RaggedPlanner:
-    """An `AttentionPlanner` for what FlashInfer does not support, and for few tokens.
+    """An `AttentionPlanner` for small steps, and for dtypes and shapes that FlashInfer does not support.
 
-    FlashInfer lacks some dtypes and shapes. Each slot has an instance of its own, because planning writes into pinned
-    memory that the device still reads (I6).
+    Each slot has its own instance, because planning writes into pinned memory that the device still reads (I6).
     """
 
     def __init__(self, gpu: GpuTraits, queries: int, host: Tensor, tiles: Tensor) -> None:
-        """Keep the memory that plans are written to.
+        """Store the buffers that plans are written to.
 
-        queries: of one tile; host: pinned int32, shaped like tiles; tiles: [N, TILE_WORDS] int32 on the device.
+        queries: per tile; host: pinned int32, shaped like tiles; tiles: [N, TILE_WORDS] int32 on the device.
         """
         self.gpu = gpu
         self.queries = queries
@@ -303,8 +303,7 @@ class RaggedPlanner:
     ) -> "RaggedPlanner":
         """Allocate the tiles of the largest step.
 
-        pinned: allocates int32 host memory of a given shape, from which copies do not synchronise;
-        queries: of one tile.
+        pinned: allocates int32 host memory of a given shape, from which copies do not synchronize; queries: per tile.
         """
         shape = (max_tiles(max_rows, max_step_tokens, queries), TILE_WORDS)
         return cls(gpu, queries, pinned(*shape), torch.zeros(shape, dtype=torch.int32, device=device))
@@ -316,7 +315,7 @@ class RaggedPlanner:
     def upload(self, spans: Sequence[Span], num_tiles: int = 0) -> Tensor:
         """Copy the tiles of the spans to the device.
 
-        Tiles without work follow them up to `num_tiles`. Return the tiles on the device, [N, TILE_WORDS] int32.
+        They are padded with unused tiles to `num_tiles`. Return the tiles on the device, [N, TILE_WORDS] int32.
         """
         work = [
             (span.row, span.offset + before, span.start + before, span.length - before)
@@ -334,13 +333,13 @@ class RaggedPlanner:
 class RaggedGraphPlanner:
     """A `GraphPromptPlanner` for graphs with a fixed number of tiles.
 
-    Spare tiles have no work.
+    Surplus tiles are unused.
     """
 
     def __init__(self, ragged: RaggedPlanner, step: RaggedStep) -> None:
-        """Keep a slot's planner and the step that its graphs capture.
+        """Store a slot's planner and the step that its graphs capture.
 
-        ragged: of the slot; step: over the first tiles of `ragged`, as many as a graph has room for.
+        ragged: of the slot; step: over the first tiles of `ragged`, up to the graph's capacity.
         """
         self.ragged = ragged
         self.step = step
@@ -349,7 +348,7 @@ class RaggedGraphPlanner:
     def build(cls, ragged: RaggedPlanner, num_tiles: int, splits: int, page_table: PageTable) -> "RaggedGraphPlanner":
         """Build a planner for graphs of `num_tiles` tiles.
 
-        splits: programs that share a tile.
+        splits: per tile.
         """
         return cls(ragged, RaggedStep(ragged.tiles[:num_tiles], page_table, ragged.gpu, splits))
 

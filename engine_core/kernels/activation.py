@@ -1,12 +1,12 @@
-"""The activations that gated feed-forward networks may use."""
+"""Activation functions of gated feed-forward networks."""
 
 from enum import IntEnum
 
 
 class Activation(IntEnum):
-    """Elementwise function of a gated network's gate.
+    """Elementwise activation of a gate.
 
-    Its number is the kernels' `ACTIVATION`, where 0 stands for no activation.
+    Its value is the kernels' `ACTIVATION`; 0 means no activation.
     """
 
     SILU = 1

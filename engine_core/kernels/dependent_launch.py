@@ -1,12 +1,12 @@
-"""Programmatic dependent launch of kernels.
+"""Programmatic dependent launch (PDL) of kernels.
 
-A kernel may start while the one before it still runs. It reads what that one wrote only after it has waited for it, and
+A kernel may start while its predecessor still runs. It reads its predecessor's output only after waiting for it, and
 lets its own successor start only after that wait, or when it ends. So when a kernel starts, every kernel before its
-immediate predecessor has finished, and what those wrote may be read before the wait, which is what the early loads of
-`paged_decode` do.
+immediate predecessor has finished, and their outputs may be read before the wait; the early loads of `paged_decode`
+rely on this.
 
-One exception: `paged_prefill` beside `paged_decode` waits only at its end. Its successor may start while both still
-run, and once it has waited for `paged_prefill` it has waited for both. That successor is a product, never
+One exception: `paged_prefill` launched next to `paged_decode` waits only at its end. Its successor may start while both
+still run, and once it has waited for `paged_prefill` it has waited for both. That successor is a matmul, never
 `paged_decode`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,9 +18,9 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr, DELAY_NEXT: tl.constexpr = False):
-    """Wait for the kernel before this one, then let the next one start.
+    """Wait for the preceding kernel, then let the next one start.
 
-    With DELAY_NEXT the next one starts when this one ends. Does nothing for a kernel that was launched without PDL.
+    With DELAY_NEXT the next one starts when this one ends. No-op for a kernel that was launched without PDL.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

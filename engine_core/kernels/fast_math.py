@@ -1,7 +1,7 @@
 """Elementary functions as single GPU instructions.
 
-They leave out Triton's code for cases that cannot occur here. Triton's interpreter cannot run such instructions; under
-it, Triton's own functions take their place.
+They omit Triton's handling of cases that cannot occur here. Triton's interpreter cannot run such instructions and uses
+Triton's own functions instead.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,7 +13,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def fast_log2(x):
-    """Return the binary logarithm of normal positive float32 numbers.
+    """Return the base-2 logarithm of normal positive float32 values.
 
     The error is 2^-22, absolute between 0.5 and 2 and relative elsewhere.
     """
@@ -26,7 +26,7 @@ def fast_log2(x):
 
 @triton.jit
 def fast_exp2(x):
-    """Return 2^x of float32, or 0 where that is not a normal number.
+    """Return 2^x of float32, flushing subnormal results to 0.
 
     The relative error is 2^-22.
     """
@@ -39,18 +39,18 @@ def fast_exp2(x):
 
 @triton.jit
 def larger(x, y):
-    """Return the larger of two numbers, NaN if one of them is.
+    """Return the maximum of two values, propagating NaN.
 
-    By default a GPU returns the other one: a NaN would be rounded to a number, and hidden from all that follows.
+    By default GPUs return the other operand, which would hide a NaN from all later operations.
     """
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def widened(stored):
-    """Return float32 of a float32, bfloat16 or float16.
+    """Convert float32, bfloat16 or float16 to float32.
 
-    A bfloat16 is the upper half of its float32, so two that share a register take an instruction each.
+    A bfloat16 is the upper half of its float32, so two in one register take one instruction each.
     """
     if INTERPRETED or stored.dtype != tl.bfloat16:
         result = stored.to(tl.float32)
@@ -63,10 +63,10 @@ def widened(stored):
 
 @triton.jit
 def floats_of_int8(stored):
-    """Return signed bytes as float32, four at a time.
+    """Convert int8 to float32, four at a time.
 
-    The conversions of the GPU are slow: 16 in a cycle of a multiprocessor. Here a byte becomes the lowest bits of a
-    float32 from 2^23 on, where these count whole numbers, and 2^23 is subtracted.
+    The GPU's conversions are slow: 16 per cycle and SM. Instead a byte becomes the low mantissa bits of a float32 from
+    2^23 on, where the unit in the last place is 1, and 2^23 is subtracted.
     """
     if INTERPRETED:
         result = stored.to(tl.float32)
@@ -95,7 +95,7 @@ def floats_of_int8(stored):
 
 @triton.jit
 def at_least(x, y):
-    """Return 1.0 where x >= y and 0.0 elsewhere, float32."""
+    """Return x >= y as float32, 1.0 or 0.0."""
     if INTERPRETED:
         result = (x >= y).to(tl.float32)
     else:
@@ -107,9 +107,9 @@ def at_least(x, y):
 def quotient(x, y):
     """Divide x by a positive scalar y, almost always with correct rounding.
 
-    x is multiplied by the reciprocal of y, and the product corrected once by the exact remainder. The result is the
-    correctly rounded quotient but for about one in a million (Markstein, 1990), without the branches of the exact
-    division. Quotients too large for the remainder, including infinite ones, stay uncorrected.
+    x is multiplied by the reciprocal of y and corrected once by the exact remainder. The result is correctly rounded
+    except for about one in a million (Markstein, 1990), without the branches of the exact division. Quotients too large
+    for the remainder, including infinite ones, stay uncorrected.
     """
     if INTERPRETED:
         result = tl.div_rn(x, y)

@@ -1,7 +1,7 @@
-"""Products of gated feed-forward networks in Triton: SwiGLU and GeGLU.
+"""Gated activations in Triton: SwiGLU and GeGLU.
 
 Paper: Shazeer, 2020. Oracles: `reference.layer.gated_activation`, and `reference.quantized_activation.quantized_gate`.
-For `pdl`, see the head of `kernels.norm`.
+`pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -23,12 +23,12 @@ from tandem.engine_core.kernels.quantized_activation import (
 BLOCK, WARPS = 1024, 4
 SMALL_BLOCK, SMALL_WARPS = 256, 1
 SMALL = 1 << 17
-"""Largest number of outputs for which a launch takes small blocks, so that more multiprocessors share the few bytes."""
+"""Maximum number of outputs for which a launch uses small blocks, to spread the work over more SMs."""
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Apply an activation to float32 values. ACTIVATION: a number of `Activation`."""
+    """Apply an activation to float32 values. ACTIVATION: value of `Activation`."""
     logit = x
     if ACTIVATION == 2:
         # (1 + tanh(u)) / 2 is sigmoid(2u), which needs no tanh.
@@ -58,7 +58,7 @@ def _gated_activation_kernel(
     source = gate_up_ptr + row * row_stride + offs
     gate = tl.load(source, mask=mask, other=0.0)
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
-    # Rounded before the product, as the oracle and transformers do.
+    # Round before the multiplication, as the oracle and transformers do.
     product = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32) * up
     if BYTES:
         numbers = product.to(gate.dtype).to(tl.float32)
@@ -70,8 +70,8 @@ def _gated_activation_kernel(
 def gated_activation(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tensor:
     """Return activation(gate) * up, [T, width], contiguous.
 
-    gate_up: [T, 2 * width], gate first, rows contiguous, float32, bfloat16 or float16. Raises ValueError for rows that
-    are not contiguous and for an odd number of columns.
+    gate_up: [T, 2 * width], gate first, rows contiguous, float32, bfloat16 or float16. Raises ValueError for
+    non-contiguous rows and an odd number of columns.
     """
     width = _checked_width(gate_up)
     tokens = gate_up.shape[0]
@@ -84,10 +84,10 @@ def gated_activation(gate_up: Tensor, activation: Activation, pdl: bool = False)
 def quantized_gate(
     gate_up: Tensor, activation: Activation, to: ActivationFormat, pdl: bool = False
 ) -> QuantizedActivation:
-    """Return activation(gate) * up rounded to one byte.
+    """Return activation(gate) * up quantized to 8 bits.
 
-    It is not written in its own dtype. gate_up: as in `gated_activation`, which says what raises ValueError. So does
-    `quantize`. Oracle: `reference.quantized_activation.quantized_gate`.
+    It is not written in its own dtype. gate_up, errors: as in `gated_activation` and `quantize`. Oracle:
+    `reference.quantized_activation.quantized_gate`.
     """
     width = _checked_width(gate_up)
     rows = empty_quantized_activation(gate_up.shape[0], width, gate_up.dtype, to, gate_up.device)
@@ -118,9 +118,9 @@ def _launch(
     pdl: bool,
     group: int = 0,
 ) -> None:
-    """Run the kernel if it has any rows.
+    """Launch the kernel, except for zero rows.
 
-    scales, group: of bytes, see `quantize`.
+    scales, group: of the quantization, see `quantize`.
     """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     if tokens == 0:

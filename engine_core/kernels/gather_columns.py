@@ -1,6 +1,6 @@
-"""Columns of rows in another order, in Triton.
+"""Permutation of columns in Triton.
 
-Oracle: `reference.layer.gather_columns`. For `pdl`, see the head of `kernels.norm`.
+Oracle: `reference.layer.gather_columns`. `pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -28,18 +28,18 @@ def _gather_columns_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
-    # No kernel writes the order, so it is fetched while the previous kernel still runs.
+    # No kernel writes the order, so load it while the previous kernel still runs.
     places = tl.load(order_ptr + offs, mask=mask, other=0)
     wait_for_previous(PDL)
     tl.store(out_ptr + row * width + offs, tl.load(x_ptr + row * row_stride + places, mask=mask), mask=mask)
 
 
 def gather_columns(x: Tensor, order: Tensor, pdl: bool = False) -> Tensor:
-    """Return columns of x in an order, [T, width], contiguous.
+    """Return columns of x in the given order, [T, width], contiguous.
 
-    x: [T, inputs], its rows contiguous, of any dtype; order: numbers of columns, [width] int32, contiguous. They are
-    not checked. With `pdl` the kernel right before may write x, but not the order. Raises ValueError for rows that are
-    not contiguous, and for an order of another dtype or memory layout.
+    x: [T, inputs], rows contiguous, of any dtype; order: column indices, [width] int32, contiguous; not bounds-checked.
+    With `pdl` the preceding kernel may write x, but not the order. Raises ValueError for non-contiguous rows, and for
+    an order of another dtype or layout.
     """
     if x.stride(1) != 1 or order.dtype != torch.int32 or not order.is_contiguous():
         raise ValueError(

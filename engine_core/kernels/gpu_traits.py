@@ -1,6 +1,6 @@
-"""Traits of a GPU that kernels and their choosers depend on.
+"""GPU properties that kernels and launch plans depend on.
 
-It is read once at start (`runtime.device.read_gpu_traits`) and handed down from there.
+Read once at startup (`runtime.device.read_gpu_traits`) and passed down from there.
 """
 
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, TileTable
 
 LOWEST_CAPABILITY = (8, 0)
-"""Lowest compute capability that the kernels are written for: bfloat16 products and asynchronous copies need it."""
+"""Lowest supported compute capability: the kernels need bfloat16 matmuls and asynchronous copies."""
 FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability that converts and multiplies float8 e4m3."""
+"""Lowest compute capability with float8 e4m3 conversions and matmuls."""
 BARRIER_BYTES = 256
-"""Bytes of shared memory, rounded up, that a program's barriers take beside its buffers."""
+"""Upper bound on the shared memory of a program's barriers, in bytes, in addition to its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTraits:
-    """The properties of one GPU on which launches depend."""
+    """Properties of one GPU that launches depend on."""
 
     name: str
     capability: tuple[int, int]
@@ -25,21 +25,21 @@ class GpuTraits:
     multiprocessors: int
     """Number of streaming multiprocessors (SMs)."""
     shared_memory: int
-    """Most bytes of shared memory that one program can have (CUDA's opt-in limit of a block)."""
+    """Maximum shared memory per program in bytes (CUDA's opt-in limit per block)."""
     tiles: TileTable = NO_TABLE
-    """What was measured on this kind of GPU."""
+    """Tile table measured on this type of GPU."""
 
     @property
     def pdl(self) -> bool:
-        """True if kernels can be chained by programmatic dependent launch."""
+        """True if kernels can use programmatic dependent launch (PDL)."""
         return self.capability >= (9, 0)
 
     def max_stages(self, stage_bytes: int, other_bytes: int = 0, *, warpgroup: bool) -> int:
-        """Return the depth of the deepest software pipeline that fits a program.
+        """Return the maximum number of software pipeline stages that fit in shared memory.
 
-        stage_bytes: of what one stage loads; other_bytes: of what the program holds beside; warpgroup: the products are
-        large enough for the instructions of Hopper and Blackwell that read shared memory. Those need a buffer for each
-        stage. Where operands go through registers, the stage in use needs none.
+        stage_bytes: loaded by one stage; other_bytes: other shared memory of the program; warpgroup: the matmuls are
+        large enough for Hopper's and Blackwell's warpgroup instructions, which read shared memory and so need a buffer
+        for every stage. Otherwise operands pass through registers, and the stage in use needs no buffer.
         """
         buffers = (self.shared_memory - other_bytes - BARRIER_BYTES) // stage_bytes
         from_shared = warpgroup and self.capability[0] in (9, 10, 11)

@@ -15,7 +15,7 @@ from tandem.engine_core.kernels.reference import layer, quantized_activation
 class KernelSet:
     """Fused operations of a transformer layer.
 
-    They have the signatures and the meaning of `kernels.reference.layer` and `quantized_activation`.
+    Signatures and semantics are those of `kernels.reference.layer` and `kernels.reference.quantized_activation`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
@@ -25,7 +25,7 @@ class KernelSet:
     rope_and_kv_write: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None], Tensor
     ]
-    """Includes the norms of queries and keys, where the model has them, and the scales of an 8-bit pool."""
+    """Includes QK norms, if the model has them, and the scales of an 8-bit pool."""
     gated_activation: Callable[[Tensor, Activation], Tensor]
     soft_cap: Callable[[Tensor, float], Tensor]
     quantize: Callable[[Tensor, ActivationFormat], QuantizedActivation]
@@ -52,9 +52,9 @@ def torch_kernels() -> KernelSet:
 
 
 def triton_kernels(pdl: bool) -> KernelSet:
-    """Return the Triton kernels, one launch for each operation.
+    """Return the Triton kernels, one launch per operation.
 
-    pdl: chain them by programmatic dependent launch, where a kernel's prologue overlaps its predecessor's end.
+    pdl: use programmatic dependent launch, which overlaps a kernel's prologue with its predecessor's end.
     """
     from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
     from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate

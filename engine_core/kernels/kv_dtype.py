@@ -1,24 +1,24 @@
-"""Keys and values in 8-bit floats (e4m3fn), divided by a scale of their layer.
+"""FP8 KV cache: keys and values in float8 e4m3fn, divided by a per-layer scale.
 
-e4m3fn has 4 bits of exponent and 3 of mantissa. Rounding changes an element by at most 1/16 of it, and one smaller than
-2^-6 by at most 2^-10. Reading is exact: every such number exists in bfloat16, float16 and float32 too. The largest is
-448, and larger ones are clamped to it, where torch's own conversion gives NaN.
+e4m3fn has 4 exponent and 3 mantissa bits. Quantization changes an element by at most 1/16 of it, or by at most 2^-10
+below 2^-6. Dequantization is exact in bfloat16, float16 and float32. Values beyond the largest, 448, are clamped;
+torch's own conversion returns NaN.
 
-A layer's scales are [2] float32 on the device, that of its keys and that of its values. What reads the pool sees
-quotients: the query is multiplied by the scale of keys before attention, and the result of attention by that of values.
+A layer's scales are [2] float32 on the device: keys, values. Attention kernels read the quotients: the query is
+multiplied by the key scale before attention, and the result by the value scale.
 """
 
 import torch
 from torch import Tensor
 
 LARGEST = 448.0
-"""Largest finite number of e4m3fn."""
+"""Largest finite value of e4m3fn."""
 
 
 def to_pool(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Convert x to the dtype of a pool.
+    """Convert x to the pool's dtype.
 
-    Values that an 8-bit float cannot represent are clamped to its largest. scale: divides x, [] float32; None: 1.
+    Values out of range of an 8-bit float are clamped. scale: divides x, [] float32; None: 1.
     """
     if scale is not None:
         x = x.float() / scale

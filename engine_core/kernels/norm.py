@@ -1,6 +1,6 @@
-"""Root mean square norm in Triton, alone and fused.
+"""RMSNorm in Triton, alone and fused.
 
-The addition to the residual stream comes before it, and rounding to one byte after it. Each program holds one row in
+It can be fused with the residual addition before it and with the quantization after it. Each program keeps one row in
 registers, so memory is read once. Oracles: `reference.layer.rms_norm`, `add_rms_norm` and `norm_add_rms_norm`, and
 `reference.quantized_activation.quantized_norm`.
 """
@@ -22,14 +22,14 @@ from tandem.engine_core.kernels.quantized_activation import (
 
 MAX_HIDDEN = 16384
 WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
-"""Number of warps for each hidden size rounded up to a power of two; smaller sizes take one or two."""
+"""Number of warps by hidden size, padded to a power of two; smaller sizes use one or two."""
 
 
 @triton.jit
 def normalised(x, weight, eps, hidden: tl.constexpr, dtype: tl.constexpr):
-    """Return the norm of one row, [BLOCK] of `dtype`.
+    """Return the RMSNorm of one row, [BLOCK] of `dtype`.
 
-    Rounds as `reference.layer.rms_norm` does. x: [BLOCK] float32, 0 past `hidden`; weight: [BLOCK], as stored.
+    Rounds like `reference.layer.rms_norm`. x: [BLOCK] float32, 0 past `hidden`; weight: [BLOCK], as stored.
     """
     quotient = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
     return (quotient.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
@@ -61,7 +61,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < hidden
-    # No kernel writes the weights and the order, so they are fetched while the previous kernel still runs.
+    # No kernel writes the weights or the order, so load them while the previous kernel still runs.
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     if NORM_X:
         x_weight = tl.load(x_weight_ptr + offs, mask=mask, other=0.0)
@@ -86,13 +86,13 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """Return the root mean square norm of each row, [T, hidden], contiguous.
+    """Return the RMSNorm of each row, [T, hidden], contiguous.
 
     Oracle: `reference.layer.rms_norm`.
 
-    x: [T, hidden], its rows contiguous, float32, bfloat16 or float16; weight: [hidden], in x's dtype or float32. order:
-    columns of the norm are returned in it, [hidden] int32, contiguous, here and below. Raises ValueError for a hidden
-    size above 16384 and for rows that are not contiguous.
+    x: [T, hidden], rows contiguous, float32, bfloat16 or float16; weight: [hidden], in x's dtype or float32. order:
+    permutation applied to the output's columns, [hidden] int32, contiguous, here and below. Raises ValueError for a
+    hidden size above 16384 and for non-contiguous rows.
     """
     normed = _empty_like(x)
     _launch(normed, None, x, None, None, weight, eps, pdl, order=order)
@@ -102,10 +102,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None,
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, order: Tensor | None = None, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream and normalise the sum.
+    """Add x to the residual stream and normalize the sum.
 
-    Returns the norm of the rounded sum, and that sum, both new. All are [T, hidden] as in `rms_norm`. Oracle:
-    `reference.layer.add_rms_norm`.
+    Returns the norm of the rounded sum, and the sum, both newly allocated. All are [T, hidden] as in `rms_norm`.
+    Oracle: `reference.layer.add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
     _launch(normed, total, x, residual, None, weight, eps, pdl, order=order)
@@ -121,9 +121,9 @@ def norm_add_rms_norm(
     order: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise x, add it to the residual stream and normalise the sum.
+    """Normalize x, add it to the residual stream and normalize the sum.
 
-    Returns what `add_rms_norm` does. x_weight: [hidden], in the weight's dtype. Oracle:
+    Returns the same as `add_rms_norm`. x_weight: [hidden], in the weight's dtype. Oracle:
     `reference.layer.norm_add_rms_norm`.
     """
     normed, total = _empty_like(x), _empty_like(x)
@@ -140,10 +140,10 @@ def quantized_norm(
     to: ActivationFormat,
     pdl: bool = False,
 ) -> tuple[QuantizedActivation, Tensor]:
-    """Add x to the residual stream, and normalise and round the sum.
+    """Add x to the residual stream, normalize the sum and quantize the norm.
 
-    The norm is not written in x's dtype. Returns the rounded rows, and the sum as in `add_rms_norm` (x itself
-    without a residual). x_weight: x is normalised with these factors before it is added. Oracle:
+    The norm is not written in x's dtype. Returns the quantized rows, and the sum as in `add_rms_norm` (x itself without
+    a residual). x_weight: weight of a norm of x before the addition. Oracle:
     `reference.quantized_activation.quantized_norm`.
     """
     rows = empty_quantized_activation(x.shape[0], x.shape[1], x.dtype, to, x.device)
@@ -169,9 +169,9 @@ def _launch(
     group: int = 0,
     order: Tensor | None = None,
 ) -> None:
-    """Check what the kernel assumes and run it.
+    """Check the kernel's preconditions and launch it.
 
-    x and weight stand in for tensors that a variant lacks. scales, group: of bytes, see `quantize`.
+    x and weight are passed for tensors that a variant does not use. scales, group: of the quantization, see `quantize`.
     """
     tokens, hidden = x.shape
     stream = x if residual is None else residual

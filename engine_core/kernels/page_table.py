@@ -1,4 +1,4 @@
-"""Page table: the pages of every row, and the pool's slots that they map to."""
+"""Page table, mapping rows and positions to slots of the KV pool."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,16 @@ class PageTable:
     """
 
     pages: Tensor
-    """[rows, pages_per_row] int32, on the device. Row r holds the pages of r in the order of its positions."""
+    """[rows, pages_per_row] int32 on the device. Row r lists its pages in order of position."""
     page_size: int
     """Positions in a page, a power of two."""
     page_stride: int
-    """Slots from the beginning of a page to that of the next."""
+    """Slots between the starts of consecutive pages."""
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the slots of the given rows' positions.
+        """Return the slots of the given positions.
 
-        rows, positions: int64, of one shape, which the result has too.
+        rows, positions: int64, of equal shape, which is also the result's.
         """
         page = self.pages[rows, positions // self.page_size].long()
         return page * self.page_stride + positions % self.page_size
@@ -42,7 +42,7 @@ class PageTable:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Compile-time constants of the kernels that address the pool."""
+        """Compile-time constants for kernels that address the pool."""
         return {"PAGE_SIZE": self.page_size, "PAGE_STRIDE": self.page_stride}
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Addressing of the paged KV pool, and the layout that its kernels require."""
+"""Addressing of the paged KV pool, and checks of its layout."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -27,18 +27,18 @@ def stored(x, pool_ptr, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def slots_of(page, position, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr):
-    """Return the slots of positions in the given pages, int64.
+    """Return the int64 slots of positions in the given pages.
 
-    They take 64 bits, because a slot times the number of its elements exceeds 32.
+    slot * elements per slot can exceed 32 bits.
     """
     return page.to(tl.int64) * PAGE_STRIDE + position % PAGE_SIZE
 
 
 @triton.jit
 def in_head(mask, d, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return a mask of rows for a tile of their heads, [rows, 1] or [rows, WIDE].
+    """Return a mask over rows and head elements, [rows, 1] or [rows, WIDE].
 
-    A tile is as wide as the next power of two: the elements `d` from D on belong to the next head.
+    A tile is padded to a power of two: elements `d` from D on belong to the next head.
     """
     if WIDE == D:
         return mask[:, None]
@@ -47,7 +47,7 @@ def in_head(mask, d, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 def head_width(head_dim: int) -> int:
-    """Return the width of a tile that holds a head, a power of two."""
+    """Return head_dim padded to a power of two, the width of a tile."""
     return int(triton.next_power_of_2(head_dim))
 
 
@@ -58,17 +58,17 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def check_groups(heads: int, kv_heads: int) -> None:
-    """Raise ValueError unless query heads form equal groups, one for each KV head."""
+    """Raise ValueError unless the KV heads divide the query heads."""
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly; use a multiple of {kv_heads}")
 
 
 def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raise ValueError for heads in a layout that the kernels cannot address.
+    """Raise ValueError for a memory layout that the kernels cannot address.
 
-    Heads must be contiguous, and keys and values must have the same stride between slots.
+    Heads must be contiguous, and keys and values must have equal slot strides.
 
-    projected: [T, heads, D], queries or all projected heads; keys, values: [slots, kv_heads, D].
+    projected: [T, heads, D], queries or all heads of the QKV projection; keys, values: [slots, kv_heads, D].
     """
     head_dim = projected.shape[2]
     inner = {(t.shape[2], *t.stride()[1:]) for t in (projected, keys, values)}
@@ -77,7 +77,7 @@ def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def check_band(window: int | None, softcap: float | None) -> None:
-    """Raise ValueError for a window below 1 or a soft cap that is not positive."""
+    """Raise ValueError for a window below 1 or a non-positive soft cap."""
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} positions shows a query nothing; it must be at least 1")
     if softcap is not None and softcap <= 0:

@@ -1,7 +1,8 @@
-"""Rounding of a product's inputs to one byte in Triton.
+"""Quantization of activations to 8 bits in Triton.
 
-It is a kernel of its own, or the end of another. Oracle: `reference.quantized_activation`. Numbers are first rounded to
-the dtype that a separate kernel would read, so that fusing changes no result but for the last bit of a division.
+Available as a separate kernel and as an epilogue of others. Oracle: `reference.quantized_activation`. Values are first
+rounded to the dtype that a separate kernel would read, so fusion changes no result except for the last bit of a
+division.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -21,29 +22,29 @@ from tandem.engine_core.kernels.quantized_activation import (
 )
 
 MAX_INPUTS = 65536
-"""Largest number of inputs for which one program finds the scale of a row."""
+"""Maximum number of inputs for which one program computes the scale of a row."""
 GROUP_BLOCK = 1024
-"""Number of inputs of a program that needs no other part of the row."""
+"""Inputs per program if it needs no other part of the row."""
 
 
 @triton.jit
 def scale_of(largest, dtype: tl.constexpr):
-    """Return the scale that brings the largest number to the top of a dtype.
+    """Return the scale that maps an absolute maximum to the largest value of an 8-bit dtype.
 
-    largest: of the absolute numbers; dtype: of one byte.
+    largest: absolute maximum.
     """
     TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
-    # Zeros alone would divide by zero.
+    # Avoid a division by zero for all-zero rows.
     return larger(largest / TOP, 1.1754943508222875e-38)
 
 
 @triton.jit
 def quantized_values(quotient, dtype: tl.constexpr):
-    """Round float32 numbers to a dtype of one byte, those past its top to the top."""
+    """Round float32 values to an 8-bit dtype, clamping to its range."""
     TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
     quotient = tl.minimum(larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
     if dtype.is_int():
-        # Adding 1.5 * 2^23 leaves no bits behind the point; ties go to the even number, as in torch.
+        # Adding 1.5 * 2^23 rounds to an integer, ties to even as in torch.
         quotient = (quotient + 12582912.0) - 12582912.0
     return quotient.to(dtype)
 
@@ -60,9 +61,9 @@ def store_quantized(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round part of a row to one byte and store it, with its scales.
+    """Quantize part of a row and store it with its scales.
 
-    numbers: [BLOCK] float32, 0 past the row's end; first: column of the first, a multiple of GROUP; scales: of groups
+    x: [BLOCK] float32, 0 past the row's end; first: index of the first column, a multiple of GROUP; scales: of groups
     [groups, scale_stride].
     """
     offs = first + tl.arange(0, BLOCK)
@@ -87,10 +88,10 @@ def store_quantized(
 def store_quantized_tile(
     values_ptr, scales_ptr, offs_m, first, numbers, M, width, scale_stride, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Do what `store_quantized` does for parts of several rows.
+    """Quantize and store part of several rows, like `store_quantized`.
 
-    The scale is known, or each row's part is a group.
-    numbers: [rows, columns] float32, of rows `offs_m`, of which M exist; first: column of the first.
+    The scale is static, or each row's part is a group. x: [rows, columns] float32, of rows `offs_m` below M; first:
+    index of the first column.
     """
     columns = first + tl.arange(0, numbers.shape[1])
     dtype: tl.constexpr = values_ptr.dtype.element_ty
@@ -160,8 +161,8 @@ def group_of(to: ActivationFormat) -> int:
 def row_block(width: int, group: int) -> tuple[int, int]:
     """Return the number of elements and of warps of a program.
 
-    It rounds part of a row, or all of it. width: of the row; group: as the kernels' GROUP. Raises ValueError for a row
-    too wide for one program.
+    It quantizes part of a row, or all of it. width: of the row; group: as the kernels' GROUP. Raises ValueError if a
+    row is too wide for one program.
     """
     whole: int = triton.next_power_of_2(width)
     if group != WHOLE:
@@ -173,10 +174,10 @@ def row_block(width: int, group: int) -> tuple[int, int]:
 
 
 def quantize(x: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedActivation:
-    """Round rows to one byte.
+    """Quantize rows to 8 bits.
 
-    x: [T, inputs], its rows contiguous, float32, bfloat16 or float16. Raises ValueError for other rows, for groups that
-    do not divide the inputs, and for more than 65536 inputs with one scale. Oracle:
+    x: [T, inputs], rows contiguous, float32, bfloat16 or float16. Raises ValueError for other rows, for a group size
+    that does not divide the inputs, and for more than 65536 inputs with one scale. Oracle:
     `reference.quantized_activation.quantize`.
     """
     count, inputs = x.shape
@@ -204,10 +205,10 @@ def quantize(x: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedAct
 
 
 def quantize_by_maxima(x: Tensor, maxima: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedActivation:
-    """Round rows with a scale each, whose largest numbers are known.
+    """Quantize rows with one scale each, given the absolute maxima of their tiles.
 
-    Several programs share a row, for which `quantize` has one. x: [T, inputs], contiguous; maxima: [T, tiles] float32,
-    the largest absolute numbers of tiles of columns. Oracle: `reference.quantized_activation.quantize`.
+    Several programs share a row, unlike in `quantize`. x: [T, inputs], contiguous; amax: [T, tiles] float32, absolute
+    maxima of tiles of columns. Oracle: `reference.quantized_activation.quantize`.
     """
     (count, inputs), tiles = x.shape, maxima.shape[1]
     assert group_of(to) == WHOLE and x.is_contiguous() and maxima.is_contiguous() and len(maxima) == count

@@ -1,4 +1,4 @@
-"""Inputs of a product in one byte, with their scales."""
+"""Activations quantized to 8 bits, with their scales."""
 
 from dataclasses import dataclass
 
@@ -8,57 +8,56 @@ from torch import Tensor
 from tandem.engine_core.integers import ceil_div
 
 FP8_MAX = 448.0
-"""Largest number of float8 e4m3."""
+"""Largest finite value of float8 e4m3."""
 INT8_MAX = 127.0
 KNOWN, WHOLE = -1, 0
-"""Values of the kernels' GROUP beside a number of inputs: the scale is given, or the whole row shares one."""
+"""Values of the kernels' GROUP other than a group size: a static scale is given, or each row has one scale."""
 
 
 def quantizes_in_tiles(group: int, columns: int) -> bool:
-    """Return whether tiles of a number of columns suffice for rounding.
+    """Return whether programs can quantize tiles of columns independently.
 
-    They do with a known scale, with a scale for each row by their largest numbers, and with groups that are tiles.
-    group: as in the kernels.
+    True with a static scale, with precomputed row maxima, and if each group is one tile. group: as in the kernels.
     """
     return group in (columns, KNOWN, WHOLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationFormat:
-    """The way in which a product takes its inputs in one byte."""
+    """How a matmul's activations are quantized."""
 
     dtype: torch.dtype
     """float8_e4m3fn or int8."""
     group: int | None = None
-    """Number of consecutive inputs of a row that share a scale; None: all of them do."""
+    """Group size: number of consecutive inputs of a row that share a scale. None: one scale per row."""
     scale: Tensor | None = None
-    """Scale of all inputs, [1] float32, known beforehand; None: scales are found for each row."""
+    """Static scale, [1] float32. None: scales are dynamic, computed per row or group."""
 
     @property
     def top(self) -> float:
-        """Largest number that the dtype holds."""
+        """Largest finite value of the dtype."""
         return INT8_MAX if self.dtype == torch.int8 else FP8_MAX
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedActivation:
-    """Rows of one byte an element, whose numbers are values * scales.
+    """Quantized rows; the dequantized activation is values * scales.
 
-    Rows with scales of groups are padded to a multiple of four, as libraries want them; what the padding holds is
+    With group scales, rows are padded to a multiple of four, which library GEMMs require. The contents of padding are
     undefined.
     """
 
     values: Tensor
     """[padded rows, inputs], contiguous, in the format's dtype."""
     scales: Tensor
-    """Float32: [rows, 1]; of groups [padded rows, groups], those of one group contiguous; or [1] for all."""
+    """float32 scales: [rows, 1]; [padded rows, groups] with column-major strides; or [1] if static."""
     count: int
     """Number of rows without padding."""
     dtype: torch.dtype
-    """Dtype of the numbers before they were rounded, and of products with them."""
+    """Dtype before quantization, and of matmul outputs."""
 
     def numbers(self) -> Tensor:
-        """Return the numbers that the rows stand for, [rows, inputs] float32."""
+        """Return the dequantized rows, [rows, inputs] float32."""
         values, scales = self.values.float(), self.scales
         if scales.ndim == 2 and scales.shape[1] > 1:
             scales = scales.repeat_interleave(ceil_div(values.shape[1], scales.shape[1]), 1)
@@ -68,9 +67,9 @@ class QuantizedActivation:
 def empty_quantized_activation(
     count: int, inputs: int, dtype: torch.dtype, of: ActivationFormat, device: torch.device
 ) -> QuantizedActivation:
-    """Allocate rows that are not filled yet.
+    """Allocate uninitialized rows.
 
-    dtype: of the numbers before they are rounded. Raises ValueError if groups do not divide the inputs.
+    dtype: before quantization. Raises ValueError if the group size does not divide the inputs.
     """
     if of.group is None:
         scales = torch.empty(count, 1, device=device) if of.scale is None else of.scale

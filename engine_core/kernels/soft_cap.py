@@ -1,6 +1,6 @@
-"""Soft cap of logits in Triton, as the output of Gemma 2 has it.
+"""Soft cap of logits in Triton, as in Gemma 2.
 
-Paper: Gemma Team, 2024. Oracle: `reference.layer.soft_cap`. For `pdl`, see the head of `kernels.norm`.
+Paper: Gemma Team, 2024. Oracle: `reference.layer.soft_cap`. `pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -21,14 +21,14 @@ def _soft_cap_kernel(logits_ptr, count, cap, BLOCK: tl.constexpr, PDL: tl.conste
     wait_for_previous(PDL)
     logits = tl.load(logits_ptr + offs, mask=mask, other=0.0)
     dtype: tl.constexpr = logits.dtype
-    # Rounded after each operation, as the oracle and transformers do. tanh(x) = 2 sigmoid(2 x) - 1.
+    # Round after each operation, as the oracle and transformers do. tanh(x) = 2 sigmoid(2 x) - 1.
     share = (logits.to(tl.float32) / cap).to(dtype).to(tl.float32)
     bent = (2 * tl.sigmoid(2 * share) - 1).to(dtype).to(tl.float32)
     tl.store(logits_ptr + offs, (bent * cap).to(dtype), mask=mask)
 
 
 def soft_cap(logits: Tensor, cap: float, pdl: bool = False) -> Tensor:
-    """Replace logits by cap * tanh(logits / cap), in place, and return them.
+    """Replace logits by cap * tanh(logits / cap) in place, and return them.
 
     logits: contiguous, float32, bfloat16 or float16. Raises ValueError if they are not contiguous.
     """

@@ -1,4 +1,4 @@
-"""Self-attention of one layer, with grouped key and value heads."""
+"""Self-attention layer with grouped query heads."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -26,11 +26,10 @@ def attend_and_project(
     kernels: KernelSet,
     scales: Tensor | None,
 ) -> Tensor:
-    """Rotate the heads of a batch, attend, and multiply by the output projection.
+    """Apply RoPE, write keys and values, attend, and apply the output projection.
 
-    Its keys and values are stored. Some steps do all but the last in one or two kernels, which round what the
-    projection takes in one byte. qkv: [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in
-    `Attention.__call__`. Returns [T, hidden].
+    Some steps fuse all but the last in one or two kernels, including the quantization of the projection's input. qkv:
+    [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T, hidden].
     """
     tokens, _, head_dim = qkv.shape
     heads, fused, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.fused, rotation
@@ -51,8 +50,8 @@ def attend_and_project(
 class Attention:
     """Self-attention layer over a paged KV pool.
 
-    It consists of a fused query, key and value projection, rotary embedding, paged attention and output projection.
-    Some models (Qwen 3) have root mean square norms over each query and key head, before the rotation.
+    It consists of a fused QKV projection, rotary embedding, paged attention and output projection. Some models (Qwen 3)
+    normalize each query and key head before RoPE.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Attention:
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
     ) -> None:
-        """Keep the parts of a layer.
+        """Store the parts of a layer.
 
         layer: the layer's entry of `ModelConfig.attention`; q_norm, k_norm: norms over head_dim elements with one eps,
         both or neither.
@@ -86,10 +85,9 @@ class Attention:
     def build(
         cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
     ) -> Self:
-        """Allocate a layer whose weights are not filled yet.
+        """Allocate a layer with uninitialized weights.
 
-        layer: the layer's entry of `ModelConfig.attention`; unit_offset: that of the norms of queries and keys, see
-        `RMSNorm`.
+        layer: the layer's entry of `ModelConfig.attention`; unit_offset: of the QK norms, see `RMSNorm`.
         """
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         width = (heads + 2 * kv_heads) * head_dim
@@ -115,8 +113,8 @@ class Attention:
         """Return the next update and the residual stream, both [T, hidden].
 
         update, residual, norm: as in `LinearWeights.apply_normed`; rotary: cosines and sines of the batch's positions,
-        out of each of the model's tables; keys, values: the layer's pool, written at `batch.slot_mapping`; scales: of
-        an 8-bit pool, as in `kernels.kv_dtype`, else None.
+        from each of the model's tables; keys, values: the layer's pool, written at `batch.slot_mapping`; scales: of an
+        8-bit pool, as in `kernels.kv_dtype`, else None.
         """
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
@@ -130,7 +128,7 @@ class Attention:
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.
 
-        The names are those of Hugging Face's Llama and Qwen 3.
+        Names are those of Hugging Face's Llama and Qwen 3.
         """
         kv_width = self.kv_heads * self.head_dim
         parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}

@@ -1,4 +1,4 @@
-"""The context in which a model's layers are built."""
+"""Context in which a model's layers are built."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,16 +10,13 @@ from tandem.engine_core.layers.linear import LinearWeights
 
 
 class LinearMethod(Protocol):
-    """A storage format of linear weights.
+    """Storage format of linear weights.
 
-    It is chosen when a model is built; models know shapes only.
+    It is chosen when a model is built; models only define shapes.
     """
 
     def build(self, outputs: int, inputs: int, bias: bool, context: "BuildContext") -> LinearWeights:
-        """Allocate the weights of one linear map, not filled yet.
-
-        The map is from `inputs` to `outputs` elements.
-        """
+        """Allocate the uninitialized weights of a linear layer with `inputs` inputs and `outputs` outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class BuildContext:
     device: torch.device
     dtype: torch.dtype
     linear_method: LinearMethod
-    """Format of the projections inside the layers."""
+    """Linear method of the projections inside the layers."""
     head_method: LinearMethod
-    """Format of the output head, which quantized checkpoints leave unquantized."""
+    """Linear method of the output head, which quantized checkpoints leave unquantized."""
     kernels: KernelSet

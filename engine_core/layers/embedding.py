@@ -9,32 +9,32 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Embedding:
-    """A table with one row for each token of the vocabulary.
+    """Embedding table with one row per token of the vocabulary.
 
-    Some families (Gemma) scale the rows on the way in. A table that is tied to the output head is stored as it is.
+    Some families (Gemma) scale the embeddings. A table that is tied to the output head is stored unscaled.
     """
 
     def __init__(self, table: Tensor, scale: float = 1.0) -> None:
-        """Keep the table, [vocab, hidden], in any memory layout.
+        """Store the table, [vocab, hidden], in any memory layout.
 
-        scale: factor of the rows, a number of the table's dtype.
+        scale: factor of the embeddings, in the table's dtype.
         """
         self.table = table
         self.scale = scale
 
     @classmethod
     def build(cls, vocab: int, hidden: int, context: BuildContext, scale: float = 1.0) -> "Embedding":
-        """Allocate a table of its own, not filled yet.
+        """Allocate an untied, uninitialized table.
 
-        scale: factor of the rows, rounded to the model's dtype.
+        scale: factor of the embeddings, rounded to the model's dtype.
         """
         return cls._scaled(torch.empty(vocab, hidden, device=context.device, dtype=context.dtype), scale)
 
     @classmethod
     def tied_to(cls, head: LinearWeights, scale: float = 1.0) -> "Embedding":
-        """Share the storage of an output head, in the memory layout of that head.
+        """Share the storage of an output head, in its memory layout.
 
-        scale: factor of the rows, rounded to the model's dtype.
+        scale: factor of the embeddings, rounded to the model's dtype.
         """
         return cls._scaled(head.embedding_table(), scale)
 

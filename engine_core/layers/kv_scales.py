@@ -1,4 +1,4 @@
-"""Scales of the keys and values of all layers, for a pool of 8-bit floats."""
+"""FP8 KV cache scales of all layers."""
 
 import torch
 from torch import Tensor
@@ -6,21 +6,20 @@ from torch import Tensor
 from tandem.engine_core.loader.slots import WeightSlot
 
 KEY_NAMES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "qkv_proj.k_scale", "kv_scale")
-"""Names behind `self_attn.` of a layer's scale of keys: of llm-compressor, vLLM, ModelOpt, compressed-tensors, ModelOpt
-for fused projections, and AutoFP8, which has one scale for both."""
+"""Names, after a layer's `self_attn.`, of the key scale: of llm-compressor, vLLM, ModelOpt, compressed-tensors,
+ModelOpt for fused projections, and AutoFP8, which has one scale for both."""
 VALUE_NAMES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "qkv_proj.v_scale", "kv_scale")
-"""Names of its scale of values, likewise."""
+"""Names of the value scale, likewise."""
 
 
 class KVScales:
-    """Scales that divide keys and values when they are stored as 8-bit floats.
+    """Scales that divide keys and values when they are quantized to FP8.
 
-    Kernels read them from the device's memory. A scale of 0 is not known: neither the checkpoint nor a calibration has
-    given it.
+    Kernels read them from device memory. 0 means unknown: neither in the checkpoint nor calibrated.
     """
 
     def __init__(self, values: Tensor, kv_heads: int) -> None:
-        """Keep the scales.
+        """Store the scales.
 
         values: [layers, 2] float32, contiguous; kv_heads: of each layer.
         """
@@ -31,14 +30,14 @@ class KVScales:
 
     @classmethod
     def build(cls, layers: int, kv_heads: int, device: torch.device) -> "KVScales":
-        """Allocate the scales of a number of layers, none of which is known."""
+        """Allocate the scales of a number of layers, all unknown."""
         return cls(torch.zeros(layers, 2, device=device), kv_heads)
 
     def slots(self, layer: int, prefix: str) -> list[WeightSlot]:
         """List the slots of one layer's scales.
 
-        A checkpoint may hold one number for all heads or one for each, of which the largest is taken: a larger scale
-        costs 8-bit floats no precision. prefix: of the layer's attention, such as "model.layers.0.self_attn.".
+        A checkpoint may hold one per layer or one per head, of which the maximum is used: a larger scale costs FP8 no
+        precision. prefix: of the layer's attention, such as "model.layers.0.self_attn.".
         """
         heads = self.kv_heads
         shapes = ((), (1,), (1, 1), (heads,), (heads, 1), (heads, 1, 1))

@@ -1,6 +1,6 @@
-"""Linear maps as layers see them.
+"""Interface of linear layers.
 
-Their weights own the storage, the checkpoint slots and the product.
+Their weights own the storage, the checkpoint slots and the matmul.
 """
 
 from collections.abc import Mapping
@@ -14,86 +14,86 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class Norm(Protocol):
-    """A root mean square norm over the residual stream.
+    """RMSNorm over the residual stream.
 
-    A linear map may fuse it with its product.
+    A linear layer may fuse it with its matmul.
     """
 
     weight: Tensor
-    """Factors of the normalised elements, [hidden]."""
+    """Weight of the norm, [hidden]."""
     update_weight: Tensor | None
-    """Factors of the norm of an update before it is added, [hidden]; None: it is added as it is."""
+    """Weight of a norm of the update before the addition, [hidden]; None: no such norm."""
     eps: float
 
     def __call__(self, update: Tensor, residual: Tensor | None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add the update to the residual stream (None: start it).
 
-        Return the normalised stream and the stream, both [T, hidden]. order: the columns of the first are returned in
-        it, [hidden] int32.
+        Return the normalized stream and the stream, both [T, hidden]. order: permutation of the former's columns,
+        [hidden] int32.
         """
 
     def quantized(
         self, update: Tensor, residual: Tensor | None, to: ActivationFormat
     ) -> tuple[QuantizedActivation, Tensor]:
-        """Do the same with the normalised stream rounded to one byte."""
+        """Like `__call__`, but quantize the normalized stream to 8 bits."""
 
 
 class LinearWeights(Protocol):
     """The weights of y = x W^T + b in one storage format.
 
-    A projection is asked for together with the norm before it and the gated activation behind it, because some devices
-    do them in one launch.
+    The norm before a projection and the gated activation after it are arguments, because some devices fuse them into
+    one launch.
     """
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the product, [T, outputs].
+        """Return the matmul, [T, outputs].
 
-        x: [T, inputs]; out: memory for the result, contiguous.
+        x: [T, inputs]; out: output tensor, contiguous.
         """
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream, normalise it and multiply.
+        """Add x to the residual stream, normalize it and multiply.
 
-        Return the product and the stream. x, residual: [T, inputs]; residual None: x starts the stream. activation: the
-        product's first half is a gate, and activation(gate) * rest, [T, outputs / 2], is returned in its place.
+        Return the matmul and the stream. x, residual: [T, inputs]; residual None: x starts the stream. activation: the
+        first half of the matmul is a gate, and activation(gate) * up, [T, outputs / 2], is returned instead.
         """
 
     def apply_normed_quantized(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ActivationFormat
     ) -> tuple[QuantizedActivation, Tensor]:
-        """Do what `apply_normed` does with an activation, and round the result.
+        """Like `apply_normed` with an activation, but quantize the result.
 
-        to: the format that the product behind the gate takes.
+        to: input format of the next matmul.
         """
 
     def input_format(self, rows: int) -> ActivationFormat | None:
-        """Return the format of the inputs of a product of a number of rows.
+        """Return the input format of a matmul of a number of rows.
 
-        None stands for the model's dtype. What computes the inputs may write them in it, for `apply_quantized`; `apply`
-        rounds them itself.
+        None means the model's dtype. The preceding operation may write inputs in it, for `apply_quantized`; `apply`
+        quantizes them itself.
         """
 
     def apply_quantized(self, x: QuantizedActivation) -> Tensor:
-        """Return the product of inputs in `input_format`, [T, outputs]."""
+        """Return the matmul of inputs in `input_format`, [T, outputs]."""
 
     def reorder_producer(self, source: "LinearWeights") -> None:
-        """Note that the inputs are activation(gate) * up of the product of another map.
+        """Register the layer whose gated output, activation(gate) * up, is this layer's input.
 
-        Nothing else reads that product, so weights that want their inputs in another order may sort the other map's
+        Nothing else reads that output, so weights that need their inputs in another order may sort the other layer's
         outputs once both are loaded.
         """
 
     def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.
 
-        They are `prefix + part` for each part (name and number of outputs, in order) of a fused projection, and
-        `prefix + name` for the whole.
+        They are `prefix + part` for each part (name and number of outputs, in order) of a fused projection, and `prefix
+        + name` for the whole.
         """
 
     def embedding_table(self) -> Tensor:
-        """Return the weights as one row for each output, [outputs, inputs].
+        """Return the weights as one row per output, [outputs, inputs].
 
         The rows are in the model's dtype and share the weights' storage, for an embedding tied to an output head.
         Raises ConfigError if the format has no such rows.
@@ -105,8 +105,8 @@ def projection_slots(
 ) -> list[WeightSlot]:
     """List the slots of one tensor of a projection, split along dimension 0.
 
-    prefix, name, parts: as in `LinearWeights.slots`; kind: last part of the names, such as "weight"; fields: further
-    fields of every slot.
+    prefix, name, parts: as in `LinearWeights.slots`; kind: last component of the names, such as "weight"; fields:
+    additional fields of every slot.
     """
     slots, start = [], 0
     for part, length in (parts or {}).items():

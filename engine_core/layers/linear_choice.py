@@ -1,7 +1,7 @@
-"""Choice of the storage format of a model's linear weights.
+"""Choice of the linear method of a model's weights.
 
-It depends on the device and on the format of the checkpoint.
-A quantized format needs a scheme in `quantization`, a `LinearMethod` in `layers.quantized`, and a line here.
+It depends on the device and on the quantization of the checkpoint. A new format needs a scheme in `quantization`, a
+`LinearMethod` in `layers.quantized`, and a line here.
 """
 
 import torch

@@ -15,13 +15,13 @@ from tandem.engine_core.model_config import ModelConfig
 class GatedMLP:
     """Gated feed-forward network, with gate and up in one projection.
 
-    It computes down(activation(gate(x)) * up(x)).
+    Computes down(activation(gate(x)) * up(x)).
     """
 
     def __init__(
         self, gate_up: LinearWeights, down: LinearWeights, width: int, activation: Activation, kernels: KernelSet
     ) -> None:
-        """Keep the parts of a network.
+        """Store the parts of a network.
 
         width: number of inputs of `down`, half the outputs of `gate_up`.
         """
@@ -33,7 +33,7 @@ class GatedMLP:
 
     @classmethod
     def build(cls, config: ModelConfig, context: BuildContext) -> Self:
-        """Allocate a network whose weights are not filled yet."""
+        """Allocate a network with uninitialized weights."""
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         gate_up = context.linear_method.build(2 * width, hidden, bias, context)
         down = context.linear_method.build(hidden, width, bias, context)
@@ -55,7 +55,7 @@ class GatedMLP:
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.
 
-        The names are those of Hugging Face's Llama.
+        Names are those of Hugging Face's Llama.
         """
         parts = {"gate_proj": self.width, "up_proj": self.width}
         return self.gate_up.slots(prefix, "gate_up_proj", parts) + self.down.slots(prefix, "down_proj")

@@ -1,4 +1,4 @@
-"""Root mean square norm over the residual stream."""
+"""RMSNorm over the residual stream."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from tandem.engine_core.loader.slots import WeightSlot
 
 
 class RMSNorm:
-    """A root mean square norm with a factor for each element.
+    """RMSNorm with an elementwise weight.
 
-    `kernels.reference.layer.rms_norm` defines the arithmetic. Some families (Gemma) store the difference of each factor
-    from 1. One is added when a checkpoint is loaded, in float32, so that kernels need not know about it.
+    See `kernels.reference.layer.rms_norm` for the arithmetic. Some families (Gemma) store weight - 1. One is added when
+    a checkpoint is loaded, in float32, so kernels need no special case.
     """
 
     def __init__(self, weight: Tensor, eps: float, kernels: KernelSet, unit_offset: bool = False) -> None:
-        """Keep the parts of a norm.
+        """Store the parameters.
 
-        weight: factors, [hidden]; unit_offset: True if the checkpoint stores factors less 1.
+        weight: [hidden]; unit_offset: True if the checkpoint stores weight - 1.
         """
         self.weight = weight
         self.update_weight: Tensor | None = None
@@ -29,7 +29,7 @@ class RMSNorm:
 
     @classmethod
     def build(cls, hidden: int, eps: float, context: BuildContext, unit_offset: bool = False) -> "RMSNorm":
-        """Allocate a norm whose weight is not filled yet."""
+        """Allocate a norm with an uninitialized weight."""
         dtype = torch.float32 if unit_offset else context.dtype
         return cls(torch.empty(hidden, device=context.device, dtype=dtype), eps, context.kernels, unit_offset)
 
@@ -51,16 +51,16 @@ class RMSNorm:
 
 
 class SandwichNorm:
-    """A norm of the residual stream behind a norm of the update.
+    """A norm of the update, followed by a norm of the residual stream.
 
-    Gemma 2 and 3 have both around every block (Gemma Team, 2024): what attention or a feed-forward network returns is
-    normalised, added to the stream, and the stream is normalised for the next block.
+    Gemma 2 and 3 have both around every block (Gemma Team, 2024): the output of attention or a feed-forward network is
+    normalized and added to the stream, and the stream is normalized for the next block.
     """
 
     def __init__(self, update_norm: RMSNorm, norm: RMSNorm) -> None:
-        """Keep two norms with one eps.
+        """Store two norms with one eps.
 
-        update_norm: that of the update; norm: that of the stream.
+        update_norm: of the update; norm: of the stream.
         """
         assert update_norm.eps == norm.eps, f"norms of eps {update_norm.eps} and {norm.eps} cannot share a kernel"
         self.norm = norm
@@ -70,9 +70,9 @@ class SandwichNorm:
         self.kernels = norm.kernels
 
     def __call__(self, update: Tensor, residual: Tensor | None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Normalise the update, add it to the residual stream and normalise that.
+        """Normalize the update, add it to the residual stream and normalize the sum.
 
-        Return the normalised stream and the stream, as `Norm.__call__` does.
+        Return the normalized stream and the stream, as in `Norm.__call__`.
         """
         assert residual is not None and self.update_weight is not None, "the first block has a plain norm before it"
         return self.kernels.norm_add_rms_norm(update, self.update_weight, residual, self.weight, self.eps, order)
@@ -84,9 +84,9 @@ class SandwichNorm:
         return self.kernels.quantized_norm(update, residual, self.update_weight, self.weight, self.eps, to)
 
     def slots(self, name: str) -> list[WeightSlot]:
-        """List the slot of the norm of the stream.
+        """List the slot of the stream's norm.
 
-        That of the update belongs to the block before.
+        The update's norm belongs to the previous block.
         """
         return self.norm.slots(name)
 

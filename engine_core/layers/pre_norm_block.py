@@ -1,7 +1,4 @@
-"""Block of a decoder whose parts come after their norms.
-
-It is that of Llama and its relatives.
-"""
+"""Pre-norm decoder block, as in Llama."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +16,9 @@ from tandem.engine_core.model_config import ModelConfig
 
 @dataclass(eq=False)
 class PreNormBlock:
-    """One block: attention and a feed-forward network.
+    """Pre-norm block: attention and a feed-forward network.
 
-    Each comes after a norm and is added to the residual stream.
+    A norm precedes each, and each output is added to the residual stream.
     """
 
     attention_norm: RMSNorm
@@ -31,7 +28,7 @@ class PreNormBlock:
 
     @classmethod
     def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "PreNormBlock":
-        """Allocate a block whose weights are not filled yet.
+        """Allocate a block with uninitialized weights.
 
         layer: the block's entry of `ModelConfig.attention`.
         """

@@ -1,14 +1,13 @@
-"""The table of rotary position embedding: cosines and sines of every position.
+"""Rotary position embedding tables: cosines and sines of every position.
 
-A table is computed once, for every position that a sequence of this engine can have, because keys stay in the KV cache
-as they were turned. Two scalings depend on the length of the context, for which it takes the number of positions, that
-is `--max-len`, as vLLM does; transformers takes the length that a sequence has so far:
+A table is computed once, for positions up to `--max-len`, because keys stay rotated in the KV cache. Two scalings
+depend on the context length, which is `--max-len` here, as in vLLM; transformers uses the current length of a sequence:
 
 - "dynamic": the base grows with the length beyond `max_position_embeddings`. Up to there both agree. With a larger
-  --max-len every sequence turns as one of --max-len positions does in transformers.
-- "longrope": above `original_max_position_embeddings` the long factors hold, else the short ones. With a --max-len up
-  to there, both agree; with a larger one every sequence turns by the long factors, the short ones too, where
-  transformers would compute all keys of a sequence again when it grows past that length.
+  --max-len every sequence uses the angles of one of --max-len positions in transformers.
+- "longrope": above `original_max_position_embeddings` the long factors apply, else the short ones. With a --max-len up
+  to there, both agree; with a larger one every sequence uses the long factors, even short ones, whereas
+  transformers would recompute all keys of a sequence when it grows past that length.
 """
 
 import math
@@ -27,17 +26,17 @@ from tandem.engine_core.rope_config import (
 )
 
 SLICE = 1 << 16
-"""Positions that are computed at once on the host: a table of a million positions takes 1 GiB, and its parts more."""
+"""Positions computed at once on the host: a table of a million positions takes 1 GiB, and intermediates more."""
 
 
 class RotaryTable:
     """Cosines and sines of every position, in float32 as in transformers.
 
-    They are looked up once a step for all layers that share them.
+    They are looked up once per step for all layers that share them.
     """
 
     def __init__(self, table: Tensor) -> None:
-        """Keep the table, [positions, 2, rotary_dim] float32.
+        """Store the table, [positions, 2, rotary_dim] float32.
 
         It holds cosines, then sines with the first half negated (see `rope`).
         """
@@ -47,7 +46,7 @@ class RotaryTable:
     def build(cls, config: RopeConfig, positions: int, device: torch.device) -> "RotaryTable":
         """Compute the table of positions 0 to `positions - 1`.
 
-        positions: also the length of the context, which two scalings depend on (see the head of this module).
+        positions: also the context length, which two scalings depend on (see the module docstring).
         """
         turning, scale = frequencies(config, positions), attention_factor(config)
         table = torch.empty(positions, 2, 2 * len(turning), device=device)
@@ -72,7 +71,7 @@ class RotaryTable:
 def attention_factor(config: RopeConfig) -> float:
     """Return the factor of cosines and sines.
 
-    It is squared in the products of queries and keys.
+    It is squared in the QK dot products.
     """
     scaling = config.scaling
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
@@ -81,7 +80,7 @@ def attention_factor(config: RopeConfig) -> float:
 def frequencies(config: RopeConfig, positions: int) -> Tensor:
     """Return the frequency of each pair of a head, [rotary_dim / 2] float32.
 
-    A frequency is the angle, in radians, by which a pair turns in one position. positions: length of the context.
+    A frequency is the rotation angle per position, in radians. positions: context length.
     """
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     base = 1.0 / config.theta**exponents
@@ -114,7 +113,7 @@ def _llama3(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn(base: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
     def pair_of(turns: float) -> float:
-        # The index, with a fraction, of the pair that turns so often within the original context.
+        # Fractional index of the pair with this number of rotations within the original context.
         wavelength = scaling.original_positions / (turns * 2 * math.pi)
         return config.rotary_dim * math.log(wavelength) / (2 * math.log(config.theta))
 
@@ -122,7 +121,7 @@ def _yarn(base: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rotary_dim - 1)
-    # A ramp without a width is a step.
+    # A ramp of zero width is a step.
     width = last - first or 0.001
     slow = ((torch.arange(len(base), dtype=torch.float32) - first) / width).clamp(0, 1)
     return base / scaling.factor * slow + base * (1 - slow)

@@ -1,4 +1,4 @@
-"""Blocks of a decoder whose parts stand between two norms, as in Gemma."""
+"""Decoder blocks with norms before and after each sublayer, as in Gemma."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from tandem.engine_core.model_config import ModelConfig
 
 @dataclass(eq=False)
 class SandwichBlock:
-    """One block: attention and a feed-forward network.
+    """Block with norms before and after attention and the feed-forward network.
 
-    Each comes after a norm, and what it returns is normalised before it is added to the residual stream.
+    Outputs are normalized before they are added to the residual stream.
     """
 
     attention_norm: Norm
-    """The norm of the stream before attention, behind that of the block before."""
+    """Norm of the stream before attention, fused with the output norm of the previous block."""
     attention: Attention
     mlp_norm: SandwichNorm
-    """The norm of the stream before the feed-forward network, behind that of attention."""
+    """Norm of the stream before the feed-forward network, fused with the output norm of attention."""
     mlp: GatedMLP
     norms: dict[str, RMSNorm]
     """The four norms by their names in the checkpoint."""
@@ -35,9 +35,9 @@ class SandwichBlock:
     def build(
         cls, config: ModelConfig, layer: LayerAttention, before: "SandwichBlock | None", context: BuildContext
     ) -> "SandwichBlock":
-        """Allocate a block whose weights are not filled yet.
+        """Allocate a block with uninitialized weights.
 
-        layer: the block's entry of `ModelConfig.attention`; before: the block before, None for the first.
+        layer: the block's entry of `ModelConfig.attention`; before: the previous block, None for the first.
         """
         names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
         norms = {
@@ -64,7 +64,7 @@ class SandwichBlock:
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`.
 
-        The update is not normalised yet, neither the one given nor the one returned.
+        The update is not normalized yet, on entry and on return.
         """
         attended = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values, scales)
         update, residual = attended
@@ -77,7 +77,7 @@ class SandwichBlock:
 
 
 def build_sandwich(config: ModelConfig, context: BuildContext) -> tuple[list[SandwichBlock], SandwichNorm]:
-    """Allocate the blocks of a decoder and the norm behind them, not filled yet."""
+    """Allocate the blocks of a decoder and the final norm, with uninitialized weights."""
     blocks: list[SandwichBlock] = []
     for layer in config.attention:
         blocks.append(SandwichBlock.build(config, layer, blocks[-1] if blocks else None, context))

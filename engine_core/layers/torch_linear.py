@@ -18,13 +18,10 @@ MIN_ROWS_ON_CPU = 4
 
 
 class UnfusedLinear(ABC):
-    """Weights of any format, whose product is a launch of its own.
-
-    Norm and activation are separate launches.
-    """
+    """Base of linear weights whose matmul is a separate launch from norm and activation."""
 
     def __init__(self, bias: Tensor | None, kernels: KernelSet) -> None:
-        """Keep the bias, [outputs], and the operations of the device."""
+        """Store the bias, [outputs], and the device's kernels."""
         self.bias = bias
         self.kernels = kernels
 
@@ -34,7 +31,7 @@ class UnfusedLinear(ABC):
 
     @abstractmethod
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """List the slots of everything but the bias; see `LinearWeights.slots`."""
+        """List all slots except that of the bias; see `LinearWeights.slots`."""
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
@@ -51,18 +48,18 @@ class UnfusedLinear(ABC):
         return self.kernels.quantized_gate(gate_up, activation, to), stream
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up of the product, [T, outputs / 2].
+        """Return activation(gate) * up of the matmul, [T, outputs / 2].
 
         The weight holds the gate's rows first.
         """
         return self.kernels.gated_activation(self.apply(x), activation)
 
     def input_format(self, rows: int) -> ActivationFormat | None:
-        """Implement `LinearWeights.input_format`: the inputs keep the model's dtype."""
+        """Implement `LinearWeights.input_format`: the inputs are not quantized."""
         return None
 
     def apply_quantized(self, x: QuantizedActivation) -> Tensor:
-        """Implement `LinearWeights.apply_quantized` with the inputs' numbers."""
+        """Implement `LinearWeights.apply_quantized` by dequantizing the inputs."""
         return self.apply(x.numbers().to(x.dtype))
 
     def reorder_producer(self, source: LinearWeights) -> None:  # noqa: B027
@@ -75,10 +72,10 @@ class UnfusedLinear(ABC):
 
 
 class TorchLinear(UnfusedLinear):
-    """Weights in the model's dtype, multiplied by torch's library calls."""
+    """Weights in the model's dtype, using torch's matmul."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: KernelSet) -> None:
-        """Keep the weights of a map.
+        """Store the weights.
 
         weight: [outputs, inputs], in any memory layout; bias: [outputs].
         """
@@ -102,11 +99,11 @@ class TorchLinear(UnfusedLinear):
 
 
 class CpuLinear(TorchLinear):
-    """Weights stored column after column, multiplied with at least 4 rows of input.
+    """Column-major weights, multiplied with at least 4 rows of input.
 
-    In this layout the rounding of a row of a small float32 product does not depend on the number of rows, except for a
-    single row, which takes another code path. So a token's result does not depend on the size of its batch. Large
-    products are split by their number of rows, and are equal up to rounding only.
+    In this layout the rounding of a row of a small float32 matmul does not depend on the number of rows, except for a
+    single row, which uses another code path. So a token's result does not depend on its batch size. Large matmuls are
+    split by their number of rows, and are equal up to rounding only.
     """
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -119,7 +116,7 @@ class CpuLinear(TorchLinear):
 
 
 class TorchMethod:
-    """Linear method for any device: weights row after row in the model's dtype."""
+    """Linear method for any device: row-major weights in the model's dtype."""
 
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`."""
@@ -128,10 +125,7 @@ class TorchMethod:
 
 
 class CpuMethod:
-    """Linear method for a CPU: weights column after column (see `CpuLinear`).
-
-    They are in the model's dtype.
-    """
+    """Linear method for a CPU: column-major weights in the model's dtype (see `CpuLinear`)."""
 
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`."""
@@ -140,5 +134,5 @@ class CpuMethod:
 
 
 def empty_bias(outputs: int, bias: bool, context: BuildContext) -> Tensor | None:
-    """Allocate a bias, [outputs], or return None if the map has none."""
+    """Allocate a bias, [outputs], or return None if the layer has none."""
     return torch.empty(outputs, device=context.device, dtype=context.dtype) if bias else None

@@ -1,6 +1,6 @@
 """Unquantized linear weights on a CUDA device.
 
-Products run in Triton where that beats the library, and are fused with norms and activations.
+Matmuls use Triton where it is faster than the library, and are fused with norms and activations.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ _choose_normed = cache(choose_normed)
 
 
 class SplitKWorkspace:
-    """Partial sums and counters that the split-K products of one device share.
+    """Partial sums and counters shared by the split-K GEMMs of one device.
 
-    It grows while weights are allocated, so calls allocate nothing but results and can be captured in graphs. Calls and
+    It grows while weights are allocated, so calls allocate only their results and can be captured in graphs. Calls and
     graphs that share it must not overlap in time: they need one stream.
     """
 
@@ -42,7 +42,7 @@ class SplitKWorkspace:
         self._outgrown: list[Tensor] = []
 
     def reserve(self, outputs: int, device: torch.device, choose: Chooser, choose_gated: Chooser) -> None:
-        """Grow to the size that a weight needs for any rows.
+        """Grow to the size that a weight needs for any number of rows.
 
         choose, choose_gated: functions from a number of rows and of outputs to a plan.
         """
@@ -76,21 +76,18 @@ class SplitKWorkspace:
         if old is not None and old.numel() >= size:
             return old
         if old is not None:
-            # Kept, because a graph that was captured before may hold its address.
+            # Keep it, because a previously captured graph may hold its address.
             self._outgrown.append(old)
         return torch.zeros(size, device=device, dtype=dtype)
 
 
 class TritonLinear(TorchLinear):
-    """Weights row after row, multiplied by the kernel planned for their shape.
-
-    They are in the model's dtype.
-    """
+    """Row-major weights in the model's dtype, using the kernel planned for their shape."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, kernels: KernelSet, workspace: SplitKWorkspace, gpu: GpuTraits
     ) -> None:
-        """Keep the weights of a map.
+        """Store the weights.
 
         weight: [outputs, inputs], contiguous, on the GPU; bias: [outputs].
         """
@@ -125,7 +122,7 @@ class TritonLinear(TorchLinear):
         return super().apply_normed(x, residual, norm, activation)
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""
+        """Implement `UnfusedLinear.apply_gated`, in one launch if planned."""
         weight = self.weight
         width, inputs = weight.shape[0] // 2, weight.shape[1]
         plan = _choose_gated(x.shape[0], width, inputs, weight.itemsize, self.gpu) if _fits(x, weight) else None
@@ -137,9 +134,9 @@ class TritonLinear(TorchLinear):
 
 
 class TritonMethod:
-    """Linear method for one GPU, on which all weights share a workspace.
+    """Linear method for one GPU, with row-major weights in the model's dtype.
 
-    Weights are stored row after row in the model's dtype.
+    All weights share a workspace.
     """
 
     def __init__(self, gpu: GpuTraits) -> None:
@@ -160,5 +157,5 @@ class TritonMethod:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels can read these tensors."""
+    """Return whether the kernels support these tensors."""
     return x.device == weight.device and x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype

@@ -11,24 +11,24 @@ PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.down_proj",
 )  # fmt: skip
-"""Names of a layer's linear maps, those of fused checkpoints among them."""
+"""Names of a layer's linear projections, including those of fused checkpoints."""
 _ROOTS = ("model.", "model.language_model.", "language_model.model.")
-"""What stands before the names of layers, those of multimodal checkpoints among them."""
+"""Prefixes of layer names, including those of multimodal checkpoints."""
 
 
 class Fields:
-    """The fields of one table of config.json, of which each is read once."""
+    """The fields of one table of config.json, each read once."""
 
     def __init__(self, table: Mapping[str, Any], where: str) -> None:
-        """Keep a table.
+        """Store a table.
 
-        where: its place in config.json, for errors, such as "quantization_config".
+        where: its path in config.json, for errors, such as "quantization_config".
         """
         self._table = table
         self._where = where
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field as it is, or the default if it is missing or null."""
+        """Return a field unchecked, or the default if it is missing or null."""
         value = self._table.get(name)
         return default if value is None else value
 
@@ -55,7 +55,7 @@ class Fields:
     def table(self, name: str) -> "Fields":
         """Return a field that is a table.
 
-        Raises ConfigError if it is missing or something else.
+        Raises ConfigError for anything else.
         """
         value = self.get(name)
         if not isinstance(value, Mapping):
@@ -65,7 +65,7 @@ class Fields:
     def names(self, *fields: str) -> list[str]:
         """Return the entries of lists of module names.
 
-        A list that is missing is empty. Raises ConfigError for anything else.
+        A missing list is empty. Raises ConfigError for anything else.
         """
         found: list[str] = []
         for name in fields:
@@ -76,9 +76,9 @@ class Fields:
         return found
 
     def expect(self, name: str, allowed: Collection[Any], default: Any = None) -> Any:
-        """Return a field that has one of some values.
+        """Return a field that must have one of the given values.
 
-        Raises ConfigError that lists them for any other.
+        Raises ConfigError listing them otherwise.
         """
         value = self.get(name, default)
         if value not in allowed:
@@ -86,21 +86,21 @@ class Fields:
         return value
 
     def error(self, name: str, expected: str) -> ConfigError:
-        """Return the error of a field whose value cannot be served."""
+        """Return the error of a field with an unsupported value."""
         found = _quoted(self._table[name]) if name in self._table else "missing"
         return unsupported(f"{self._where}.{name} is {found}, supported is {expected}")
 
 
 def unsupported(why: str) -> ConfigError:
-    """Return the error of a quantization that is not supported."""
+    """Return the error of an unsupported quantization."""
     return ConfigError(f"{why}; serve another quantization of the model, or the unquantized checkpoint")
 
 
 def check_unquantized(names: Collection[str], layers: int) -> None:
     """Check the list of modules that a checkpoint leaves unquantized.
 
-    Its entries are names, parts of names at dots, patterns with "*", or regular expressions after "re:". All
-    projections of the layers have one format here: raises ConfigError if an entry names one of them.
+    Its entries are names, dotted parts of names, patterns with "*", or regular expressions after "re:".
+    All projections of the layers must have one format: raises ConfigError if an entry matches one of them.
     """
     modules = [f"layers.{index}.{projection}" for index in range(layers) for projection in PROJECTIONS]
     for entry in names:
@@ -114,7 +114,7 @@ def check_unquantized(names: Collection[str], layers: int) -> None:
 
 
 def _matcher(entry: str) -> Callable[[str], bool]:
-    """Return a function that tells whether an entry names a module."""
+    """Return a function that tests whether an entry matches a module."""
     if entry.startswith("re:"):
         try:
             pattern = re.compile(entry[3:])
@@ -122,7 +122,7 @@ def _matcher(entry: str) -> Callable[[str], bool]:
             raise unsupported(f"quantization_config has an invalid regular expression, {_quoted(entry)}") from None
         return lambda module: pattern.match(module) is not None
     if "*" in entry:
-        # The module, or one that it is part of.
+        # The module, or one of its parents.
         whole_or_start = re.compile(rf"(?:{translate(entry)})|(?:{translate(entry + '.*')})")
         return lambda module: whole_or_start.match(module) is not None
     part = f".{entry}."

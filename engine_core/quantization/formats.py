@@ -1,8 +1,7 @@
-"""Readers of `quantization_config`, one for each tool.
+"""Readers of `quantization_config`, one per tool.
 
-Each turns the fields of its tool into a scheme.
-The formats are those of transformers' `FineGrainedFP8Config`, AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ,
-compressed-tensors and ModelOpt.
+Each converts the fields of its tool to a scheme. The formats are those of transformers' `FineGrainedFP8Config`,
+AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors and ModelOpt.
 """
 
 from tandem.engine_core.quantization.fields import Fields, unsupported
@@ -12,7 +11,7 @@ PACKED_BITS = 4
 
 
 def fp8(fields: Fields) -> Scheme:
-    """Read `quant_method: fp8`: one scale for each tensor, or for each block."""
+    """Read `quant_method: fp8`: per-tensor or block scales."""
     fields.expect("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     scheme = fields.expect("activation_scheme", ("dynamic", "static"))
     size = fields.get("weight_block_size")
@@ -28,7 +27,7 @@ def fp8(fields: Fields) -> Scheme:
 
 
 def gptq(fields: Fields) -> Scheme:
-    """Read `quant_method: gptq`: four bits, with or without act-order."""
+    """Read `quant_method: gptq`: int4, with or without act-order."""
     _four_bits(fields.number("bits"))
     if fields.flag("lm_head", False):
         raise fields.error("lm_head", "false: the output head must be unquantized")
@@ -46,7 +45,7 @@ def gptq(fields: Fields) -> Scheme:
 
 
 def awq(fields: Fields) -> Scheme:
-    """Read `quant_method: awq`: four bits in the layout named "gemm"."""
+    """Read `quant_method: awq`: int4 in the "gemm" layout."""
     _four_bits(fields.number("bits", fields.get("w_bit")))
     for name in ("version", "format", "checkpoint_format"):
         version = fields.get(name, "gemm")
@@ -60,8 +59,7 @@ def awq(fields: Fields) -> Scheme:
 def compressed_tensors(fields: Fields) -> Scheme | None:
     """Read `quant_method: compressed-tensors`.
 
-    It is FP8, INT8 or four bits, the same for all linear maps; or None for a checkpoint of 16-bit weights with scales
-    of keys and values alone.
+    FP8, INT8 or int4, the same for all linear layers; or None for a checkpoint of 16-bit weights with KV scales only.
     """
     sparsity = fields.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"):
@@ -104,8 +102,8 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
 def modelopt(fields: Fields) -> Scheme | None:
     """Read `quant_method: modelopt`.
 
-    It is FP8 for each tensor with static inputs, or for each output with dynamic ones; or None for a checkpoint of
-    16-bit weights with scales of keys and values alone.
+    FP8, per tensor with static inputs, or per output with dynamic ones; or None for a checkpoint of 16-bit weights with
+    KV scales only.
     """
     has_kv_scales = any(fields.get(name) is not None for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
     if fields.get("quant_algo") == "NO_QUANT" or (fields.get("quant_algo") is None and has_kv_scales):
@@ -115,7 +113,7 @@ def modelopt(fields: Fields) -> Scheme | None:
 
 
 def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> Int4Scheme:
-    """Read four-bit weights of compressed-tensors."""
+    """Read int4 weights of compressed-tensors."""
     fields.expect("format", ("pack-quantized",))
     if inputs is not None:
         raise unsupported("quantization_config quantizes the inputs of four-bit weights, supported is 16 bits for them")
@@ -141,7 +139,7 @@ def _activations(inputs: Fields | None, kind: str, bits: int) -> Activations:
 
 
 def _group(size: int) -> int | None:
-    """Return the number of inputs of a group, None for -1, which stands for all."""
+    """Return the group size, None for -1, which means all inputs."""
     if size == -1:
         return None
     if size not in (32, 64, 128):

@@ -1,8 +1,7 @@
-"""Four-bit integers, eight in an int32.
+"""Packed int4 values, eight in an int32.
 
-The layouts are those of GPTQ, AWQ and compressed-tensors.
-Here and in compressed-tensors element 8 i + j of a dimension is bits 4 j to 4 j + 3 of word i. GPTQ does the same along
-the inputs, AWQ along the outputs in an order of its own.
+Layouts of GPTQ, AWQ and compressed-tensors. Here and in compressed-tensors element 8 i + j of a dimension is bits 4 j
+to 4 j + 3 of word i. GPTQ packs likewise along the inputs, AWQ along the outputs in an interleaved order.
 """
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 
 PER_WORD = 8
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Element of eight that AutoAWQ stores in each nibble of a word, from the lowest."""
+"""Element stored in each nibble of a word by AutoAWQ, from the lowest."""
 
 
 def unpack(words: Tensor) -> Tensor:
-    """Return the levels along the last dimension, [..., 8 W] uint8.
+    """Unpack int4 values along the last dimension, [..., 8 W] uint8.
 
     words: [..., W] int32.
     """
@@ -23,7 +22,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def pack(levels: Tensor) -> Tensor:
-    """Return words of levels along the last dimension, [..., W] int32.
+    """Pack int4 values along the last dimension, [..., W] int32.
 
     levels: [..., 8 W] uint8, each at most 15.
     """
@@ -32,7 +31,7 @@ def pack(levels: Tensor) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Return the elements of words in AutoAWQ's order, [..., 8 W] uint8.
+    """Unpack words in AutoAWQ's order, [..., 8 W] uint8.
 
     words: [..., W] int32.
     """

@@ -1,4 +1,4 @@
-"""The scheme of a checkpoint, from its config.json."""
+"""Quantization scheme of a checkpoint, from its config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,14 +22,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "transform_config": ({}, {"config_groups": {}}),
     "is_marlin_format": (False,),
 }
-"""Fields that change what the tensors of any method stand for, with the values that do not."""
+"""Fields that change the meaning of any method's tensors, with the values that do not."""
 
 
 def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme | None:
-    """Return the scheme of the projections inside a model's layers.
+    """Return the scheme of the projections inside a model's layers, None if they are not quantized.
 
-    It is None if they are not quantized. quantization: the `quantization_config` of config.json, None if it has none;
-    layers: number of them. Raises ConfigError for a quantization that is not supported, which says what is.
+    quantization: the `quantization_config` of config.json, None if missing; layers: number of layers. Raises
+    ConfigError for an unsupported quantization, listing the supported ones.
     """
     if quantization is None:
         return None

@@ -1,4 +1,4 @@
-"""Schemes: what the linear weights of a quantized checkpoint are made of."""
+"""Quantization schemes of the linear weights of a checkpoint."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,63 +6,62 @@ from typing import Literal
 
 
 class Activations(Enum):
-    """The way in which a checkpoint expects the inputs of its products to be rounded."""
+    """Granularity of activation quantization that a checkpoint expects."""
 
     UNQUANTIZED = "unquantized"
     TOKEN = "token"
-    """To a scale for each token, found when it is computed (for weights in blocks: for each token and 128 inputs)."""
+    """Dynamic, one scale per token (with block scales: per token and 128 inputs)."""
     TENSOR = "tensor"
-    """To one scale for all tokens of a step, found when it is computed."""
+    """Dynamic, one scale for all tokens of a step."""
     STATIC = "static"
-    """To one scale for each projection, which the checkpoint holds."""
+    """Static, one scale per projection, stored in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class EightBitScheme:
-    """Weights of one byte each, that are multiplied by a scale."""
+    """8-bit weights with scales."""
 
     kind: Literal["fp8", "int8"]
-    """Float8 e4m3, or integers from -128 to 127."""
+    """Float8 e4m3, or int8."""
     activations: Activations
     scale_name: str = "weight_scale"
-    """Last part of the name of the tensor of scales."""
+    """Last component of the name of the scale tensor."""
     per_tensor: bool = False
-    """True if a projection has one scale, False if each of its outputs has one (or each block)."""
+    """True for one scale per projection, False for one per output (or per block)."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale; None: all inputs of an output share one."""
+    """Block shape, outputs by inputs; None: no blocks."""
     from_floats: bool = False
-    """True if the checkpoint is not quantized, and its weights are as they are loaded."""
+    """True if the checkpoint is not quantized, and weights are quantized while loading."""
 
     def __str__(self) -> str:
         return self.kind if self.block is None else f"{self.kind} in blocks of {self.block[0]}x{self.block[1]}"
 
     @property
     def has_input_scale(self) -> bool:
-        """True if a scale for the inputs of each projection is read.
+        """True if a static input scale is read for each projection.
 
-        The checkpoint holds it. Weights in blocks take inputs in groups, whose scales are finer.
+        Weights with block scales use dynamic group scales instead, which are finer.
         """
         return self.activations is Activations.STATIC and self.block is None
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Scheme:
-    """Weights of four bits each.
+    """Int4 weights.
 
-    Groups of inputs share a scale and a zero point.
-    A weight is scale * (q - zero), q from 0 to 15.
+    Groups of inputs share a scale and a zero point. A weight is scale * (q - zero), q from 0 to 15.
     """
 
     packing: Literal["gptq", "awq", "compressed-tensors"]
-    """Layout of the tensors, named after the tool whose it is."""
+    """Tensor layout, named after the tool that defines it."""
     group: int | None
-    """Number of inputs of a group; None: all inputs are one group."""
+    """Group size: number of inputs; None: one group for all inputs."""
     symmetric: bool
-    """True if every zero point is 8. GPTQ and AWQ store zero points all the same."""
+    """True if every zero point is 8. GPTQ and AWQ store zero points in any case."""
     ordered: bool = False
-    """True if the tensor `g_idx` tells the group of each input (act-order); else groups follow one another."""
+    """True if the tensor `g_idx` has the group of each input (act-order); else groups are consecutive."""
     zero_offset: int = 0
-    """What is added to a stored zero point: 1 in GPTQ's first format, which stores one less."""
+    """Offset of stored zero points: 1 in GPTQ's first format, which stores one less."""
 
     def __str__(self) -> str:
         return f"4 bits ({self.packing})"
@@ -70,4 +69,4 @@ class Int4Scheme:
 
 Scheme = EightBitScheme | Int4Scheme
 ONLINE_FP8 = EightBitScheme("fp8", Activations.TOKEN, from_floats=True)
-"""Scheme of `--quantize fp8`: a scale for each output."""
+"""Scheme of `--quantize fp8`: one scale per output."""

@@ -1,6 +1,6 @@
-"""Quantization that a tool describes in a file beside config.json.
+"""Quantization described in a separate file next to config.json.
 
-Older AutoGPTQ and AutoAWQ do so, and NVIDIA's ModelOpt.
+Written by older AutoGPTQ and AutoAWQ, and NVIDIA's ModelOpt.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ def find_sidecar(directory: Path) -> Path | None:
 
 
 def as_quantization_config(name: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the content of such a file as a `quantization_config` of config.json.
+    """Convert the content of such a file to a `quantization_config` of config.json.
 
-    It is None for a file of another tool, and of weights that are not quantized. name: of the file.
+    None for a file of another tool, and for unquantized weights. name: of the file.
     """
     of_modelopt = QUANTIZATION_FILES[name] == "modelopt"
     found = content.get("quantization", content) if of_modelopt else content

@@ -8,7 +8,7 @@ from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPR
 
 
 class TorchSampler:
-    """Implement `Sampler` by the oracle, over parameters gathered from the tables."""
+    """Implement `Sampler` with the oracle, using parameters gathered from the tables."""
 
     def __init__(self, tables: SamplingTables) -> None:
         self.tables = tables
@@ -20,7 +20,7 @@ class TorchSampler:
         self.tables.lengths.index_put_((rows,), torch.where(rows > 0, positions + 1, 1).int())
 
     def gather(self, batch: SamplingBatch) -> SamplingRows:
-        """Gather the parameters of a batch; a group that no row needs is left out."""
+        """Gather the parameters of a batch; a group that no row needs is None."""
         rows, needs, tables = batch.rows.long(), batch.needs, self.tables
         positions = batch.positions.long() + 1
         p = dict(zip(INT_COLUMNS, tables.ints[rows].unbind(1), strict=True))

@@ -1,8 +1,8 @@
-"""Sampling by Triton kernels on the device alone.
+"""Sampling with Triton kernels, entirely on the device.
 
-A CUDA graph can hold it. Everything about a row is read from device tables by row index; grids depend on the shapes
-only, and no call allocates, synchronises or reads the host. The modes give one row the same token wherever more than
-one of them applies. Semantics, in order: `kernels.reference.sampling.sample`.
+It can be captured in a CUDA graph. All row data is read from device tables by row index; grids depend on shapes only,
+and no call allocates, synchronizes or reads the host. All modes that support a row sample the same token for it.
+Semantics, in order: `kernels.reference.sampling.sample`.
 """
 
 from tandem.engine_core.kernels.reference.sampling import SEGMENT
@@ -17,21 +17,21 @@ from tandem.engine_core.kernels.sampling.sort_key import check_logits
 from tandem.engine_core.sampling.sampler import Mode
 
 TILE = 4096
-"""Tokens that a program holds."""
+"""Tokens per program."""
 GROUP = 64
-"""Tokens of which only the largest counts when top-k looks for its bound."""
+"""Tokens per group for the lower bound of top-k; only their maximum is used."""
 CAPACITY = 2048
-"""Tokens of a row among which the last one of top-k is searched fast."""
+"""Maximum tokens per row for top-k's fast search."""
 MAX_ROWS = 256
-"""Most rows that are sampled at once, which are enough to fill a GPU; others follow in further launches. The scratch
-takes 8 bytes for each token of the vocabulary and such a row."""
+"""Maximum rows per launch, enough to fill a GPU; the rest follow in further launches. The scratch takes 8 bytes per
+token of the vocabulary and such row."""
 
 
 class TritonSampler:
-    """Implement `Sampler` by kernels that read parameters from the tables themselves."""
+    """Implement `Sampler` with kernels that read parameters from the tables themselves."""
 
     def __init__(self, tables: SamplingTables, scratch: SamplingScratch) -> None:
-        """Keep the tables and the kernels' scratch memory."""
+        """Store the tables and the kernels' scratch memory."""
         self.tables = tables
         self.scratch = scratch
 
@@ -39,7 +39,7 @@ class TritonSampler:
     def allocate(cls, tables: SamplingTables, vocab_size: int, max_rows: int, pdl: bool) -> "TritonSampler":
         """Allocate the kernels' scratch memory.
 
-        max_rows: of a step; pdl: chain the kernels by programmatic dependent launch.
+        max_rows: of a step; pdl: use programmatic dependent launch.
         """
         size = (vocab_size, min(max_rows, MAX_ROWS), TILE, SEGMENT, GROUP, CAPACITY)
         return cls(tables, SamplingScratch.allocate(*size, tables.tokens.device, pdl))
@@ -50,8 +50,8 @@ class TritonSampler:
     def launch(self, mode: Mode, batch: SamplingBatch) -> None:
         """Launch the kernels of one mode, regardless of the needs of the batch.
 
-        Raises ValueError for logits of another kind or vocabulary than the scratch is for, or of another number of
-        rows, and for masks that the mode would ignore.
+        Raises ValueError for logits of an unsupported dtype or layout, for another vocabulary size than the scratch's,
+        for more rows than it has, and for masks in a mode that ignores them.
         """
         self._check(mode, batch)
         for first in range(0, len(batch.rows), self.scratch.max_batch):

@@ -1,7 +1,4 @@
-"""Storing of what decode attention returns.
-
-They are numbers, or bytes for the output projection.
-"""
+"""Output of decode attention, optionally quantized for the output projection."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -22,9 +19,9 @@ def store_heads(
 ):  # fmt: skip
     """Store the query heads of a token's KV head.
 
-    acc: [heads, WIDE] float32, those past GROUP and elements past D unused; g, d: its places; out: [T, KV_HEADS * GROUP
-    * D] in `dtype`, with the largest number of each head, [T, KV_HEADS * GROUP], if BYTES is 3; or in one byte: 1 with
-    the scale at scales_ptr, 2 with one for each head, [KV_HEADS * GROUP, scale_stride].
+    acc: [heads, WIDE] float32, rows past GROUP and elements past D unused; g, d: their indices; out: [T, KV_HEADS *
+    GROUP * D] in `dtype`, with each head's absolute maximum, [T, KV_HEADS * GROUP], if QUANT is 3; or 8-bit: with the
+    static scale at scales_ptr if QUANT is 1, with one scale per head, [KV_HEADS * GROUP, scale_stride], if 2.
     """
     mask = in_head(g < GROUP, d, D, WIDE)
     first = (token.to(tl.int64) * KV_HEADS + head) * GROUP
@@ -44,9 +41,9 @@ def store_heads(
 
 
 def check_rounding(batch: int, heads: int, rounded: QuantizedActivation | None, maxima: Tensor | None) -> None:
-    """Assert that a result in bytes has a known scale or one for each head.
+    """Assert that quantized outputs have a static scale or one per head, and that amax fits.
 
-    The largest numbers of heads have a place, if they are wanted. batch: rows; heads: of a row's query.
+    batch: rows; heads: query heads per row.
     """
     if rounded is not None:
         scales, padded = rounded.scales, rounded.values.shape[0]

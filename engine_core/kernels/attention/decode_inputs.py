@@ -1,6 +1,6 @@
-"""Inputs of a forward pass that a graph holds, gathered in one launch.
+"""Inputs of a captured decode step, gathered in one launch.
 
-`pdl`: see the head of `kernels.norm`.
+`pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -17,7 +17,7 @@ from tandem.engine_core.kernels.sampling.columns import NUM_INTS, TOTAL_LEN
 from tandem.engine_core.kernels.sampling.inputs import SamplingTables
 
 BLOCK = 128
-"""Tokens that one program gathers."""
+"""Tokens per program."""
 
 
 def decode_inputs_reference(
@@ -29,10 +29,10 @@ def decode_inputs_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return the input token and the KV slot of each token of a step.
 
-    Token i feeds the model what the token table holds for its row at its position, and writes its key and value to the
-    pool's slot that the page table has for that position. A negative position stands for that of the row's newest
-    token: `positions` gets it. `kept` gets copies of rows and positions. Shapes and dtypes are those of
-    `decode_inputs`, whose oracle this is.
+    Token i's input is the token table's entry for its row and position, and its key and value go to the slot that the
+    page table maps this position to. A negative position means the row's newest token, and `positions` is updated with
+    it. `kept` receives copies of rows and positions. Shapes and dtypes are those of `decode_inputs`; this is its
+    oracle.
     """
     tables.find_positions(rows, positions)
     if kept is not None:
@@ -93,11 +93,11 @@ def decode_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Gather the token ids and slots of a step; see `decode_inputs_reference`.
 
-    tables: of R rows; page_table: of the same; rows, positions: [B] int32, contiguous, rows below R, positions below
-    max_len and within the rows' pages, or negative; these bounds are not checked, since the values are on the device;
-    kept: [B] int32 each, written: rows, and positions without negative ones. Returns (input_ids, slot_mapping), each
-    [B] int64, and replaces negative positions. Raises ValueError if the rows of
-    a table are not contiguous or the page size is not a power of two.
+    tables, page_table: of R rows; rows, positions: [B] int32, contiguous, rows below R, positions below max_len and
+    within the rows' pages, or negative; bounds are not checked, since the values are on the device; kept: [B] int32
+    each, written: rows, and resolved positions. Returns (input_ids, slot_mapping), each [B] int64, and replaces
+    negative positions. Raises ValueError if the rows of a table are not contiguous or the page size is not a power of
+    two.
     """
     pages, tokens = page_table.pages, tables.tokens
     page_table.check()

@@ -1,8 +1,8 @@
-"""Spare programs of decode attention, for rows much longer than others.
+"""Extra splits of decode attention, for rows much longer than others.
 
-Where rows alone fill the device, each has few programs. A long row among them would hold up the step, and as many
-programs for every row as the longest possible one needs would nearly all find nothing to do: at 131,072 positions seven
-of eight. So a launch has a fixed number of spare programs, and a kernel gives them to long rows once a step.
+If the batch alone fills the GPU, each row has few splits, and one long row would delay the step. Giving every row as
+many splits as the longest possible row needs would leave nearly all of them idle: at 131,072 positions seven of eight.
+So a launch has a fixed number of extra splits, which a kernel assigns to long rows once per step.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -18,29 +18,28 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 
 BALANCE = 16384
-"""Positions of a row that call for one more program, unless there are too few spare ones: then twice as many do, or
-four times, and so on."""
+"""Positions per extra split of a row. If there are too few extra splits, it is doubled until they suffice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraSplits:
-    """The spare programs of a step, as `assign_extra_splits` gave them to rows.
+    """The extra splits of a step, as assigned by `assign_extra_splits`.
 
     A captured graph keeps reading its tensor.
     """
 
     plan: Tensor
-    """[2 * B + count] int32 on the device: of each row its first spare program and their number, then of each spare
-    program its row, or -1."""
+    """[2 * B + count] int32 on the device: the first extra split of each row, the number of extra splits of each row,
+    then the row of each extra split, or -1."""
     count: int
-    """Number of spare programs of a KV head, a multiple of the splits."""
+    """Number of extra splits of a KV head, a multiple of the splits."""
 
 
 def choose_spares(batch: int, kv_heads: int, multiprocessors: int, longest: int, splits: int) -> int:
-    """Return the number of spare programs of a KV head, a multiple of `splits`.
+    """Return the number of extra splits of a KV head, a multiple of `splits`.
 
-    All heads together fill the device about once: long rows that are more than these fill it themselves. longest: the
-    longest context possible, in positions; splits: programs that every row has.
+    Over all heads they fill the GPU about once: if more rows are long, those rows fill it themselves. longest: maximum
+    context length, in positions; splits: per row.
     """
     if not batch or ceil_div(longest, BALANCE) <= splits:
         return 0
@@ -48,9 +47,9 @@ def choose_spares(batch: int, kv_heads: int, multiprocessors: int, longest: int,
 
 
 def reach_without_spares(splits: int) -> int:
-    """Return the positions up to which a row is given no spare program.
+    """Return the maximum length of a row that gets no extra splits.
 
-    splits: programs that every row has.
+    splits: per row.
     """
     return splits * BALANCE
 
@@ -89,10 +88,10 @@ def _share_spares_kernel(
 
 
 def assign_extra_splits(positions: Tensor, splits: int, count: int, pdl: bool = False) -> ExtraSplits | None:
-    """Give the spare programs of a step to its longest rows.
+    """Assign the extra splits of a step to its longest rows.
 
-    A row gets one for each `BALANCE` positions beyond those of its `splits` own programs. positions: [B] integers on
-    the device, contiguous; count: from `choose_spares`; with 0 there are none. pdl: see the head of `kernels.norm`.
+    A row gets one for each `BALANCE` positions beyond those of its `splits` own ones. positions: [B] integers on the
+    device, contiguous; count: from `choose_extra_splits`, returns None for 0. pdl: see `kernels.dependent_launch`.
     """
     if not count:
         return None

@@ -1,8 +1,8 @@
-"""The newest token of a row, as decode attention takes it from the projection.
+"""Fused RoPE and KV write of decode attention.
 
-Its query heads are rotated where they are read, and the softmax begins with its own key and value. So attention reads
-from the pool only what earlier steps wrote; one program of each KV head stores the newest for later ones. Norms of
-queries and keys can be fused too. Oracle: `reference.layer.qk_norm_rope_and_kv_write`, then attention.
+Query heads are rotated as they are loaded, and the softmax starts with the newest key and value. So attention reads
+only positions from the pool that earlier steps wrote; one program per KV head stores the newest. QK norms can be fused
+too. Oracle: `reference.layer.qk_norm_rope_and_kv_write`, then attention.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -31,15 +31,16 @@ def newest_of(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Load all that `begin` needs and that kernels left before the one right before.
+    """Load the inputs of `begin` that were written before the preceding kernel.
 
-    An element turns with its partner, TURNING elements away; those behind the first 2 * TURNING stay. Returns the slot
-    of the newest position; the partner of each element, its cosine and its signed sine, [WIDE]; the factors of the
-    norms of queries, their partners, keys and their partners, [WIDE]; and the scales of keys and values.
+    An element is rotated with its partner, ROTARY_PAIRS elements away; those past the first 2 * ROTARY_PAIRS are
+    unchanged. Returns the slot of the newest position; each element's partner index, cosine and signed sine, [WIDE];
+    the weights of the query norm, for elements and partners, and of the key norm, likewise, [WIDE]; and the scales of
+    keys and values.
     """
     d = tl.arange(0, WIDE)
     partner = tl.where(d < TURNING, d + TURNING, tl.where(d < 2 * TURNING, d - TURNING, d))
-    # Runs of as many partners lie side by side as the largest power of two that divides their distance.
+    # Runs of partners are contiguous up to the largest power of two that divides their distance.
     ALIGNED: tl.constexpr = TURNING & -TURNING
     partner = tl.max_contiguous(tl.multiple_of(partner, ALIGNED), ALIGNED)
     turns = d < 2 * TURNING
@@ -61,18 +62,18 @@ def newest_of(
 
 @triton.jit
 def _factored(x, weight, dtype: tl.constexpr):
-    """Multiply normalised x by the norm's weight.
+    """Multiply normalized x by the norm's weight.
 
-    It is rounded to the weight's dtype before and to the head's after, as `norm.normalised` does.
+    It is rounded to the weight's dtype before and to the head's after, as in `norm.normalised`.
     """
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _rotated(heads_ptr, mask, partner, cos, sin, weight, partner_weight, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Load heads and rotate them, with NORM normalised before.
+    """Load heads, normalize them with NORM, and rotate them.
 
-    heads_ptr: the first element of each head, [N, 1], or of one; mask: broadcast to [N, WIDE]. Returns [N, WIDE] in
+    heads_ptr: the first element of each head, [N, 1], or of one; mask: broadcast to [N, WIDE]. Returns [N, WIDE]
     float32, not rounded.
     """
     d = tl.arange(0, partner.shape[0])
@@ -108,15 +109,15 @@ def begin(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Load the query heads of a row and a KV head, and begin their softmax.
+    """Load the query heads of a row and a KV head, and initialize their softmax.
 
-    Without `newest` the heads are rotated already, and the softmax begins with nothing. With it, from `newest_of`, they
-    are rotated here; the softmax of its `owner`, the program of the newest position, begins with the newest key and
+    Without `newest` the heads are rotated already, and the softmax starts empty. With it, from `load_newest`, they are
+    rotated here; the softmax of its `owner`, the program with the newest position, starts with the newest key and
     value, which it stores in the pool.
 
-    row_ptr: the row's queries, with `newest` followed by its keys and values; in_group: the query heads of the tile,
-    from `in_head`; scale, CAP: as in `attend`; best, weight: [ROWS], acc: [ROWS, WIDE]: nothing. Returns the query tile
-    in the dtype of the products, [ROWS, WIDE], and the three, begun.
+    row_ptr: the row's queries, with `newest` followed by its keys and values; in_group: mask of the tile's query heads,
+    from `in_head`; scale, CAP: as in `attend`; best, weight: [ROWS], acc: [ROWS, WIDE]: empty. Returns the query tile
+    in the dtype of the matmuls, [ROWS, WIDE], and the initialized best, weight and acc.
     """
     ROWS: tl.constexpr = acc.shape[0]
     WIDE: tl.constexpr = acc.shape[1]

@@ -1,4 +1,4 @@
-"""Online softmax that the attention kernels share, in powers of two.
+"""Online softmax of the attention kernels, in base 2.
 
 Paper: Milakov and Gimelshein, 2018.
 """
@@ -14,16 +14,16 @@ from tandem.engine_core.kernels.paged_pool import head_width
 
 LOG2_E = 1.4426950408889634
 WARPGROUP_ROWS = 64
-"""Rows of a tile from which the products take the large instructions of Hopper and Blackwell."""
+"""Tile rows from which matmuls use Hopper's and Blackwell's warpgroup instructions."""
 
 
 def max_stages(rows: int, positions: int, query: Tensor, keys: Tensor, gpu: GpuTraits) -> int:
-    """Return the depth of the deepest pipeline that fits the shared memory.
+    """Return the maximum number of pipeline stages that fit in shared memory.
 
-    A stage loads the keys and values of a block; the tile's queries and the powers of its scores stay. Large
-    instructions read keys and values of a narrower dtype after a conversion, which is stored too.
+    A stage loads the keys and values of a block; the tile's queries and probabilities stay resident. Warpgroup
+    instructions read keys and values of a narrower dtype after a conversion, which takes a buffer too.
 
-    rows: of the tile, query heads times queries; positions: of a block; query: [.., heads, D]; keys: [.., kv_heads, D].
+    rows: of the tile, query heads times queries; positions: per block; query: [.., heads, D]; keys: [.., kv_heads, D].
     """
     head_dim, itemsize = head_width(query.shape[-1]), query.element_size()
     warpgroup = rows >= WARPGROUP_ROWS
@@ -34,24 +34,24 @@ def max_stages(rows: int, positions: int, query: Tensor, keys: Tensor, gpu: GpuT
 
 
 def kernel_scale(scale: float, softcap: float | None) -> float:
-    """Return the factor of the products of queries and keys that `attend` takes.
+    """Return the scale of QK scores that `attend` takes.
 
-    Without a soft cap it makes them exponents of two; with one, the exponents from which `attend` computes tanh.
+    Without a soft cap it yields base-2 exponents; with one, the exponents from which `attend` computes tanh.
     """
     return scale * LOG2_E if softcap is None else 2 * LOG2_E * scale / softcap
 
 
 def kernel_cap(softcap: float | None) -> float | None:
-    """Return the largest exponent of two that a soft cap allows, or None without one."""
+    """Return the soft cap in base-2 exponents, or None without one."""
     return None if softcap is None else softcap * LOG2_E
 
 
 @triton.jit
 def query_over(q, keys_ptr):
-    """Convert a tile of queries to the dtype of the products.
+    """Cast a tile of queries to the dtype of the matmuls.
 
-    That is their own, but float16 for bfloat16 over 8-bit floats, which GPUs convert to float16 in one instruction and
-    from there to bfloat16 in another. The scale of keys keeps such queries far inside of float16's range: their
+    This is their own dtype, but float16 for bfloat16 queries over an FP8 pool: GPUs convert FP8 to float16 in one
+    instruction, and need another for bfloat16. The key scale keeps such queries well within float16's range: their dot
     products with stored keys are the scores.
     """
     dtype: tl.constexpr = keys_ptr.dtype.element_ty
@@ -60,9 +60,9 @@ def query_over(q, keys_ptr):
 
 @triton.jit
 def capped(scores, CAP: tl.constexpr):
-    """Apply a soft cap, if there is one, to exponents of two.
+    """Apply a soft cap, if any, to base-2 exponents.
 
-    tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 in float32 long before the power overflows.
+    tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 in float32 long before the exponential overflows.
     """
     if CAP is not None:
         scores = CAP - 2 * CAP / (tl.exp2(tl.minimum(scores, 64.0)) + 1)
@@ -71,11 +71,11 @@ def capped(scores, CAP: tl.constexpr):
 
 @triton.jit
 def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one block of keys and values to the running softmax of a query tile.
+    """Update the running softmax of a query tile with one block of keys and values.
 
-    Keys and values of a narrower dtype than the query's are widened, which is exact. visible: bool, broadcast to
-    [queries, keys]; scale: from `kernel_scale`; CAP: from `kernel_cap`. best, weight: [queries], the largest exponent
-    so far and the sum of powers relative to it; acc: [queries, D]. Returns these three, updated.
+    Keys and values of a narrower dtype are cast to the query's, which is exact. visible: bool, broadcast to [queries,
+    keys]; scale: from `kernel_scale`; CAP: from `kernel_cap`. best, weight: [queries], the largest exponent so far and
+    the sum of exponentials relative to it; acc: [queries, D]. Returns these three, updated.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
     scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)

@@ -1,20 +1,19 @@
-"""Decode attention over the paged KV pool in Triton, with one query a row.
+"""Decode attention over the paged KV pool in Triton, with one query per row.
 
 Lengths and pages are read on the device.
 
 Flash decoding (Dao et al., 2023) over a page table (Kwon et al., 2023). The grid is fixed, (KV heads, splits, rows),
-and a program finds on the device how long its row is and which share of it to take; one captured graph thus serves
-every mix of lengths, and a step needs no planning. Rows that are much longer than others get spare programs. The query
-heads of a KV head form one tile of `tl.dot`. Where several programs share a row, the last to finish combines what all
-have stored. With a sliding window the programs share only the blocks that the window reaches, so a row costs no more
-than its window.
+and a program computes its share of the row from the row's length on the device. So one captured graph serves every mix
+of lengths, and a step needs no planning. Rows much longer than the others get extra splits. The query heads of a KV
+head form one tile of `tl.dot`. If several programs split a row, the last to finish combines their partial results. With
+a sliding window only the blocks in the window are split, so the cost of a row is bounded by its window.
 
-Early loads: the kernel right before, `rope_and_kv_write`, writes of each row's keys and values only the newest
-position; all others are those of earlier steps. So a program may ask for its first blocks before that kernel has
-finished, unless they reach the newest position. Where the newest token is rotated here instead (`newest_token`), no
-program reads its position from the pool. This holds because no row of a step has several tokens here (those go to
-`paged_prefill`), or reads a page that another row of the same step fills (a page enters the prefix cache only after the
-step that fills it was launched).
+Early loads: the preceding kernel, `rope_and_kv_write`, writes only the newest position of each row's keys and values;
+all other positions were written by earlier steps. So a program may load its first blocks before that kernel has
+finished, unless they contain the newest position. If RoPE is fused (`newest_token`), no program reads the newest
+position from the pool. This is valid because no row of a step has several tokens here (those use `paged_prefill`), and
+no row reads a page that another row of the same step fills (a page enters the prefix cache only after the step that
+fills it was launched).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -52,11 +51,11 @@ from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 
 CHUNK, SHORT_CHUNK = 1024, 512
-"""Elements for each warp that the last program of a row combines at a time. The second, where most programs combine
-nothing, leaves them as many registers as programs that never do: more run side by side."""
+"""Elements per warp that the last program of a row combines at a time. The second, used if most programs combine
+nothing, keeps their register count at that of programs that never combine, so more run concurrently."""
 EARLY_REGISTERS = 128
-"""Most registers of a thread with early loads. Without this bound the compiler takes more for heads of 128 elements,
-and fewer programs run side by side."""
+"""Maximum registers per thread with early loads. Without this limit the compiler uses more for heads of 128 elements,
+and fewer programs run concurrently."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "least_blocks", "out_stride"])
@@ -118,8 +117,8 @@ def _paged_decode_kernel(
     b = tl.program_id(2)
     programs = splits
     if SPARES:
-        # The first programs are the spare ones, as they help the longest rows. A row's own programs wait for no load
-        # that says whom they help.
+        # Extra splits come first in the grid, since they belong to the longest rows. A row's own splits do not wait for
+        # the loads of the assignment.
         batch = tl.num_programs(2) - SPARES
         if b < SPARES:
             spare = b * splits + split
@@ -148,15 +147,15 @@ def _paged_decode_kernel(
     head_keys = keys_ptr + head * D
     head_values = values_ptr + head * D
 
-    # Page ids are fetched one tile ahead of their use: otherwise each tile's loads would wait for its page ids', and
-    # only one tile would be on its way at a time.
+    # Prefetch page ids one tile ahead: otherwise each tile's loads would wait for its page ids, and only one tile would
+    # be in flight at a time.
     end = tl.minimum(last * BLOCK, length) - 1
     page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
     query_row = query_ptr + b.to(tl.int64) * query_stride
     in_group = in_head(g < GROUP, d, D, WIDE)
     in_pool, owner, newest = length, last * BLOCK > position, None
     if TURNING:
-        # The program of the newest position keeps it apart; the pool gives all programs those before it.
+        # The split with the newest position keeps its key and value in registers; the pool provides the earlier ones.
         in_pool = position
         newest = newest_of(
             *(cos_ptr, sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, scales_ptr, b, cos_stride, sin_stride),
@@ -169,8 +168,7 @@ def _paged_decode_kernel(
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     q = query_over(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
-    # The first copies of the loop's pipeline, of fewer than `STAGES` blocks, come before the loop and so before the
-    # wait in it.
+    # The pipeline's prologue, fewer than `STAGES` blocks, is loaded before the loop and so before the wait in it.
     if not EARLY or (not TURNING and tl.minimum(first + STAGES, last) * BLOCK > position):
         wait_for_previous(PDL, DELAY_NEXT)
     if not EARLY:
@@ -209,13 +207,13 @@ def _paged_decode_kernel(
         group_partial = partial_ptr + pair * splits * GROUP * D
         place, beyond = split, 0
         if SPARES:
-            # The outputs of all rows' own programs are followed by those of the spare ones, head by head.
+            # The partial results of all rows' own splits are followed by those of the extra splits, head by head.
             own = (b * KV_HEADS + head + 1) * splits
             beyond = (batch * KV_HEADS + head * SPARES) * splits + first_spare - own
             place = tl.where(split < splits, split, split + beyond)
         tl.store(group_log_sums + place * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
         tl.store(group_partial + (place * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
-        # All of this program's stores come before its own arrival; the last one sees those of all.
+        # The barrier orders all of this program's stores before its arrival, so the last program sees all of them.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counters_ptr + pair, 0)
@@ -254,22 +252,21 @@ def paged_decode(
     rounded: QuantizedActivation | None = None,
     maxima: Tensor | None = None,
 ) -> Tensor:
-    """Attend with one new token a row to the row's positions up to its own.
+    """Attend with one new token per row to the row's positions up to and including its own.
 
-    Token i attends to positions 0 to positions[i] of its row, inclusive, all in the pool unless heads are rotated here.
-    query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 as the
-    query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous;
-    scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`,
-    the rule's tile and least if None; out: where to write; scratch: from `split_scratch`, for a caller that has to keep
-    it; scales: as in `kv_dtype`; spares: of these positions and splits; delay_next: the next kernel starts only when
-    this one has ended; rotation: the query is the projection, [B, heads + 2 * kv_heads, D], whose heads are rotated and
-    stored here; rounded: where to write bytes, with a known scale or one for each head; maxima: where to write the
-    largest absolute numbers of heads, [B, heads] float32. Returns [B, heads, D], contiguous, or the values of
-    `rounded`.
+    Token i attends to positions 0 to positions[i] of its row, all in the pool unless RoPE is fused. query: [B, heads,
+    D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 like the query, or as in
+    `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous; scale, window, softcap:
+    as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`, the rule's tile and
+    least if None; out: output tensor; scratch: from `split_scratch`, for callers that must keep it alive; scales: as in
+    `kv_dtype`; extra_splits: for these positions and splits; delay_next: the next kernel starts only when this one has
+    ended; rotation: fuse RoPE and the KV write: query is the output of the QKV projection, [B, heads + 2 * kv_heads,
+    D]; quantized: output tensor with a static scale or one per head; amax: output of the heads' absolute maxima, [B,
+    heads] float32. Returns [B, heads, D], contiguous, or the values of `quantized`.
 
-    With `pdl` the kernel right before may write the query, keys and values (with `early` only the newest ones, with a
-    rotation none), but nothing else. Launches on one device must be ordered, as they share counters. Raises
-    RuntimeError if the first is under graph capture, ValueError for another D, layout, page size, rotation or band.
+    With `pdl` the preceding kernel may write the query, keys and values (with `early` only the newest, with a rotation
+    none), but nothing else. Launches on one device must be ordered, as they share counters. Raises RuntimeError if the
+    first is under graph capture, ValueError for an unsupported D, layout, page size, rotation or window.
     """
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
@@ -295,7 +292,7 @@ def paged_decode(
 def _result(
     query: Tensor, heads: int, rounded: QuantizedActivation | None, maxima: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """Return where to write the result, after a check of what is written beside it."""
+    """Check the optional outputs, and return the output tensor."""
     check_rounding(len(query), heads, rounded, maxima)
     if out is not None:
         return out
@@ -307,9 +304,9 @@ def _result(
 def _optional(
     rotation: Rotation | None, rounded: QuantizedActivation | None, maxima: Tensor | None, unused: Tensor
 ) -> tuple[Tensor | int | float, ...]:
-    """Return the kernel's arguments of a rotation and of a result that is rounded.
+    """Return the kernel's arguments of RoPE and of output quantization.
 
-    unused: stands in for the tensors that they lack.
+    unused: passed for tensors that are not given.
     """
     of_bytes = (unused if maxima is None else maxima, 0)
     if rounded is not None:
@@ -341,12 +338,12 @@ def _variant(
 
 
 def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, Tensor]:
-    """Allocate the partial results of programs that share a row.
+    """Allocate the partial results of split rows.
 
-    The last of these programs to finish combines them. spares: programs of a KV head beside those of the rows.
+    The last program of a row combines them. extra: number of extra splits of a KV head.
 
-    Returns the outputs and the base-2 logarithms of the softmax sums, both float32, [(B * splits + spares) * heads * D]
-    and [(B * splits + spares) * heads]; empty for a single split without spares.
+    Returns the outputs and the base-2 log-sum-exps, both float32, [(B * splits + extra) * heads * D] and [(B * splits +
+    extra) * heads]; empty for a single split without extra ones.
     """
     rows = query.shape[0] * splits + spares if splits > 1 or spares else 0
     count = rows * query.shape[1]

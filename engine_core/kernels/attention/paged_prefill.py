@@ -1,11 +1,11 @@
 """Causal attention over the paged KV pool in Triton, for rows of any lengths.
 
-Rows may be prompts, chunks of prompts, and decode rows beside them.
+Rows may be prompts, prompt chunks and decode rows.
 
-A program takes a tile of one row's neighbouring queries and one KV head, shares the tile among that head's query heads,
-and goes over the row's pages with an online softmax (FlashAttention: Dao, 2023; page tables: Kwon et al., 2023). Where
-tiles are too few to fill the device, several programs share the positions of one, as in `paged_decode`. With a sliding
-window a tile begins at the block that its first query's window reaches.
+A program processes a tile of adjacent queries of one row and one KV head, with that head's query heads packed into the
+tile, and iterates over the row's pages with an online softmax (FlashAttention: Dao, 2023; page tables: Kwon et al.,
+2023). If there are too few tiles to fill the GPU, several programs split the positions of one, as in `paged_decode`.
+With a sliding window a tile starts at the first block in the window of its first query.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -42,22 +42,22 @@ from tandem.engine_core.kernels.paged_pool import (
 )
 
 TILE_WORDS = 4
-"""int32 words of one tile: row of the page table, first query in the step, that query's position, queries left.
+"""int32 words per tile: row of the page table, index of its first query, that query's position, remaining queries.
 
-All four are 0 in a tile without work.
+All four are 0 in an unused tile.
 """
 PROGRAMS_PER_SM = 2
-"""Programs that fill a multiprocessor."""
+"""Programs needed to fill an SM."""
 LEAST_POSITIONS = 256
-"""Smallest number of positions that are worth a program of their own."""
+"""Minimum number of positions per split."""
 LOWEST = tl.constexpr(-1e30)
-"""An exponent below every score, yet finite: a query may see nothing of a program's share."""
+"""Finite lower bound of all exponents: a query may see no key of a split."""
 
 
 class TileShape(NamedTuple):
-    """Tile of a prefill program, with its launch parameters.
+    """Tile shape and launch parameters of a prefill program.
 
-    rows: queries times heads; positions: read at once; warps: of the program; stages: depth of its software pipeline.
+    rows: queries times heads; positions: per block; warps: per program; stages: of the software pipeline.
     """
 
     rows: int
@@ -69,7 +69,7 @@ class TileShape(NamedTuple):
 def choose_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
     """Return the measured tile shape for a head size and dtype.
 
-    float32 takes the exact product, without tensor cores, so its tiles only have to fit.
+    float32 uses exact matmuls without tensor cores, so its tiles only have to fit.
     """
     if dtype.itemsize > 2:
         return TileShape(16, 16, 4, 1)
@@ -77,7 +77,7 @@ def choose_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
 
 
 def fit_shape(shape: TileShape, query: Tensor, keys: Tensor, gpu: GpuTraits) -> TileShape:
-    """Return a shape with no more pipeline stages than fit the shared memory.
+    """Reduce the pipeline stages of a shape to what fits in shared memory.
 
     query, keys: as in `paged_prefill`.
     """
@@ -86,18 +86,18 @@ def fit_shape(shape: TileShape, query: Tensor, keys: Tensor, gpu: GpuTraits) -> 
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of queries of one tile.
+    """Return the number of queries per tile.
 
-    It is the tile's rows over the query heads of a KV head, the latter rounded up to a power of two.
+    This is the tile's rows divided by the query heads per KV head, padded to a power of two.
     """
     width = int(triton.next_power_of_2(heads // kv_heads))
     return max(1, choose_shape(head_dim, dtype).rows // width)
 
 
 def choose_splits(tiles: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many programs may share a tile of one KV head.
+    """Return the number of splits of a tile and KV head that fills the GPU.
 
-    They are enough to fill the device. Programs without work return at once.
+    Programs without work return immediately.
     """
     return max(1, min(ceil_div(multiprocessors * PROGRAMS_PER_SM, tiles * kv_heads), MAX_SPLITS))
 
@@ -153,7 +153,7 @@ def _paged_prefill_kernel(
     lowest = 0
     if WINDOW is not None:
         lowest = tl.maximum(start + 1 - WINDOW, 0)
-    # A tile without work has no blocks, and begins at none.
+    # An unused tile has no blocks, and starts at none.
     begin, end, used = split_blocks(length, lowest, split, splits, least_blocks, BLOCK)
     if begin >= end:
         return
@@ -161,7 +161,7 @@ def _paged_prefill_kernel(
     r = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
     n = tl.arange(0, BLOCK)
-    # A tile of fewer queries than it has room for repeats the last one.
+    # A partial tile repeats its last query.
     index = tl.minimum(r // WIDTH, queries - 1)
     group = r % WIDTH
     mask = (r // WIDTH < queries) & (group < GROUP)
@@ -170,13 +170,13 @@ def _paged_prefill_kernel(
     page_row = page_table_ptr + row * table_stride
     head_keys = keys_ptr + head * D
     head_values = values_ptr + head * D
-    # Page ids are fetched one tile ahead of their use, as in `paged_decode`.
+    # Prefetch page ids one tile ahead, as in `paged_decode`.
     page = tl.load(page_row + tl.minimum(begin * BLOCK + n, length - 1) // PAGE_SIZE)
     if PDL:
         if not BESIDE:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Bypass the first-level cache: a program beside `paged_decode` has waited for nothing since this was written.
+    # Bypass L1: if launched next to `paged_decode`, this program has not waited for the kernel that wrote this.
     if WIDE == D:
         q = tl.load(query_ptr + q_offs[:, None] + d[None, :], cache_modifier=".cg")
     else:
@@ -212,7 +212,7 @@ def _paged_prefill_kernel(
         outputs = tokens.to(tl.int64) * KV_HEADS * GROUP
         tl.store(log_sums_ptr + split * outputs + output, best + tl.log2(weight), mask=mask)
         tl.store(partial_ptr + split * outputs * D + out_offs, acc, mask=out_mask)
-        # All of this program's stores come before its own arrival; the last one sees those of all.
+        # The barrier orders all of this program's stores before its arrival, so the last program sees all of them.
         tl.debug_barrier()
         pair = number * KV_HEADS + head
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
@@ -221,7 +221,7 @@ def _paged_prefill_kernel(
             weight = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, WIDE], tl.float32)
             for s in range(0, used):
-                # Bypass the first-level cache, which may hold what an earlier launch left there.
+                # Bypass L1, which may hold stale data of an earlier launch.
                 log_sum = tl.load(log_sums_ptr + s * outputs + output, mask=mask, other=LOWEST, cache_modifier=".cg")
                 part = tl.load(partial_ptr + s * outputs * D + out_offs, mask=out_mask, other=0.0, cache_modifier=".cg")
                 new_best = tl.maximum(best, log_sum)
@@ -231,7 +231,7 @@ def _paged_prefill_kernel(
                 best = new_best
             acc = acc / weight[:, None]
             tl.store(out_ptr + out_offs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-    # A kernel that waits for this one has then waited for the one beside it, too.
+    # A kernel that waits for this one must also have waited for the `paged_decode` that overlaps it.
     if PDL and BESIDE:
         tl.extra.cuda.gdc_wait()
 
@@ -253,21 +253,22 @@ def paged_prefill(
     out: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Attend with each query to its row's positions up to its own.
+    """Attend with each query to its row's positions up to and including its own.
 
-    All of those positions are in the pool already. query: [T, heads, D], heads contiguous; keys, values: [slots,
-    kv_heads, D], float32, bfloat16 or float16 as the query, or as in `kv_dtype`, D one of `HEAD_DIMS`; tiles: [N,
-    4] int32 on the device, contiguous, which together cover every query once: a row of the page table, the index among
-    T of the tile's first query, that query's position, and the number of queries that the row has from there on (a tile
-    takes up to `tile_queries` of them); scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`;
-    shape: measured defaults if None; out: where to write; scales: as in `kv_dtype`. Returns [T, heads, D], contiguous.
-    Raises ValueError for another D, layout or page size, a window below 1 or a soft cap that is not positive.
+    The keys and values of all those positions must be in the pool. query: [T, heads, D], heads contiguous; keys,
+    values: [slots, kv_heads, D], float32, bfloat16 or float16 like the query, or as in `kv_dtype`, D one of
+    `HEAD_DIMS`; tiles: [N, 4] int32 on the device, contiguous, together covering every query once: page table row,
+    index among T of the tile's first query, that query's position, and the row's remaining number of queries (a tile
+    processes up to `tile_queries` of them); scale, window, softcap: as in `LayerAttention`; splits: from
+    `choose_splits`; shape: measured defaults if None; out: output tensor; scales: as in `kv_dtype`. Returns [T, heads,
+    D], contiguous. Raises ValueError for an unsupported D, layout or page size, a window below 1 or a non-positive soft
+    cap.
 
-    With `pdl` the kernel right before may write the query, keys and values, but not tiles or the page table, which are
-    read before it has finished. With `beside` the kernel right before is `paged_decode`, which begins after every
-    kernel that wrote these inputs, and the two run side by side: every row of `paged_decode` waits before it lets a
-    successor start. At least one tile must have work then. Launches on one device must be ordered; RuntimeError if the
-    first is under graph capture.
+    With `pdl` the preceding kernel may write the query, keys and values, but not tiles or the page table, which are
+    read before it has finished. With `overlap` the preceding kernel is `paged_decode`, which starts after every kernel
+    that wrote these inputs, and both run concurrently: every row of `paged_decode` waits before it triggers its
+    dependent launch. At least one tile must have work in this case. Launches on one device must be ordered;
+    RuntimeError if the first is under graph capture.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -280,7 +281,7 @@ def paged_prefill(
     shape = shape or choose_shape(head_dim, query.dtype)
     partial, log_sums = split_scratch(query, splits)
     counters = split_counters("paged_prefill", query.device)
-    # Tiles come first: the other dimensions of a grid end at 65,535.
+    # Tiles are the first dimension because the others of a grid are limited to 65,535.
     _paged_prefill_kernel[(len(tiles), kv_heads, splits)](
         *(out, partial, log_sums, counters, query, keys, values, tiles, page_table.pages, scales),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), tokens, splits),

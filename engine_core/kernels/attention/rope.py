@@ -1,9 +1,9 @@
 """Rotary embedding in Triton, fused with the KV write.
 
-Norms of queries and keys can be fused too. A program takes a few heads of one token, whatever their kind: queries, keys
-and values are adjacent in the output of the projection. It holds a head as pairs: those that turn, R / 2 elements apart
-in the head's first R, and then the rest, halved. Oracle: `reference.layer.qk_norm_rope_and_kv_write`. `pdl`: see the
-head of `kernels.norm`.
+QK norms can be fused too. A program processes a few heads of one token, of any kind: queries, keys and values are
+adjacent in the output of the QKV projection. A head is loaded as pairs of elements: first the rotated ones, R / 2 apart
+in the head's first R elements, then the two halves of the rest. Oracle: `reference.layer.qk_norm_rope_and_kv_write`.
+`pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -20,7 +20,7 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.paged_pool import check_head_dim, check_heads, head_width, stored
 
 ELEMENTS, WARPS = 1024, 2
-"""Elements that one program rotates, and its warps."""
+"""Elements and warps per program."""
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pair = tl.arange(0, PAIRS)
-    # The elements of each pair. Runs of `ALIGNED` pairs lie side by side, so they can be moved by wide instructions.
+    # Indices of each pair. Runs of `ALIGNED` pairs are contiguous, which allows vector loads and stores.
     i, j = pair, pair + D // 2
     if TURNING < D // 2:
         i += tl.where(pair < TURNING, 0, TURNING)
@@ -80,7 +80,7 @@ def _rope_kernel(
     first_raw = tl.load(source + i[None, :], mask=is_query | is_key | is_value, other=0.0)
     second_raw = tl.load(source + j[None, :], mask=is_query | is_key | is_value, other=0.0)
     slot = tl.load(slot_mapping_ptr + token)
-    # The cosine's halves are equal and the sine's first half is its second, negated: half of each is enough.
+    # Both halves of the cosines are equal, and the first half of the sines is the second negated: load half of each.
     turns = pair < TURNING
     c = tl.load(cos_ptr + token * cos_stride + pair, mask=turns, other=1.0)[None, :]
     s = tl.load(sin_ptr + token * sin_stride + TURNING + pair, mask=turns, other=0.0)[None, :]
@@ -89,7 +89,7 @@ def _rope_kernel(
     if NORM:
         mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
         inverse = tl.rsqrt(mean + eps)[:, None]
-        # Rounded to the weight's dtype and then to the head's, as in `norm.normalised`.
+        # Round to the weight's dtype and then to the head's, as in `norm.normalised`.
         first = ((first * inverse).to(first_weight.dtype).to(tl.float32) * first_weight.to(tl.float32)).to(dtype)
         second = ((second * inverse).to(second_weight.dtype).to(tl.float32) * second_weight.to(tl.float32)).to(dtype)
         first, second = first.to(tl.float32), second.to(tl.float32)
@@ -125,16 +125,16 @@ def rope_and_kv_write(
     scales: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Rotate queries and keys, and store keys and values in the pool.
+    """Apply RoPE to queries and keys, and store keys and values in the pool.
 
-    Queries and keys are normalised first where norm weights are given.
+    Queries and keys are normalized first if norm weights are given.
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of `HEAD_DIMS`; cos, sin: [T, 1, R] float32 as in
     `reference.layer.rope`, R even and at most D; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written,
-    with one stride for slots; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3); scales: of an 8-bit pool, as in
-    `kv_dtype`, which the kernel before must not write. Dtypes float32, bfloat16 or float16, all but the tables' the
-    same; keys and values may be as in `kv_dtype`, the norms float32. Returns the rotated queries, times the scale of
-    keys, [T, heads, D], contiguous. Raises ValueError for another D, R or layout.
+    with equal slot strides; q_norm, k_norm: [D], both or neither (Qwen 3, Gemma 3); scales: of an 8-bit pool, as in
+    `kv_dtype`, which the preceding kernel must not write. Dtypes are float32, bfloat16 or float16, equal except for the
+    tables; keys and values may be as in `kv_dtype`, the norms float32. Returns the rotated queries, multiplied by the
+    key scale, [T, heads, D], contiguous. Raises ValueError for an unsupported D, R or layout.
     """
     tokens, all_heads, head_dim = qkv.shape
     kv_heads = keys.shape[1]

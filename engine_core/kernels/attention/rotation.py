@@ -1,4 +1,4 @@
-"""Rotation of the heads of new tokens, as attention is handed it."""
+"""RoPE inputs for new tokens."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,23 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """The rotation of T tokens, and where their keys and values are stored.
-
-    Some models normalise query and key heads before it.
-    """
+    """Cosines, sines and KV slots of T tokens, and the weights of QK norms if the model has them."""
 
     cos: Tensor
     """[T, 1, R] float32 as in `reference.layer.rope`, R even and at most head_dim."""
     sin: Tensor
-    """[T, 1, R] float32, its first half negated."""
+    """[T, 1, R] float32, with the first half negated."""
     slot_mapping: Tensor
     """[T] int64, slot of each token's key and value."""
     q_norm: Tensor | None = None
-    """[head_dim], factors of the norm of query heads. None: there is none, nor one of key heads."""
+    """[head_dim], weight of the norm of query heads. None: neither query nor key heads are normalized."""
     k_norm: Tensor | None = None
-    """[head_dim], those of key heads."""
+    """[head_dim], weight of the norm of key heads."""
     eps: float = 1e-6
-    """Of both norms."""
+    """Epsilon of both norms."""
 
     def check(self, head_dim: int) -> None:
-        """Raise ValueError for tables that do not fit a head, or for one norm alone."""
+        """Raise ValueError for tables that do not fit a head, or if only one norm is given."""
         if (self.q_norm is None) != (self.k_norm is None):
             raise ValueError("the norms of queries and keys must both be given, or neither")
         cosines, sines = self.cos.shape[2], self.sin.shape[2]

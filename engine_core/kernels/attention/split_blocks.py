@@ -1,6 +1,6 @@
-"""Division of a row's blocks among programs, and how results are combined.
+"""Split-KV: divide a row's blocks among programs and combine the partial results.
 
-The attention kernels share the division; the combination is that of `paged_decode`.
+All attention kernels use the division, `paged_decode` the combination.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -11,11 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def split_blocks(length, lowest, split, splits, least_blocks, BLOCK: tl.constexpr):
-    """Return a program's range of blocks and the number of programs in use.
+    """Return a program's range of blocks and the number of active splits.
 
-    Blocks of `BLOCK` positions from the one of `lowest` to the one of `length - 1` are shared evenly by `splits`
-    programs, but each takes at least `least_blocks`, so that the last programs may have none and are not in use. The
-    range is the first block and the one after the last. split: number of the program.
+    Blocks of `BLOCK` positions from the one with `lowest` to the one with `length - 1` are divided evenly among
+    `splits` programs, with at least `least_blocks` each, so the last programs may be inactive. The range is the first
+    block and the one after the last. split: index of the program.
     """
     skipped = lowest // BLOCK
     blocks = tl.cdiv(length, BLOCK) - skipped
@@ -39,10 +39,10 @@ def combine_splits(
     WIDE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Weigh the outputs of splits by their softmax sums.
+    """Combine the partial outputs of splits, weighted by their softmax sums.
 
-    used: number of splits; beyond: distance from where the outputs of a row's own `splits` end to those of its spare
-    programs. Returns [ROWS, WIDE] float32.
+    used: number of splits; beyond: offset from the end of the outputs of a row's own `splits` to those of its extra
+    splits. Returns [ROWS, WIDE] float32.
     """
     g = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
@@ -56,7 +56,7 @@ def combine_splits(
         if SPARES:
             place = tl.where(s < splits, s, s + beyond)
         offs = place[:, None] * GROUP + g[None, :]
-        # Bypass the first-level cache, which may hold what an earlier launch left there.
+        # Bypass L1, which may hold stale data of an earlier launch.
         log_sum = tl.load(log_sums_ptr + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(
             partial_ptr + offs[:, :, None] * D + d[None, None, :],
@@ -64,7 +64,7 @@ def combine_splits(
             other=0.0,
             cache_modifier=".cg",
         )
-        # Unused heads of the tile have no weight at all; a finite floor keeps them from giving NaN.
+        # Unused heads of the tile have zero weight; a finite minimum avoids NaN.
         new_best = tl.maximum(tl.maximum(best, tl.max(log_sum, axis=0)), -1e30)
         shrink = tl.exp2(best - new_best)
         w = tl.exp2(log_sum - new_best[None, :])

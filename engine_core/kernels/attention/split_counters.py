@@ -1,10 +1,10 @@
-"""Counters by which programs that share work find out which finishes last."""
+"""Arrival counters of programs that share work, used to detect the last one."""
 
 import torch
 from torch import Tensor
 
 COUNTERS = 1 << 16
-"""Largest number of shared pieces of work in one launch."""
+"""Maximum number of counters used by one launch."""
 
 _counters: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -12,9 +12,9 @@ _counters: dict[tuple[str, torch.device], Tensor] = {}
 def split_counters(kernel: str, device: torch.device) -> Tensor:
     """Return a kernel's counters on a device, [COUNTERS] int32.
 
-    The counters are zero between the kernel's launches. They are kept for the life of the process, because captured
-    graphs point at them. A kernel's launches on one device must be ordered. Raises RuntimeError if the first call for a
-    kernel and device is under graph capture.
+    The counters are zero between launches. They live as long as the process, because captured graphs hold their
+    address. A kernel's launches on one device must be ordered. Raises RuntimeError if the first call for a kernel and
+    device is under graph capture.
     """
     if (kernel, device) not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Updates of the tables of rows that a step brings, in one launch."""
+"""Apply a step's updates to the per-row tables, in one launch."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS, SamplingTables
 
 BLOCK, PROGRAMS = 256, 32
-"""Words that one program writes at a time, and the programs that share all of them."""
+"""Words per program and iteration, and number of programs."""
 
 
 def update_tables_reference(locations: Tensor, inputs: Tensor, pages: Tensor, tables: SamplingTables) -> None:
-    """Write what `update_tables` writes, whose oracle this is."""
+    """Apply updates like `update_tables`; this is its oracle."""
     fields = [inputs[offset : offset + length] for offset, length in locations.tolist()]
     for table, index, values in zip((tables.tokens, tables.lengths, pages), fields[:6:2], fields[1:6:2], strict=True):
         table.view(-1)[index.view(torch.int64)] = values
@@ -25,7 +25,7 @@ def update_tables_reference(locations: Tensor, inputs: Tensor, pages: Tensor, ta
 
 @triton.jit
 def _scatter(locations_ptr, inputs_ptr, table_ptr, FIELD: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the values of field FIELD + 1 to the places, of 64 bits, in field FIELD."""
+    """Scatter the values of field FIELD + 1 to the 64-bit indices in field FIELD."""
     places_ptr = inputs_ptr + tl.load(locations_ptr + 2 * FIELD)
     count = tl.load(locations_ptr + 2 * FIELD + 1) // 2
     values_ptr = inputs_ptr + tl.load(locations_ptr + 2 * FIELD + 2)
@@ -44,9 +44,9 @@ def _write_rows(
     locations_ptr, inputs_ptr, rows_ptr, table_ptr, FIELD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of WIDTH words, one after the other in a field.
+    """Write consecutive rows of WIDTH words of a field to the rows of a table.
 
-    rows_ptr: of their numbers, STEP words apart.
+    rows_ptr: row indices, STEP words apart.
     """
     values_ptr = inputs_ptr + tl.load(locations_ptr + 2 * FIELD)
     count = tl.load(locations_ptr + 2 * FIELD + 1)
@@ -77,7 +77,7 @@ def _update_tables_kernel(
     _scatter(locations_ptr, inputs_ptr, tokens_ptr, 0, BLOCK)
     _scatter(locations_ptr, inputs_ptr, lengths_ptr, 2, BLOCK)
     _scatter(locations_ptr, inputs_ptr, pages_ptr, 4, BLOCK)
-    # The first column of the integers is the row's number, in 64 bits.
+    # The first integer column is the 64-bit row index.
     rows_ptr = inputs_ptr + tl.load(locations_ptr + 2 * 6)
     _write_rows(locations_ptr, inputs_ptr, rows_ptr, ints_ptr, 6, INT_WORDS, INT_WORDS, BLOCK)
     _write_rows(locations_ptr, inputs_ptr, rows_ptr, floats_ptr, 7, FLOATS, INT_WORDS, BLOCK)
@@ -85,11 +85,11 @@ def _update_tables_kernel(
 
 
 def update_tables(locations: Tensor, inputs: Tensor, pages: Tensor, tables: SamplingTables) -> None:
-    """Write the updates that a packed step brings, all but biases, into the tables.
+    """Apply the updates of a packed step, except biases, to the tables.
 
-    Nothing comes from the host, so a graph can hold it. locations: [len(UPDATE_FIELDS), 2] int32, offset in `inputs`
-    and length, in words, of each of these fields; zeros for one that is missing. inputs: int32, contiguous; pages:
-    [rows, pages_per_row] int32. Places and rows are not checked. Raises ValueError for a table that is not contiguous.
+    Reads nothing from the host, so it can be captured in a graph. locations: [len(UPDATE_FIELDS), 2] int32, offset in
+    `inputs` and length, in words, of each of these fields; zeros for a missing one. inputs: int32, contiguous; pages:
+    [rows, pages_per_row] int32. Indices and rows are not checked. Raises ValueError for a non-contiguous table.
     """
     written = tables.tokens, tables.lengths, pages, tables.ints, tables.floats, tables.suppressed
     if not all(table.is_contiguous() for table in (*written, locations, inputs)):

@@ -1,6 +1,6 @@
-"""Quantized weights as numbers in 16 bits, for a library's product.
+"""Dequantization of weights to 16 bits, for library GEMMs.
 
-A program makes part of an output's weights. Oracles: `dequantized` of
+A program dequantizes part of one output's weights. Oracles: `dequantized` of
 `layers.quantized.eight_bit_linear.EightBitLinear` and of `int4_linear.Int4Linear`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,7 +31,7 @@ def _dequantize_eight_bit_kernel(
         scales = tl.load(scales_ptr + (row // 16) * tl.cdiv(inputs, 128) + offs // 128, mask=mask, other=0.0)
     else:
         scales = tl.load(scales_ptr + row)
-    # The kernel before may still read the memory that is written here.
+    # The previous kernel may still read the memory that is written here.
     wait_for_previous(PDL)
     tl.store(out_ptr + row * inputs + offs, (values * scales).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -60,7 +60,7 @@ def _dequantize_int4_kernel(
     levels = eight_levels(words, zeros, tl.float32)
     numbers = (levels * scales[:, None, None, None]).to(out_ptr.dtype.element_ty)
     if RUN > 0:
-        # Parts of an input's number, from the words on: t, j, e, c, d.
+        # From the words' order to that of the inputs: bit fields t, j, e, c, d of an input index.
         numbers = tl.permute(tl.reshape(numbers, [BLOCK // (32 * RUN), 4, RUN, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
     else:
         numbers = tl.permute(numbers, (0, 1, 3, 2))
@@ -70,10 +70,10 @@ def _dequantize_int4_kernel(
 
 
 def dequantize_eight_bit(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
-    """Return weights as numbers, [outputs, inputs].
+    """Return dequantized weights, [outputs, inputs].
 
-    values: [outputs, inputs], int8, float8_e4m3fn or the bits of that as uint8; scales: float32, of each output or of
-    blocks of 16 outputs and 128 inputs, [outputs / 16, inputs / 128], rounded up.
+    values: [outputs, inputs], int8, float8_e4m3fn or its bits as uint8; scales: float32, per output or per block of 16
+    outputs and 128 inputs, [outputs / 16, inputs / 128], rounded up.
     """
     outputs, inputs = values.shape
     out = torch.empty(outputs, inputs, device=values.device, dtype=dtype)
@@ -92,9 +92,9 @@ def dequantize_eight_bit(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl
 
 
 def dequantize_int4(words: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
-    """Return weights of four bits as numbers, [outputs, inputs].
+    """Return dequantized int4 weights, [outputs, inputs].
 
-    words, scales, zeros: as `quantized_gemv` takes them, with groups of any size that is a multiple of 8.
+    words, scales, zeros: as in `quantized_gemv`, with any group size that is a multiple of 8.
     """
     outputs, inputs = words.shape[0], words.shape[1] * PER_WORD
     group, run = group_and_run(words, scales, zeros)

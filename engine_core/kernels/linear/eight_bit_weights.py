@@ -1,4 +1,4 @@
-"""Weights of one byte as numbers, and the scales of their rows."""
+"""Conversion of 8-bit weights, and their row scales."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
@@ -10,10 +10,10 @@ from tandem.engine_core.kernels.fast_math import floats_of_int8
 
 @triton.jit
 def numbers_of(stored, dtype: tl.constexpr):
-    """Return stored weights as numbers.
+    """Convert stored 8-bit weights to `dtype`, without scales.
 
-    Bytes without a sign stand for float8 e4m3, which GPUs before compute capability 8.9 cannot convert. Its bits are
-    moved into a float16, whose exponents are biased by 8 more.
+    uint8 holds the bits of float8 e4m3, which GPUs below compute capability 8.9 cannot convert. They are shifted into a
+    float16, whose exponent bias is larger by 8.
     """
     if stored.dtype == tl.uint8:
         bits = stored.to(tl.uint16)
@@ -22,14 +22,14 @@ def numbers_of(stored, dtype: tl.constexpr):
     if stored.dtype == tl.int8:
         return floats_of_int8(stored).to(dtype)
     if stored.dtype.is_fp8() and dtype == tl.bfloat16:
-        # From float16 straight to bfloat16 there is only a slow instruction, for one number at a time.
+        # The only direct conversion from float16 to bfloat16 is a slow scalar instruction.
         return stored.to(tl.float32).to(dtype)
     return stored.to(dtype)
 
 
 @triton.jit
 def scaled(sums, scale_ptr, offs_n, mask_n, SCALES: tl.constexpr):
-    """Multiply sums by the scales of their weight rows, where those have any."""
+    """Multiply sums by the scales of their weight rows, if any."""
     if SCALES == 1:
         sums *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)
     return sums

@@ -1,8 +1,8 @@
-"""Gated product of bytes with bytes, rounded to one byte, for few rows.
+"""Gated W8A8 GEMM with quantized output, for few rows.
 
-It is activation(x G^T) * (x U^T). A program multiplies all rows by a tile of the gate's outputs and by the same of the
-up projection's, gates, and rounds for the product that follows, if a scale is known or needs no more than a tile.
-Oracles: `reference.quantized_activation.quantized_matmul` and `quantized_gate`.
+Computes activation(x G^T) * (x U^T). A program multiplies all rows by a tile of the gate's outputs and by the same of
+the up projection's, applies the gate, and quantizes the result for the next matmul if the scale is static or depends on
+one tile only. Oracles: `reference.quantized_activation.quantized_matmul` and `quantized_gate`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -55,13 +55,13 @@ def gated_w8a8_gemm_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply rows by both halves of a transposed weight, gate, and round.
+    """Multiply rows by both halves of a transposed weight, apply the gate, and quantize.
 
-    x: [M, K], M at most BLOCK_M; weight: [2 N, K], gate first; out: [M, N]. GROUP: as in `kernels.quantize`.
-    out_scale: with a known scale [1], with groups, of BLOCK_N, [N / GROUP, out_stride]. With scales of rows, which
-    no program knows, out gets numbers, and out_scale, [M, out_stride], the largest of each row and tile. DTYPE: of
-    numbers before they are rounded. The rest is as in `w8a8_gemm_kernel`; with BLOCKS all outputs of a tile share
-    their scales.
+    x: [M, K], M at most BLOCK_M; weight: [2 N, K], gate first; out: [M, N]. GROUP: as in `kernels.quantize`. out_scale:
+    [1] if static; with groups, of BLOCK_N, [N / GROUP, out_stride]. With row scales, which no single program can
+    compute, out gets unquantized values, and out_scale, [M, out_stride], the absolute maximum of each row and tile.
+    DTYPE: of values before quantization. Other arguments as in `w8a8_gemm_kernel`; with BLOCKS all outputs of a tile
+    share their scales.
     """
     STEPS: tl.constexpr = K // BLOCK_K
     sum_dtype: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.is_int() else tl.float32
@@ -118,12 +118,12 @@ def gated_w8a8_gemm(
     to: ActivationFormat,
     pdl: bool = False,
 ) -> QuantizedActivation:
-    """Return activation(gate) * up of a product, rounded to one byte.
+    """Return activation(gate) * up of a matmul, quantized to 8 bits, [T, outputs / 2].
 
-    It is [T, outputs / 2]. x: at most `plan.block_m` rows; weight: [outputs, inputs], gate first, of x's dtype,
-    inputs a multiple of `plan.block_k`; scales: float32, [outputs], or [outputs / 16, inputs / 128] with x in
-    groups of 128, where those of each half's 128 outputs, from a multiple of 128, are equal; bias: [outputs]; to:
-    its groups, if any, are of `plan.block_n`. With a scale for each row, a second launch rounds.
+    x: at most `plan.block_m` rows; weight: [outputs, inputs], gate first, of x's dtype, inputs a multiple of
+    `plan.block_k`; scales: float32, [outputs], or [outputs / 16, inputs / 128] with x in groups of 128, where the
+    scales of each aligned 128 outputs of a half are equal; bias: [outputs]; to: format of the result, with groups, if
+    any, of `plan.block_n`. With row scales, a second launch quantizes.
     """
     (outputs, inputs), group = weight.shape, group_of(to)
     width = outputs // 2

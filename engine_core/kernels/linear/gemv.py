@@ -1,11 +1,11 @@
-"""Product y = x W^T for one row x, as a stream over W.
+"""GEMV y = x W^T for one row x, streaming W.
 
-The norm before it and a gated activation after it can be fused.
+RMSNorm before it and a gated activation after it can be fused.
 
-Such a product is bound by reading W once. Each program owns a contiguous run of W's rows, sums in float32 and needs
-no other program, so results are the same from run to run. W never changes, so a program loads the first of its part
-before it waits for the kernel that produces x (programmatic dependent launch, see `kernels.norm`): memory stays busy
-between kernels. Fusing costs every program the norm of all of x, and is still cheaper than one more kernel to wait for.
+A GEMV is bound by reading W once. Each program owns contiguous rows of W, accumulates in float32 and needs no other
+program, so results are deterministic. W never changes, so a program loads the start of its part before it waits for the
+kernel that produces x (see `kernels.dependent_launch`): memory stays busy between kernels. With a fused norm every
+program normalizes all of x, which is still cheaper than waiting for one more kernel.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -37,9 +37,9 @@ def normed_input(
     K: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Normalise x for a MODE of `gemv_kernel` above 0.
+    """Normalize x for a MODE of `gemv_kernel` above 0.
 
-    Rounds as the kernels of `norm` do. x_weight, norm_weight: [BLOCK_K], as stored. Returns [BLOCK_K] float32.
+    Rounds like the kernels of `norm`. x_weight, norm_weight: [BLOCK_K], as stored. Returns [BLOCK_K] float32.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     wide = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
@@ -56,7 +56,7 @@ def normed_input(
 
 @triton.jit
 def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
-    """Add the bias to the sums of a product in float32, and round."""
+    """Add the bias in float32, and round."""
     if HAS_BIAS:
         sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     return sums.to(dtype)
@@ -66,7 +66,7 @@ def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """Return activation(gate) * up.
 
-    The activation is rounded before the product, as in `kernels.gated_activation`.
+    The activation is rounded before the multiplication, as in `kernels.gated_activation`.
     """
     active = activated(gate.to(tl.float32), ACTIVATION)
     return (active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
@@ -97,8 +97,8 @@ def gemv_kernel(
 
     x: [K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [N].
 
-    A program makes ROWS * TILES elements of y. MODE: 1 normalises x first (norm_weight: [K]); 2 adds residual: [K]
-    before that and writes the sum to total: [K]; 3 normalises x (x_weight: [K]) before it is added.
+    A program computes ROWS * TILES elements of y. MODE: 1 normalizes x first (norm_weight: [K]); 2 adds residual: [K]
+    before that and writes the sum to total: [K]; 3 normalizes x (x_weight: [K]) before the addition.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -110,7 +110,7 @@ def gemv_kernel(
     mask_k = offs_k < K
     base_ptr = weight_ptr + first.to(tl.int64) * K
     upper_ptr = base_ptr + N.to(tl.int64) * K
-    # Rows past the end repeat the last one and are not stored. A mask that is constant is dropped by the compiler.
+    # Rows past the end repeat the last one and are not stored. The compiler removes a constant mask.
     offs = tl.minimum(rows, last)[:, None] * K + offs_k[None, :]
     tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
     if GATED:
@@ -168,9 +168,9 @@ def _launch(
     x_weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Check what the kernel assumes and run it.
+    """Check the kernel's preconditions and launch it.
 
-    x stands in for tensors that a variant lacks.
+    x is passed for tensors that a variant does not use.
     """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     rows, inputs = x.shape
@@ -222,13 +222,13 @@ def gemv(
     pdl: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the product of one row and a weight, plain or gated.
+    """Return the GEMV of one row and a weight, optionally gated.
 
-    The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) of a fused gate and up projection.
+    The result is x W^T + b, [1, N], or activation(x G^T) * (x U^T) for a fused gate and up projection.
 
-    x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N].
-    x, weight and bias have one dtype, here and below. out: memory for the result, contiguous. With `pdl` the kernel
-    right before may write all but the weights.
+    x: [1, K]; weight: [N, K], with an activation [2 N, K], G before U, and plan.block_k >= K; bias: [N] or [2 N]. x,
+    weight and bias have one dtype, here and below. out: output tensor, contiguous. With `pdl` the preceding kernel may
+    write everything but the weights.
     """
     return _launch(plan, x, weight, bias, activation, pdl, out=out)
 
@@ -264,7 +264,7 @@ def add_norm_gemv(
 ) -> tuple[Tensor, Tensor]:
     """Return `norm_gemv` of x + residual, and that sum, [1, K].
 
-    residual: [1, K]; x_weight: x is first normalised with these factors, [K], as `norm.norm_add_rms_norm` does.
+    residual: [1, K]; x_weight: weight of a norm of x before the addition, [K], as in `norm.norm_add_rms_norm`.
     """
     total = torch.empty_like(x)
     y = _launch(plan, x, weight, bias, activation, pdl, norm_weight, eps, residual, total, x_weight)

@@ -1,9 +1,9 @@
-"""Order of four-bit weights for GPU kernels.
+"""Memory layout of int4 weights for GPU kernels.
 
-Tensor cores take them in it as they are unpacked.
-Of each block of 32 * run inputs, word t * run + j of a row has the eight inputs that thread t of four gives a tensor
-core in its turns 2 j and 2 j + 1: level 4 e + 2 d + c is input 32 j + 16 d + 8 c + 2 t + e. `run` is 4, so that a
-thread loads 16 bytes at a time, or 1 where the inputs do not divide into blocks of 128.
+It is the order in which unpacked values are passed to the tensor cores. In each block of 32 * run inputs, word t * run
++ j of a row has the eight inputs that thread t of four passes to a tensor core in its instructions 2 j and 2 j + 1:
+value 4 e + 2 d + c is input 32 j + 16 d + 8 c + 2 t + e. `run` is 4, for 16-byte loads per thread, or 1 if blocks of
+128 do not divide the inputs.
 """
 
 from torch import Tensor
@@ -15,9 +15,9 @@ PER_WORD = 8
 
 
 def run_of(inputs: int, group: int) -> int:
-    """Return the words of a run.
+    """Return the run length in words.
 
-    It is 0 for inputs, or groups of them, that do not divide into blocks: those keep their usual order.
+    0 if blocks do not divide the inputs or the group size: these keep the original order.
     """
     if inputs % INT4_STRIDE or group % INT4_STRIDE:
         return 0
@@ -25,9 +25,9 @@ def run_of(inputs: int, group: int) -> int:
 
 
 def group_and_run(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[int, int]:
-    """Return the inputs of a group and the words of a run of weights.
+    """Return a weight's group size and run length.
 
-    Their layout is checked. words: [outputs, inputs / 8]; scales, zeros: [outputs, groups].
+    Shapes and strides are checked. words: [outputs, inputs / 8]; scales, zeros: [outputs, groups].
     """
     assert words.is_contiguous() and len(words) == len(scales) == len(zeros)
     assert scales.t().is_contiguous() and zeros.t().is_contiguous(), "a group's scales and zero points lie together"
@@ -37,25 +37,25 @@ def group_and_run(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[int, in
 
 
 def arranged(levels: Tensor, group: int) -> Tensor:
-    """Bring levels into the order of the kernels.
+    """Reorder int4 values to the kernels' layout.
 
-    levels: [outputs, inputs]; group: inputs of a group.
+    levels: [outputs, inputs]; group: group size.
     """
     run = run_of(levels.shape[1], group)
-    # From parts j, d, c, t, e of an input's number to t, j, e, d, c.
+    # From bit fields j, d, c, t, e of an input index to t, j, e, d, c.
     return _reordered(levels, (run, 2, 2, 4, 2), (0, 1, 5, 2, 6, 3, 4))
 
 
 def restored(levels: Tensor, group: int) -> Tensor:
-    """Undo `arranged`."""
+    """Undo `to_kernel_layout`."""
     run = run_of(levels.shape[1], group)
     return _reordered(levels, (4, run, 2, 2, 2), (0, 1, 3, 5, 6, 2, 4))
 
 
 def _reordered(levels: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """Reorder the parts of each input's number.
+    """Permute the bit fields of each input index.
 
-    sizes: of the parts; if one is 0, nothing changes.
+    sizes: of the fields; if one is 0, nothing changes.
     """
     if 0 in sizes:
         return levels

@@ -1,7 +1,7 @@
-"""Product y = x W^T for up to 64 rows of x, with W in four bits an element.
+"""Split-K GEMM y = x W^T for up to 64 rows of x and an int4 weight W.
 
-It is `kernels.linear.splitk_gemm` with weights that are unpacked in registers, where the tensor cores take them: a step
-of the loop covers columns of one group, whose scale multiplies the step's sums.
+Like `kernels.linear.splitk_gemm`, with weights that are unpacked in registers right before the tensor cores: a step of
+the loop covers columns of one group, whose scale is applied to the step's sums.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -22,23 +22,23 @@ from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 @triton.jit
 def unpacked(words, zeros, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, dtype: tl.constexpr):
-    """Return levels less zero points, [BLOCK_N, BLOCK_K].
+    """Return int4 values minus zero points, [BLOCK_N, BLOCK_K].
 
-    words: [BLOCK_N, BLOCK_K / 8] int32, in the order of `int4_layout`; zeros: [BLOCK_N] int32. The eight levels of a
-    word stay in its thread, which is the one that gives them to the tensor cores.
+    words: [BLOCK_N, BLOCK_K / 8] int32, in the layout of `int4_layout`; zeros: [BLOCK_N] int32. The eight values of a
+    word stay in its thread, which passes them to the tensor cores.
     """
     levels = eight_levels(words, tl.broadcast_to(zeros[:, None], words.shape), dtype)
-    # Parts of an input's number, from the words on: t, j, e, c, d.
+    # From the words' order to that of the inputs: bit fields t, j, e, c, d of an input index.
     levels = tl.reshape(levels, [BLOCK_N, 4, BLOCK_K // 32, 2, 2, 2])
     return tl.reshape(tl.permute(levels, (0, 2, 5, 4, 1, 3)), [BLOCK_N, BLOCK_K])
 
 
 @triton.jit
 def load_zeros(zero_ptr, offs):
-    """Load zero points, four for each of some offsets.
+    """Load zero points, four per offset.
 
-    Bytes are not copied asynchronously, words of four are. zero_ptr: int32; offs: of the first bytes. Returns [4 *
-    offsets] int32.
+    Asynchronous copies need at least four bytes. zero_ptr: int32; offs: of each first byte. Returns [4 * offsets]
+    int32.
     """
     four = tl.load(zero_ptr + offs // 4)
     even = tl.join(four & 255, (four >> 16) & 255)
@@ -70,12 +70,12 @@ def int4_splitk_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply rows by a transposed weight, with K divided among programs.
+    """Multiply rows by a transposed weight, with K split among programs.
 
     x: [M, K]; word: [N, K / 8] int32 ([2 N, K / 8] with an ACTIVATION, gate first); scale: [K / GROUP, N] float32;
-    zero: as many bytes, four in an int32; RUN: `run_of` K and GROUP; BLOCK_K divides GROUP, and 32 * RUN; the rest as
-    in `splitk_gemm_kernel`. With an ACTIVATION a program has BLOCK_N rows of the gate and of what it multiplies, in one
-    tile.
+    zero: likewise uint8, four in an int32; RUN: `run_length` of K and GROUP; BLOCK_K divides GROUP and is a multiple of
+    32 * RUN; other arguments as in `splitk_gemm_kernel`. With an ACTIVATION a tile has BLOCK_N rows each of gate and
+    up.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype.primitive_bitwidth == 32 else "tf32"
@@ -109,7 +109,7 @@ def int4_splitk_kernel(
     sums = tl.zeros([HEIGHT, BLOCK_M], tl.float32)
     wait_for_previous(PDL)
     for step in tl.range(0, PER, num_stages=STAGES):
-        # Equal parts need no mask: the compiler drops one that is constant.
+        # Equal parts need no mask: the compiler removes a constant one.
         within = True if BLOCKS % SPLIT == 0 else step < count
         block = begin + step if BLOCKS % SPLIT == 0 else tl.minimum(begin + step, BLOCKS - 1)
         first = block // PARTS * (4 * RUN) + block % PARTS * TURNS
@@ -143,8 +143,8 @@ def int4_splitk(
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
-    x: [M, K]; words, scales, zeros: those of levels in `quantized_gemv`; plan.block_k divides the size of a group, and
-    is a multiple of 32; the rest as in `splitk_gemm`.
+    x: [M, K]; words, scales, zeros: int4, as in `quantized_gemv`; plan.block_k divides the group size, and is a
+    multiple of 32; other arguments as in `splitk_gemm`.
     """
     outputs = words.shape[0] if activation is None else words.shape[0] // 2
     rows, inputs = x.shape

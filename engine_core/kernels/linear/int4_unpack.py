@@ -1,7 +1,7 @@
-"""Levels of four bits as numbers of 16 bits, two at a time.
+"""Unpack int4 values to 16 bits, two at a time.
 
-A pair of levels becomes the lowest bits of two floats from 128 on (in float16, 1024), where these count whole numbers,
-and what they are too large by is subtracted: conversions take far longer.
+A pair of values becomes the low mantissa bits of two floats from 128 on (1024 in float16), where the unit in the last
+place is 1, and the offset is subtracted: conversion instructions are far slower.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -32,10 +32,7 @@ SUBTRACT_FLOAT16 = tl.constexpr(SUBTRACT.format(base="0x64006400", one="0x3C003C
 
 @triton.jit
 def pair_at(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """Return the levels in two places of words, less zero points.
-
-    They are PLACE and PLACE + 4; returns [..., 2].
-    """
+    """Return the values at indices INDEX and INDEX + 4 of each word, minus zero points, [..., 2]."""
     low = ((words >> (4 * PLACE)) & 15) - zeros
     high = ((words >> (4 * PLACE + 16)) & 15) - zeros
     return tl.join(low.to(dtype), high.to(dtype))
@@ -43,10 +40,10 @@ def pair_at(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def eight_levels(words, zeros, dtype: tl.constexpr):
-    """Return the levels of words less zero points, [..., 2, 2, 2].
+    """Return all values of words minus zero points, [..., 2, 2, 2].
 
-    The dimensions are bits 2, 0 and 1 of a place. words, zeros: int32 of one shape, zero points at most 63. Whole
-    numbers of so few bits are exact in every dtype. All of a word stays in its thread.
+    The dimensions are bits 2, 0 and 1 of an index. words, zeros: int32 of one shape, zero points at most 63. Such small
+    integers are exact in every dtype. All values of a word stay in its thread.
     """
     if INTERPRETED or dtype == tl.float32:
         p0, p1 = pair_at(words, zeros, 0, dtype), pair_at(words, zeros, 1, dtype)

@@ -1,10 +1,9 @@
-"""Words of quantized weights times inputs, on a thread's ordinary cores.
+"""Dot products of packed quantized weights and inputs on CUDA cores.
 
-A word holds four bytes or eight levels of four bits. Its numbers become pairs of float16, which are multiplied by pairs
-of inputs and added, eight of them, in float16; what follows is float32. Inputs are brought into range first: each 128
-are multiplied by one power of two. A sum is rounded by 2^-11 of itself or 2^-28 of the largest possible, whichever is
-more. A result of many inputs is off by less than half of its rounding in bfloat16, and up to three times its rounding
-in float16.
+A 32-bit word holds four 8-bit or eight int4 values. They are converted to pairs of float16, multiplied by pairs of
+inputs and accumulated, eight at a time, in float16; the rest is float32. Inputs are scaled into range first, each 128
+by one power of two. A sum has an error of 2^-11 of itself or 2^-28 of the largest possible sum, whichever is larger.
+For many inputs the error of a result is less than half a bfloat16 rounding, and up to three float16 roundings.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -13,8 +12,8 @@ import triton
 import triton.language as tl
 
 NIBBLES, FLOATS, INTEGERS, BITS = 0, 1, 2, 3
-"""What a word holds: levels of four bits in the order of `int4_layout`, numbers of float8 e4m3, signed bytes, or
-float8 for a GPU that does not know it."""
+"""Contents of a word: int4 values in the order of `int4_layout`, float8 e4m3, int8, or float8 e4m3 bits for GPUs
+without FP8 support."""
 
 _LEVELS_AS_PAIRS = """
     shr.u32 s, WORD, 8;
@@ -27,8 +26,8 @@ _LEVELS_AS_PAIRS = """
     fma.rn.f16x2 p1, p1, s, SECOND;
     add.rn.f16x2 p2, p2, FIRST;
     fma.rn.f16x2 p3, p3, s, SECOND;"""
-"""A level becomes the lowest bits of a float16 from 1024 on, where these count whole numbers, or the next four, which
-count by 16. What they are too large by is subtracted together with the zero point."""
+"""An int4 value becomes the low mantissa bits of a float16 from 1024 on, where the unit in the last place is 1, or the
+next four bits, with a unit of 16. The offset is subtracted together with the zero point."""
 _FLOATS_AS_PAIRS = """
     mov.b32 {low, high}, WORD;
     cvt.rn.f16x2.e4m3x2 p0, low;
@@ -40,7 +39,7 @@ _INTEGERS_AS_PAIRS = """
     prmt.b32 p1, s, 0x64646464, 0x4342;
     sub.rn.f16x2 p0, p0, p2;
     sub.rn.f16x2 p1, p1, p2;"""
-"""A byte plus 128 becomes the lowest bits of a float16 from 1024 on, where these count whole numbers."""
+"""A byte plus 128 becomes the low mantissa bits of a float16 from 1024 on, where the unit in the last place is 1."""
 _BITS_AS_PAIRS = """
     prmt.b32 p0, WORD, 0, 0x1404;
     prmt.b32 p1, WORD, 0, 0x3424;
@@ -50,14 +49,14 @@ _BITS_AS_PAIRS = """
     and.b32 p3, p3, 0x3F803F80;
     lop3.b32 p0, p0, 0x80008000, p2, 0xEA;
     lop3.b32 p1, p1, 0x80008000, p3, 0xEA;"""
-"""The bits of e4m3 become those of a float16, whose exponents are biased by 8 more: a number's 2^-8."""
+"""e4m3 bits shifted into a float16, whose exponent bias is larger by 8, yield the value times 2^-8."""
 
 
 def _sum_of_products(unpacked: str, pairs: int, words: int) -> tl.constexpr:
-    """Return the code of the sum of some words' products.
+    """Return the assembly for the dot product of a few words.
 
-    It takes the words, then the inputs of each in pairs, and last what is subtracted of levels (`packed_dot`).
-    unpacked: makes p0, p1 and so on of WORD.
+    Its operands are the words, the inputs of each in pairs, and for int4 the offsets to subtract (`packed_dot`).
+    unpacked: template that computes p0, p1 and so on from WORD.
     """
     after = 1 + words * (1 + pairs)
     lines = [".reg .b32 p0, p1, p2, p3, s, sum;", ".reg .b16 low, high;", ".reg .f32 f, g;"]
@@ -79,9 +78,9 @@ _BITS_CODE = _sum_of_products(_BITS_AS_PAIRS, 2, 4)
 
 
 def words_per_sum(kind: int, span: int) -> int:
-    """Return the number of words whose products are added in float16.
+    """Return the number of words accumulated in float16.
 
-    span: words side by side whose sums are scaled together, 1 or 4.
+    span: adjacent words that are scaled together, 1 or 4.
     """
     return min(span, 2 if kind == NIBBLES else 4)
 
@@ -92,9 +91,9 @@ _SHARING = tl.constexpr(128)
 
 @triton.jit
 def _in_words(pairs, KIND: tl.constexpr, RUN: tl.constexpr):
-    """Bring what there is of each pair of inputs into the order of the words.
+    """Reorder input pairs to match the words.
 
-    pairs: [inputs / 2]; RUN: `int4_layout.run_of`, for levels. Returns [words, 4], or [words, 2] of bytes.
+    pairs: [inputs / 2]; RUN: `int4_layout.run_length`, for int4. Returns [words, 4], or [words, 2] for 8-bit weights.
     """
     COUNT: tl.constexpr = pairs.shape[0]
     if KIND == 0:
@@ -106,9 +105,9 @@ def _in_words(pairs, KIND: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _of_words(pairs, KIND: tl.constexpr, COUNT: tl.constexpr):
-    """Take pairs of inputs, [words, PAIRS], apart.
+    """Split pairs of inputs, [words, PAIRS].
 
-    Returns those of every COUNT-th word, pair by pair, and then those of the words behind them, each [words / COUNT].
+    Returns those of every COUNT-th word, pair by pair, and then those of the following words, each [words / COUNT].
     """
     GROUPS: tl.constexpr = pairs.shape[0] // COUNT
     if KIND == 0:
@@ -139,17 +138,17 @@ def prepared(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr, 
     """Prepare float32 inputs for `packed_dot`.
 
     RUN: as in `_in_words`; SPAN: words that are scaled together; COUNT: `words_per_sum`. Returns the inputs in pairs of
-    float16, as int32, each 128 multiplied by a power of two; and what the sums of each span's products are to be
-    multiplied by, [words / SPAN].
+    float16, as int32, each 128 multiplied by a power of two; and the factors that undo this for each span's sums,
+    [words / SPAN].
     """
     K: tl.constexpr = vector.shape[0]
     SPANS: tl.constexpr = K // (8 if KIND == 0 else 4) // SPAN
-    # The largest input is made less than 2^TOP, so that no sum of eight products exceeds float16's range.
+    # The largest input is scaled below 2^TOP, so no sum of eight products overflows float16.
     TOP: tl.constexpr = 7 if KIND == 0 else 4 if KIND == 1 else 5 if KIND == 2 else 12
     BACK: tl.constexpr = TOP - 1 - (8 if KIND == 3 else 0)
     BLOCK: tl.constexpr = min(_SHARING, K)
     blocks = tl.reshape(vector, [K // BLOCK, BLOCK])
-    # As float32 stores it, where 127 stands for 0; at least 16, so that both powers of two below exist.
+    # Biased exponent as stored in float32, where 127 means 0; at least 16, so that both powers of two below exist.
     exponent = tl.maximum(tl.max(tl.abs(blocks), 1).to(tl.int32, bitcast=True) >> 23, 16)
     factor = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
     back = ((exponent - BACK) << 23).to(tl.float32, bitcast=True)
@@ -171,10 +170,10 @@ def _repeated(x, TIMES: tl.constexpr):
 
 @triton.jit
 def packed_dot(words, x, zeros, KIND: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr):
-    """Return the sums of each COUNT words' products with their inputs.
+    """Return the dot products of each COUNT words with their inputs.
 
-    words: [ROWS, words] int32; x: from `prepared`; zeros: of levels the zero point of each span, [ROWS, words / SPAN]
-    uint8, at most 63; SPAN, COUNT: as in `prepared`. Returns [ROWS, words / COUNT] float32.
+    words: [ROWS, words] int32; x: from `prepare_inputs`; zeros: of int4 the zero point of each span, [ROWS, words /
+    SPAN] uint8, at most 63; SPAN, COUNT: as in `prepare_inputs`. Returns [ROWS, words / COUNT] float32.
     """
     ROWS: tl.constexpr = words.shape[0]
     if KIND == 0:

@@ -1,9 +1,9 @@
-"""Kernels for each weight shape and number of rows.
+"""Choice of the matmul kernel by weight shape and number of rows.
 
-What was measured on a GPU is in its tile table (`kernels.tiles`); the rules here are for all other shapes and GPUs.
-They hold the plans that were best or nearly so on an H200 over bf16 weights of Llama-3.2-1B, Llama-3.1-8B and
-Qwen3-4B. None stands for the library (cuBLAS). On other GPUs the rules count with their multiprocessors, and every plan
-has as many pipeline stages, up to the measured number, as fit.
+The GPU's tile table (`kernels.tiles`) has measured plans; the rules here are for all other shapes and GPUs. They
+reproduce the plans that were best or nearly so on an H200 for bf16 weights of Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B.
+None means the library (cuBLAS). On other GPUs the rules scale with the number of SMs, and pipeline stages are limited
+to what fits.
 """
 
 from dataclasses import replace
@@ -14,20 +14,20 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPl
 from tandem.engine_core.kernels.tiles.table import BUCKETS, Operation, ProductKey
 
 TILE = 64
-"""Number of weight rows in a tensor core tile."""
+"""Weight rows per tensor core tile."""
 MAX_SPLIT = 8
 PIECE = 1024
-"""Elements of a row that four warps load at once, 16 bytes a thread."""
+"""Elements of a row loaded by four warps at once, 16 bytes per thread."""
 MAX_NORM = 8192
-"""Largest number of inputs that one program can hold for a fused norm."""
+"""Maximum number of inputs of a fused norm, which one program holds."""
 
 
 _LONE_STAGES = {16: 6, 32: 5, 64: 4}
-"""Pipeline stages by bucket that take more than half of an H200 multiprocessor's shared memory.
+"""Pipeline stages by bucket that use more than half of an H200 SM's shared memory.
 
-A kernel launched early finds the previous one's programs still there. Where two of its own fit side by side, they crowd
-onto the multiprocessors that empty first and leave others idle: the products of a step then took up to 15 % longer
-together than one by one.
+A kernel that is launched early finds the previous one's programs still running. If two of its own fit on an SM, they
+crowd onto the SMs that empty first and leave others idle: the matmuls of a step then took up to 15 % longer in sequence
+than one by one.
 """
 
 
@@ -51,7 +51,7 @@ def choose(rows: int, outputs: int, inputs: int, itemsize: int, gpu: GpuTraits) 
 def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTraits) -> Plan:
     """Choose the plan of activation(x G^T) * (x U^T) in one kernel.
 
-    width: number of outputs. Measured with SiLU. None stands for a product followed by `gated_activation`.
+    width: number of outputs. Measured with SiLU. None means a matmul followed by `gated_activation`.
     """
     size = bucket(rows)
     if not _has_kernel(size, inputs, itemsize) or size is None:
@@ -63,10 +63,10 @@ def choose_gated(rows: int, width: int, inputs: int, itemsize: int, gpu: GpuTrai
 def choose_normed(
     outputs: int, inputs: int, gated: bool, gpu: GpuTraits, bits: int = 16, norms: int = 1
 ) -> GemvPlan | None:
-    """Choose the plan of one row's product, fused with the norm before it.
+    """Choose the plan of a one-row matmul fused with the norm before it.
 
-    outputs: of the product, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight; norms:
-    2 if x is normalised before it is added, too. None stands for separate kernels.
+    outputs: of the matmul, half the weight's rows if gated; gated: fuse the activation too; bits: of a weight; norms: 2
+    if x is also normalized before the residual addition. None means separate kernels.
     """
     pieced = _rmsnorm_rule(inputs, gated) if bits == 16 and norms == 2 else None
     rule = pieced or normed_rule(inputs, gated, bits)
@@ -86,7 +86,7 @@ def _planned(operation: Operation, size: int, outputs: int, inputs: int, rule: P
 
 
 def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -> Plan:
-    """Return a plan with no more pipeline stages than fit the shared memory."""
+    """Limit the pipeline stages of a plan to what fits in shared memory."""
     size = bucket(rows)
     if not isinstance(plan, SplitKPlan) or size is None:
         return plan
@@ -116,16 +116,17 @@ def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Pla
     if size <= 16:
         return SplitKPlan(TILE, 128, split, 4 if lone else 3)
     if size > 64:
-        # One program fills a multiprocessor, and a second wave has to be nearly full to be worth its time.
+        # One program fills an SM, and a second wave must be nearly full to be worthwhile.
         waves = ceil_div(tiles, multiprocessors)
         return SplitKPlan(TILE, 64, split, 6) if tiles > 0.8 * waves * multiprocessors else None
     return SplitKPlan(TILE, 64, split, 6 if lone else 4)
 
 
 def normed_rule(inputs: int, gated: bool, bits: int = 16) -> GemvPlan | None:
-    """Return the plan of one row's fused norm by the rule.
+    """Return the default plan of a GEMV with a fused norm.
 
-    The weights have 16 or 8 bits. With 8 a program has twice the rows, and so as many bytes for the norm that it does.
+    The weights have 16 or 8 bits. With 8 a program has twice the rows, and so the same bytes for each norm that it
+    computes.
     """
     if inputs % (8 if bits == 16 else 16) or inputs > MAX_NORM:
         return None
@@ -143,11 +144,11 @@ def _wide_rule(inputs: int, gated: bool) -> GemvPlan:
 
 
 def _rmsnorm_rule(inputs: int, gated: bool) -> GemvPlan | None:
-    """Return the plan of one row's fused norm in pieces, None where it saves nothing.
+    """Return the plan of `rmsnorm_gemv`, None if it saves nothing.
 
-    For products behind two norms, not timed but counted in registers: of 2560 inputs three programs of a gated product
-    fit a multiprocessor and not two, four of a plain one and not two of twice the warps. Behind one norm the registers
-    of as many programs suffice anyway.
+    For matmuls after two norms; based on register counts instead of timings: of 2560 inputs three programs of a gated
+    GEMV fit on an SM instead of two, four of a plain one instead of two of twice the warps. After one norm the same
+    number of programs fits anyway.
     """
     if inputs % 8 or not 2 * PIECE < inputs <= 3 * PIECE:
         return None
@@ -155,15 +156,15 @@ def _rmsnorm_rule(inputs: int, gated: bool) -> GemvPlan | None:
 
 
 def block_rows(rows: int) -> int:
-    """Return the padded row count of x in a split-K product, at least 16.
+    """Return the padded row count of x in a split-K GEMM, at least 16.
 
-    Fewer rows would do without Hopper's instruction.
+    Fewer rows would not use Hopper's instruction.
     """
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = False) -> tuple[int, int]:
-    """Return the number of floats and of counters that a split-K product needs.
+    """Return the number of floats and of counters that a split-K GEMM needs.
 
     outputs: columns of y.
     """
@@ -174,8 +175,8 @@ def workspace_size(rows: int, outputs: int, plan: SplitKPlan, gated: bool = Fals
 
 
 def split_inputs(tiles: int, inputs: int, multiprocessors: int) -> int:
-    """Return the number of parts into which to divide K.
+    """Return the number of splits of K.
 
-    It makes about as many programs as multiprocessors, never more.
+    It yields about as many programs as SMs, never more.
     """
     return max(1, min(multiprocessors // tiles, MAX_SPLIT, inputs // 128))

@@ -1,11 +1,11 @@
-"""Product y = x W^T for one row x, with W in one byte or four bits an element.
+"""GEMV y = x W^T for one row x and an 8-bit or int4 weight W.
 
-As in `kernels.linear.gemv`, each program owns a run of W's rows, sums in float32, and may do the norm before the
-product and the gated activation behind it. It reads W in words of four bytes or eight levels (`packed_dot`). Its
-loop goes through tiles of rows, or through the inputs of one, and loads the next while it computes one.
+As in `kernels.linear.gemv`, each program owns contiguous rows of W, accumulates in float32, and can fuse RMSNorm before
+and a gated activation after the GEMV. W is read in 32-bit words of four 8-bit or eight int4 values (`packed_dot`). The
+loop iterates over tiles of rows, or over the inputs of one tile, and prefetches the next iteration.
 
-Columns of four bits sorted by group (act-order) come with their order, in which each program takes x. Nothing writes
-the order, so it is loaded before the wait for the kernel that produces x.
+Int4 columns sorted by group (act-order) come with their order, by which each program permutes x. No kernel writes the
+order, so it is loaded before the wait for the kernel that produces x.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -34,10 +34,10 @@ from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan
 _KINDS = {torch.float8_e4m3fn: FLOATS, torch.int8: INTEGERS, torch.uint8: BITS}
 _BYTES_A_WORD = 4
 _SPAN = 4
-"""Words that a thread loads at once. Those of levels have inputs of a whole block of `int4_layout`, and share a scale
-if a group has as many inputs."""
+"""Words per vector load of a thread. For int4 their inputs are those of a whole block of `int4_layout`, and share a
+scale if a group has as many inputs."""
 _ROW_SCALES = 0
-"""Instead of the inputs that share a scale: each row of the weight has one."""
+"""Value of GROUP if each row of the weight has one scale."""
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def load_tile(
     word_ptr, scale_ptr, zero_ptr, first, step, end, height, within, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Load a step of a tile.
+    """Load one step of a tile.
 
-    Returns words, [ROWS, words], and of levels the scales and zero points of their spans, [ROWS, spans]; of bytes
-    single numbers. first: row of the weight; end: row from which on nothing is loaded; height: rows of the weight;
-    within: whether to load.
+    Returns words, [ROWS, words], and for int4 the scales and zero points of their spans, [ROWS, spans]; for 8-bit
+    weights scalar placeholders. first: row of the weight; end: first row that is not loaded; height: rows of the
+    weight; within: whether to load.
     """
     PER: tl.constexpr = 8 if KIND == 0 else 4
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -68,7 +68,7 @@ def load_tile(
         if K % BLOCK_K != 0:
             mask = inside & (span < K // PER)[None, :]
         column = span // (4 * RUN) * (32 * RUN) + span % RUN * 32
-        # The numbers of a group lie side by side, and are loaded so.
+        # Scales and zero points of a group are contiguous.
         offs = (column // GROUP)[None, :] * height + (first + row)[:, None]
         scales = tl.load(scale_ptr + offs, mask=mask, other=0.0)
         zeros = tl.load(zero_ptr + offs, mask=mask, other=0)
@@ -80,11 +80,11 @@ def current_scales(
     scales, scale_ptr, first, step, end, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of a step of a tile, before its products are made.
+    """Return the scales of one step of a tile, right before its dot products.
 
-    Those of levels are what `load_tile` gave, those of bytes are loaded here: of blocks, [1, spans], or of rows,
-    [ROWS]. A tile ahead, those of blocks took registers for which one program less ran beside others: a step of
-    Llama-3.1-8B took an H200 9 % longer than with scales of rows.
+    Those of int4 come from `load_tile`; 8-bit ones are loaded here: of blocks, [1, spans], or of rows, [ROWS].
+    Prefetching those of blocks took registers that cost one concurrent program: a step of Llama-3.1-8B took an H200 9 %
+    longer than with row scales.
     """
     if KIND == 0:
         return scales
@@ -104,7 +104,7 @@ def tile_sums(
 ):  # fmt: skip
     """Return the sums of a tile's spans, [ROWS, spans].
 
-    They are scaled, but for scales of rows.
+    They are scaled, except by row scales.
     """
     sums = packed_dot(words, x, zeros, KIND, SPAN, COUNT)
     if SPAN > COUNT:
@@ -115,18 +115,18 @@ def tile_sums(
 
 @triton.jit
 def load_places(order_ptr, columns, K: tl.constexpr, ORDERED: tl.constexpr):
-    """Return the inputs that columns of the weight are for.
+    """Return the input indices of the weight's columns.
 
-    Columns past the end have place 0, and no weight.
+    Columns past the end get index 0 and have no weight.
     """
     return tl.load(order_ptr + columns, mask=columns < K, other=0) if ORDERED else columns
 
 
 @triton.jit
 def finished(parts, scales, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
-    """Sum up a tile's parts and return its outputs, [ROWS].
+    """Reduce a tile's partial sums and return its outputs, [ROWS].
 
-    rows: of the weight, or of its half that the bias begins with.
+    rows: of the weight, or of the half that the bias starts with.
     """
     sums = tl.sum(parts, 1)
     if GROUP == 0:
@@ -166,11 +166,11 @@ def quantized_gemv_kernel(
 ):
     """Multiply one row by a transposed weight, with optional fused steps.
 
-    x: [K]; word: int32, [N, K / 8] of levels or [N, K / 4] of bytes ([2 N, ..] with an ACTIVATION, gate first); KIND,
-    RUN, SPAN, COUNT: as in `packed_dot.prepared`; GROUP: inputs that share a scale, 0 if all of a row do; scale,
-    zero: of levels [K / GROUP, N], float32 and uint8; scale of bytes: [N], or of each block of 16 x GROUP, [rows / 16,
-    K / GROUP], where ROWS divides 16; order, if ORDERED: input of each column of the weight, [K] int32; y: [N]; the
-    rest as in `gemv.gemv_kernel`.
+    x: [K]; word: int32, [N, K / 8] int4 or [N, K / 4] 8-bit ([2 N, ..] with an ACTIVATION, gate first); KIND, RUN,
+    SPAN, COUNT: as in `packed_dot.prepare_inputs`; GROUP: inputs that share a scale, 0 for row scales; scale, zero: of
+    int4 [K / GROUP, N], float32 and uint8; scale of 8-bit weights: [N], or of each block of 16 x GROUP, [rows / 16, K /
+    GROUP], where ROWS divides 16; order, if ORDERED: input index of each column of the weight, [K] int32; y: [N]; other
+    arguments as in `gemv.gemv_kernel`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -201,7 +201,7 @@ def quantized_gemv_kernel(
         vector = tl.load(x_ptr + places, mask=mask_k, other=0.0).to(tl.float32)
     if STEPS == 1:
         if ORDERED:
-            # Through shared memory, once: the row itself is loaded and stored in runs of 16 bytes a thread.
+            # Permute through shared memory, once: the row itself is loaded and stored 16 bytes per thread.
             vector = tl.gather(vector, places, 0)
         x, back = prepared(vector, KIND, RUN, SPAN, COUNT)
         for tile in tl.range(0, TILES, num_stages=1):
@@ -270,17 +270,16 @@ def quantized_gemv(
     x_weight: Tensor | None = None,
     order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the product of one row and a quantized weight.
+    """Return the GEMV of one row and a quantized weight, and the residual stream.
 
-    The residual stream follows it. x: [1, K]; weight: bytes, [N, K] int8, float8_e4m3fn or the bits of that as uint8, K
-    a multiple of 16; or levels of four bits, [N, K / 8] int32, in the order of `kernels.linear.int4_layout`, where K
-    and the inputs of a group are multiples of 32. scales: float32; of bytes [N], of each row, or [N / 16, K / 128], of
-    each block, rounded up; of levels [N, groups], like zeros, uint8, both with the numbers of a group side by side.
-    bias: [N]. activation: the weight holds the gate's rows before the up projection's, and activation(gate) * up is
-    returned, [1, N / 2]. norm_weight: [K]; x is added to the residual stream, [1, K] (None: it starts it), and
-    normalised, where plan.block_k is at least K. Without a norm the stream is x. x_weight: as in `add_norm_gemv`.
-    order, of levels: the input of each column of the weight, [K] int32; the stream keeps the order of x. With `pdl` the
-    kernel right before may write all but the weights and the order.
+    x: [1, K]; weight: 8-bit, [N, K] int8, float8_e4m3fn or its bits as uint8, K a multiple of 16; or int4, [N, K / 8]
+    int32, in the layout of `kernels.linear.int4_layout`, with K and the group size multiples of 32. scales: float32; of
+    8-bit weights [N], per row, or [N / 16, K / 128], per block, rounded up; of int4 [N, groups], like zeros, uint8,
+    both column-major. bias: [N]. activation: the weight holds the gate's rows before the up projection's, and
+    activation(gate) * up is returned, [1, N / 2]. norm_weight: [K]; x is added to the residual stream, [1, K] (None: x
+    starts it), and normalized; requires plan.block_k >= K. Without a norm the stream is x. x_weight: as in
+    `add_norm_gemv`. order, of int4: input index of each column of the weight, [K] int32; the stream keeps the order of
+    x. With `pdl` the preceding kernel may write everything but the weights and the order.
     """
     words, kind, group, run = _layout(weight, scales, zeros)
     span = _SPAN if kind != NIBBLES or group % (INT4_STRIDE * run) == 0 else 1
@@ -317,7 +316,7 @@ def quantized_gemv(
 
 
 def _check_blocks(plan: GemvPlan, outputs: int, kind: int, group: int, run: int, *, gated: bool) -> None:
-    """Check that steps and tiles of a plan end where blocks of the weight do."""
+    """Check that the plan's steps and tiles end at block boundaries of the weight."""
     if kind == NIBBLES:
         assert plan.block_k % (INT4_STRIDE * run) == 0, f"steps of {plan.block_k} end within a block of the order"
     elif group:
@@ -326,10 +325,7 @@ def _check_blocks(plan: GemvPlan, outputs: int, kind: int, group: int, run: int,
 
 
 def _layout(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, int, int, int]:
-    """Return a weight's words and their kind.
-
-    The inputs that share a scale and the words of a run of levels follow.
-    """
+    """Return a weight's words, their kind, the group size and the run length."""
     if zeros is not None:
         group, run = group_and_run(weight, scales, zeros)
         assert run, f"inputs in groups of {group} are in no order that kernels read"

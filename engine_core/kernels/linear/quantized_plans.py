@@ -1,7 +1,7 @@
-"""Kernels for products with quantized weights, by shape and number of rows.
+"""Choice of the kernel for a matmul with quantized weights, by shape and number of rows.
 
-What was measured on a GPU is in its tile table; the rules here follow those of 16-bit weights, at a half or a quarter
-of the bytes. None stands for a library's product.
+The GPU's tile table has measured plans; the rules here are derived from those of 16-bit weights, at half or a quarter
+of the bytes. None means a library matmul.
 """
 
 from dataclasses import replace
@@ -34,51 +34,51 @@ from tandem.engine_core.kernels.tiles.table import (
 )
 
 MAX_ROWS = 64
-"""Most rows for which the weights are decoded inside the product, where inputs keep their precision."""
+"""Maximum rows for matmuls that dequantize weights on the fly and keep activations in 16 bits."""
 SCALE_ROWS, SCALE_COLUMNS = 16, 128
-"""Shape of a block with a scale of its own: low, so that blocks end where parts of a fused projection do."""
+"""Shape of a block with its own scale: few rows, so that blocks end where parts of a fused projection do."""
 _BLOCK_K = 128
 _INPUT_BYTES = 2
 MAX_STAGES = 4
-"""Pipeline stages where the shared memory holds them: two programs fit an H200 multiprocessor side by side."""
+"""Pipeline stages if shared memory allows: two programs fit on an H200 SM."""
 FEW_ROWS = 1
-"""Most rows for which inputs keep their precision.
+"""Maximum rows for which activations are not quantized.
 
-At 16 and 32 rows FP8 weights that were decoded in registers took 0.84 and 1.0 times the products of 16 bits on an H200,
-and bytes with bytes 0.6 at 33 rows.
+At 16 and 32 rows FP8 weights that were dequantized in registers took 0.84 and 1.0 times the matmuls of 16 bits on an
+H200, and W8A8 GEMMs 0.6 at 33 rows.
 """
 FEWEST_INPUTS = 512
-"""Inputs that are worth a program of their own."""
+"""Minimum inputs per split."""
 _SIDE_BY_SIDE = 4
-"""Programs with weights of four bits whose registers fit a multiprocessor: a thread takes up to 122 at 32 rows, by the
-assembler for sm_90. At 64 rows, where it takes 168, shared memory holds two programs.
+"""Maximum concurrent programs per SM for int4 weights, limited by registers.
 
-With 8 parts, which fill 512 of 528 places on an H200, 32 rows of 14,336 inputs and 4,096 outputs spared a layer a
-quarter of its time against 4 parts. So did tiles of 128 outputs in 8 parts, which fill as many places.
+On sm_90 a thread uses up to 122 at 32 rows. At 64 rows, where it uses 168, shared memory limits an SM to two programs. With 8 splits, which fill 512 of 528 program
+slots of an H200, a layer with 32 rows of 14,336 inputs and 4,096 outputs took a quarter less time than with 4 splits,
+as it did with tiles of 128 outputs and 8 splits, which fill the same number of slots.
 """
 LONG_PART = 1536
-"""Fewest inputs of a part for which more parts were faster, rounded down from 1,792."""
+"""Minimum inputs per split for which more splits were faster, rounded down from 1,792."""
 LONG_INPUTS = 8192
-"""Inputs from which two programs share a narrow tile where one wave of tiles is full."""
+"""Minimum inputs for which two programs share a narrow tile when one wave of tiles is full."""
 LIBRARY_BLOCK_INPUTS = 512
-"""Divisor of the inputs of a product in blocks that the library takes: its rows of scales are aligned to 16 bytes."""
+"""Required divisor of the inputs of library matmuls with block scales: rows of scales are aligned to 16 bytes."""
 _BLOCK_M, _LOW_M = 128, 64
 SPLITK_ROWS = 32
-"""Most rows for which the weights are the left operand of a product of bytes with bytes, in `w8a8_splitk`."""
+"""Maximum rows of `w8a8_splitk`, the W8A8 GEMM with the weights as the left operand."""
 STEP_INPUTS = 2048
-"""Inputs that a program for one row takes at a time, if not all."""
+"""Inputs per step of a GEMV program, if it does not hold whole rows."""
 _NEARLY_FULL = 0.7
-"""Least share of the multiprocessors, wave by wave, that tiles which share no inputs have to keep busy."""
+"""Minimum fraction of SMs, over all waves, that tiles without split-K must keep busy."""
 _LONE_BYTES, _PAIRED_BYTES = 122880, 98304
-"""Bytes of a pipeline beside which no second program fits an H200 multiprocessor (see `plans._LONE_STAGES`), and one
-does."""
+"""Pipeline bytes with which exactly one program fits on an H200 SM (see `plans._EXCLUSIVE_STAGES`), and with which two
+do."""
 
 
 def quantizes_activations(rows: int, kind: EightBitKind, gpu: GpuTraits) -> bool:
-    """Return whether a product of a number of rows takes inputs of one byte.
+    """Return whether a matmul of a number of rows takes quantized activations.
 
-    It does so only if its checkpoint expects that. Else weights are decoded inside the product, or before it where the
-    GPU does not multiply float8.
+    Only if the checkpoint expects it. Otherwise weights are dequantized in the matmul, or before it if the GPU lacks
+    FP8 matmuls.
     """
     return rows > FEW_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
 
@@ -86,29 +86,29 @@ def quantizes_activations(rows: int, kind: EightBitKind, gpu: GpuTraits) -> bool
 def uses_library_matmul(
     rows: int, outputs: int, inputs: int, kind: EightBitKind, scaling: Scaling, gpu: GpuTraits
 ) -> bool:
-    """Return whether a library multiplies bytes with bytes, not `w8a8_matmul`.
+    """Return whether a W8A8 matmul uses the library instead of `w8a8_matmul`.
 
     The rule was measured on one H200 with the shapes of Llama-3.1-8B.
     """
     if kind == "int8":
-        # The library's sums are integers, which two more kernels would scale.
+        # The library returns int32 sums, which would need two more kernels to be scaled.
         return False
     if scaling == "block" and (gpu.capability[0] != 9 or inputs % LIBRARY_BLOCK_INPUTS):
-        # Only on Hopper does it know blocks.
+        # The library supports block scales only on Hopper.
         return False
     key = _w8a8_key(rows, outputs, inputs, kind, scaling)
     if key is not None and key in gpu.tiles.byte_products:
         return gpu.tiles.byte_products[key] is None
     if inputs % _BLOCK_K:
         return True
-    # Up to here low tiles, then one wave of narrow ones, were faster than what the library took.
+    # Up to here small-M tiles, then one wave of narrow ones, were faster than the library.
     return rows > _LOW_M and (scaling == "tensor" or rows > 128 or not _one_wave(rows, outputs, gpu))
 
 
 def choose_w8a8_gemm(
     rows: int, outputs: int, inputs: int, kind: EightBitKind, scaling: Scaling, gpu: GpuTraits
 ) -> W8A8GemmPlan | None:
-    """Choose the plan of `w8a8_matmul`, None for inputs that it does not divide."""
+    """Choose the plan of `w8a8_matmul`, None if it does not support the number of inputs."""
     if inputs % _BLOCK_K:
         return None
     key = _w8a8_key(rows, outputs, inputs, kind, scaling)
@@ -134,7 +134,7 @@ def _w8a8_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuT
     plan = W8A8GemmPlan(_BLOCK_M, block_n, 1, stages, 4 if narrow else 8)
     split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
     if narrow and split == 1 and inputs >= LONG_INPUTS:
-        # Two programs fit a multiprocessor side by side.
+        # Two programs fit on an SM.
         split = 2
     return replace(plan, split=split)
 
@@ -142,13 +142,13 @@ def _w8a8_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuT
 def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> W8A8GemmPlan:
     block_m = next(size for size in (16, SPLITK_ROWS, _LOW_M) if rows <= size)
     lone = ceil_div(outputs, TILE) <= gpu.multiprocessors
-    # Two blocks of outputs halve what 64 rows of inputs are read again.
+    # Two blocks of outputs halve the repeated reads of 64 rows of inputs.
     block_n = TILE if lone or block_m < _LOW_M else 2 * TILE
-    # As many bytes a step as with 16-bit weights; scales of blocks end a step earlier.
+    # Same bytes per step as with 16-bit weights; block scales limit the step to 128 inputs.
     block_k = 2 * _BLOCK_K if block_m < _LOW_M and scaling != "block" and inputs % (2 * _BLOCK_K) == 0 else _BLOCK_K
     stage_bytes = (block_m + block_n) * block_k
     stages = ceil_div(_LONE_BYTES, stage_bytes) if lone else _PAIRED_BYTES // stage_bytes
-    # Scales of blocks are loaded with each step.
+    # Block scales are loaded with each step.
     stages = min(stages, gpu.max_stages(stage_bytes + 4 * (block_m + block_n), warpgroup=True))
     plan = W8A8GemmPlan(block_m, block_n, 1, stages, 4, block_k)
     split = split_inputs(plan.tiles(rows, outputs), inputs, gpu.multiprocessors)
@@ -160,19 +160,19 @@ def choose_gated_w8a8_gemm(
 ) -> W8A8GemmPlan | None:
     """Choose the plan of `gated_w8a8_gemm`, None for separate kernels.
 
-    width: number of outputs; group: outputs that share a scale, less than 1 if none or whole rows do.
+    width: number of outputs; group: outputs that share a scale, less than 1 for static or row scales.
     """
     if not FEW_ROWS < rows <= _LOW_M or inputs % _BLOCK_K:
         return None
     key = _w8a8_key(rows, width, inputs, kind, scaling, gated=True)
     rule = _gated_rule(rows, width, group, gpu)
     measured = rule if key is None else gpu.tiles.byte_products.get(key, rule)
-    # Measured with the groups that a format of weights comes with.
+    # Measured with the default group size of each weight format.
     return measured if measured is None or quantizes_in_tiles(group, measured.block_n) else rule
 
 
 def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> W8A8GemmPlan | None:
-    """Return the plan of a gated product whose tiles keep most of a GPU busy.
+    """Return the plan of a gated matmul whose tiles keep most SMs busy.
 
     Measured on one H200 with the shapes of Llama-3.1-8B at 16 and 64 rows, where a step took about 2 % less.
     """
@@ -182,34 +182,34 @@ def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> W8A8GemmPl
     waves = ceil_div(tiles, gpu.multiprocessors)
     if not quantizes_in_tiles(group, block_n) or tiles < _NEARLY_FULL * waves * gpu.multiprocessors:
         return None
-    # Scales of blocks are loaded with each step.
+    # Block scales are loaded with each step.
     stage_bytes = (block_m + 2 * block_n) * _BLOCK_K + 4 * (block_m + 2)
     stages = min(MAX_STAGES, gpu.max_stages(stage_bytes, warpgroup=True))
     return W8A8GemmPlan(block_m, block_n, 1, stages, 8 if block_n > TILE and block_m > 16 else 4)
 
 
 def fits_w8a8_workspace(plan: W8A8GemmPlan, rows: int, outputs: int, gpu: GpuTraits) -> bool:
-    """Return whether the partial sums of a measured plan have a place."""
+    """Return whether the partial sums of a measured plan fit in the workspace."""
     floats, counters = plan.workspace(rows, outputs)
     most_floats, most_counters = w8a8_workspace(gpu)
     return floats <= most_floats and counters <= most_counters
 
 
 def _one_wave(rows: int, outputs: int, gpu: GpuTraits) -> bool:
-    """Return whether all tiles of 64 outputs find a multiprocessor at once."""
+    """Return whether all tiles of 64 outputs run in one wave."""
     return ceil_div(rows, _BLOCK_M) * ceil_div(outputs, 64) <= gpu.multiprocessors
 
 
 def w8a8_workspace(gpu: GpuTraits) -> tuple[int, int]:
-    """Return the floats and counters that suffice for every plan.
+    """Return the numbers of floats and counters that are enough for every plan.
 
-    Tiles are divided only while all, or twice as many narrow ones, find a multiprocessor.
+    Tiles are split only while all of them, or twice as many narrow ones, run in one wave.
     """
     return gpu.multiprocessors * 128 * 128, gpu.multiprocessors
 
 
 def choose_eight_bit(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
-    """Choose the plan of y = x W^T for 16-bit x."""
+    """Choose the plan of y = x W^T with an 8-bit W and 16-bit x."""
     if rows == 1 and inputs % 16 == 0:
         rule: Plan = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         return gpu.tiles.product(ProductKey("product", 8, outputs, inputs, 1), rule)
@@ -227,9 +227,9 @@ def choose_eight_bit_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -
 
 
 def choose_int4(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
-    """Choose the plan of y = x W^T with W of four bits in groups of inputs.
+    """Choose the plan of y = x W^T with an int4 W.
 
-    ordered: one row is brought into the order of the columns by the product.
+    group: group size; ordered: act-order, for which the kernel of one row permutes x itself.
     """
     if not run_of(inputs, group):
         return None
@@ -242,9 +242,9 @@ def choose_int4(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits
 
 
 def choose_int4_gated(rows: int, width: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
-    """Choose the plan of activation(x G^T) * (x U^T) with weights of four bits.
+    """Choose the plan of activation(x G^T) * (x U^T) with int4 weights.
 
-    width: number of outputs; group: number of inputs of a group; ordered: as in `choose_int4`.
+    width: number of outputs; group: group size; ordered: as in `choose_int4`.
     """
     if not run_of(inputs, group):
         return None
@@ -257,10 +257,9 @@ def choose_int4_gated(rows: int, width: int, inputs: int, group: int, gpu: GpuTr
 def choose_int4_normed(
     outputs: int, inputs: int, group: int, gated: bool, gpu: GpuTraits, ordered: bool = False
 ) -> GemvPlan | None:
-    """Choose the plan of one row's product, fused with the norm before it.
+    """Choose the plan of a one-row int4 matmul fused with the norm before it.
 
-    The weights have four bits; outputs: as in `choose_normed`; ordered: as in `choose_int4`. None stands for
-    separate kernels.
+    outputs: as in `choose_normed`; ordered: as in `choose_int4`. None means separate kernels.
     """
     if inputs > MAX_NORM or not run_of(inputs, group):
         return None
@@ -270,27 +269,27 @@ def choose_int4_normed(
 
 
 def _one_row(key: ProductKey, rule: GemvPlan, group: int, gpu: GpuTraits, ordered: bool) -> GemvPlan:
-    """Return a measured plan, or the rule's.
+    """Return the measured plan, or the rule's.
 
-    Plans are measured with groups of 128 and without an order, and not taken for shorter groups or with one.
+    Plans are measured with groups of 128 and without act-order, and not used otherwise.
     """
     found = rule if ordered or _in_short_groups(key.inputs, group) else gpu.tiles.product(key, rule)
     return found if isinstance(found, GemvPlan) else rule
 
 
 def _in_short_groups(inputs: int, group: int) -> bool:
-    """Return whether a thread's words side by side are of several groups.
+    """Return whether the words of one vector load belong to several groups.
 
-    Each has a scale and a zero point of its own.
+    Each group then has its own scale and zero point.
     """
     return group % (INT4_STRIDE * run_of(inputs, group)) > 0
 
 
 def _height(rows: int, inputs: int, group: int) -> int:
-    """Halve a tile's rows where short groups have many scales.
+    """Halve a tile's rows if groups are small and so have many scales.
 
-    More programs run side by side then. By the assembler for sm_90 a thread takes 182 registers with eight rows of
-    4,096 inputs and groups of 32 or 64, and 128 with four; with groups of 128 it takes 168 and 96.
+    More programs then run concurrently. On sm_90 a thread uses 182 registers with eight rows of 4,096 inputs and groups
+    of 32 or 64, and 128 with four; with groups of 128 it uses 168 and 96.
     """
     return rows // 2 if _in_short_groups(inputs, group) else rows
 
@@ -298,9 +297,9 @@ def _height(rows: int, inputs: int, group: int) -> int:
 def _whole_row_int4(inputs: int, group: int, *, gated: bool, ordered: bool = False) -> GemvPlan:
     """Return the plan of programs that hold whole rows.
 
-    With several tiles each, fewer of them prepare the same inputs. Those of a gated product have more where they bring
-    them into an order too: with the plan that was best without one, of twice the programs and half the warps, a step of
-    Llama-3.1-8B with act-order took 2.39 ms instead of 2.11. Measured on an H200 with groups of 128.
+    With several tiles each, fewer programs prepare the same inputs. Gated ones have more tiles with act-order: with the
+    best plan without it, of twice the programs and half the warps, a step of Llama-3.1-8B with act-order took 2.39 ms
+    instead of 2.11. Measured on an H200 with groups of 128.
     """
     whole = 1 << (inputs - 1).bit_length()
     warps = 4 if whole <= 4096 else 8
@@ -309,10 +308,10 @@ def _whole_row_int4(inputs: int, group: int, *, gated: bool, ordered: bool = Fal
 
 
 def _filling(split: int, tiles: int, inputs: int, size: int, gpu: GpuTraits) -> int:
-    """Return the number of parts whose programs fill a GPU side by side.
+    """Return the number of splits whose programs fill the GPU in one wave.
 
-    Programs that are launched early crowd onto the multiprocessors that empty first (see `plans._LONE_STAGES`) and
-    leave others idle if there is room for more of them than there are.
+    Programs that are launched early crowd onto the SMs that empty first (see `plans._EXCLUSIVE_STAGES`) and leave
+    others idle if more program slots are free than needed.
     """
     stage_bytes = _BLOCK_K * (TILE // 2 + max(size, 16) * _INPUT_BYTES)
     side_by_side = min(_SIDE_BY_SIDE, gpu.shared_memory // (MAX_STAGES * stage_bytes))
@@ -327,14 +326,14 @@ def _splitk(
     size = bucket(rows)
     block = _BLOCK_K
     if bits == 4:
-        # A step's inputs are of one group.
+        # A step must not cross a group.
         block = next(
             part for part in (_BLOCK_K, 64, 32) if group % part == INT4_STRIDE * run_of(inputs, group) % part == 0
         )
     if size is None or size > MAX_ROWS or inputs % block:
         return None
     operation: Operation = "gated" if gated else "product"
-    # While one program decodes its weights, another multiplies. Equal parts need no masks.
+    # While one program unpacks its weights, another uses the tensor cores. Equal parts need no masks.
     tiles = ceil_div(outputs, TILE)
     split = split_inputs(tiles, inputs, 2 * gpu.multiprocessors)
     split = 1 << (max(1, min(split, inputs // FEWEST_INPUTS)).bit_length() - 1)
@@ -351,8 +350,8 @@ def _splitk(
     stage_bytes = (height * bits // 8 + max(size, 16) * _INPUT_BYTES) * plan.block_k
     unpacked = 0
     if bits < 8:
-        # A stage has a scale and a zero point of each output.
+        # A stage has a scale and a zero point per output.
         stage_bytes += 5 * height
-        # On some GPUs unpacked weights pass through shared memory into the layout of the product.
+        # On some GPUs unpacked weights are converted to the matmul's layout through shared memory.
         unpacked = height * plan.block_k * _INPUT_BYTES
     return replace(plan, stages=min(plan.stages, gpu.max_stages(stage_bytes, unpacked, warpgroup=False)))

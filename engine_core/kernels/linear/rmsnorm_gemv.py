@@ -1,10 +1,10 @@
-"""Product y = x W^T for one row, held in pieces, behind its norm.
+"""GEMV y = x W^T for one row, fused with the norm before it, processed in chunks.
 
-It is for rows that fill a power of two badly. `gemv` holds a row as one block of such a size: of 4096 elements for 2560
-inputs, so that more than a third of its registers and instructions are for nothing, and fewer programs fit a
-multiprocessor. Here every thread loads 16 bytes of each piece. Norm weights are loaded behind the wait for x, since
-registers that hold them earlier cost a program, too. All else is as in `gemv`, for 16-bit weights. Oracles: those of
-`norm`, `torch.nn.functional.linear` and `reference.layer.gated_activation`.
+It is for row lengths far below a power of two. `gemv` holds a row as one power-of-two block: 4096 elements for 2560
+inputs, which wastes more than a third of its registers and instructions, so fewer programs fit on an SM. Here every
+thread loads 16 bytes of each chunk. Norm weights are loaded after the wait for x, since holding them in registers
+earlier would also cost a program. Otherwise it is like `gemv`, for 16-bit weights. Oracles: those of `norm`,
+`torch.nn.functional.linear` and `reference.layer.gated_activation`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 # ruff: noqa: N803, N806, RUF005
@@ -22,7 +22,7 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 @triton.jit
 def _pieces(row_ptr, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the pieces of one row."""
+    """Load the chunks of one row."""
     found = ()
     for piece in tl.static_range(PIECES):
         at = offs + piece * BLOCK_K
@@ -45,7 +45,7 @@ def _wide(pieces, PIECES: tl.constexpr):
 def _normalised(pieces, weights, eps, K: tl.constexpr, PIECES: tl.constexpr, dtype: tl.constexpr):
     """Return the norm of a row in float32.
 
-    Rounds as `norm.normalised` does. pieces: float32, 0 past K.
+    Rounds like `norm.normalised`. chunks: float32, 0 past K.
     """
     squares = pieces[0] * pieces[0]
     for piece in tl.static_range(1, PIECES):
@@ -61,7 +61,7 @@ def _normalised(pieces, weights, eps, K: tl.constexpr, PIECES: tl.constexpr, dty
 
 @triton.jit
 def _products(rows, vector, PIECES: tl.constexpr):
-    """Sum the products of weight rows and a vector, [ROWS] float32."""
+    """Return the dot products of weight rows and a vector, [ROWS] float32."""
     sums = rows[0].to(tl.float32) * vector[0][None, :]
     for piece in tl.static_range(1, PIECES):
         sums += rows[piece].to(tl.float32) * vector[piece][None, :]
@@ -90,9 +90,9 @@ def rmsnorm_gemv_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Normalise one row and multiply it by a transposed weight.
+    """Normalize one row and multiply it by a transposed weight.
 
-    The arguments are those of `gemv_kernel`.
+    Arguments as in `gemv_kernel`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     GATED: tl.constexpr = ACTIVATION > 0
@@ -142,9 +142,9 @@ def rmsnorm_gemv_kernel(
 
 @triton.jit
 def _pieces_of_rows(base_ptr, places, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the pieces of weight rows.
+    """Load the chunks of weight rows.
 
-    places: of the first piece, [ROWS, BLOCK_K].
+    offs: of the first chunk, [ROWS, BLOCK_K].
     """
     found = ()
     for piece in tl.static_range(PIECES):
@@ -170,11 +170,11 @@ def rmsnorm_gemv(
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and multiply the norm of the sum by a weight.
 
-    Returns the product, [1, N], and the sum, [1, K].
+    Returns the matmul, [1, N], and the sum, [1, K].
 
-    x, residual: [1, K]; without a residual the sum is x itself. x_weight: x is first normalised with these factors,
+    x, residual: [1, K]; without a residual the sum is x itself. x_weight: weight of a norm of x before the addition,
     [K]; norm_weight: [K]; both in x's dtype or float32. weight: [N, K], with an activation [2 N, K], the gate's rows
-    first; bias: [N] or [2 N]. plan.block_k: elements of a piece. With `pdl` the kernel right before may write x and the
+    first; bias: [N] or [2 N]. plan.block_k: elements per chunk. With `pdl` the preceding kernel may write x and the
     residual.
     """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
@@ -222,9 +222,9 @@ def normed_product(
     activation: Activation | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `rmsnorm_gemv` does, by the kernel that a plan is for.
+    """Return the result of `rmsnorm_gemv`, using the kernel of the plan.
 
-    That is the one of `gemv` if the plan's block holds a whole row.
+    This is `gemv` if the plan's block holds a whole row.
     """
     if plan.block_k < weight.shape[1]:
         return rmsnorm_gemv(x, residual, x_weight, norm_weight, eps, weight, bias, plan, activation, pdl)

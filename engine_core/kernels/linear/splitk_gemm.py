@@ -1,10 +1,10 @@
-"""Product y = x W^T for up to 128 rows of x, with K divided among programs.
+"""Split-K GEMM y = x W^T for up to 128 rows of x.
 
-Dividing K lets small weights occupy the whole GPU too.
+Splitting K lets small weights occupy the whole GPU.
 
-The weights are the left operand, so that the 64 rows a tensor core instruction wants are rows of W and not padding of
-x. Programs that share a tile of y leave float32 partial sums in a workspace; the last to arrive adds them in a fixed
-order, so that results are the same from run to run, and finishes the tile. It also resets the tile's counter to zero.
+The weights are the left operand, so the 64 rows of a tensor core instruction are rows of W instead of padding of x.
+Programs that share a tile of y store float32 partial sums in a workspace; the last to arrive adds them in a fixed
+order, so results are deterministic, finishes the tile, and resets its counter to zero.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -43,8 +43,8 @@ def finish_tile(
 ):
     """Store a tile, if this program is the last of those that share it.
 
-    It adds their partial sums.
-    sums, ups: [BLOCK_N, BLOCK_M] float32, of this program; the rest as in `splitk_gemm_kernel`.
+    It adds the partial sums. sums, ups: [BLOCK_N, BLOCK_M] float32, of this program; other arguments as in
+    `splitk_gemm_kernel`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     GATED: tl.constexpr = ACTIVATION > 0
@@ -63,7 +63,7 @@ def finish_tile(
         tl.store(tile_ptr + part * STRIDE, sums)
         if GATED:
             tl.store(tile_ptr + part * STRIDE + SIZE, ups)
-        # All threads store their partial sums before the count that publishes them.
+        # All threads must store their partial sums before the counter publishes them.
         tl.debug_barrier()
         done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
         if done:
@@ -71,7 +71,7 @@ def finish_tile(
             sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for s in tl.static_range(SPLIT):
-                # Bypass the first-level cache, which does not see what other programs wrote.
+                # Bypass L1, which does not see the writes of other programs.
                 sums += tl.load(tile_ptr + s * STRIDE, cache_modifier=".cg")
                 if GATED:
                     ups += tl.load(tile_ptr + s * STRIDE + SIZE, cache_modifier=".cg")
@@ -107,12 +107,12 @@ def splitk_gemm_kernel(
     SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply rows by a transposed weight, with K divided among programs.
+    """Multiply rows by a transposed weight, with K split among programs.
 
-    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N]; scale: as in `gemv_kernel`, where
-    BLOCK_K divides 128 if blocks have scales.
+    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N]; scale: as in `gemv_kernel`; with
+    block scales BLOCK_K divides 128.
 
-    Program (i, s) makes part s of N-tile i. partials: float32, [tiles, SPLIT, 1 or 2, BLOCK_N, BLOCK_M]; counters:
+    Program (i, s) computes part s of N-tile i. partials: float32, [tiles, SPLIT, 1 or 2, BLOCK_N, BLOCK_M]; counters:
     int32 zeros, [tiles].
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -129,8 +129,8 @@ def splitk_gemm_kernel(
     rows = tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
-    # Weight rows past the end repeat the last one and are not stored. Tokens past the end are masked: programs all
-    # reading one token's line again and again were slower by a tenth.
+    # Weight rows past the end repeat the last one and are not stored. Tokens past the end are masked: repeated reads of
+    # one token's row by all programs were 10 % slower.
     offs = tl.minimum(rows, N - 1 - first)[:, None] * K + offs_k[None, :]
     left_ptr = weight_ptr + first.to(tl.int64) * K + begin * BLOCK_K + offs
     upper_ptr = left_ptr + N.to(tl.int64) * K
@@ -141,7 +141,7 @@ def splitk_gemm_kernel(
     ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_previous(PDL)
     for step in tl.range(0, PER, num_stages=STAGES):
-        # Equal parts need no mask: the compiler drops one that is constant.
+        # Equal parts need no mask: the compiler removes a constant one.
         within = True if BLOCKS % SPLIT == 0 else step < count
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
         weights = numbers_of(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
@@ -178,12 +178,13 @@ def splitk_gemm(
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
-    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or a weight of bytes with scales as in `gemv`; out: memory
-    for the result, contiguous.
+    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or an 8-bit weight with scales as in `gemv`; out: output
+    tensor, contiguous.
 
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
-    [M, N / 2]. partials: float32; counters: int32, zero before and after the call; at least `workspace_size` of each.
-    Calls on one stream may share them. With `pdl` the kernel right before may write x, and use the workspace.
+    [M, N / 2]. partials: float32; counters: int32, zero before and after the call; each at least as large as in
+    `workspace_size`. Calls on one stream may share them. With `pdl` the preceding kernel may write x, and use the
+    workspace.
     """
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     rows, inputs = x.shape

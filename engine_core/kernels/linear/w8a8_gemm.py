@@ -1,10 +1,10 @@
-"""Product y = x W^T of bytes with bytes, for many rows.
+"""W8A8 GEMM y = x W^T for many rows.
 
-x has a scale for each row, for each row and 128 inputs, or one for all; W one for each output or for each block of 16
-outputs and 128 inputs. Where inputs have groups and weights blocks, every 128 inputs are multiplied in the tensor
-cores and then scaled and summed in float32 (DeepSeek-V3, 2024), which also bounds what Hopper's short accumulators of
-float8 lose. Else the scales are applied once, at the end. Programs that share a tile of y divide the inputs where tiles
-are few, and add their sums as in `splitk_gemm`. Oracle: `reference.quantized_activation.quantized_matmul`.
+x has one scale per row, per row and 128 inputs, or per tensor; W one per output or per block of 16 outputs and 128
+inputs. With group and block scales, every 128 inputs are multiplied in the tensor cores and then scaled and accumulated
+in float32 (DeepSeek-V3, 2024), which also limits the error of Hopper's short FP8 accumulators. Otherwise scales are
+applied once, at the end. If there are few tiles, several programs split the inputs of one and add their sums as in
+`splitk_gemm`. Oracle: `reference.quantized_activation.quantized_matmul`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -26,9 +26,9 @@ def scaled_tile(
     sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Scale the sums of a tile where that is left to do, add the bias and round.
+    """Apply the remaining scales to the sums of a tile, add the bias and round.
 
-    sums: [BLOCK_M, BLOCK_N]; scale_ptr, bias_ptr: of all outputs, or of the half that offs_n counts.
+    sums: [BLOCK_M, BLOCK_N]; scale_ptr, bias_ptr: of all outputs, or of the half that offs_n indexes.
     """
     mask_n = offs_n < N
     sums = sums.to(tl.float32)
@@ -46,7 +46,7 @@ def store_tile(
     sums, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Finish the sums of a tile as `scaled_tile` does, and store them."""
+    """Finish the sums of a tile as in `scaled_tile`, and store them."""
     numbers = scaled_tile(
         sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES, HAS_BIAS,
         y_ptr.dtype.element_ty,
@@ -81,14 +81,14 @@ def w8a8_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply rows by a transposed weight, both of one byte.
+    """Multiply 8-bit rows by a transposed 8-bit weight.
 
     x: [M, K]; weight: [N, K]; y: [M, N]. With BLOCKS x_scale: [K / 128, x_scale_stride], scale: [N / 16, K / 128], and
-    BLOCK_K is 128; WHOLE: all outputs of a tile share their scales. Else scale: [N], and x_scale: [M] with ROW_SCALES,
-    [1] without.
+    BLOCK_K is 128; WHOLE: all outputs of a tile share their scales. Otherwise scale: [N], and x_scale: [M] with
+    ROW_SCALES, [1] without.
 
-    Program (i, s) makes part s of tile i. Tiles of GROUP_M blocks of rows follow one another, so that they find their
-    weights in the second-level cache. partials: float32, [tiles, SPLIT, BLOCK_M, BLOCK_N]; counters: int32 zeros.
+    Program (i, s) computes part s of tile i. Tiles of GROUP_M blocks of rows are consecutive, for reuse of the weights
+    in L2. partials: float32, [tiles, SPLIT, BLOCK_M, BLOCK_N]; counters: int32 zeros.
     """
     STEPS: tl.constexpr = K // BLOCK_K
     PER: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
@@ -118,7 +118,7 @@ def w8a8_gemm_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], sum_dtype)
     wait_for_previous(PDL)
     for step in tl.range(0, PER, num_stages=STAGES):
-        # Equal parts need no mask: the compiler drops one that is constant.
+        # Equal parts need no mask: the compiler removes a constant one.
         within = True if STEPS % SPLIT == 0 else step < count
         left = tl.load(left_ptr + step * BLOCK_K, mask=mask_m[:, None] & within, other=0.0)
         right = tl.load(right_ptr + step * BLOCK_K, mask=within, other=0.0)
@@ -140,13 +140,13 @@ def w8a8_gemm_kernel(
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         tile_ptr = partials_ptr + tile.to(tl.int64) * (SPLIT * SIZE) + rows[:, None] * BLOCK_N + columns[None, :]
         tl.store(tile_ptr + part * SIZE, sums.to(tl.float32))
-        # All threads store their partial sums before the count that publishes them.
+        # All threads must store their partial sums before the counter publishes them.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
             tl.store(counters_ptr + tile, 0)
             total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for other in tl.static_range(SPLIT):
-                # Bypass the first-level cache, which does not see what other programs wrote.
+                # Bypass L1, which does not see the writes of other programs.
                 total += tl.load(tile_ptr + other * SIZE, cache_modifier=".cg")
             store_tile(
                 total, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES, HAS_BIAS
@@ -154,7 +154,7 @@ def w8a8_gemm_kernel(
 
 
 def check_factors(x: QuantizedActivation, weight: Tensor, scales: Tensor, plan: W8A8GemmPlan) -> None:
-    """Assert that rows and weights have the shapes, dtypes and scales of a product."""
+    """Assert that the shapes, dtypes and scales of rows and weights fit."""
     outputs, inputs = weight.shape
     assert x.values.is_contiguous() and weight.is_contiguous() and x.values.shape[1] == inputs
     assert x.values.dtype == weight.dtype and inputs % plan.block_k == 0 and plan.split * plan.block_k <= inputs
@@ -168,7 +168,7 @@ def check_factors(x: QuantizedActivation, weight: Tensor, scales: Tensor, plan: 
 def check_operands(
     x: QuantizedActivation, weight: Tensor, scales: Tensor, plan: W8A8GemmPlan, partials: Tensor, counters: Tensor
 ) -> None:
-    """Assert what `w8a8_gemm` says of its arguments."""
+    """Assert the preconditions of `w8a8_gemm`."""
     check_factors(x, weight, scales, plan)
     floats, needed = plan.workspace(x.count, weight.shape[0])
     assert partials.numel() >= floats and counters.numel() >= needed, "workspace too small"
@@ -177,7 +177,7 @@ def check_operands(
 def w8a8_options(
     x: QuantizedActivation, weight: Tensor, scales: Tensor, plan: W8A8GemmPlan, whole_blocks: bool, pdl: bool
 ) -> dict[str, object]:
-    """Return the constants of a product of bytes with bytes, and how it is launched."""
+    """Return the constants and launch options of a W8A8 GEMM."""
     blocks = scales.ndim == 2
     return {
         "K": weight.shape[1],
@@ -206,12 +206,12 @@ def w8a8_gemm(
     whole_blocks: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Return x W^T + b, [T, outputs], in the dtype that x was rounded from.
+    """Return x W^T + b, [T, outputs], in x's dtype before quantization.
 
     weight: [outputs, inputs], of x's dtype, inputs a multiple of `plan.block_k`; scales: float32, [outputs], or
-    [outputs / 16, inputs / 128], rounded up, with x in groups of 128; whole_blocks: those of 128 outputs, from a
-    multiple of 128, are equal; bias: [outputs]. partials: float32; counters: int32, zero before and after the call; at
-    least `plan.workspace` of each. Calls on one stream may share them.
+    [outputs / 16, inputs / 128], rounded up, with x in groups of 128; whole_blocks: the scales of each aligned 128
+    outputs are equal; bias: [outputs]. partials: float32; counters: int32, zero before and after the call; each at
+    least as large as in `plan.workspace`. Calls on one stream may share them.
     """
     check_operands(x, weight, scales, plan, partials, counters)
     outputs = weight.shape[0]

@@ -1,8 +1,8 @@
-"""Product y = x W^T of bytes with bytes for up to 32 rows.
+"""Split-K W8A8 GEMM y = x W^T for up to 32 rows.
 
-As in `kernels.linear.splitk_gemm` the weights are the left operand, so that few rows are padded to 16 or 32 and not to
-the 64 that a tensor core instruction of Hopper wants, and programs share the inputs of a tile. Scales of blocks
-multiply each 128 inputs' sums, others the sums at the end. Oracle: `reference.quantized_activation.quantized_matmul`.
+As in `kernels.linear.splitk_gemm` the weights are the left operand, so few rows are padded to 16 or 32 instead of to
+the 64 of Hopper's tensor core instructions, and programs split the inputs of a tile. Block scales are applied to each
+128 inputs' sums, others at the end. Oracle: `reference.quantized_activation.quantized_matmul`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
@@ -45,10 +45,10 @@ def w8a8_splitk_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply rows by a transposed weight, both of one byte.
+    """Multiply 8-bit rows by a transposed 8-bit weight.
 
-    The arguments are those of `w8a8_gemm_kernel`, with M at most BLOCK_M. Program (i, s) makes part s of N-tile i.
-    partials: float32, [tiles, SPLIT, BLOCK_N, BLOCK_M]; counters: int32 zeros, [tiles].
+    Arguments as in `w8a8_gemm_kernel`, with M at most BLOCK_M. Program (i, s) computes part s of N-tile i. partials:
+    float32, [tiles, SPLIT, BLOCK_N, BLOCK_M]; counters: int32 zeros, [tiles].
     """
     STEPS: tl.constexpr = K // BLOCK_K
     PER: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
@@ -71,7 +71,7 @@ def w8a8_splitk_kernel(
     sums = tl.zeros([BLOCK_N, BLOCK_M], sum_dtype)
     wait_for_previous(PDL)
     for step in tl.range(0, PER, num_stages=STAGES):
-        # Equal parts need no mask: the compiler drops one that is constant.
+        # Equal parts need no mask: the compiler removes a constant one.
         within = True if STEPS % SPLIT == 0 else step < count
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m[None, :] & within, other=0.0)
         weights = tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0)
@@ -109,7 +109,7 @@ def w8a8_splitk(
 ) -> Tensor:
     """Return x W^T + b, [T, outputs], for at most `plan.block_m` rows.
 
-    The arguments are those of `w8a8_gemm`; without blocks, a step of the plan may be of more inputs than 128.
+    Arguments as in `w8a8_gemm`; without block scales, plan.block_k may exceed 128.
     """
     check_operands(x, weight, scales, plan, partials, counters)
     outputs = weight.shape[0]
@@ -144,9 +144,9 @@ def w8a8_matmul(
     whole_blocks: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the product of `w8a8_gemm`, by the kernel for the plan.
+    """Return the GEMM of `w8a8_gemm`, using the kernel of the plan.
 
-    Tiles of at most 32 rows that hold all rows are `w8a8_splitk`'s.
+    Tiles of at most 32 rows that hold all rows use `w8a8_splitk`.
     """
     few = 0 < x.count <= plan.block_m <= SPLITK_ROWS
     product = w8a8_splitk if few else w8a8_gemm

@@ -1,7 +1,4 @@
-"""Attention over the paged pool in plain torch, row by row.
-
-It is the oracle of the attention kernels, for tests only.
-"""
+"""Attention over the paged pool in plain torch, row by row: the oracle of the attention kernels."""
 
 from collections.abc import Sequence
 
@@ -43,9 +40,7 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend in float32 with one new token a row to positions up to its own.
-
-    Token i attends to positions of its row up to positions[i], inclusive.
+    """Attend in float32 with one new token per row to positions up to and including its own.
 
     query: [B, heads, D]; keys, values: [slots, kv_heads, D]; rows, positions: [B] integers; scale, window, softcap: as
     in `LayerAttention`. Returns [B, heads, D] float32. Reads lengths on the host.

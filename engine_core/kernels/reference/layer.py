@@ -1,7 +1,4 @@
-"""Arithmetic of a transformer layer in plain torch.
-
-It is the oracle of every faster kernel, and the CPU path.
-"""
+"""Operations of a transformer layer in plain torch: the oracle of the fused kernels, and the CPU implementation."""
 
 import torch
 from torch import Tensor
@@ -23,22 +20,22 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def gather_columns(x: Tensor, order: Tensor) -> Tensor:
-    """Return columns of x in an order, [T, width].
+    """Return columns of x in the given order, [T, width].
 
-    x: [T, inputs]; order: numbers of columns, [width] int32.
+    x: [T, inputs]; order: column indices, [width] int32.
     """
     return x.index_select(1, order)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None) -> Tensor:
-    """Return the root mean square norm of each row.
+    """Return the RMSNorm of each row.
 
     It is x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
 
-    x: [T, hidden], normalised over the last dimension; weight: [hidden], in x's dtype or float32. The quotient is
-    computed in float32 and rounded to the weight's dtype before the product: with a weight in x's dtype that is
-    transformers' Llama, with one in float32 its Gemma, which rounds the product alone. order: columns of the norm are
-    returned in it, as `gather_columns` does, here and below.
+    x: [T, hidden], normalized over the last dimension; weight: [hidden], in x's dtype or float32. The quotient is
+    computed in float32 and rounded to the weight's dtype before the multiplication: this equals transformers' Llama
+    with a weight in x's dtype, and its Gemma, which rounds only the result, with one in float32. order: permutation of
+    the output's columns, as in `gather_columns`, here and below.
     """
     normed = (functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
     return normed if order is None else gather_columns(normed, order)
@@ -47,9 +44,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Tensor | None = None)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream and normalise the sum.
+    """Add x to the residual stream and normalize the sum.
 
-    Returns the normalised sum, and the sum, which is never reordered. All are [T, hidden].
+    Returns the normalized sum, and the sum, which is never permuted. All are [T, hidden].
     """
     total = x + residual
     return rms_norm(total, weight, eps, order), total
@@ -58,15 +55,15 @@ def add_rms_norm(
 def norm_add_rms_norm(
     x: Tensor, x_weight: Tensor, residual: Tensor, weight: Tensor, eps: float, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run `add_rms_norm` on rms_norm(x), whose factors are x_weight, [hidden].
+    """Run `add_rms_norm` on rms_norm(x) with the weight x_weight, [hidden].
 
-    Gemma 2 and 3 normalise what a block adds to the residual stream as well.
+    Gemma 2 and 3 also normalize the output of a block before the residual addition.
     """
     return add_rms_norm(rms_norm(x, x_weight, eps), residual, weight, eps, order)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Replace logits by cap * tanh(logits / cap), in place, and return them.
+    """Replace logits by cap * tanh(logits / cap) in place, and return them.
 
     Each of the three operations is rounded to the logits' dtype, as in transformers (Gemma 2).
     """
@@ -74,10 +71,10 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of elements, R / 2 apart in the first R of each head.
+    """Apply rotary position embedding to the first R elements of each head.
 
-    (x1, x2) becomes (x1 c - x2 s, x2 c + x1 s). This is the rotary position embedding (Su et al., 2021). The elements
-    behind the first R pass unchanged.
+    Pairs of elements R / 2 apart, (x1, x2), become (x1 c - x2 s, x2 c + x1 s) (Su et al., 2021). The elements past R
+    are unchanged.
 
     x: [T, heads, head_dim]; cos: [T, 1, R] float32, its halves equal; sin: likewise, its first half negated. Computed
     in float32, returned in x's dtype.
@@ -86,7 +83,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate as `rope` does, and return float32."""
+    """Return `rope` in float32."""
     wide, rotary_dim = x.float(), cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat((_rotate(wide[..., :rotary_dim], cos, sin), wide[..., rotary_dim:]), -1)
@@ -103,12 +100,11 @@ def rope_and_kv_write(
     values: Tensor,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotate queries and keys, and store keys and values in the pool.
+    """Apply RoPE to queries and keys, and store keys and values in the pool.
 
-    qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; slot_mapping: [T] int64, slots of the pool;
-    keys, values: [num_slots, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`; scales: of keys and
-    values, as in `kv_dtype`. Returns the rotated queries, [T, heads, head_dim], multiplied by the scale of keys before
-    they are rounded.
+    qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; slot_mapping: [T] int64, slots of the pool; keys,
+    values: [num_slots, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`; scales: of keys and values, as
+    in `kv_dtype`. Returns the rotated queries, [T, heads, head_dim], multiplied by the key scale before rounding.
     """
     kv_heads = keys.shape[1]
     query_heads = qkv.shape[1] - 2 * kv_heads
@@ -121,9 +117,9 @@ def rope_and_kv_write(
 
 
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, kv_heads: int, eps: float) -> Tensor:
-    """Normalise each query and key head before the rotation.
+    """Normalize each query and key head, before RoPE.
 
-    Qwen 3 and Gemma 3 do so (Henry et al., 2020).
+    Used by Qwen 3 and Gemma 3 (Henry et al., 2020).
 
     qkv: [T, heads + 2 * kv_heads, head_dim]; q_norm, k_norm: [head_dim]. Returns a new tensor of qkv's shape, with
     copies of the value heads.

@@ -1,12 +1,12 @@
 """Counter-based random numbers: the same integers on every device.
 
-No generator state has to be synchronised.
+Generators need no synchronized state.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise that picks one of
-many places (`kernels.reference.sampling` names these and the streams):
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). For the noise of one draw
+(`kernels.reference.sampling` defines indices and streams):
 
 - key = (seed mod 2^32, seed >> 32)
-- counter = (place // 4, position, choice, stream); the place takes word number place % 4 of the result
+- counter = (index // 4, position, choice, stream); the index selects output word index % 4
 - u = ((word >> 9) + 0.5) * 2^-23, exact in float32: from 2^-24 to 1 - 2^-24, never 0 or 1
 - noise = -log(-log(u)), float32
 
@@ -25,15 +25,13 @@ MASK = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute the four output words of Philox4x32-10.
-
-    Returns them, int64, in a new last dimension: [..., 4].
+    """Return the four output words of Philox4x32-10, int64, in a new last dimension: [..., 4].
 
     counter: four int64 tensors of 32-bit words, of one shape; key: two, broadcastable to it.
     """
-    # Signed 64-bit products wrap, which keeps their bits. The words (c0, c2) are kept clean because they are
+    # Signed 64-bit multiplication wraps, which preserves the bits. The words (c0, c2) are masked because they are
     # multiplied; (c1, c3) and the keys may carry garbage above bit 31, which the next mask removes. The constants are
-    # tensors because a Python number costs each operation on a small tensor as much again.
+    # tensors because a Python scalar doubles the cost of an operation on a small tensor.
     even = torch.stack((counter[0], counter[2]))
     odd = torch.stack((counter[1], counter[3]))
     keys = torch.stack(key)
@@ -50,9 +48,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Return numbers in (0, 1), float32, from random words.
+    """Convert random words to float32 in (0, 1).
 
-    words: 32-bit words in int64. The numbers are ((word >> 9) + 0.5) * 2^-23.
+    words: 32-bit words in int64. The result is ((word >> 9) + 0.5) * 2^-23.
     """
     return ((words >> 9).float() + 0.5) * 2.0**-23
 
@@ -60,12 +58,10 @@ def uniform(words: Tensor) -> Tensor:
 def gumbel_noise(
     seed: Tensor, choice: Tensor, position: Tensor, count: int, stream: int = 0, first: Tensor | None = None
 ) -> Tensor:
-    """Return standard Gumbel noise for `count` places of every row.
+    """Return standard Gumbel noise for `count` indices of every row; see the module docstring.
 
-    The module docstring defines it.
-
-    seed, choice, position: [S] int64, none negative; first: [S] int64, the first place of each row, a multiple of 4;
-    None for 0. Returns [S, count] float32.
+    seed, choice, position: [S] int64, non-negative; first: [S] int64, first index of each row, a multiple of 4; None
+    for 0. Returns [S, count] float32.
     """
     column = seed.unsqueeze(1)
     blocks = torch.arange((count + 3) // 4, device=seed.device).expand(seed.shape[0], -1)

@@ -1,7 +1,4 @@
-"""Rounding of a product's inputs to one byte in plain torch.
-
-It is the oracle of the kernels that do so.
-"""
+"""Quantization of activations in plain torch, the oracle of the kernels."""
 
 import torch
 from torch import Tensor
@@ -16,15 +13,15 @@ from tandem.engine_core.kernels.reference.layer import add_rms_norm, gated_activ
 
 
 def quantize(x: Tensor, to: ActivationFormat) -> QuantizedActivation:
-    """Round rows to one byte.
+    """Quantize rows to 8 bits.
 
-    A scale that is not known beforehand brings the largest number of its row or group to the top of the dtype. Numbers
-    past the top become the top. x: [T, inputs].
+    A dynamic scale maps the absolute maximum of its row or group to the largest value of the dtype. Values out of range
+    are clamped. x: [T, inputs].
     """
     rows = empty_quantized_activation(x.shape[0], x.shape[1], x.dtype, to, x.device)
     grouped = x.float() if to.group is None else x.float().unflatten(1, (-1, to.group))
     if to.scale is None:
-        # Zeros alone would divide by zero.
+        # Avoid a division by zero for all-zero rows.
         largest = grouped.abs().amax(-1) / to.top
         scales = largest.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         rows.scales[: x.shape[0]] = scales.reshape(x.shape[0], -1)
@@ -38,10 +35,10 @@ def quantize(x: Tensor, to: ActivationFormat) -> QuantizedActivation:
 def quantized_norm(
     x: Tensor, residual: Tensor | None, x_weight: Tensor | None, weight: Tensor, eps: float, to: ActivationFormat
 ) -> tuple[QuantizedActivation, Tensor]:
-    """Add x to the residual stream, and normalise and round the sum.
+    """Add x to the residual stream, normalize the sum and quantize the norm.
 
-    Return the rounded rows and the sum. residual None: x starts the stream; x_weight: x is normalised with these
-    factors before it is added, [hidden]. The rest is as in `layer.rms_norm`.
+    Return the quantized rows and the sum. residual None: x starts the stream; x_weight: weight of a norm of x before
+    the addition, [hidden]. Other arguments are as in `layer.rms_norm`.
     """
     if residual is None:
         return quantize(rms_norm(x, weight, eps), to), x
@@ -53,7 +50,7 @@ def quantized_norm(
 
 
 def quantized_gate(gate_up: Tensor, activation: Activation, to: ActivationFormat) -> QuantizedActivation:
-    """Round `layer.gated_activation`.
+    """Return `layer.gated_activation`, quantized.
 
     gate_up: [T, 2 * width].
     """
@@ -63,10 +60,10 @@ def quantized_gate(gate_up: Tensor, activation: Activation, to: ActivationFormat
 def quantized_matmul(
     rows: QuantizedActivation, values: Tensor, scales: Tensor, bias: Tensor | None, scale_rows: int | None = None
 ) -> Tensor:
-    """Return the product of rows and a transposed weight, [T, outputs].
+    """Return the matmul of quantized rows and a transposed weight, [T, outputs].
 
-    It is computed in float32. values: [outputs, inputs]; scales: float32, of each output, or of blocks of `scale_rows`
-    outputs and 128 inputs, [outputs / scale_rows, inputs / 128], rounded up; bias: [outputs].
+    Computed in float32. values: [outputs, inputs]; scales: float32, per output, or per block of `scale_rows` outputs
+    and 128 inputs, [outputs / scale_rows, inputs / 128], rounded up; bias: [outputs].
     """
     outputs, inputs = values.shape
     if scale_rows is None:

@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the oracle of the kernels, and the CPU's path.
+"""Sampling in plain torch: the oracle of the kernels, and the CPU implementation.
 
 No function here modifies its arguments.
 """
@@ -13,10 +13,11 @@ from torch.nn import functional
 from tandem.engine_core.kernels.reference.philox import gumbel_noise
 
 SEGMENT = 1024
-"""Tokens of a segment. A draw needs noise for the segments and for the tokens of one: about as many of either would be
-fewest, but a GPU is not faster for fewer tokens. Drawn tokens depend on it."""
+"""Tokens per segment. A draw needs noise for the segments and for the tokens of one. Equal numbers of both would
+minimize it, but fewer tokens do not make a GPU faster. Changing this changes the sampled tokens."""
 CANDIDATES = 4
-"""Draws from all tokens before one from fewer. A GPU makes them at the same time. Drawn tokens depend on it."""
+"""Candidates drawn from all tokens before resampling from fewer. A GPU draws them concurrently. Changing this changes
+the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +25,29 @@ class Draw:
     """Parameters of each row's draw, [S] each."""
 
     temperature: Tensor
-    """float32; 0 is greedy."""
+    """float32; 0 means greedy."""
     seed: Tensor
-    """int64, not negative."""
+    """int64, non-negative."""
     choice: Tensor
-    """int64, index among the choices of one request."""
+    """int64, index of the choice (`n`) within its request."""
     position: Tensor
-    """int64, the position that the sampled token takes in its sequence."""
+    """int64, position of the sampled token in its sequence."""
 
     def of(self, rows: Tensor) -> "Draw":
-        """Return the parameters of some of the rows."""
+        """Return the parameters of a subset of the rows."""
         return Draw(self.temperature[rows], self.seed[rows], self.choice[rows], self.position[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Arguments of `truncate`, [S] each; the values 0, 1 and 0 keep every token."""
+    """Arguments of `truncate`, [S] each; the neutral values are 0, 1 and 0."""
 
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
 
     def of(self, rows: Tensor) -> "Truncation":
-        """Return the arguments of some of the rows."""
+        """Return the arguments of a subset of the rows."""
         return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
@@ -54,7 +55,7 @@ class Truncation:
 class Penalties:
     """Arguments of `penalize`.
 
-    history: [S, L]; the others: [S]. Penalties of 1 (repetition), 0 (presence) and 0 (frequency) change nothing.
+    history: [S, L]; the others: [S]. The neutral values are 1 (repetition), 0 (presence) and 0 (frequency).
     """
 
     repetition: Tensor
@@ -78,7 +79,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Gathered parameters of the S rows that are sampled from.
+    """Gathered parameters of the S sampled rows.
 
     A group that no row needs is None.
     """
@@ -89,17 +90,17 @@ class SamplingRows:
     penalties: Penalties | None = None
     bias: Bias | None = None
     suppressed: Tensor | None = None
-    """[S, E] int64, ids that may not be sampled now; -1 for none."""
+    """[S, E] int64, currently suppressed ids; -1 for none."""
 
 
 def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None, segment: int = SEGMENT) -> Tensor:
-    """Sample one token a row, computed in float32. Returns [S] int64.
+    """Sample one token per row, computed in float32. Returns [S] int64.
 
     logits: [S, V], not modified; allowed: masks as in `apply_bitmask`, or None. In order: bias, penalties, suppression,
-    mask; then a greedy row takes the largest logit, the lowest id among equal ones, and any other row divides by its
-    temperature, truncates and draws from the softmax (`draw_token`). The token depends on the row's logits, parameters,
-    seed, choice and position only. A row that holds NaN or +inf, or nothing but -inf, has no softmax and yields -1.
-    A row to which suppression and mask leave nothing yields id 0. segment: as in `draw_token`.
+    mask; then a greedy row takes the argmax, the lowest id on ties, and any other row divides by its temperature,
+    truncates and draws from the softmax (`draw_token`). The token depends only on the row's logits, parameters, seed,
+    choice and position. A row with NaN or +inf, or with -inf only, has no softmax and yields -1. A row with no token
+    left after suppression and mask yields id 0. segment: as in `draw_token`.
     """
     largest = logits.amax(-1)
     logits = adjust_logits(logits, rows, allowed)
@@ -107,7 +108,7 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None, se
     if rows.draw is not None:
         scores = logits - logits.gather(1, tokens.unsqueeze(1))
         drawing = ((rows.draw.temperature != 0) & largest.isfinite() & scores.isfinite().any(1)).nonzero().squeeze(1)
-        # The largest logit became 0 before the division, so that no temperature is small enough to overflow.
+        # Subtract the maximum before the division, so that no temperature is small enough to overflow.
         scores = scores[drawing] / rows.draw.temperature[drawing].unsqueeze(1)
         truncation = None if rows.truncation is None else rows.truncation.of(drawing)
         tokens[drawing] = _draw(scores, rows.draw.of(drawing), truncation, segment)
@@ -117,12 +118,12 @@ def sample(logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None, se
 def draw_token(scores: Tensor, draw: Draw, number: int, segment: int = SEGMENT) -> Tensor:
     """Draw a token of each row from the softmax of scores.
 
-    First a segment of the vocabulary by its mass, then one of its tokens. Either is the largest sum of a logarithm and
-    Gumbel noise, which is a draw in proportion (Gumbel, 1954; Maddison et al., 2014). So a small change of the logits
-    rarely changes the token, and most tokens need no noise.
+    First a segment of the vocabulary is drawn by its mass, then one of its tokens. Each draw uses the Gumbel-max trick:
+    the argmax of log-probability plus Gumbel noise (Gumbel, 1954; Maddison et al., 2014). So a small change of the
+    logits rarely changes the token, and most tokens need no noise.
 
-    scores: [S, V]; number: of the draw among those for one position: its noise is that of the streams 2 * number, for
-    segments, and 2 * number + 1, for tokens (see `philox`); segment: tokens of a segment, a multiple of 4. Returns [S].
+    scores: [S, V]; number: index of the draw among those for one position, which uses the noise streams 2 * number for
+    segments and 2 * number + 1 for tokens (see `philox`); segment: tokens per segment, a multiple of 4. Returns [S].
     """
     key = (draw.seed, draw.choice, draw.position)
     parts = functional.pad(scores, (0, -scores.shape[1] % segment), value=-torch.inf).unflatten(1, (-1, segment))
@@ -137,14 +138,14 @@ def draw_token(scores: Tensor, draw: Draw, number: int, segment: int = SEGMENT) 
 def _draw(scores: Tensor, draw: Draw, truncation: Truncation | None, segment: int) -> Tensor:
     """Draw until truncation keeps the token.
 
-    That is a draw from what truncation leaves (rejection sampling). The first CANDIDATES draws are from all tokens.
-    Later ones are from those that rank ahead of all that were drawn, and that top-k and min-p keep.
+    This is rejection sampling from the truncated distribution. The first CANDIDATES draws are from all tokens. Later
+    ones are from the tokens that rank ahead of all rejected ones and that top-k and min-p keep.
     """
     if truncation is None:
         return draw_token(scores, draw, 0, segment)
     kept = truncate(scores, truncation.top_k, truncation.top_p, truncation.min_p) > -torch.inf
     tokens = torch.zeros_like(draw.seed)
-    # Rows without a token yet, the scores that they draw from, and the foremost token that each has drawn.
+    # Rows without a token yet, the scores to draw from, and the highest-ranked token drawn so far.
     rows = torch.arange(len(scores), device=scores.device)
     open_, foremost = scores, torch.full_like(tokens, -1)
     for number in count():
@@ -165,7 +166,7 @@ def _draw(scores: Tensor, draw: Draw, truncation: Truncation | None, segment: in
 
 
 def is_ahead(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return true for the tokens that rank ahead of each row's own.
+    """Return a mask of the tokens that rank ahead of each row's own.
 
     scores: [S, V]; tokens: [S] ids. Returns [S, V].
     """
@@ -193,20 +194,20 @@ def adjust_logits(logits: Tensor, rows: SamplingRows, allowed: Tensor | None) ->
 
 
 def logprob_records(logits: Tensor, chosen: Tensor, top: int) -> Tensor:
-    """Compute log-probabilities of each row's token and of its largest logits.
+    """Return log-probabilities of each row's token and of its top tokens.
 
     They are the row's log-softmax, in float32, at one token and at its `top` largest logits.
 
     logits: [S, V], not modified, NaN counts as -inf; chosen: [S] integer ids, -1 for none; top: 0 to V. Returns [S, 1 +
-    2 * top] int32: the bits of the chosen token's float32 log-probability, the bits of the largest ones in descending
-    order, and their ids. Equal ones are in order of their ids. The log-probability is -inf where a token has no
-    probability, and where none was chosen.
+    2 * top] int32: the bits of the chosen token's float32 log-probability, the bits of the top ones in descending
+    order, and their ids. Ties are ordered by id. The log-probability is -inf for a token without probability, and for a
+    missing id.
     """
     x = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     logprobs = x.log_softmax(-1).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids = chosen.long().unsqueeze(1)
     own = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
-    # Integers that compare as (logit, lower id): no two are equal, so the order is certain.
+    # Pack (logit, lower id) into integers: no two are equal, so the order is unique.
     bits = (x + 0.0).view(torch.int32)
     rank = torch.where(bits >= 0, bits, bits ^ 0x7FFF_FFFF).long()
     ids = torch.arange(x.shape[1], device=x.device)
@@ -235,7 +236,7 @@ def suppress(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def apply_bitmask(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Set the logits of clear bits to -inf.
+    """Set the logits of tokens with clear bits to -inf.
 
     allowed: [S, ceil(V / 32)] int32; token i is bit i % 32 of word i // 32.
     """
@@ -253,12 +254,12 @@ def penalize(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Apply the penalties of tokens that the sequence already holds.
+    """Apply repetition, presence and frequency penalties.
 
-    Repetition (Keskar et al., 2019) looks at prompt and output: a positive logit is divided by it, a negative one
-    multiplied. Presence and frequency (the OpenAI API) look at the output alone: one subtraction for a token that
-    occurs, one for each time it does. history: [S, L] token ids, of which the first total_len are the sequence's and
-    the first prompt_len its prompt; prompt_len, total_len: [S] integers; the penalties: [S] float32.
+    Repetition (Keskar et al., 2019) covers prompt and output: a positive logit is divided by it, a negative one
+    multiplied. Presence and frequency (the OpenAI API) cover the output only: presence is subtracted once per distinct
+    token, frequency once per occurrence. history: [S, L] token ids; the first total_len are the sequence's, and the
+    first prompt_len its prompt; prompt_len, total_len: [S] integers; the penalties: [S] float32.
     """
     positions = torch.arange(history.shape[1], device=history.device)
     known = positions < total_len.unsqueeze(1)
@@ -274,11 +275,11 @@ def penalize(
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set to -inf the tokens that top-k, top-p and min-p drop, in this order.
+    """Set tokens outside of top-k, top-p and min-p, applied in this order, to -inf.
 
-    Tokens rank by logit, equal ones by lower id. Top-k keeps the first k (0: all). Top-p (Holtzman et al., 2020) keeps
-    the shortest run of leading tokens whose probability, renormalised over what top-k left, reaches p. Min-p (Nguyen et
-    al., 2024) keeps tokens at least min_p times as probable as the first. The first token always stays.
+    Tokens are ranked by logit, ties by lower id. Top-k keeps the first k (0: all). Top-p (Holtzman et al., 2020) keeps
+    the smallest prefix with a cumulative probability, renormalized after top-k, of at least p. Min-p (Nguyen et al.,
+    2024) keeps tokens at least min_p times as probable as the first. The first token is always kept.
 
     logits: [S, V] float32, divided by the temperature; top_k: [S] integer; top_p, min_p: [S] float32.
     """

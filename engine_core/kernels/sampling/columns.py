@@ -1,6 +1,6 @@
 """Columns of the parameter tables, as constants for kernels.
 
-A column that only one kernel reads is named beside that kernel.
+A column that only one kernel reads is defined next to that kernel.
 """
 
 import triton.language as tl

@@ -1,6 +1,6 @@
-"""The tokens of a step that are sampled from, gathered in one Triton launch.
+"""Gather the sampled tokens of a step in one Triton launch.
 
-`pdl`: see the head of `kernels.norm`.
+`pdl`: see `kernels.dependent_launch`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -13,17 +13,17 @@ from torch import Tensor
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 
 BLOCK = 1024
-"""Elements of a state that a program copies at a time."""
+"""Elements of a hidden state that a program copies at a time."""
 
 
 def gather_samples_reference(
     hidden: Tensor, rows: Tensor, positions: Tensor, index: Tensor, sample_rows: Tensor, sample_positions: Tensor
 ) -> Tensor:
-    """Return the states of the tokens that are sampled from, [P, hidden].
+    """Return the hidden states of the sampled tokens, [P, hidden].
 
-    hidden: [T, hidden]; rows, positions: [T] int32, of the tokens; index: [P] int32, a token for each place, or
-    negative for a place that is left free. sample_rows, sample_positions: [P] int32, written: row and position of each
-    place's token, those of padding (0) for a free one, which has the state of token 0.
+    hidden: [T, hidden]; rows, positions: [T] int32, of the tokens; index: [P] int32, a token for each sample slot,
+    negative for an unused one. sample_rows, sample_positions: [P] int32, written: row and position of each slot's
+    token; an unused slot gets those of padding (0), and the state of token 0.
     """
     token = index.clamp(min=0).long()
     sample_rows.copy_(torch.where(index >= 0, rows[token], 0))

@@ -1,4 +1,4 @@
-"""Largest logit of every row, in one Triton kernel.
+"""Argmax of every row's logits, in one Triton kernel.
 
 Oracle: `kernels.reference.sampling.sample`.
 """
@@ -45,7 +45,7 @@ def _greedy_kernel(
     position = tl.load(positions_ptr + index)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     raw = logits_ptr + index.to(tl.int64) * logit_stride
-    # Issued before anything waits for the row.
+    # Issue these loads before anything waits for the row.
     x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         if tile == 0:
@@ -58,10 +58,10 @@ def _greedy_kernel(
 
 
 def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Sample the largest logit of each row, the lowest id among equal ones.
+    """Sample the argmax of each row, the lowest id on ties.
 
-    A row that holds NaN or +inf, or nothing but -inf, yields -1. Writes the tokens to `batch.sampled` and to the token
-    table, which gets 0 for -1, and the rows' new lengths.
+    A row with NaN or +inf, or with -inf only, yields -1. Writes the tokens to `batch.sampled` and to the token table,
+    where -1 becomes 0, and the rows' new lengths.
     """
     logits, tokens = batch.logits, tables.tokens
     _greedy_kernel[scratch.grid(len(logits))](

@@ -1,9 +1,7 @@
-"""Gumbel noise inside a Triton kernel.
+"""Gumbel noise inside a Triton kernel, from the integers that `kernels.reference.philox` defines.
 
-It comes from the integers that `kernels.reference.philox` defines.
-
-Philox4x32-10 (Salmon et al., SC 2011). Triton's own generator makes the same integers, but takes the halves of a
-product by two multiplications, where one that yields both is enough.
+Philox4x32-10 (Salmon et al., SC 2011). Triton's own generator returns the same integers, but computes the halves of a
+64-bit product by two multiplications, where one wide multiplication is enough.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -20,9 +18,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def philox_words(seed, choice, position, stream, start, BLOCK: tl.constexpr):
-    """Return the Philox words of the places start .. start + BLOCK, [BLOCK] uint32.
+    """Return the Philox words of indices start .. start + BLOCK, [BLOCK] uint32.
 
-    seed: int64; start and BLOCK: multiples of 4. One counter serves four places, so it is computed once and its words
+    seed: int64; start and BLOCK: multiples of 4. Four indices share one counter, so it is computed once and its words
     are interleaved.
     """
     block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -46,13 +44,13 @@ def philox_words(seed, choice, position, stream, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def gumbel(words):
-    """Return Gumbel noise, float32, from random words.
+    """Convert random words to Gumbel noise, float32.
 
     words: uint32. The noise is -log(-log(u)) with u = ((word >> 9) + 0.5) * 2^-23.
 
     The GPU's fast logarithm has an absolute error near 1, where -log(u) is tiny and the noise is largest: there the
-    series of log(1 - w) in w = 1 - u takes its place. The noise is right to about 5e-6. The word fills a float's
-    mantissa, because converting an integer is as slow as a logarithm; u and w are exact.
+    series of log(1 - w) in w = 1 - u is used instead. The error of the noise is about 5e-6. The word is inserted into a
+    float's mantissa, because an integer conversion is as slow as a logarithm; u and w are exact.
     """
     u = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     w = 1.0 - u

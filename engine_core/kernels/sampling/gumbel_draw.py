@@ -1,12 +1,12 @@
-"""Tokens drawn from the softmax of every row, in two Triton kernels.
+"""Draw a token from the softmax of every row, in two Triton kernels.
 
-The first finds the largest logit of each tile and the mass of each of its segments. The second draws a segment by its
-mass and then one of its tokens, each as a Gumbel maximum: the largest sum of a logarithm of weight and noise is a draw
-in proportion to the weights (Gumbel, 1954; Maddison et al., 2014). So a row needs noise for its segments and for the
-tokens of one, not for its whole vocabulary. Words: `weights` says what y is, `rank` what a rank is.
+The first computes the maximum of each tile and the mass of each of its segments. The second draws a segment by its mass
+and then one of its tokens, each by the Gumbel-max trick: the argmax of log-weight plus noise is a draw in proportion to
+the weights (Gumbel, 1954; Maddison et al., 2014). So a row needs noise for its segments and for the tokens of one, not
+for its whole vocabulary. `weights` defines y, `sort_key` ranks.
 
-Where truncation may drop the token, several are drawn at once, each with noise of its own. `prefix_mass` and
-`rejection_resample` find the first that stays. Oracle: `kernels.reference.sampling.sample`.
+If truncation may drop the token, several candidates are drawn at once, each with its own noise. `prefix_mass` and
+`rejection_resample` find the first that truncation keeps. Oracle: `kernels.reference.sampling.sample`.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -48,7 +48,7 @@ CANDIDATES = tl.constexpr(reference.CANDIDATES)
 SETTLED = tl.constexpr(NOTHING.value)
 """First candidate of a row whose token is written."""
 DRAW_WARPS = 4
-"""Warps of a program that draws: eight tokens a thread."""
+"""Warps of a program that draws: eight tokens per thread."""
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _tile_best_kernel(
     row = tl.load(rows_ptr + index).to(tl.int64)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     raw = logits_ptr + index.to(tl.int64) * logit_stride
-    # Issued before anything waits for the row.
+    # Issue these loads before anything waits for the row.
     x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         return
@@ -79,9 +79,9 @@ def draw_token(
 ):  # fmt: skip
     """Draw a token of a row, and return its id and its logit.
 
-    logits_ptr, adjusted_ptr: of the row; log_masses: [PAD], binary logarithms of its segments' masses, of the tokens
-    of rank `least` or better (EMPTY: all) and of which y is at least least_y; position: of the token; draw: its number
-    among the draws for this position, which have noise of their own.
+    logits_ptr, adjusted_ptr: of the row; log_masses: [PAD], base-2 logarithms of its segments' masses, counting tokens
+    of rank `least` or better (EMPTY: all) with y at least least_y; position: of the token; draw: index among the draws
+    for this position, each with its own noise.
     """
     words = philox_words(seed, choice, position, 2 * draw, 0, log_masses.shape[0])
     segment = rank_id(best_of(log_masses * LN_2 + gumbel(words), tl.arange(0, log_masses.shape[0])))
@@ -109,7 +109,7 @@ def _draw_kernel(
     largest = load_row_best(tile_best_ptr, index, tiles, TILES_PAD)
     top = rank_value(largest)
     candidate_ptr = candidates_ptr + index * CANDIDATES + number
-    # All loads that depend only on the row are issued together.
+    # Issue all loads that depend only on the row together.
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     seed = tl.load(ints_ptr + row * NUM_INTS + SEED)
     choice = tl.load(ints_ptr + row * NUM_INTS + CHOICE)
@@ -125,7 +125,7 @@ def _draw_kernel(
     needs_weighing = (top_k > 0) | (top_p < 1.0)
     if FULL:  # noqa: SIM102  Kinds of launches are distinguished at compile time.
         if (number > 0) & (not needs_weighing) & (least_y == float("-inf")):
-            return  # The first candidate settles the row, so the others are not read.
+            return  # The row is done with the first candidate, so the others are not read.
     slope = log2_slope(temperature)
     masses, y = load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE, PAD)
     raw = logits_ptr + index.to(tl.int64) * logit_stride
@@ -137,7 +137,7 @@ def _draw_kernel(
     )  # fmt: skip
     settled = True
     if FULL:
-        # The first token in rank always stays.
+        # Truncation always keeps the first token in rank.
         stays = (not needs_weighing) & (log_weights(x, top, slope) >= least_y)
         rank = to_rank(x, token)
         settled = (number == 0) & (stays | (rank == largest))
@@ -150,10 +150,7 @@ def _draw_kernel(
 
 
 def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Write the best rank and the masses of each tile of each row.
-
-    They go to `tile_best` and, for the segments of the tile, to `masses`.
-    """
+    """Write the best rank and the segment masses of each tile of each row to `tile_best` and `masses`."""
     logits = batch.logits
     _tile_best_kernel[scratch.grid(len(logits))](
         logits,
@@ -170,14 +167,13 @@ def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScra
 
 
 def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch, *, full: bool) -> None:
-    """Draw each row's token, or take its best where the temperature is 0.
+    """Draw each row's token, or take the argmax if the temperature is 0.
 
-    A row without a distribution yields -1 (see `rank`). Reads `tile_best` and `masses`. Writes the tokens to
-    `batch.sampled` and to the token table, which gets 0 for -1, and the rows' new lengths.
+    A row without a distribution yields -1 (see `sort_key`). Reads `tile_best` and `masses`. Writes the tokens to
+    `batch.sampled` and to the token table, where -1 becomes 0, and the rows' new lengths.
 
-    full: reads `adjusted` and `touched` too, and writes `candidates`, ranks of tokens that truncation may drop, of
-    which the first is SETTLED if the row's token is written, `weighs` and `row_best`. Otherwise truncation
-    is ignored.
+    full: also reads `adjusted` and `touched`, and writes `candidates`, ranks of tokens that truncation may drop, of
+    which the first is DONE if the row's token is written, `mass_mode` and `row_best`. Otherwise truncation is ignored.
     """
     logits, tokens, tiles = batch.logits, tables.tokens, scratch.num_tiles
     _draw_kernel[(CANDIDATES.value if full else 1, len(logits))](

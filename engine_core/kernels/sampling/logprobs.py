@@ -1,9 +1,7 @@
-"""Log-probabilities of one token a row and of the row's most probable ones.
+"""Log-probabilities of one token per row and of the row's top tokens, in one pass over the logits.
 
-They take one pass over the logits.
-
-Each tile gives its largest logit, the sum of exp(logit - largest) (Milakov and Gimelshein, 2018) and its best tokens;
-one program a row adds the sums up in a fixed order and merges the tokens. So a row's result does not depend on the
+Each tile computes its maximum logit, the sum of exp(logit - maximum) (Milakov and Gimelshein, 2018) and its top tokens;
+one program per row combines the sums in a fixed order and merges the tokens. So a row's result does not depend on the
 batch. Oracle: `kernels.reference.sampling.logprob_records`. NaN counts as -inf.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -19,14 +17,14 @@ from tandem.engine_core.kernels.sampling.scratch import NOTHING, num_warps_for
 from tandem.engine_core.kernels.sampling.sort_key import check_logits, rank_id, rank_value, to_rank
 
 TILE = 4096
-"""Tokens that a program holds."""
+"""Tokens per program."""
 
 
 @triton.jit
 def _load_logits(logits_ptr, offsets, mask):
     """Load logits as float32; NaN and masked-out elements become -inf."""
     x = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
-    # On the GPU a maximum drops NaN, in one instruction; the interpreter's keeps it.
+    # On the GPU a maximum drops NaN, in one instruction; the interpreter's propagates it.
     return tl.where(x == x, x, float("-inf")) if INTERPRETED else tl.maximum(x, float("-inf"))
 
 
@@ -106,14 +104,14 @@ def _merge_kernel(
 class TritonScorer:
     """Implement `sampling.scorer.TokenScorer` in Triton.
 
-    Its scratch serves steps of up to `max_batch` rows. No call allocates, synchronises or reads the host. One instance
-    serves all steps that are enqueued one after the other on one stream.
+    Its scratch serves steps of up to `max_batch` rows. No call allocates, synchronizes or reads the host. One instance
+    serves all steps that are enqueued in sequence on one stream.
     """
 
     def __init__(self, vocab_size: int, max_batch: int, max_top: int, device: torch.device, tile: int = TILE) -> None:
         """Allocate the scratch.
 
-        max_top: largest number of alternatives of a call; tile: tokens that a program holds, a power of two.
+        max_top: maximum number of alternatives per call; tile: tokens per program, a power of two.
         """
         self.vocab_size = vocab_size
         self.max_batch = max_batch
@@ -126,14 +124,13 @@ class TritonScorer:
         self._tile_best = torch.zeros((*shape, max_top), dtype=torch.int64, device=device)
 
     def run(self, logits: Tensor, chosen: Tensor, top: int, records: Tensor, index: Tensor | None = None) -> None:
-        """Write one record a row, as `logprob_records` makes them.
+        """Write one record per row, as in `logprob_records`.
 
         records: [B, 1 + 2 * top] int32, contiguous, written.
 
         logits: [B, V] float32, bfloat16 or float16, rows contiguous, not modified; chosen: [B] int32, ids of the
-        vocabulary, or -1 for none; top: at most V and `max_top`; index: [K] int32, rows of which the records are
-        written, None for all. Raises ValueError for other logits, a larger batch or
-        more alternatives.
+        vocabulary, or -1 for none; top: at most V and `max_top`; index: [K] int32, rows whose records are written, None
+        for all. Raises ValueError for unsupported logits, a larger batch or more alternatives.
         """
         check_logits(logits)
         vocab, batch = logits.shape[1], len(logits if index is None else index)

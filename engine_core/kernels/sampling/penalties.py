@@ -2,10 +2,9 @@
 
 They keep no state between steps.
 
-`mark` records in one int32 a token what applies to it: it writes only where something does, by atomic integer
-operations, whose order does not matter. `adjust` reads logits, and of rows that something applies to also the marks; it
-writes these rows' adjusted logits, zeroes the marks for the next step, and gathers what the later kernels need of each
-tile.
+`mark` records the adjustments of each token in one int32: it writes only where one applies, by atomic integer
+operations, which are order-independent. `adjust` reads logits, and the marks of rows with adjustments; it writes these
+rows' adjusted logits, zeroes the marks for the next step, and computes each tile's inputs for the later kernels.
 Oracles: `add_bias`, `penalize`, `suppress` and `apply_bitmask` of `kernels.reference.sampling`, in this order.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -29,20 +28,20 @@ PRESENCE = tl.constexpr(FLOAT_COLUMNS.index("presence_penalty"))
 FREQUENCY = tl.constexpr(FLOAT_COLUMNS.index("frequency_penalty"))
 
 IN_PROMPT = tl.constexpr(1 << 30)
-"""Bit of a mark: the prompt holds the token."""
+"""Mark bit: the token is in the prompt."""
 SUPPRESSED = tl.constexpr(1 << 29)
-"""Bit of a mark: the token may not be sampled now."""
+"""Mark bit: the token is currently suppressed."""
 BIASED = tl.constexpr(1 << 28)
-"""Bit of a mark: the token has a bias."""
+"""Mark bit: the token has a bias."""
 COUNT = tl.constexpr((1 << 28) - 1)
-"""Bits of a mark: number of times that the output holds the token."""
+"""Mark bits: number of occurrences of the token in the output."""
 PARTS = tl.constexpr(4)
-"""Parts of a tile that are adjusted one after the other."""
+"""Parts of a tile, adjusted sequentially."""
 MARK_BLOCK = 1024
-"""Tokens of the history that a program marks at a time."""
+"""Tokens of the history per program and iteration."""
 FEWEST_PARTS, MARK_PROGRAMS = 8, 2048
-"""Programs that share the history of a row at least, and of all rows together beyond that: as many as a large GPU runs
-at once."""
+"""Minimum number of programs per row, and number of programs over all rows beyond that, about the concurrency of a
+large GPU."""
 
 
 @triton.jit
@@ -95,8 +94,8 @@ def _mark_kernel(
         valid = (ids >= 0) & (ids < vocab)
         biased = tl.max(valid.to(tl.int32), axis=0) > 0
         if biased:
-            # The value waits where the adjusted logit will be written. An id that is listed twice gets the sum of its
-            # values, written twice.
+            # The value is stored where the adjusted logit will be written. An id that is listed twice gets the sum of
+            # its values, written twice.
             values = tl.load(bias_values_ptr + row * NUM_BIASES + offsets)
             for entry in range(NUM_BIASES):
                 token = tl.load(bias_ids_ptr + row * NUM_BIASES + entry)
@@ -120,7 +119,7 @@ def _mark_kernel(
 def _apply_marks(x, bias, mark_bits, repetition, presence, frequency):
     """Return the logits of a tile after bias, penalties and suppression.
 
-    Each step is rounded as the oracle rounds it.
+    Each step is rounded as in the oracle.
     """
     x = tl.where((mark_bits & BIASED) != 0, x + bias, x)
     count = (mark_bits & COUNT).to(tl.float32)
@@ -135,11 +134,11 @@ def _adjust_tile(
     logits_ptr, marks_ptr, adjusted_ptr, allowed_ptr, float_ptrs, start, vocab, BLOCK: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's logits after its adjustments, and zero its marks.
+    """Store a tile's adjusted logits, and zero its marks.
 
-    It goes by parts, because a thread's share of a whole tile would take too many registers from rows without any
-    adjustment. logits_ptr, marks_ptr, adjusted_ptr, allowed_ptr: of the row; float_ptrs: its parameters; start: first
-    id of the tile.
+    The tile is processed in parts, because a thread's share of a whole tile would take too many registers from rows
+    without adjustments. logits_ptr, marks_ptr, adjusted_ptr, allowed_ptr: of the row; float_ptrs: its parameters;
+    start: first id of the tile.
     """
     repetition = tl.load(float_ptrs + REPETITION)
     presence = tl.load(float_ptrs + PRESENCE)
@@ -157,7 +156,7 @@ def _adjust_tile(
             x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
         tl.store(adjusted_ptr + ids, x, mask=mask)
         tl.store(marks_ptr + ids, 0, mask=mask & (mark_bits != 0))
-    # All threads see the logits that any of them has stored.
+    # Make the stores of all threads visible to all threads.
     tl.debug_barrier()
 
 
@@ -191,16 +190,16 @@ def _adjust_kernel(
     row = tl.load(rows_ptr + index).to(tl.int64)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     raw = logits_ptr + index.to(tl.int64) * logit_stride
-    # Issued before anything waits for the row.
+    # Issue these loads before anything waits for the row.
     x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         return
-    # All loads that depend only on the row are issued together.
+    # Issue all loads that depend only on the row together.
     float_ptrs = floats_ptr + row * NUM_FLOATS
     temperature = tl.load(float_ptrs + TEMPERATURE)
     top_k = tl.load(ints_ptr + row * NUM_INTS + TOP_K)
     touched = tl.load(touched_ptr + index) != 0
-    # The largest logit is that before the adjustments, because a mask may hide a NaN.
+    # Use the maximum before the adjustments, because a mask may hide a NaN.
     best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
     if touched:
         offset = index.to(tl.int64) * mark_stride
@@ -220,8 +219,8 @@ def _adjust_kernel(
 def history_parts(rows: int, max_len: int) -> int:
     """Return the number of programs that share the history of a row, a power of two.
 
-    A program marks one block after the other, so that few rows with long histories take more programs; those of a
-    history that is short only look at its length. rows: that are sampled from; max_len: longest history.
+    A program marks its blocks sequentially, so few rows with long histories get more programs; those of a short history
+    only read its length. rows: to sample; max_len: longest history.
     """
     most = min(max_len // MARK_BLOCK, MARK_PROGRAMS // rows)
     return FEWEST_PARTS if most <= FEWEST_PARTS else 1 << (most.bit_length() - 1)
@@ -284,9 +283,9 @@ def adjust(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratc
         SEGMENT=scratch.segment,
         GROUP=scratch.group,
         HAS_MASK=allowed is not None,
-        # Products and sums are rounded apart, as in torch, so that adjusted logits are equal to the oracle's.
+        # Disable fused multiply-add, as in torch, so that adjusted logits equal the oracle's.
         enable_fp_fusion=False,
-        # Rows without penalties should not lose their parallelism to the registers of those that have some.
+        # Rows without penalties should not lose occupancy to the registers of those that have some.
         maxnreg=80,
         **scratch.launch_options(num_warps_for(scratch.tile)),
     )

@@ -1,10 +1,10 @@
-"""Tokens that rank ahead of those drawn: their mass, and their number.
+"""Mass and number of the tokens that rank ahead of drawn ones.
 
 Top-p keeps a token if the mass ahead of it is less than p, and top-k if fewer than k tokens are ahead of it. So a drawn
-token is tested in one pass, without knowing where truncation ends (see `rejection_resample`).
+token is tested in one pass, without computing where truncation ends (see `rejection_resample`).
 
-If truncation drops a token, it drops all that rank behind it. So only candidates that rank ahead of all before them are
-weighed, about two of four, and only in tiles whose best token is ahead of them.
+If truncation drops a token, it drops all that rank behind it. So only candidates that rank ahead of all earlier ones
+are processed, about two of four, and only in tiles whose best token ranks ahead of them.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -29,12 +29,12 @@ def _is_ahead(x, rank, start):
 
     start: first id of the tile.
     """
-    # An equal logit is ahead if its id is lower. But for the tile of the token itself, that is so for all or none.
-    # At least the next larger float is as much as larger.
+    # On ties the lower id is ahead. Except for the tile of the token itself, that holds for all ids or none. Comparing
+    # with the next larger float implements a strict comparison.
     value, token = rank_value(rank), rank_id(rank)
     above = value_of_bits((rank >> ID_BITS).to(tl.int32) + 1)
     if (token >= start) & (token < start + x.shape[0]):
-        # Ids would take a register for each token.
+        # An id per token would take a register each.
         groups = tl.arange(0, x.shape[0] // NEIGHBOURS)[:, None]
         places = tl.arange(0, NEIGHBOURS)[None, :]
         group, place = (token - start) // NEIGHBOURS, (token - start) % NEIGHBOURS
@@ -55,14 +55,14 @@ def _prefix_mass_kernel(
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
     wait_for_previous(PDL)
-    # Two rounds of loads, each of which are issued together: those by index, and those that depend on them.
+    # Two rounds of loads, each issued together: those by index, and those that depend on them.
     drawn_ptr = candidates_ptr + index * CANDIDATES
     weighs = tl.load(weighs_ptr + index)
     first = tl.load(drawn_ptr)
     best = tl.load(tile_best_ptr + index * tiles + tile)
     row = tl.load(rows_ptr + index).to(tl.int64)
-    # A tile without a token ahead of the first candidate has none ahead of another that matters. The row is compared
-    # so that its load is issued before this, not behind it: padding is never weighed.
+    # A tile without a token ahead of the first candidate has none ahead of another candidate that matters. The row is
+    # compared first so that its load is issued before this: padding is never processed.
     if (weighs == 0) | (best <= first) | (row == 0):
         return
     raw = logits_ptr + index.to(tl.int64) * logit_stride
@@ -86,10 +86,10 @@ def _prefix_mass_kernel(
 
 
 def prefix_mass(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
-    """Weigh the tokens ahead of the candidates of rows that `weighs` names.
+    """Compute the mass of the tokens ahead of the candidates of rows with a `mass_mode`.
 
-    Writes their weight in each tile to `ahead`, and their number to `counts` for rows with top-k: for candidates that
-    rank ahead of all before them, in tiles whose best token ranks ahead of the candidate.
+    Writes their mass in each tile to `ahead`, and their number to `counts` for rows with top-k: for candidates that
+    rank ahead of all earlier ones, in tiles whose best token ranks ahead of the candidate.
     """
     logits, adjusted = batch.logits, scratch.adjusted
     _prefix_mass_kernel[scratch.grid(len(logits))](
@@ -108,7 +108,7 @@ def prefix_mass(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingS
         adjusted.stride(0),
         scratch.vocab_size,
         BLOCK=scratch.tile,
-        # Four programs a multiprocessor.
+        # Four programs per SM.
         maxnreg=128,
         **scratch.launch_options(num_warps_for(scratch.tile)),
     )

@@ -1,14 +1,14 @@
-"""First of a row's drawn tokens that truncation keeps, by one Triton program.
+"""Find the first drawn token that truncation keeps, by one Triton program per row.
 
-A token that is drawn from more than truncation leaves, again and again until truncation keeps it, is a draw from what
-truncation leaves (rejection sampling; that each drop may raise the bound is FlashInfer's idea, Ye et al., 2025). Where
-top-p 0.9 drops a tenth, one row in 10,000 has no such token among its four candidates. Such a row draws on from the
-tokens ahead of all those dropped, which hold all that stay, and from what top-k and min-p leave of them. Every draw has
-noise of its own: a segment that won by its noise would win again, though it may have lost most of its mass.
+Drawing from a superset until truncation keeps the token is a draw from the truncated distribution (rejection sampling;
+raising the bound with each rejection is FlashInfer's idea, Ye et al., 2025). With top-p 0.9, one row in 10,000 has no
+such token among its four candidates. Such a row is resampled from the tokens ahead of all rejected ones, which include
+all kept tokens, further restricted by top-k and min-p. Every draw has its own noise: a segment that won by its noise
+would win again, though it may have lost most of its mass.
 
-The first token in rank always stays, and every drop leaves fewer tokens, so this ends. Weights are right to about 1e-6
-of themselves, so a cumulative probability that close to top-p may fall on either side.
-Papers: Holtzman et al., 2020 (top-p); Nguyen et al., 2024 (min-p). Oracle: `kernels.reference.sampling.sample`.
+The first token in rank is always kept, and every rejection leaves fewer tokens, so this terminates. Weights have a
+relative error of about 1e-6, so a cumulative probability that close to top-p may fall on either side. Papers: Holtzman
+et al., 2020 (top-p); Nguyen et al., 2024 (min-p). Oracle: `kernels.reference.sampling.sample`.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -37,7 +37,7 @@ from tandem.engine_core.kernels.sampling.weights import (
 EVERYTHING = tl.constexpr(1 << 62)
 """A mass above that of every row."""
 MOST_WARPS = 16
-"""Warps of a program, which has a multiprocessor to itself in all but the largest batches."""
+"""Maximum warps of a program, which has an SM to itself except in the largest batches."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _first_kept(
 ):  # fmt: skip
     """Return the first candidate that truncation keeps, and the best rank of all.
 
-    It is -1 if truncation keeps none of them. All pointers are those of the row; target: mass that top-p keeps.
+    It is -1 if truncation keeps none. All pointers are those of the row; target: mass that top-p keeps.
     """
     offsets = tl.arange(0, TILES_PAD)
     bests = tl.load(tile_best_ptr + offsets, mask=offsets < tiles, other=NOTHING)
@@ -55,7 +55,7 @@ def _first_kept(
     foremost = tl.full([], NOTHING, tl.int64)
     for number in tl.static_range(CANDIDATES):
         rank = tl.load(drawn_ptr + number)
-        # What `prefix_mass` has written. A candidate behind an earlier one is dropped like that.
+        # Written by `prefix_mass`. A candidate behind an earlier one is dropped like that one.
         mask = (bests > rank) & (rank > foremost)
         mass = fixed_total(tl.load(ahead_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0))
         count = tl.sum(tl.load(counts_ptr + offsets * CANDIDATES + number, mask=mask, other=0.0), axis=0)
@@ -72,9 +72,9 @@ def _store_prefix_masses(
     logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, top, slope, least, least_y, SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store the masses of a row's segments, of some of its tokens.
+    """Store the masses of a row's segments, restricted to some tokens.
 
-    These rank at `least` or before, and have a y of at least least_y. Returns their sum in fixed point.
+    These have rank `least` or better, and y of at least least_y. Returns their sum in fixed point.
     """
     count: tl.constexpr = CHUNK // SEGMENT
     total = tl.zeros([], tl.int64)
@@ -95,9 +95,9 @@ def _draw_again(
     logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, num_segments, top, slope, least, foremost, least_y, top_p,
     target, seed, choice, position, PAD: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Draw from the tokens ahead of the foremost one until truncation keeps one.
+    """Draw from the tokens ahead of the best rejected one until truncation keeps one, and return it.
 
-    Returns it. least: the last rank that top-k keeps.
+    least: the last rank that top-k keeps.
     """
     offsets = tl.arange(0, PAD)
     token = tl.full([], -1, tl.int32)
@@ -105,8 +105,8 @@ def _draw_again(
     number = tl.full([], CANDIDATES, tl.int32)
     while token < 0:
         least = tl.maximum(least, foremost + 1)
-        # The tokens ahead of the one that was drawn decide if it stays; if not, the next is one of them. So one
-        # pass does for both, but for the first, which only prepares a draw.
+        # The tokens ahead of the drawn one decide whether it is kept; if not, the next one is drawn from them. So one
+        # pass does both, except the first, which only prepares a draw.
         mass = _store_prefix_masses(
             logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, top, slope, least, least_y, SEGMENT, CHUNK
         )
@@ -122,7 +122,7 @@ def _draw_again(
             number += 1
             if top_p >= 1.0:
                 token = drawn
-        # Masses are read by all threads before they are written again.
+        # All threads must read the masses before they are overwritten.
         tl.debug_barrier()
     return token
 
@@ -153,7 +153,8 @@ def _rejection_resample_kernel(
     target = tl.where(top_p < 1.0, top_p_mass(top_p, fixed_total(masses * fast_exp2(y))), EVERYTHING)
     least = tl.full([], EMPTY, tl.int64)
     offset = index * tiles * CANDIDATES
-    # Top-p after top-k is a share of what top-k leaves, which is not known yet: what this finds then is found again.
+    # Top-p after top-k is relative to the mass that top-k keeps, which is not known yet: this result is recomputed
+    # then.
     token, foremost = _first_kept(
         drawn_ptr, tile_best_ptr + index * tiles, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope, top_k,
         top_p, least_y, target, TILES_PAD,
@@ -183,7 +184,7 @@ def _rejection_resample_kernel(
 def rejection_resample(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Write the token of each row that `gumbel_draw.draw` has left open.
 
-    Writes as that does. Reads what `penalties.adjust`, `gumbel_draw.draw` and `prefix_mass` leave.
+    Outputs are the same. Reads the outputs of `penalties.adjust`, `gumbel_draw.draw` and `prefix_mass`.
     """
     logits, tokens, tile = batch.logits, tables.tokens, scratch.tile
     _rejection_resample_kernel[(len(logits),)](

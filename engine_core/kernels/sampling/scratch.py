@@ -1,4 +1,4 @@
-"""Scratch memory by which the sampling kernels share results, and its layout."""
+"""Scratch buffers shared by the sampling kernels, and their layout."""
 
 from dataclasses import dataclass, fields
 
@@ -16,62 +16,63 @@ NOTHING = tl.constexpr(-(1 << 62))
 def num_warps_for(block: int, per_thread: int = 32) -> int:
     """Return the number of warps of a program that holds `block` tokens.
 
-    per_thread: tokens in each thread.
+    per_thread: tokens per thread.
     """
     return max(1, min(8, block // (32 * per_thread)))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Buffers of the sampling kernels, for up to B rows at once in T tiles.
+    """Buffers of the sampling kernels, for up to B rows in T tiles each.
 
-    They take about 8 bytes for each token of the vocabulary and row.
+    They take about 8 bytes per token of the vocabulary and row.
 
-    One instance serves all steps that are enqueued one after the other on one stream, graphs included; a captured
-    graph holds these addresses, so the scratch lives at least as long as it.
+    One instance serves all steps that are enqueued in sequence on one stream, including graphs; a captured graph holds
+    these addresses, so the scratch must outlive it.
     """
 
     vocab_size: int
     tile: int
-    """Tokens that a program holds, a power of two. It must not depend on the batch: a row's sums would change."""
+    """Tokens per tile, a power of two. It must not depend on the batch: a row's sums would change."""
     segment: int
-    """Tokens of which one is drawn after their segment, a power of two. The drawn tokens depend on it."""
+    """Tokens per segment, a power of two: a draw picks a segment, then one of its tokens. Changing it changes the
+    sampled tokens."""
     group: int
-    """Tokens of which only the largest counts when top-k looks for its bound, a power of two."""
+    """Tokens per group for the lower bound of top-k, a power of two; only their maximum is used."""
     pdl: bool
-    """Kernels overlap by programmatic dependent launch."""
+    """Use programmatic dependent launch."""
     winner: Tensor
-    """[B] int64, all NOTHING between kernels: the best rank that a tile has offered to its row."""
+    """[B] int64, all NOTHING between kernels: running maximum of a row's ranks over its tiles."""
     arrivals: Tensor
-    """[B] int32, zeros between kernels: tiles of a row that are done."""
+    """[B] int32, zeros between kernels: number of finished tiles of a row."""
     tile_best: Tensor
     """[B, T] int64, best rank of each tile."""
     row_best: Tensor
-    """[B] int64, best rank of each row that truncation may concern."""
+    """[B] int64, best rank of each row with truncation."""
     marks: Tensor
-    """[B, >= V] int32, zeros between steps: what applies to each token (see `penalties`)."""
+    """[B, >= V] int32, zeros between steps: adjustments that apply to each token (see `penalties`)."""
     adjusted: Tensor
     """[B, >= V] float32, strides as in `marks`: logits after bias, penalties, suppression and mask."""
     touched: Tensor
-    """[B] int32, nonzero where the row's logits are in `adjusted`."""
+    """[B] int32, nonzero if the row's logits are in `adjusted`."""
     masses: Tensor
     """[B, T * tile / segment] int64, mass of each segment relative to its tile's best token (see `weights`)."""
     candidates: Tensor
-    """[B, CANDIDATES] int64, ranks of tokens drawn from the whole softmax; the first is SETTLED where the row has its
+    """[B, CANDIDATES] int64, ranks of tokens drawn from the whole softmax; the first is DONE if the row has its
     token."""
     weighs: Tensor
-    """[B] int32, nonzero where the tokens ahead of the candidates decide which of them stays: 1 by the model's logits,
-    2 by those in `adjusted`."""
+    """[B] int32, nonzero if the mass ahead of the candidates must be computed: 1 from the model's logits, 2 from
+    `adjusted`."""
     ahead: Tensor
-    """[B, T, CANDIDATES] float32, weight that ranks ahead of each candidate (`prefix_mass` says of which)."""
+    """[B, T, CANDIDATES] float32, mass ahead of each candidate (see `prefix_mass` for which)."""
     counts: Tensor
     """[B, T, CANDIDATES] float32, number of tokens ahead of each of these candidates."""
     retry_masses: Tensor
-    """[B, T * tile / segment] float32, mass of each segment from which a row draws again."""
+    """[B, T * tile / segment] float32, segment masses for resampling."""
     peaks: Tensor
     """[B, T, tile / group] float32, group maxima of rows with top-k."""
     found_ids: Tensor
-    """[B, capacity] int32, ids of the tokens among which the last one of top-k is searched."""
+    """[B, capacity] int32, ids of the tokens gathered for top-k."""
     found_logits: Tensor
     """[B, capacity] float32, logits of these tokens."""
 
@@ -89,8 +90,7 @@ class SamplingScratch:
     ) -> "SamplingScratch":
         """Allocate the buffers.
 
-        capacity: tokens of a row among which the last one of top-k is searched fast, a power of two; the others: as in
-        the fields.
+        capacity: maximum number of tokens per row for top-k's fast search, a power of two; others: as in the fields.
         """
         tiles = triton.cdiv(vocab_size, tile)
         width = triton.cdiv(vocab_size, 64) * 64
@@ -137,13 +137,13 @@ class SamplingScratch:
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def grid(self, batch: int) -> tuple[int, int]:
-        """Return the grid of a kernel that runs a program for each tile of each row."""
+        """Return the grid of a kernel with one program per tile and row."""
         return self.num_tiles, batch
 
     def segment_sizes(self) -> dict[str, int]:
-        """Return the sizes of kernels that read the masses of a row's segments."""
+        """Return the sizes for kernels that read the masses of a row's segments."""
         tiles, per_tile = triton.next_power_of_2(self.num_tiles), self.tile // self.segment
-        # Noise comes for four places at a time.
+        # Noise is generated four values at a time.
         pad = max(4, tiles * per_tile)
         return {"TILES_PAD": tiles, "PAD": pad, "PER_TILE": per_tile, "SEGMENT": self.segment}
 

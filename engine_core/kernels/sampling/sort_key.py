@@ -1,12 +1,12 @@
-"""Ranks of tokens, one int64 each, and other steps of all sampling kernels.
+"""Token ranks as int64 sort keys, and other helpers of all sampling kernels.
 
-A row is cut into tiles, one a program, and its best rank is the largest of theirs: an integer maximum, which does not
-depend on the order of the programs. The greedy kernel takes it by an atomic operation, and its last program writes the
-token; the others store it for each tile, and the kernel that follows takes the maximum.
+A row is cut into tiles, one per program, and its best rank is their maximum: an integer maximum, independent of the
+order of the programs. The greedy kernel computes it by an atomic operation, and its last program writes the token; the
+others store it per tile, and the next kernel computes the maximum.
 
-Row 0 is padding: its sampled token is 0, and of the tables only a place that no sequence reads is written for it.
+Row 0 is padding: its sampled token is 0, and only table entries that no sequence reads are written for it.
 
-A row of which the model's logits hold NaN or +inf, or nothing but -inf, has no distribution: its sampled token is -1.
+A row whose model logits contain NaN or +inf, or -inf only, has no distribution: its sampled token is -1.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,21 +23,21 @@ ID_BITS = tl.constexpr(20)
 ID_MASK = tl.constexpr((1 << 20) - 1)
 MAX_VOCAB = (1 << 20) - 1
 BROKEN = tl.constexpr(0x7F800001 << 20)
-"""Rank of a tile of which a logit is NaN or +inf; it is above that of every token, and its value is NaN."""
+"""Rank of a tile with a NaN or +inf logit; it is above that of every token, and its value is NaN."""
 EMPTY = tl.constexpr(-0x7F800001 << 20)
-"""Rank of a tile whose logits are all -inf: that value with an id that no token has."""
+"""Rank of a tile whose logits are all -inf: that value with an unused id."""
 STARVED = tl.constexpr((-0x7F800001 << 20) | ((1 << 20) - 1))
-"""Rank of a tile to which bias, penalties, suppression and mask leave nothing but -inf: that value with id 0."""
+"""Rank of a tile with only -inf left after bias, penalties, suppression and mask: that value with id 0."""
 
 NEIGHBOURS = tl.constexpr(8)
-"""Tokens that a thread holds side by side, of which only the largest is compared with others."""
+"""Adjacent tokens of a thread; only their maximum is compared with others."""
 
 
 @triton.jit
 def sortable_bits(x):
-    """Return an int32 that compares as the float32 x does.
+    """Return an int32 with the sort order of the float32 x.
 
-    Both zeros give 0. x must not be NaN.
+    Both zeros map to 0. x must not be NaN.
     """
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -45,7 +45,7 @@ def sortable_bits(x):
 
 @triton.jit
 def value_of_bits(bits):
-    """Return the float32 of which these are the sortable bits."""
+    """Return the float32 of sortable bits."""
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
@@ -53,7 +53,7 @@ def value_of_bits(bits):
 def to_rank(x, ids):
     """Return the rank of a token.
 
-    It is an int64 that compares by value x; among equal values the lower id ranks higher.
+    It is an int64 that sorts by value x; ties by lower id first.
     """
     return (sortable_bits(x).to(tl.int64) << ID_BITS) | (ids ^ ID_MASK).to(tl.int64)
 
@@ -93,9 +93,9 @@ def best_of(x, ids):
 def best_of_tile(x, logits_ptr, start, vocab):
     """Return the best rank of a tile, and its largest logit.
 
-    If a logit is NaN, that is +inf, and the rank means nothing. The lowest id of the largest logit is found by the
-    maxima of neighbours; only the first ones that hold it are looked at, once more. x: the tile's logits, as
-    `load_logits` has read them; logits_ptr: of the row; start: first id of the tile.
+    If a logit is NaN, the latter is +inf, and the rank is meaningless. The lowest id of the maximum is found by the
+    maxima of adjacent tokens; only the first group with the maximum is read again. x: the tile's logits, from
+    `load_logits`; logits_ptr: of the row; start: first id of the tile.
     """
     groups: tl.constexpr = x.shape[0] // NEIGHBOURS
     peaks = _max_or_nan(tl.reshape(x, [groups, NEIGHBOURS]), 1)
@@ -111,7 +111,7 @@ def best_of_tile(x, logits_ptr, start, vocab):
 def judge(best, largest):
     """Return the best rank of a tile, or the one that marks it as unusable.
 
-    best: the rank after adjustments; largest: the tile's largest logit before them, as `best_of_tile` returns it.
+    best: the rank after adjustments; largest: the tile's largest logit before them, from `best_of_tile`.
     """
     starved = rank_value(best) == float("-inf")
     best = tl.where(largest == float("-inf"), EMPTY, tl.where(starved, STARVED, best))
@@ -132,7 +132,7 @@ def write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, ind
     """Write a sampled token to the result and the token table, and the row's length.
 
     In the table it takes the position after `position`. A position past the end of the table is dropped, and the
-    padding row only ever writes position 1 and keeps its length. For -1 the table gets id 0, because the next step,
+    padding row only ever writes position 1 and keeps its length. -1 becomes id 0 in the table, because the next step,
     which may be launched already, reads an embedding there.
     """
     tl.store(sampled_ptr + index, token)
@@ -144,7 +144,7 @@ def write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, ind
 
 @triton.jit
 def combine_tiles(winner_ptr, arrivals_ptr, index, offer, tiles):
-    """Offer a tile's best rank to its row, and return the row's best at the end.
+    """Reduce a tile's best rank into its row's, and return the row's when complete.
 
     The last tile to arrive gets the row's best, the others get NOTHING.
 
@@ -159,10 +159,7 @@ def combine_tiles(winner_ptr, arrivals_ptr, index, offer, tiles):
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise ValueError for logits that the sampling kernels cannot read.
-
-    Their shape, layout, dtype and vocabulary size are checked.
-    """
+    """Raise ValueError for logits with an unsupported shape, layout, dtype or vocabulary size."""
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"logits must be [B, V] with contiguous rows, in float32, bfloat16 or float16, not {tuple(logits.shape)} "

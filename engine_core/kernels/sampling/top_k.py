@@ -1,8 +1,9 @@
-"""Search for the last token that top-k keeps, by one program for a row.
+"""Search for the last token that top-k keeps, by one program per row.
 
 The k-th largest of the maxima of small groups of tokens is a lower bound of the k-th largest logit, and only few tokens
-are above it. They are gathered and searched in registers. Where they are too many (a large top-k, thousands of equal
-logits) the search runs over the whole row, which is slow but as exact: a rank is one integer, and no two are equal.
+are above it. They are gathered and searched in registers. If there are too many (a large top-k, thousands of equal
+logits) the search runs over the whole row, which is slow but equally exact: a rank is one integer, and ranks are
+unique.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -25,9 +26,9 @@ from tandem.engine_core.kernels.sampling.weights import fixed_total, load_adjust
 
 @triton.jit
 def _advance(low, high, first, second, third, by_first, by_second, by_third):
-    """Return the part of [low, high] that holds the largest rank to reach a goal.
+    """Narrow [low, high] around the largest rank that reaches the target.
 
-    by_first, by_second, by_third: if the ranks `first` < `second` <= `third` reach it.
+    by_first, by_second, by_third: whether the ranks `first` < `second` <= `third` reach it.
     """
     high = tl.where(by_third, high, tl.where(by_second, third - 1, tl.where(by_first, second - 1, first - 1)))
     return tl.where(by_third, third, tl.where(by_second, second, tl.where(by_first, first, low))), high
@@ -49,7 +50,7 @@ def _search(ranks, low, high, k):
     ranks: [N] int64.
     """
     while low < high:
-        # Three counts that do not wait for each other halve the number of rounds.
+        # Three independent counts per round halve the number of rounds.
         first, second, third = _probes(low, high)
         by_first = tl.sum((ranks >= first).to(tl.int32), axis=0) >= k
         by_second = tl.sum((ranks >= second).to(tl.int32), axis=0) >= k
@@ -60,7 +61,7 @@ def _search(ranks, low, high, k):
 
 @triton.jit
 def _search_row(logits_ptr, adjusted_ptr, is_adjusted, vocab, low, high, k, CHUNK: tl.constexpr):
-    """Search over a whole row as `_search` does, in some 22 passes."""
+    """Search over a whole row like `_search`, in about 22 passes."""
     while low < high:
         first, second, third = _probes(low, high)
         to_first = tl.zeros([CHUNK], tl.int32)
@@ -80,10 +81,7 @@ def _search_row(logits_ptr, adjusted_ptr, is_adjusted, vocab, low, high, k, CHUN
 
 @triton.jit
 def _kth_peak(peaks_ptr, count, k, PEAKS_PAD: tl.constexpr):
-    """Return the k-th largest group maximum of a row.
-
-    It is -inf if there are fewer groups.
-    """
+    """Return the k-th largest group maximum of a row, -inf if there are fewer groups."""
     offsets = tl.arange(0, PEAKS_PAD)
     x = tl.load(peaks_ptr + offsets, mask=offsets < count, other=float("-inf"))
     keys = sortable_bits(x).to(tl.int64)
@@ -98,7 +96,7 @@ def _gather(
 ):  # fmt: skip
     """Gather the tokens whose logits are at least a bound, and return their number.
 
-    Beyond CAPACITY they are only counted.
+    Tokens beyond CAPACITY are only counted.
     """
     count = tl.zeros([], tl.int32)
     for start in range(0, vocab, CHUNK):
@@ -111,7 +109,7 @@ def _gather(
             tl.store(found_ids_ptr + slots, ids, mask=wanted & (slots < CAPACITY))
             tl.store(found_logits_ptr + slots, x, mask=wanted & (slots < CAPACITY))
             count += tl.max(running, axis=0)
-    # All threads see the tokens that any of them has stored.
+    # Make the stores of all threads visible to all threads.
     tl.debug_barrier()
     return count
 
@@ -128,8 +126,8 @@ def find_kth(
 ):  # fmt: skip
     """Return the rank of a row's k-th token, and the mass of the first k.
 
-    All pointers are those of the row; best: rank of its first token; k: less than vocab; CHUNK: tokens of a tile.
-    Weights are added in fixed point, so that the mass, which is one, does not depend on where they are found.
+    All pointers are those of the row; best: rank of its first token; k: less than vocab; CHUNK: tokens per tile. Masses
+    are added in fixed point, so the result does not depend on which search found the tokens.
     """
     top = rank_value(best)
     bound = _kth_peak(peaks_ptr, num_peaks, k, PEAKS_PAD)

@@ -1,7 +1,7 @@
-"""Weights of tokens under the softmax of their row, and sums of them.
+"""Softmax weights of tokens, and their sums.
 
-y is the binary logarithm of a token's weight, which is 1 for the best token of its row (or of its tile, where the
-row's is not known yet).
+y is the base-2 logarithm of a token's weight, which is 1 for the best token of its row (or of its tile, if the row's is
+not known yet).
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
@@ -17,18 +17,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(float(1 << 40))
 """The weight of a row's best token in fixed point."""
 COARSE, COARSE_BITS = tl.constexpr(8.0), tl.constexpr(0x41000000)
-"""A float32 between which and the next power of two a step is 2^-20, and its bits."""
+"""A float32 whose unit in the last place, up to the next power of two, is 2^-20, and its bits."""
 FINE, FINE_BITS = tl.constexpr(1.5 * 2.0**-18), tl.constexpr(0x36C00000)
-"""The same for a step of 2^-41, from the middle between two powers of two."""
+"""The same for a unit of 2^-41, at the middle between two powers of two."""
 FINE_DIGITS = tl.constexpr(21)
-"""Binary digits that the fine steps are finer."""
+"""Additional binary digits of the fine unit."""
 UNIT = tl.constexpr(2.0**-41)
-"""The weight that `segment_masses` counts in."""
+"""Resolution of `segment_masses`."""
 
 
 @triton.jit
 def log2_slope(temperature):
-    """Return the factor from a logit to the binary logarithm of its weight.
+    """Return the factor from a logit to the base-2 logarithm of its weight.
 
     It is finite for every temperature.
     """
@@ -37,7 +37,7 @@ def log2_slope(temperature):
 
 @triton.jit
 def log_weights(x, top, slope):
-    """Return y of logits, as every kernel computes it."""
+    """Return y of logits, computed identically in every kernel."""
     return (x - top) * slope
 
 
@@ -50,16 +50,16 @@ def load_row_best(tile_best_ptr, index, tiles, TILES_PAD: tl.constexpr):
 
 @triton.jit
 def is_infinite(top):
-    """Return true if a row's largest logit is infinite or NaN.
+    """Return true if a row's maximum logit is infinite or NaN.
 
-    Every finite logit is then infinitely far from it, so that there is nothing to draw.
+    All differences to it are then infinite, so there is nothing to draw.
     """
     return (top == float("-inf")) | (top == float("inf")) | (top != top)
 
 
 @triton.jit
 def load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, mask):
-    """Load logits from where `penalties.adjust` left them.
+    """Load logits from the output of `penalties.adjust`.
 
     logits_ptr, adjusted_ptr: start of the row.
     """
@@ -72,9 +72,9 @@ def load_adjusted(logits_ptr, adjusted_ptr, is_adjusted, ids, mask):
 
 @triton.jit
 def sums_of_four(x):
-    """Add each four neighbours, [N / 4].
+    """Add each four adjacent elements, [N / 4].
 
-    They are added by pairs, so that the order does not depend on which thread holds what.
+    They are added in pairs, so the order does not depend on the register layout.
     """
     first, second = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
     pairs = first + second
@@ -86,9 +86,9 @@ def sums_of_four(x):
 def segment_masses(weights, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr):
     """Sum the weights of each segment to multiples of UNIT, [SEGMENTS] int64.
 
-    Integers, so that the sums do not depend on the kernel that adds them up, and of four weights at once, which are
-    added as floats before. A conversion to int64 is slow, so the mantissas of two floats take a sum's upper and lower
-    digits: each is right to half a UNIT.
+    The sums are integers, so they do not depend on the kernel that adds them up, and count four weights at a time,
+    which are added as floats before. A conversion to int64 is slow, so the mantissas of two floats take a sum's upper
+    and lower digits; each has an error of half a UNIT.
 
     weights: [SEGMENTS * SEGMENT] float32, from 0 to 1; SEGMENT: at most 1,024.
     """
@@ -98,7 +98,7 @@ def segment_masses(weights, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr):
     fine = (fours - (coarse - COARSE)) + FINE
     upper = coarse.to(tl.int32, bitcast=True) - COARSE_BITS
     lower = fine.to(tl.int32, bitcast=True) - FINE_BITS
-    # Together, so that the threads wait for each other once.
+    # Reduce both at once, so that the threads synchronize only once.
     sums = tl.sum(tl.reshape(tl.join(upper, lower), [SEGMENTS, SEGMENT // 4, 2]), axis=1)
     upper, lower = tl.split(sums)
     return (upper.to(tl.int64) << FINE_DIGITS) + lower.to(tl.int64)
@@ -122,7 +122,7 @@ def store_tile(
 ):  # fmt: skip
     """Store a tile's best rank and, if its row draws, the masses of its segments.
 
-    x: logits of the tile's tokens; best: rank of the best one; largest: as in `judge`.
+    x: logits of the tile's tokens; best: rank of the best one; largest: as in `classify_tile`.
     """
     count: tl.constexpr = x.shape[0] // SEGMENT
     tl.store(tile_best_ptr + index * tiles + tile, judge(best, largest))
@@ -132,10 +132,10 @@ def store_tile(
 
 @triton.jit
 def load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE: tl.constexpr, PAD: tl.constexpr):
-    """Return what `store_masses` left for a row.
+    """Load the output of `store_masses` for a row.
 
-    These are the masses of its segments relative to their tiles' best logits, and y of those logits: [PAD] float32
-    each. A segment that does not exist weighs nothing.
+    Returns the masses of its segments relative to their tiles' best logits, and y of those logits: [PAD] float32 each.
+    Padding segments have no mass.
     """
     offsets = tl.arange(0, PAD)
     mask = offsets < tiles * PER_TILE
@@ -146,7 +146,7 @@ def load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE: t
 
 @triton.jit
 def fixed_total(masses):
-    """Add up masses relative to the row's best token, to one in fixed point.
+    """Sum masses relative to the row's best token, in fixed point.
 
     masses: float32.
     """
@@ -157,6 +157,6 @@ def fixed_total(masses):
 def top_p_mass(top_p, mass):
     """Return the fixed-point mass that top-p keeps.
 
-    It is at least 1, so that the first token always stays.
+    It is at least 1, so the first token is always kept.
     """
     return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)

@@ -1,4 +1,4 @@
-"""Launch parameters of kernels, from tile tables or by rule."""
+"""Launch parameters of kernels, from tile tables or rules."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 from tandem.engine_core.integers import ceil_div
 
 INT4_STRIDE = 32
-"""Divisor of the inputs of a product with weights of four bits, and of those of a group."""
+"""Required divisor of the inputs and of the group size of an int4 matmul."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
-    """Launch parameters of a matrix-vector product.
+    """Launch parameters of a GEMV.
 
-    Each program makes `rows` x `tiles` outputs, `block_k` inputs at a time.
+    Each program computes `rows` x `tiles` outputs, `block_k` inputs at a time.
     """
 
     rows: int
@@ -24,7 +24,7 @@ class GemvPlan:
 
 @dataclass(frozen=True, slots=True)
 class SplitKPlan:
-    """Launch parameters of a split-K product.
+    """Launch parameters of a split-K GEMM.
 
     Its tiles are `block_n` weight rows by `block_k` columns, and `split` programs share K.
     """
@@ -37,12 +37,12 @@ class SplitKPlan:
 
 
 Plan = GemvPlan | SplitKPlan | None
-"""None stands for the library's product."""
+"""None means the library's matmul."""
 
 
 @dataclass(frozen=True, slots=True)
 class W8A8GemmPlan:
-    """Launch parameters of a product of bytes with bytes.
+    """Launch parameters of a W8A8 GEMM.
 
     Its tiles are `block_m` rows by `block_n` outputs, and `split` programs share the inputs of one.
     """
@@ -54,14 +54,14 @@ class W8A8GemmPlan:
     warps: int
     block_k: int = 128
     group_m: int = 8
-    """Number of blocks of rows that follow one another over the same weights."""
+    """Number of row blocks processed consecutively with the same weights."""
 
     def tiles(self, rows: int, outputs: int) -> int:
-        """Return the number of tiles of a product."""
+        """Return the number of output tiles."""
         return ceil_div(rows, self.block_m) * ceil_div(outputs, self.block_n)
 
     def workspace(self, rows: int, outputs: int) -> tuple[int, int]:
-        """Return the number of floats and of counters that a product needs."""
+        """Return the required number of floats and of counters."""
         if self.split == 1:
             return 0, 0
         tiles = self.tiles(rows, outputs)
@@ -71,7 +71,7 @@ class W8A8GemmPlan:
 class Tile(NamedTuple):
     """Tile of a decode program, with its launch parameters.
 
-    positions: read at once; warps: of the program; stages: depth of its software pipeline.
+    positions: per block; warps: per program; stages: of the software pipeline.
     """
 
     positions: int
@@ -82,8 +82,8 @@ class Tile(NamedTuple):
 class DecodePlan(NamedTuple):
     """Launch parameters of decode attention.
 
-    least: fewest positions worth a program of their own; splits: fewest programs offered to a row's KV head; early:
-    whether programs ask for their first keys and values before the kernel before them has finished.
+    least: minimum positions per split; splits: minimum number of splits of a row and KV head; early: whether programs
+    load their first keys and values before the preceding kernel has finished.
     """
 
     tile: Tile

@@ -1,9 +1,9 @@
-"""Tile tables as JSON files, one for each kind of GPU.
+"""Tile tables as JSON files, one for each type of GPU.
 
-They are packaged beside this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
-torch and Triton), and the lists `products`, `byte_products` and `decode`, whose entries are the fields of `ProductKey`,
-`W8A8GemmKey` or `DecodeKey` and a `plan`. The plan of a product is `null` for the library's, or, where a gate is
-part of it, for separate kernels.
+They are packaged next to this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
+torch and Triton), and the lists `products` (matmuls), `byte_products` (W8A8 GEMMs) and `decode`, whose entries are the
+fields of `MatmulKey`, `W8A8GemmKey` or `DecodeKey` and a `plan`. The plan of a matmul is `null` for the library's, or,
+for gated ones, for separate kernels.
 """
 
 import json
@@ -47,13 +47,12 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 """Rows, outputs, inputs or positions of a tile."""
 Few = Annotated[int, Meta(ge=1, le=64)]
-"""Warps, stages, parts, or tiles one after the other."""
+"""Warps, stages, splits, or consecutive tiles."""
 FEWEST_INPUTS_OF_A_DOT = 16
 LOADED_BYTES, LEVEL_BLOCK = 16, 128
-"""Weights of one byte that a thread loads at once, and inputs of a block of `linear.int4_layout`, where they divide
-into such blocks."""
+"""Bytes per vector load of 8-bit weights, and inputs per block of `linear.int4_layout`, if blocks divide them."""
 SCALED_INPUTS = 128
-"""Inputs of a block of scales."""
+"""Inputs per block of scales."""
 
 
 class Gemv(Struct, forbid_unknown_fields=True, tag="gemv", tag_field="kernel"):
@@ -76,7 +75,7 @@ class SplitK(Struct, forbid_unknown_fields=True, tag="splitk", tag_field="kernel
 
 
 class ProductEntry(Struct, forbid_unknown_fields=True):
-    """One measured product."""
+    """One measured matmul."""
 
     operation: Operation
     bits: Count
@@ -99,7 +98,7 @@ class W8A8Gemm(Struct, forbid_unknown_fields=True):
 
 
 class W8A8Entry(Struct, forbid_unknown_fields=True):
-    """One measured product of bytes with bytes."""
+    """One measured W8A8 GEMM."""
 
     kind: EightBitKind
     scaling: Scaling
@@ -108,7 +107,7 @@ class W8A8Entry(Struct, forbid_unknown_fields=True):
     rows: Count
     plan: W8A8Gemm | None
     gated: bool = False
-    """Files leave it out where the product alone was measured."""
+    """Omitted if the matmul alone was measured."""
 
 
 class Attention(Struct, forbid_unknown_fields=True):
@@ -120,7 +119,7 @@ class Attention(Struct, forbid_unknown_fields=True):
     least: Count
     splits: Count
     early: bool = False
-    """Files leave it out where nothing is loaded early."""
+    """Omitted without early loads."""
 
 
 class DecodeEntry(Struct, forbid_unknown_fields=True):
@@ -141,11 +140,11 @@ class TableFile(Struct, forbid_unknown_fields=True):
     products: list[ProductEntry]
     decode: list[DecodeEntry]
     byte_products: list[W8A8Entry] = []
-    """Files written before these were measured lack them."""
+    """Missing in files from before these were measured."""
 
 
 class AnyVersion(Struct):
-    """Part of a file that every version has."""
+    """Fields that every version of a file has."""
 
     kernel_version: int
 
@@ -156,15 +155,15 @@ def file_name(device: str) -> str:
 
 
 def packaged(device: str) -> Traversable:
-    """Return the place of a device's file among the packaged ones."""
+    """Return the path of a device's file among the packaged ones."""
     return files("tandem.engine_core.kernels.tiles") / "devices" / file_name(device)
 
 
 def load_table(device: str) -> TileTable:
     """Read the packaged table of a device.
 
-    It is empty for a device that has none, and for one measured on another device or with another version of the
-    kernels, which is logged. Raises ValueError for a file that is malformed.
+    Empty, with a log message, for a device without one, and for a table measured on another device or with another
+    version of the kernels. Raises ValueError for a malformed file.
     """
     place = packaged(device)
     return read_table(place, device) if place.is_file() else NO_TABLE
@@ -173,8 +172,8 @@ def load_table(device: str) -> TileTable:
 def read_table(place: Traversable, device: str | None = None) -> TileTable:
     """Read a table from a file.
 
-    It is empty if it was measured with another version of the kernels, or on another device than the given one (None:
-    any will do), which is logged. Raises ValueError, with the file and the entry, for one that is malformed.
+    Empty, with a log message, if it was measured with another version of the kernels, or on another device than the
+    given one (None: any). Raises ValueError, with file and entry, for a malformed one.
     """
     text = place.read_bytes()
     try:
@@ -231,7 +230,7 @@ def _byte_products(place: Traversable, found: TableFile) -> dict[W8A8GemmKey, W8
 
 
 def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
-    """Return a table as the text of a file, one entry a line, sorted."""
+    """Return a table as the text of a file, one entry per line, sorted."""
     products = [{**key._asdict(), "plan": _written(plan)} for key, plan in sorted(table.products.items(), key=_first)]
     decode = [
         {**key._asdict(), "plan": _written_attention(plan)} for key, plan in sorted(table.decode.items(), key=_first)
@@ -249,7 +248,7 @@ def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
 
 
 def write_table(path: Path, table: TileTable, measured_with: dict[str, str]) -> None:
-    """Write a table to a file, whole or not at all."""
+    """Write a table to a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(table_text(table, measured_with))
@@ -257,10 +256,7 @@ def write_table(path: Path, table: TileTable, measured_with: dict[str, str]) -> 
 
 
 def product_problem(key: ProductKey, plan: Plan) -> str:
-    """Return the reason for which kernels refuse a plan.
-
-    It is empty if they take it.
-    """
+    """Return the reason for which kernels reject a plan, empty if they accept it."""
     if key.bits not in (4, 8, 16):
         return f"weights of {key.bits} bits have no kernel; bits must be 4, 8 or 16"
     if key.rows not in BUCKETS:
@@ -304,10 +300,7 @@ def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
 
 
 def w8a8_gemm_problem(key: W8A8GemmKey, plan: W8A8GemmPlan | None) -> str:
-    """Return the reason for which a product of bytes with bytes refuses a plan.
-
-    It is empty if it takes it.
-    """
+    """Return the reason for which the W8A8 GEMM rejects a plan, empty if it accepts it."""
     if key.rows not in W8A8_BUCKETS:
         return f"rows {key.rows} must be one of {', '.join(map(str, W8A8_BUCKETS))}"
     if key.kind == "int8" and key.scaling != "output":
@@ -331,10 +324,7 @@ def w8a8_gemm_problem(key: W8A8GemmKey, plan: W8A8GemmPlan | None) -> str:
 
 
 def decode_problem(key: DecodeKey, plan: DecodePlan) -> str:
-    """Return the reason for which decode attention refuses a plan.
-
-    It is empty if it takes it.
-    """
+    """Return the reason for which decode attention rejects a plan, empty if it accepts it."""
     if not _powers_of_two(key.head_dim, key.pairs):
         return f"head_dim {key.head_dim} and pairs {key.pairs} must be powers of two"
     if not _powers_of_two(plan.tile.positions, plan.tile.warps) or plan.tile.positions < FEWEST_INPUTS_OF_A_DOT:

@@ -1,7 +1,4 @@
-"""Linear weights of one byte, FP8 and INT8.
-
-They have a scale for each tensor, output or block.
-"""
+"""8-bit linear weights, FP8 and INT8, with per-tensor, per-output or block scales."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,35 +21,35 @@ from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 
 _DTYPES = {"fp8": ("F8_E4M3", torch.float8_e4m3fn), "int8": ("I8", torch.int8)}
 _ROWS = 4096
-"""Outputs that are made into numbers at a time, to hold few of them in float32."""
+"""Outputs dequantized at a time, to limit the memory of float32 intermediates."""
 
 
 class EightBitLinear(QuantizedLinear):
-    """Weights of one byte, and scales in float32.
+    """8-bit weights with float32 scales.
 
-    A scale of a whole tensor is kept for each output, so that parts of a fused projection may have different ones.
+    A per-tensor scale is stored per output, so parts of a fused projection may have different ones.
     """
 
     def __init__(
         self, values: Tensor, scales: Tensor, scheme: EightBitScheme, bias: Tensor | None, kernels: KernelSet
     ) -> None:
-        """Keep the weights of a map.
+        """Store the weights.
 
-        values: [outputs, inputs], float8_e4m3fn or int8; scales: float32, [outputs], or of a scheme with blocks
-        [outputs / 16, inputs / 128], rounded up: those of the checkpoint repeated for each 16 outputs, so that parts of
-        a fused projection need not end where blocks do; bias: [outputs].
+        values: [outputs, inputs], float8_e4m3fn or int8; scales: float32, [outputs], or with block scales [outputs /
+        16, inputs / 128], rounded up: the checkpoint's repeated for each 16 outputs, so parts of a fused projection
+        need not end at block boundaries; bias: [outputs].
         """
         super().__init__(bias, kernels)
         self.values = values
         self.scales = scales
         self.scheme = scheme
         self.input_scale = torch.ones(1, device=values.device) if scheme.has_input_scale else None
-        """Scale of the inputs that the checkpoint holds, [1] float32; of a fused projection, its parts' largest."""
+        """Static input scale of the checkpoint, [1] float32; for a fused projection the maximum of its parts."""
 
     def activation_format(self) -> ActivationFormat | None:
-        """Return the format of rounded inputs, None if they always keep their dtype.
+        """Return the format of quantized inputs, None if they are never quantized.
 
-        A GPU rounds them where it multiplies bytes.
+        Used by GPUs with 8-bit matmuls.
         """
         outputs, inputs = self.values.shape
         if not uses_w8a8(outputs, inputs, self.scheme):
@@ -96,7 +93,7 @@ class EightBitLinear(QuantizedLinear):
         return slots if self.input_scale is None else slots + self._input_slots(prefix, name, parts)
 
     def _input_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """List the slots of the scales of inputs, `input_scale`."""
+        """List the slots of the static input scales, `input_scale`."""
         count = len(parts or {}) or 1
         found = torch.ones(count, device=self.values.device)
         keep = partial(self._keep_input_scale, found, f"{prefix}{name}")
@@ -112,9 +109,9 @@ class EightBitLinear(QuantizedLinear):
         return slots
 
     def _keep_input_scale(self, found: Tensor, name: str) -> None:
-        """Take the largest scale of a projection's parts, which saw the same inputs.
+        """Keep the maximum scale of a projection's parts, which have the same inputs.
 
-        Raises ConfigError if one is not a positive number.
+        Raises ConfigError for a scale that is not a positive number.
         """
         if not bool((found.isfinite() & (found > 0)).all()):
             wrong = ", ".join(f"{scale:g}" for scale in found.tolist())
@@ -123,7 +120,7 @@ class EightBitLinear(QuantizedLinear):
         self.input_scale.copy_(found.max())
 
     def _float_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """List the slots of weights that are quantized while they are loaded.
+        """List the slots of weights that are quantized while loading.
 
         Each tensor is read twice, once for its scales.
         """
@@ -143,13 +140,13 @@ class EightBitLinear(QuantizedLinear):
         if self.scheme.block is not None:
             return self._block_slot(name, start, length, self.scheme.block[0])
 
-        # Files differ in the dimensions of a single number, and compressed-tensors stores a column.
+        # Files differ in the shape of a scalar, and compressed-tensors stores a column.
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((length, 1), (length,))
         spread = finite(name, partial(_spread, length=length))
         return WeightSlot(name, self.scales, 0, start, length, transform=spread, shapes=shapes)
 
     def _block_slot(self, name: str, start: int, length: int, high: int) -> WeightSlot:
-        """Return the slot of the scales of blocks.
+        """Return the slot of block scales.
 
         high: outputs of a block in the checkpoint.
         """
@@ -170,30 +167,27 @@ def _spread(scale: Tensor, length: int) -> Tensor:
 
 
 def uses_w8a8(outputs: int, inputs: int, scheme: EightBitScheme) -> bool:
-    """Return whether a map takes inputs of one byte where a GPU multiplies them."""
+    """Return whether a layer uses quantized inputs on GPUs with 8-bit matmuls."""
     for_library = scheme.kind == "fp8" and scheme.block is None and outputs % 16 == inputs % 16 == 0
     return scheme.activations is not Activations.UNQUANTIZED and (inputs % SCALE_COLUMNS == 0 or for_library)
 
 
 def row_scales(weight: Tensor) -> Tensor:
-    """Return the scales that bring the largest number of each row to FP8_MAX.
+    """Return scales that map the absolute maximum of each row to FP8_MAX.
 
-    They are [outputs] float32, 1 for a row of zeros. weight: [outputs, inputs].
+    [outputs] float32, 1 for a row of zeros. weight: [outputs, inputs].
     """
     scales = weight.abs().amax(1).float() / FP8_MAX
     return torch.where(scales > 0, scales, 1.0)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Return weights divided by the scales of their rows.
-
-    They are [outputs, inputs], float8_e4m3fn.
-    """
+    """Return weights divided by the scales of their rows, [outputs, inputs] float8_e4m3fn."""
     return (weight.float() / row_scales(weight)[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 class EightBitMethod:
-    """Linear method of weights of one byte, for any device."""
+    """Linear method of 8-bit weights, for any device."""
 
     def __init__(self, scheme: EightBitScheme) -> None:
         self.scheme = scheme
@@ -205,7 +199,7 @@ class EightBitMethod:
 
 
 def empty_eight_bit(outputs: int, inputs: int, scheme: EightBitScheme, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate the values and scales of a map; see `EightBitLinear`."""
+    """Allocate uninitialized values and scales; see `EightBitLinear`."""
     _, dtype = _DTYPES[scheme.kind]
     values = torch.empty(outputs, inputs, device=device, dtype=dtype)
     if scheme.block is None:

@@ -1,7 +1,4 @@
-"""Linear weights of four bits, from GPTQ, AWQ and compressed-tensors.
-
-All have one layout here.
-"""
+"""Int4 linear weights, from GPTQ, AWQ and compressed-tensors, in one layout."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,18 +21,16 @@ from tandem.engine_core.quantization.int4 import PER_WORD, pack, unpack
 from tandem.engine_core.quantization.scheme import Int4Scheme
 
 ROWS = 1024
-"""Outputs whose inputs are sorted at a time, to hold few of them unpacked."""
+"""Outputs whose inputs are sorted at a time, to limit the memory of unpacked values."""
 _COLUMNS = 64
-"""Words whose outputs are sorted at a time, to hold few of them twice."""
+"""Words whose outputs are sorted at a time, to limit the memory of copies."""
 
 
 class Int4Linear(QuantizedLinear):
-    """Weights of four bits.
+    """Int4 weights with a scale and a zero point per output and group of inputs.
 
-    Each output and group of inputs has a scale and a zero point.
-    With act-order the weights are sorted by group once they are loaded. The inputs are brought into the same order in
-    each call, by the norm before the product where there is one, or, behind a gate, by sorting the outputs of the map
-    that makes them.
+    With act-order the weights are sorted by group after loading. The inputs are permuted likewise in each call, by the
+    norm before the matmul if there is one, or, after a gate, by sorting the outputs of the layer that computes them.
     """
 
     def __init__(
@@ -47,10 +42,10 @@ class Int4Linear(QuantizedLinear):
         bias: Tensor | None,
         kernels: KernelSet,
     ) -> None:
-        """Keep the weights of a map.
+        """Store the weights.
 
-        words: [outputs, inputs / 8] int32, see `quantization.int4`; scales: [outputs, groups] float32; zeros:
-        [outputs, groups] uint8; bias: [outputs]. They come from `empty_int4`.
+        words: [outputs, inputs / 8] int32, see `quantization.int4`; scales: [outputs, groups] float32; zeros: [outputs,
+        groups] uint8; bias: [outputs]. They come from `empty_int4`.
         """
         super().__init__(bias, kernels)
         self.words = words
@@ -58,9 +53,9 @@ class Int4Linear(QuantizedLinear):
         self.zeros = zeros
         self.scheme = scheme
         self.order: Tensor | None = None
-        """Inputs sorted by group, [inputs] int32; None: they are as they come."""
+        """Inputs sorted by group, [inputs] int32; None: identity."""
         self.source: Int4Linear | None = None
-        """The map whose gated product the inputs are; None: there is none whose outputs can be sorted."""
+        """The layer whose gated output is this layer's input; None: there is none whose outputs can be sorted."""
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
@@ -76,7 +71,7 @@ class Int4Linear(QuantizedLinear):
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`.
 
-        The norm brings the inputs into the order of the weights.
+        The norm permutes the inputs to the order of the weights.
         """
         normed, stream = norm(x, residual, self.order)
         if activation is None:
@@ -84,18 +79,18 @@ class Int4Linear(QuantizedLinear):
         return self.gated_product(normed, activation, None), stream
 
     def product(self, x: Tensor, order: Tensor | None) -> Tensor:
-        """Multiply inputs, which are first brought into an order.
+        """Return the matmul of permuted inputs.
 
-        order: `self.order`; None: they are in the order of the weights.
+        order: `self.order`; None: inputs are in the order of the weights.
         """
         return super().apply(self.ordered(x, order))
 
     def gated_product(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
-        """Multiply a gate's inputs, as `product` does, and apply the activation."""
+        """Return the gated activation of `matmul`."""
         return self.kernels.gated_activation(self.product(x, order), activation)
 
     def ordered(self, x: Tensor, order: Tensor | None) -> Tensor:
-        """Return inputs in an order, [T, inputs]; None: as they are."""
+        """Return permuted inputs, [T, inputs]; None: unchanged."""
         return x if order is None else self.kernels.gather_columns(x, order)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -121,11 +116,11 @@ class Int4Linear(QuantizedLinear):
         return slots
 
     def sort(self, groups: Tensor, name: str) -> None:
-        """Sort the weights by group, after they are loaded.
+        """Sort the weights by group, after loading.
 
-        groups: group of each input as the parts of a fused projection have it, [parts, inputs] int32; name: of the
-        projection, for errors. Raises ConfigError if the parts differ in their groups, and if a group is not one or has
-        another size than the others.
+        groups: group of each input in each part of a fused projection, [parts, inputs] int32; name: of the projection,
+        for errors. Raises ConfigError if the parts differ in their groups, and if a group is invalid or differs in size
+        from the others.
         """
         first, count = groups[0], self.scales.shape[1]
         if groups.min() < 0 or groups.max() >= count:
@@ -154,9 +149,9 @@ class Int4Linear(QuantizedLinear):
             rows.copy_(pack(unpack(rows)[:, order]))
 
     def sort_gated(self, order: Tensor) -> None:
-        """Sort the outputs, which are a gate and what it multiplies, in place.
+        """Sort the outputs, gate and up, in place.
 
-        order: numbers of the outputs of either half, [outputs / 2] int64.
+        order: output indices within either half, [outputs / 2] int64.
         """
         rows = torch.cat((order, order + len(order)))
         for part in (self.words, self.scales, self.zeros, self.bias):
@@ -168,18 +163,18 @@ class Int4Linear(QuantizedLinear):
 
     @property
     def group_size(self) -> int:
-        """Number of inputs of a group."""
+        """Group size: number of inputs."""
         return self.words.shape[1] * PER_WORD // self.scales.shape[1]
 
     def _usual_groups(self) -> Tensor:
-        """Return the group of each input where groups follow one another, [inputs] int32."""
+        """Return the group of each input for consecutive groups, [inputs] int32."""
         inputs = torch.arange(self.words.shape[1] * PER_WORD, device=self.words.device, dtype=torch.int32)
         return inputs // self.group_size
 
     def _group_slot(self, place: str, groups: Tensor, start: int, count: int) -> WeightSlot:
         """Return the slot of a tensor `g_idx`.
 
-        Files without act-order may lack it.
+        It is optional without act-order.
         """
         name = "weight_g_idx" if self.scheme.packing == "compressed-tensors" else "g_idx"
         return WeightSlot(
@@ -189,7 +184,7 @@ class Int4Linear(QuantizedLinear):
 
 
 class Int4Method:
-    """Linear method of weights of four bits, for any device."""
+    """Linear method of int4 weights, for any device."""
 
     def __init__(self, scheme: Int4Scheme) -> None:
         self.scheme = scheme
@@ -197,17 +192,17 @@ class Int4Method:
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`.
 
-        Raises ConfigError for a shape that does not divide into words and groups.
+        Raises ConfigError for a shape that words and groups do not divide.
         """
         words, scales, zeros = empty_int4(outputs, inputs, self.scheme, context.device)
         return Int4Linear(words, scales, zeros, self.scheme, empty_bias(outputs, bias, context), context.kernels)
 
 
 def empty_int4(outputs: int, inputs: int, scheme: Int4Scheme, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the words, scales and zero points of a map; see `Int4Linear`.
+    """Allocate words, scales and zero points; see `Int4Linear`.
 
-    Zero points are 8, which is what symmetric checkpoints without them mean. The scales of a group lie side by side, as
-    do its zero points: kernels read them for many outputs at once.
+    Zero points are initialized to 8, the value of symmetric checkpoints without them. Scales and zero points are
+    column-major, as kernels read those of many outputs at once.
     """
     group = scheme.group or inputs
     if outputs % PER_WORD or inputs % PER_WORD or inputs % group:

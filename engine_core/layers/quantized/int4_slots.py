@@ -1,6 +1,6 @@
-"""Slots of four-bit tensors.
+"""Checkpoint slots of int4 tensors.
 
-They turn the layouts of several tools into that of `Int4Linear`.
+They convert the layouts of several tools to that of `Int4Linear`.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ Transform = Callable[[Tensor], Tensor]
 def int4_slots(
     place: str, start: int, length: int, words: Tensor, scales: Tensor, zeros: Tensor, scheme: Int4Scheme
 ) -> list[WeightSlot]:
-    """List the slots of a projection's levels, scales and zero points.
+    """List the slots of a projection's int4 values, scales and zero points.
 
-    place: name of the projection; start, length: its outputs; words, scales, zeros: those of `Int4Linear`.
+    projection: name; start, length: its outputs; words, scales, zeros: of `Int4Linear`.
     """
     inputs, groups = words.shape[1] * PER_WORD, scales.shape[1]
     narrow = length // PER_WORD
@@ -52,7 +52,7 @@ def int4_slots(
 
 
 def _awq_words(stored: Tensor) -> Tensor:
-    """Return words along the inputs, [outputs, inputs / 8].
+    """Repack words along the inputs, [outputs, inputs / 8].
 
     stored: words along the outputs, [inputs, outputs / 8].
     """
@@ -64,14 +64,13 @@ def _awq_zeros(stored: Tensor) -> Tensor:
 
 
 def _zeros(stored: Tensor) -> Tensor:
-    """Return zero points, [outputs, groups]. stored: [outputs / 8, groups]."""
+    """Unpack zero points, [outputs, groups]. stored: [outputs / 8, groups]."""
     return unpack(stored.t()).t()
 
 
 def _gptq_zeros(offset: int) -> Transform:
-    """Return the function from stored zero points to the true ones.
+    """Return a function from stored zero points, [groups, outputs / 8], to actual ones, [outputs, groups].
 
-    They are [groups, outputs / 8], and [outputs, groups]. GPTQ's first format stores one less, modulo 16, so a zero
-    point of 0 is stored as 15.
+    GPTQ's first format stores one less, modulo 16, so a zero point of 0 is stored as 15.
     """
     return lambda stored: ((unpack(stored) + offset) & 15).t()

@@ -1,4 +1,4 @@
-"""Quantized linear weights, of any format."""
+"""Base of quantized linear weights."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from tandem.engine_core.layers.torch_linear import CpuLinear, TorchLinear, Unfus
 
 
 class QuantizedLinear(UnfusedLinear):
-    """Weights that are multiplied as if they were in the dtype of their inputs.
+    """Weights that are dequantized to the dtype of their inputs.
 
-    This is the product for any device and any number of rows: it makes the weights anew for each call. Inputs keep
-    their precision, whatever the checkpoint's scheme of activations.
+    This implementation works on any device and for any number of rows: it dequantizes the weights in each call.
+    Activations are not quantized, whatever the checkpoint's scheme.
     """
 
     @abstractmethod
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights as numbers, [outputs, inputs]."""
+        """Return the dequantized weights, [outputs, inputs]."""
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
@@ -34,11 +34,11 @@ class QuantizedLinear(UnfusedLinear):
 
 
 Place = tuple[str, int, int]
-"""Name of a tensor's projection, first output and number of outputs."""
+"""Tensor name prefix of a projection, its first output and its number of outputs."""
 
 
 def places(prefix: str, name: str, parts: Mapping[str, int] | None, outputs: int) -> list[Place]:
-    """List the parts of a projection, and the whole last.
+    """List the parts of a fused projection, followed by the whole.
 
     prefix, name, parts: as in `LinearWeights.slots`; outputs: of the whole.
     """
@@ -50,9 +50,9 @@ def places(prefix: str, name: str, parts: Mapping[str, int] | None, outputs: int
 
 
 def finite(name: str, transform: Callable[[Tensor], Tensor], what: str = "scales") -> Callable[[Tensor], Tensor]:
-    """Return a transform that refuses numbers which are NaN or infinite.
+    """Return a transform that also raises ConfigError for NaN or infinite values.
 
-    It raises ConfigError. name: of the tensor; transform: makes of it what a slot holds; what: what the numbers are.
+    name: of the tensor; transform: from the stored tensor to the slot's; what: the values' name in the error.
     """
 
     def check(stored: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Linear weights of one byte on a CUDA device.
+"""8-bit linear weights on a CUDA device.
 
-One row's weights are decoded inside Triton products, which leave the inputs as they are; so are those of up to 64 rows
-where the checkpoint or the GPU wants 16-bit inputs. Else inputs are rounded as their checkpoint expects, where possible
-by the norm or gate that computes them, and the tensor cores multiply bytes.
+For one row, weights are dequantized inside Triton matmuls, and inputs stay in 16 bits; the same holds for up to 64 rows
+if the checkpoint or the GPU needs 16-bit inputs. Otherwise inputs are quantized as the checkpoint expects, if possible
+by the norm or gate that computes them, for W8A8 matmuls.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ _choose_normed = cache(choose_normed)
 
 
 class TritonEightBitLinear(EightBitLinear):
-    """Weights of one byte, multiplied by the kernel planned for their shape."""
+    """8-bit weights, using the kernel planned for their shape."""
 
     def __init__(
         self,
@@ -63,18 +63,19 @@ class TritonEightBitLinear(EightBitLinear):
         workspace: SplitKWorkspace,
         gpu: GpuTraits,
     ) -> None:
-        """Keep the weights of a map; see `EightBitLinear`."""
+        """Store the weights; see `EightBitLinear`."""
         super().__init__(values, scales, scheme, bias, kernels)
         self.workspace = workspace
         self.gpu = gpu
         old = gpu.capability < FP8_CAPABILITY and scheme.kind == "fp8"
         self._stored = values.view(torch.uint8) if old else values
-        """The values as the kernels read them: as bits where the GPU does not know float8."""
+        """The values as passed to kernels: as uint8 bits if the GPU lacks FP8 support."""
         self._format = self.activation_format()
         self.wide_scales: Tensor | None = None
-        """Scales as a library reads them: of blocks of 128 x 128, or [1] of a whole tensor with static inputs.
+        """Scales for a library matmul: of blocks of 128 x 128, or [1] per tensor with static inputs.
 
-        None: the checkpoint lacks such scales, or parts of a fused projection end within a block or have their own.
+        None: the checkpoint lacks such scales, or parts of a fused projection end within a block or have different
+        ones.
         """
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
@@ -83,7 +84,7 @@ class TritonEightBitLinear(EightBitLinear):
         return [slot if slot.on_filled else replace(slot, on_filled=self.find_wide_scales) for slot in slots]
 
     def find_wide_scales(self) -> None:
-        """Find out whether a library can read the scales, once they are loaded."""
+        """Determine whether a library matmul can use the scales, once they are loaded."""
         found: Tensor | None = None
         if self.scheme.block is not None:
             found = self.scales[:: 128 // SCALE_ROWS].contiguous()
@@ -109,10 +110,7 @@ class TritonEightBitLinear(EightBitLinear):
         return product if out is None else out.copy_(product)
 
     def input_format(self, rows: int) -> ActivationFormat | None:
-        """Implement `LinearWeights.input_format`: bytes for more than one row.
-
-        The checkpoint has to expect them.
-        """
+        """Implement `LinearWeights.input_format`: 8-bit for more than one row, if the checkpoint expects it."""
         return self._format if quantizes_activations(rows, self.scheme.kind, self.gpu) else None
 
     def apply_quantized(self, x: QuantizedActivation) -> Tensor:
@@ -129,7 +127,7 @@ class TritonEightBitLinear(EightBitLinear):
         return w8a8_matmul(x, self.values, self.scales, self.bias, plan, *space, whole, self.gpu.pdl)
 
     def _library_scales(self, x: QuantizedActivation) -> Tensor | None:
-        """Return the scales with which a library multiplies, None if it does not."""
+        """Return the scales of the library matmul, None if it is not used."""
         (outputs, inputs), scheme = self.values.shape, self.scheme
         if x.dtype != torch.bfloat16 or outputs % 16 or inputs % 16:
             return None
@@ -167,7 +165,7 @@ class TritonEightBitLinear(EightBitLinear):
     ) -> tuple[QuantizedActivation, Tensor]:
         """Implement `LinearWeights.apply_normed_quantized`.
 
-        Where that is planned, all behind the norm is one launch, or two with a scale for each row.
+        If planned, everything after the norm is one launch, or two with row scales.
         """
         own, (outputs, inputs) = self.input_format(x.shape[0]), self.values.shape
         named = self.scheme.kind, self._scaling
@@ -180,12 +178,12 @@ class TritonEightBitLinear(EightBitLinear):
         return gated_w8a8_gemm(rows, *given), stream
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Implement `UnfusedLinear.apply_gated`, in one launch where that is planned."""
+        """Implement `UnfusedLinear.apply_gated`, in one launch if planned."""
         product = self._planned(x, activation)
         return super().apply_gated(x, activation) if product is None else product
 
     def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
-        """Return the product of a planned kernel, or None without a plan."""
+        """Return the matmul of a planned kernel, or None without a plan."""
         gated = activation is not None
         if not self._fits(x, gated):
             return None
@@ -199,17 +197,17 @@ class TritonEightBitLinear(EightBitLinear):
         return None
 
     def _fits(self, x: Tensor, gated: bool) -> bool:
-        """Return whether the kernels can read these tensors."""
+        """Return whether the kernels support these tensors."""
         ends_with_a_block = self.scheme.block is None or self.values.shape[0] % (2 * SCALE_ROWS) == 0
         return x.is_contiguous() and x.dtype != torch.float32 and (ends_with_a_block or not gated)
 
 
 def library_matmul(x: QuantizedActivation, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, [T, outputs], in the dtype that x was rounded from.
+    """Return x W^T + b, [T, outputs], in x's dtype before quantization.
 
-    values: [outputs, inputs], float8_e4m3fn or int8, inputs and outputs multiples of 16; scales: float32, of each
-    output, [outputs]; of all, [1], where x has one scale too; or of blocks, [outputs / 128, inputs / 128], rounded up,
-    with x in groups of 128, inputs a multiple of 512, and a Hopper GPU. bias: [outputs]. Oracle:
+    values: [outputs, inputs], float8_e4m3fn or int8, inputs and outputs multiples of 16; scales: float32, per output,
+    [outputs]; per tensor, [1], if x has one scale too; or per block, [outputs / 128, inputs / 128], rounded up, with x
+    in groups of 128, inputs a multiple of 512, and a Hopper GPU. bias: [outputs]. Oracle:
     `kernels.reference.quantized_activation.quantized_matmul`.
     """
     weight, dtype = values.t(), x.dtype
@@ -226,7 +224,7 @@ def library_matmul(x: QuantizedActivation, values: Tensor, scales: Tensor, bias:
 
 
 class TritonEightBitMethod:
-    """Linear method of weights of one byte for one GPU.
+    """Linear method of 8-bit weights for one GPU.
 
     All weights share a workspace.
     """

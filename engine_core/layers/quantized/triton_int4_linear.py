@@ -1,6 +1,6 @@
-"""Linear weights of four bits on a CUDA device.
+"""Int4 linear weights on a CUDA device.
 
-Up to 64 rows they are unpacked inside Triton products. Above, they are made into numbers for a library's product.
+Up to 64 rows they are unpacked inside Triton matmuls. Above, they are dequantized for a library matmul.
 """
 
 from functools import cache
@@ -35,9 +35,9 @@ _choose_normed = cache(choose_int4_normed)
 
 
 class TritonInt4Linear(Int4Linear):
-    """Weights of four bits, multiplied by the kernel planned for their shape.
+    """Int4 weights, using the kernel planned for their shape.
 
-    Once they are loaded, the words are in the order of `kernels.linear.int4_layout`.
+    After loading, the words are in the layout of `kernels.linear.int4_layout`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TritonInt4Linear(Int4Linear):
         workspace: SplitKWorkspace,
         gpu: GpuTraits,
     ) -> None:
-        """Keep the weights of a map; see `Int4Linear`."""
+        """Store the weights; see `Int4Linear`."""
         super().__init__(words, scales, zeros, scheme, bias, kernels)
         self.workspace = workspace
         self.gpu = gpu
@@ -61,9 +61,9 @@ class TritonInt4Linear(Int4Linear):
         return dequantize_int4(self.words, self.scales, self.zeros, dtype, self.gpu.pdl)
 
     def sort(self, groups: Tensor, name: str) -> None:
-        """Extend `Int4Linear.sort` by the order of the kernels.
+        """Extend `Int4Linear.sort` by the conversion to the kernels' layout.
 
-        It is called once, when the weights are loaded.
+        Called once, when the weights are loaded.
         """
         super().sort(groups, name)
         for start in range(0, self.words.shape[0], ROWS):
@@ -71,12 +71,12 @@ class TritonInt4Linear(Int4Linear):
             rows.copy_(pack(arranged(unpack(rows), self.group_size)))
 
     def product(self, x: Tensor, order: Tensor | None) -> Tensor:
-        """Implement `Int4Linear.product`."""
+        """Implement `Int4Linear.matmul`."""
         product = self._planned(x, None, order)
         return super().product(x, order) if product is None else product
 
     def gated_product(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
-        """Implement `Int4Linear.gated_product`, in one launch where that is planned."""
+        """Implement `Int4Linear.gated_matmul`, in one launch if planned."""
         product = self._planned(x, activation, order)
         return super().gated_product(x, activation, order) if product is None else product
 
@@ -85,7 +85,7 @@ class TritonInt4Linear(Int4Linear):
     ) -> tuple[Tensor, Tensor]:
         """Implement `LinearWeights.apply_normed`.
 
-        One row takes one launch where a plan fuses the norm with the product.
+        One row takes one launch if a plan fuses the norm with the matmul.
         """
         gated = activation is not None
         outputs = self.words.shape[0] // 2 if gated else self.words.shape[0]
@@ -99,15 +99,15 @@ class TritonInt4Linear(Int4Linear):
         return super().apply_normed(x, residual, norm, activation)
 
     def _planned(self, x: Tensor, activation: Activation | None, order: Tensor | None) -> Tensor | None:
-        """Return the product of a planned kernel, or None without a plan.
+        """Return the matmul of a planned kernel, or None without a plan.
 
-        One row is brought into an order by the kernel itself; see `product`.
+        The kernel permutes a single row itself; see `matmul`.
         """
         gated = activation is not None
         rows, inputs = x.shape
         columns = self.words.shape[0] // 2 if gated else self.words.shape[0]
         if not x.is_contiguous() or (rows == 1 and x.dtype == torch.float32):
-            # The kernel of one row rounds inputs to float16.
+            # The kernel for one row rounds inputs to float16.
             return None
         plan = (_choose_gated if gated else _choose)(
             rows, columns, inputs, self.group_size, self.gpu, order is not None
@@ -121,7 +121,7 @@ class TritonInt4Linear(Int4Linear):
 
 
 class TritonInt4Method:
-    """Linear method of weights of four bits for one GPU.
+    """Linear method of int4 weights for one GPU.
 
     All weights share a workspace.
     """
@@ -134,7 +134,7 @@ class TritonInt4Method:
     def build(self, outputs: int, inputs: int, bias: bool, context: BuildContext) -> LinearWeights:
         """Implement `LinearMethod.build`.
 
-        Raises ConfigError for a shape that does not divide into words and groups.
+        Raises ConfigError for a shape that words and groups do not divide.
         """
         words, scales, zeros = empty_int4(outputs, inputs, self.scheme, context.device)
         group = inputs // scales.shape[1]
