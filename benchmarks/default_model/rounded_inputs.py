@@ -21,7 +21,7 @@ def rounded_inputs() -> Iterator[None]:
 
     def apply(linear: EightBitLinear, x: Tensor, out: Tensor | None = None) -> Tensor:
         to = linear.activation_format()
-        rounded = x if to is None else quantize(x, to).numbers().to(x.dtype)
+        rounded = x if to is None else quantize(x, to).dequantize().to(x.dtype)
         return QuantizedLinear.apply(linear, rounded, out)
 
     with patch.object(EightBitLinear, "apply", apply):

@@ -42,7 +42,7 @@ def profile(runtime: Any, rows: int, tokens: int) -> None:
     if tokens:
         mixed = runtime.graphs.mixed[0][GraphBucket(rows, tokens)]
         mixed.prompts.plan([Span(PADDING_ROW, 0, 0, tokens)])
-        mixed.prompts.take_pages()
+        mixed.prompts.gather_pages()
         graph = mixed.forward
     else:
         graph = runtime.graphs.decode[0][rows].forward

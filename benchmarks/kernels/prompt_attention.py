@@ -96,7 +96,7 @@ def triton_layer(
             setup.scale,
             splits,
             pdl=pdl,
-            beside=concurrent,
+            overlap=concurrent,
             shape=shape,
             out=out,
         )

@@ -49,7 +49,7 @@ from tandem.engine_core.kernels.tiles.table import (
     KERNEL_VERSION,
     NO_TABLE,
     W8A8_BUCKETS,
-    ProductKey,
+    MatmulKey,
     TileTable,
     W8A8GemmKey,
 )
@@ -150,8 +150,8 @@ def _layers(models: list[ModelConfig], formats: list[str], rows: int | None) -> 
 
 def layer_task(layer: LayerKey, gpu: GpuTraits) -> LayerTask:
     """Return the candidates of a layer's matmuls that have more than one."""
-    candidates: dict[ProductKey | W8A8GemmKey, list[Any]] = {}
-    today: dict[ProductKey | W8A8GemmKey, Any] = {}
+    candidates: dict[MatmulKey | W8A8GemmKey, list[Any]] = {}
+    today: dict[MatmulKey | W8A8GemmKey, Any] = {}
     for key in matmul_keys(layer, gpu).values():
         is_w8a8 = isinstance(key, W8A8GemmKey)
         plans: list[Any] = w8a8_candidates(key, gpu) if is_w8a8 else matmul_candidates(key, gpu)  # type: ignore[arg-type]
@@ -199,13 +199,13 @@ def lines_of(found: Found, timings: Timings) -> list[str]:
     return lines
 
 
-def _operation(key: ProductKey | W8A8GemmKey) -> str:
-    if isinstance(key, ProductKey):
+def _operation(key: MatmulKey | W8A8GemmKey) -> str:
+    if isinstance(key, MatmulKey):
         return key.operation
     return f"{'gated ' if key.gated else ''}{key.kind} by {key.scaling}"
 
 
-def _without_plan(key: ProductKey | W8A8GemmKey) -> str:
+def _without_plan(key: MatmulKey | W8A8GemmKey) -> str:
     return "separate kernels" if isinstance(key, W8A8GemmKey) and key.gated else "library"
 
 

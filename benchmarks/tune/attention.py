@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.measuring.graph_timing import graph_seconds
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.attention.decode_plans import choose_rotating, choose_splits, fit_plan
+from tandem.engine_core.kernels.attention.decode_plans import choose_fused_rope_plan, choose_splits, fit_plan
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.attention.rotation import Rotation
@@ -91,7 +91,7 @@ def run(layer: Layer, plan: DecodePlan, gpu: GpuTraits, splits: int | None = Non
         splits = choose_splits(rows, kv_heads, gpu.multiprocessors, LONGEST, plan.splits)
     plan = fit_plan(plan, layer.qkv[:, : all_heads - 2 * kv_heads], layer.keys, gpu)
     rotation, query = None, layer.qkv
-    if choose_rotating(head_dim, rows * kv_heads, layer.keys.dtype, gpu) is None:
+    if choose_fused_rope_plan(head_dim, rows * kv_heads, layer.keys.dtype, gpu) is None:
         query = rope_and_kv_write(*layer[:6], pdl=gpu.pdl)
     else:
         rotation = Rotation(layer.cos, layer.sin, layer.slots)

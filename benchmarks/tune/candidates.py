@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.linear.plans import MAX_SPLIT, PIECE, choose, choose_gated, choose_normed, split_inputs
+from tandem.engine_core.kernels.linear.plans import CHUNK, MAX_SPLIT, choose, choose_gated, choose_normed, split_inputs
 from tandem.engine_core.kernels.linear.quantized_plans import (
-    FEWEST_INPUTS,
+    MIN_SPLIT_INPUTS,
     choose_eight_bit,
     choose_eight_bit_gated,
     choose_int4,
@@ -15,8 +15,8 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_int4_normed,
 )
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, ProductKey, TileTable
-from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, MatmulKey, TileTable
+from tandem.engine_core.kernels.tiles.table_file import decode_problem, matmul_problem
 
 GROUP = 128
 """Group size of 4-bit weights."""
@@ -49,7 +49,7 @@ EARLY_TILES = {(128, 16): {(64, 4), (32, 2), (32, 4)}, (128, 8): {(32, 4)}}
 KV bits. Heads of up to 64 elements never spill. Programs that share a row spill up to 16 bytes per thread."""
 
 
-def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
+def chosen(key: MatmulKey, gpu: GpuTraits) -> Plan:
     """Return the plan that the engine chooses."""
     operation, bits, outputs, inputs, rows = key
     gated = operation in ("gated", "normed_gated")
@@ -64,12 +64,12 @@ def chosen(key: ProductKey, gpu: GpuTraits) -> Plan:
     return (choose_gated if gated else choose)(rows, outputs, inputs, 2, gpu)
 
 
-def ruled(key: ProductKey, gpu: GpuTraits) -> Plan:
+def ruled(key: MatmulKey, gpu: GpuTraits) -> Plan:
     """Return the plan that the rules choose without a table."""
     return chosen(key, replace(gpu, tiles=NO_TABLE))
 
 
-def matmul_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
+def matmul_candidates(key: MatmulKey, gpu: GpuTraits) -> list[Plan]:
     """List the distinct plans of a matmul: the rule's, the library, others and the current one.
 
     Empty if no kernel supports the matmul.
@@ -81,20 +81,20 @@ def matmul_candidates(key: ProductKey, gpu: GpuTraits) -> list[Plan]:
     if _has_library(key) and key.rows > 1:
         found.append(None)
     found += _gemvs(key, gpu) if key.rows == 1 else _splitks(key, gpu)
-    found = [rule, *(_fitted(key, plan, gpu) for plan in found if not product_problem(key, plan)), chosen(key, gpu)]
+    found = [rule, *(_fitted(key, plan, gpu) for plan in found if not matmul_problem(key, plan)), chosen(key, gpu)]
     return [plan for plan in dict.fromkeys(found) if plan is not None or _has_library(key)]
 
 
-def _has_library(key: ProductKey) -> bool:
+def _has_library(key: MatmulKey) -> bool:
     return key.bits == 16 and key.operation in ("product", "gated")
 
 
-def _fitted(key: ProductKey, plan: Plan, gpu: GpuTraits) -> Plan:
+def _fitted(key: MatmulKey, plan: Plan, gpu: GpuTraits) -> Plan:
     """Return a plan with the number of stages that the engine would use."""
     return chosen(key, replace(gpu, tiles=TileTable(gpu.name, {key: plan})))
 
 
-def _gemvs(key: ProductKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
+def _gemvs(key: MatmulKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
     """Yield plans for one row."""
     whole = 1 << (key.inputs - 1).bit_length()
     in_steps = key.operation == "product"
@@ -112,20 +112,20 @@ def _gemvs(key: ProductKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
                         yield GemvPlan(rows, block_k, tiles, warps)
 
 
-def _heights(key: ProductKey) -> tuple[int, ...]:
+def _heights(key: MatmulKey) -> tuple[int, ...]:
     return (2, 4, 8, 16) if key.bits == 4 else (2, 4, 8)
 
 
-def _whole_sizes(key: ProductKey, whole: int) -> tuple[int, ...]:
+def _whole_sizes(key: MatmulKey, whole: int) -> tuple[int, ...]:
     """List the block sizes that cover a weight row.
 
     One block, and also several blocks where these are shorter together.
     """
-    in_pieces = key.bits == 16 and key.operation != "gated" and ceil_div(key.inputs, PIECE) * PIECE < whole
-    return (whole, PIECE) if in_pieces else (whole,)
+    in_chunks = key.bits == 16 and key.operation != "gated" and ceil_div(key.inputs, CHUNK) * CHUNK < whole
+    return (whole, CHUNK) if in_chunks else (whole,)
 
 
-def _tiles(key: ProductKey, block_k: int, rows: int, gpu: GpuTraits) -> tuple[int, ...]:
+def _tiles(key: MatmulKey, block_k: int, rows: int, gpu: GpuTraits) -> tuple[int, ...]:
     """List the numbers of tiles per program.
 
     For quantized weights: two to six programs per multiprocessor, the number that runs concurrently, or few tiles.
@@ -138,7 +138,7 @@ def _tiles(key: ProductKey, block_k: int, rows: int, gpu: GpuTraits) -> tuple[in
     return tuple(sorted({1, 2, 4} | waves))
 
 
-def _splitks(key: ProductKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
+def _splitks(key: MatmulKey, gpu: GpuTraits) -> Iterator[SplitKPlan]:
     for block_n, block_k, stages, warps in INT4_TILES if key.bits == 4 else SPLITK_TILES:
         if key.inputs % block_k == 0:
             for split in splits(ceil_div(key.outputs, block_n), key.inputs, gpu):
@@ -155,7 +155,7 @@ def splits(tiles: int, inputs: int, gpu: GpuTraits) -> list[int]:
     least, most = gpu.multiprocessors // 2, PROGRAMS * gpu.multiprocessors
     found = {one_wave}
     for split in (1, 2, 4, MAX_SPLIT, 2 * one_wave):
-        if least <= tiles * split <= most and split * FEWEST_INPUTS <= inputs:
+        if least <= tiles * split <= most and split * MIN_SPLIT_INPUTS <= inputs:
             found.add(split)
     return sorted(found)
 

@@ -16,7 +16,7 @@ from benchmarks.tune.shapes import FORMATS, Key, LayerKey
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.tiles.plan_types import Plan, SplitKPlan, W8A8GemmPlan
-from tandem.engine_core.kernels.tiles.table import ProductKey, TileTable, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import MatmulKey, TileTable, W8A8GemmKey
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
 from tandem.engine_core.loader.weights import fill_with_noise
@@ -32,7 +32,7 @@ def table_of(name: str, plans: LayerPlans) -> TileTable:
     """Return a tile table with these plans."""
     return TileTable(
         name,
-        products={key: cast("Plan", plan) for key, plan in plans.items() if isinstance(key, ProductKey)},
+        products={key: cast("Plan", plan) for key, plan in plans.items() if isinstance(key, MatmulKey)},
         byte_products={
             key: cast("W8A8GemmPlan | None", plan) for key, plan in plans.items() if isinstance(key, W8A8GemmKey)
         },
@@ -47,7 +47,7 @@ def take_plans(layers: LinearLayers, plans: LayerPlans, gpu: GpuTraits) -> None:
         linear.gpu = replace(gpu, tiles=tiles)  # type: ignore[attr-defined]
     workspace = layers.context.linear_method.workspace  # type: ignore[attr-defined]
     for key, plan in plans.items():
-        if isinstance(key, ProductKey) and isinstance(plan, SplitKPlan):
+        if isinstance(key, MatmulKey) and isinstance(plan, SplitKPlan):
             needed = workspace_size(key.rows, key.outputs, plan, key.operation == "gated")
             workspace.grow(*needed, layers.context.device)
 

@@ -11,8 +11,8 @@ from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.linear.quantized_plans import quantizes_activations
 from tandem.engine_core.kernels.tiles.table import (
     DecodeKey,
+    MatmulKey,
     Operation,
-    ProductKey,
     Scaling,
     W8A8GemmKey,
 )
@@ -40,7 +40,7 @@ FORMATS: dict[str, Scheme | None] = {
 }
 TUNING_ORDER: tuple[Name, ...] = ("gate_up", "down", "qkv", "o", "head")
 """Matmuls of a step, the longest first."""
-Key: TypeAlias = ProductKey | W8A8GemmKey
+Key: TypeAlias = MatmulKey | W8A8GemmKey
 
 
 class LayerKey(NamedTuple):
@@ -105,11 +105,11 @@ def _matmul_key(layer: LayerKey, name: Name, gpu: GpuTraits) -> Key:
     normed: Operation = "normed"
     if name == "gate_up":
         plain, normed, outputs = "gated", "normed_gated", outputs // 2
-    fused = ProductKey(normed, layer.bits, outputs, inputs, rows)
+    fused = MatmulKey(normed, layer.bits, outputs, inputs, rows)
     # Whether the norm of one row is fused depends on the shape and the device.
     if rows == 1 and name not in ("o", "down") and chosen(fused, gpu) is not None:
         return fused
-    return ProductKey(plain, layer.bits, outputs, inputs, rows)
+    return MatmulKey(plain, layer.bits, outputs, inputs, rows)
 
 
 def _scaling(scheme: EightBitScheme) -> Scaling:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, W8A8GemmPlan
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import DecodeKey, MatmulKey, TileTable, W8A8GemmKey
 
-Key: TypeAlias = ProductKey | DecodeKey | W8A8GemmKey
+Key: TypeAlias = MatmulKey | DecodeKey | W8A8GemmKey
 AnyPlan: TypeAlias = Plan | DecodePlan | W8A8GemmPlan
 MARGIN = 0.02
 """Minimum relative gain over the current plan; less is noise."""
@@ -125,7 +125,7 @@ def merged(table: TileTable, device: str, plans: Mapping[Key, AnyPlan], rules: M
     Entries that this run did not measure stay. Plans equal to the rule's get no entry.
     """
     lists: dict[type, dict] = {  # type: ignore[type-arg]
-        ProductKey: dict(table.products),
+        MatmulKey: dict(table.products),
         DecodeKey: dict(table.decode),
         W8A8GemmKey: dict(table.byte_products),
     }
@@ -134,4 +134,4 @@ def merged(table: TileTable, device: str, plans: Mapping[Key, AnyPlan], rules: M
         entries.pop(key, None)
         if plan != rules[key]:
             entries[key] = plan
-    return TileTable(device, lists[ProductKey], lists[DecodeKey], lists[W8A8GemmKey])
+    return TileTable(device, lists[MatmulKey], lists[DecodeKey], lists[W8A8GemmKey])

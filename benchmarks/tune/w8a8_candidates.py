@@ -7,8 +7,8 @@ from benchmarks.tune.candidates import splits
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.quantized_plans import (
     LIBRARY_BLOCK_INPUTS,
+    MAX_SPLITK_ROWS,
     SCALE_COLUMNS,
-    SPLITK_ROWS,
     choose_gated_w8a8_gemm,
     choose_w8a8_gemm,
     fits_w8a8_workspace,
@@ -88,6 +88,6 @@ def _tiles(key: W8A8GemmKey) -> list[tuple[int, int, int, int, int]]:
     if key.gated:
         group = GATE_GROUPS[key.scaling]
         return [(key.rows, *tile) for tile in GATED_TILES if quantizes_in_tiles(group, tile[0])]
-    if key.rows <= SPLITK_ROWS:
+    if key.rows <= MAX_SPLITK_ROWS:
         return [(key.rows, *tile) for tile in FEW_ROW_TILES]
     return [(*tile, SCALE_COLUMNS) for tile in TILES if tile[0] > 64 or key.rows <= 512]

@@ -90,7 +90,7 @@ class FusedStep(Protocol):
         head_dim], heads contiguous.
         """
 
-    def rounds(self, to: ActivationFormat, head_dim: int) -> bool:
+    def fuses_quant(self, to: ActivationFormat, head_dim: int) -> bool:
         """Return True if the output can be quantized to a format; its groups must be heads."""
 
     def run_quantized(
@@ -132,7 +132,7 @@ class PromptStep(Protocol):
         layer: LayerAttention,
         scales: Tensor | None = None,
         *,
-        beside_decode: bool,
+        overlaps_decode: bool,
     ) -> None:
         """Run attention as in `AttentionStep.run` and write to `out`.
 
@@ -158,7 +158,7 @@ class GraphPromptPlanner(Protocol):
         device.
         """
 
-    def take_pages(self) -> None:
+    def gather_pages(self) -> None:
         """Gather the pages of the planned rows from the page table.
 
         The step's updates must be applied to it before.

@@ -59,7 +59,7 @@ class FlashInferStep:
     ) -> Tensor:
         """Implement `AttentionStep.run`."""
         out = torch.empty_like(query)
-        self.run_into(out, query, keys, values, layer, scales, beside_decode=False)
+        self.run_into(out, query, keys, values, layer, scales, overlaps_decode=False)
         return out
 
     def run_into(
@@ -71,7 +71,7 @@ class FlashInferStep:
         layer: LayerAttention,
         scales: Tensor | None = None,
         *,
-        beside_decode: bool,
+        overlaps_decode: bool,
     ) -> None:
         """Implement `PromptStep.run_into`."""
         pool = self.page_table.view_pages(keys), self.page_table.view_pages(values)
@@ -185,7 +185,7 @@ class FlashInferPlanner:
             plan_wrapper(wrapper, rows, contexts, longest, self.heads, layer, page_size)
         return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
 
-    def take_pages(self, pages: Tensor) -> None:
+    def gather_pages(self, pages: Tensor) -> None:
         """Gather the pages of the planned rows for captured wrappers.
 
         pages: the page table, [rows, pages_per_row] int32.
@@ -319,6 +319,6 @@ class FlashInferGraphPlanner:
         """Implement `GraphPromptPlanner.plan`."""
         self.planner.plan(spans, self.page_table)
 
-    def take_pages(self) -> None:
-        """Implement `GraphPromptPlanner.take_pages`."""
-        self.planner.take_pages(self.page_table.pages)
+    def gather_pages(self) -> None:
+        """Implement `GraphPromptPlanner.gather_pages`."""
+        self.planner.gather_pages(self.page_table.pages)

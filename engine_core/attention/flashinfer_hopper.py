@@ -98,8 +98,8 @@ class HopperGraphPlanner:
         for plan in self.plans:
             plan()
 
-    def take_pages(self) -> None:
-        """Implement `GraphPromptPlanner.take_pages`: the kernels read the page table."""
+    def gather_pages(self) -> None:
+        """Implement `GraphPromptPlanner.gather_pages`: the kernels read the page table."""
 
 
 def _planning(

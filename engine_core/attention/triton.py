@@ -13,8 +13,8 @@ from torch import Tensor
 from tandem.engine_core.attention.base import LayerAttention, PromptStep, Span
 from tandem.engine_core.kernels.attention.decode_plans import (
     PDL_DELAY_MIN_WIDTH,
+    choose_fused_rope_plan,
     choose_plan,
-    choose_rotating,
     fit_plan,
 )
 from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits
@@ -29,7 +29,7 @@ from tandem.engine_core.kernels.attention.paged_prefill import (
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
-from tandem.engine_core.kernels.quantize import group_of, quantize_by_maxima
+from tandem.engine_core.kernels.quantize import group_of, quantize_by_amax
 from tandem.engine_core.kernels.quantized_activation import (
     WHOLE,
     ActivationFormat,
@@ -56,7 +56,7 @@ class DecodeStep:
     splits: int
     """Number of splits per row."""
     gpu: GpuTraits
-    spares: ExtraSplits | None = None
+    extra_splits: ExtraSplits | None = None
     """Additional splits of long rows."""
 
     def run(
@@ -86,7 +86,7 @@ class DecodeStep:
         return self._rope_plan(keys) is not None
 
     def _rope_plan(self, keys: Tensor) -> DecodePlan | None:
-        return choose_rotating(keys.shape[2], len(self.rows) * keys.shape[1], keys.dtype, self.gpu)
+        return choose_fused_rope_plan(keys.shape[2], len(self.rows) * keys.shape[1], keys.dtype, self.gpu)
 
     def run_with_rope(
         self,
@@ -107,7 +107,7 @@ class DecodeStep:
         plan = self._rope_plan(keys) or choose_plan(head_dim, rows * kv_heads, qkv.dtype, keys.dtype, self.gpu)
         return plan, all_heads - 2 * kv_heads
 
-    def rounds(self, to: ActivationFormat, head_dim: int) -> bool:
+    def fuses_quant(self, to: ActivationFormat, head_dim: int) -> bool:
         """Implement `FusedStep.fuses_quant`."""
         return quantizes_in_tiles(group_of(to), head_dim)
 
@@ -125,12 +125,12 @@ class DecodeStep:
         plan, count = self._plan_with_rope(heads, keys) if rotation is not None else self._plan(heads, keys)
         given = (plan, heads, count, keys, values, layer, scales)
         if group_of(to) == WHOLE:
-            maxima = torch.empty(len(heads), count, device=heads.device)
-            attended = self._run(*given, rotation=rotation, maxima=maxima)
-            return quantize_by_maxima(attended.flatten(1), maxima, to, self.gpu.pdl)
-        rounded = empty_quantized_activation(len(heads), count * heads.shape[2], heads.dtype, to, heads.device)
-        self._run(*given, rotation=rotation, rounded=rounded)
-        return rounded
+            amax = torch.empty(len(heads), count, device=heads.device)
+            attended = self._run(*given, rotation=rotation, amax=amax)
+            return quantize_by_amax(attended.flatten(1), amax, to, self.gpu.pdl)
+        quantized = empty_quantized_activation(len(heads), count * heads.shape[2], heads.dtype, to, heads.device)
+        self._run(*given, rotation=rotation, quantized=quantized)
+        return quantized
 
     def _run(
         self,
@@ -145,8 +145,8 @@ class DecodeStep:
         out: Tensor | None = None,
         scratch: tuple[Tensor, Tensor] | None = None,
         rotation: Rotation | None = None,
-        rounded: QuantizedActivation | None = None,
-        maxima: Tensor | None = None,
+        quantized: QuantizedActivation | None = None,
+        amax: Tensor | None = None,
     ) -> Tensor:
         plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
         return paged_decode(
@@ -161,15 +161,15 @@ class DecodeStep:
             out=out,
             scratch=scratch,
             scales=scales,
-            spares=self.spares,
+            extra_splits=self.extra_splits,
             rotation=rotation,
-            rounded=rounded,
-            maxima=maxima,
+            quantized=quantized,
+            amax=amax,
         )
 
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Allocate the scratch of `run` for partial results."""
-        return split_scratch(query, self.splits, self.spares.count if self.spares is not None else 0)
+        return split_scratch(query, self.splits, self.extra_splits.count if self.extra_splits is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class RaggedStep:
         layer: LayerAttention,
         scales: Tensor | None = None,
         *,
-        beside_decode: bool,
+        overlaps_decode: bool,
     ) -> None:
         """Implement `PromptStep.run_into`."""
         paged_prefill(
@@ -216,7 +216,7 @@ class RaggedStep:
             window=layer.window,
             softcap=layer.softcap,
             pdl=self.gpu.pdl,
-            beside=beside_decode,
+            overlap=overlaps_decode,
             shape=self._shape(query, keys),
             out=out,
             scales=scales,
@@ -253,7 +253,7 @@ class MixedStep:
         scratch = self.decode.scratch(query[:count])
         if count:
             self.decode.run(query[:count], keys, values, layer, scales, self.out[:count], scratch)
-        self.prompts.run_into(self.out[count:], query[count:], keys, values, layer, scales, beside_decode=count > 0)
+        self.prompts.run_into(self.out[count:], query[count:], keys, values, layer, scales, overlaps_decode=count > 0)
         return self.out
 
 
@@ -356,8 +356,8 @@ class RaggedGraphPlanner:
         """Implement `GraphPromptPlanner.plan`."""
         self.ragged.upload(spans, len(self.step.tiles))
 
-    def take_pages(self) -> None:
-        """Implement `GraphPromptPlanner.take_pages`.
+    def gather_pages(self) -> None:
+        """Implement `GraphPromptPlanner.gather_pages`.
 
         There is nothing to do: the kernel reads the page table itself.
         """

@@ -38,7 +38,7 @@ def fast_exp2(x):
 
 
 @triton.jit
-def larger(x, y):
+def nan_max(x, y):
     """Return the maximum of two values, propagating NaN.
 
     By default GPUs return the other operand, which would hide a NaN from all later operations.
@@ -47,7 +47,7 @@ def larger(x, y):
 
 
 @triton.jit
-def widened(stored):
+def to_float32(stored):
     """Convert float32, bfloat16 or float16 to float32.
 
     A bfloat16 is the upper half of its float32, so two in one register take one instruction each.
@@ -62,7 +62,7 @@ def widened(stored):
 
 
 @triton.jit
-def floats_of_int8(stored):
+def int8_to_float32(stored):
     """Convert int8 to float32, four at a time.
 
     The GPU's conversions are slow: 16 per cycle and SM. Instead a byte becomes the low mantissa bits of a float32 from
@@ -94,7 +94,7 @@ def floats_of_int8(stored):
 
 
 @triton.jit
-def at_least(x, y):
+def ge_float32(x, y):
     """Return x >= y as float32, 1.0 or 0.0."""
     if INTERPRETED:
         result = (x >= y).to(tl.float32)
@@ -104,7 +104,7 @@ def at_least(x, y):
 
 
 @triton.jit
-def quotient(x, y):
+def fast_div(x, y):
     """Divide x by a positive scalar y, almost always with correct rounding.
 
     x is multiplied by the reciprocal of y and corrected once by the exact remainder. The result is correctly rounded

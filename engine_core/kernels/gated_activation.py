@@ -46,7 +46,7 @@ def _gated_activation_kernel(
     scale_stride,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-    BYTES: tl.constexpr,
+    QUANT: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -60,9 +60,9 @@ def _gated_activation_kernel(
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
     # Round before the multiplication, as the oracle and transformers do.
     product = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32) * up
-    if BYTES:
-        numbers = product.to(gate.dtype).to(tl.float32)
-        store_quantized(out_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
+    if QUANT:
+        result = product.to(gate.dtype).to(tl.float32)
+        store_quantized(out_ptr, scales_ptr, row, first, result, width, scale_stride, GROUP, BLOCK)
     else:
         tl.store(out_ptr + row * width + offs, product.to(gate.dtype), mask=mask)
 
@@ -134,7 +134,7 @@ def _launch(
         out.shape[0],
         ACTIVATION=activation.value,
         BLOCK=block,
-        BYTES=scales is not None,
+        QUANT=scales is not None,
         GROUP=group,
         PDL=pdl,
         num_warps=warps,

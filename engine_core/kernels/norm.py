@@ -26,7 +26,7 @@ WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 16, 16384: 16}
 
 
 @triton.jit
-def normalised(x, weight, eps, hidden: tl.constexpr, dtype: tl.constexpr):
+def normalize(x, weight, eps, hidden: tl.constexpr, dtype: tl.constexpr):
     """Return the RMSNorm of one row, [BLOCK] of `dtype`.
 
     Rounds like `reference.layer.rms_norm`. x: [BLOCK] float32, 0 past `hidden`; weight: [BLOCK], as stored.
@@ -53,7 +53,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     NORM_X: tl.constexpr,
-    BYTES: tl.constexpr,
+    QUANT: tl.constexpr,
     GROUP: tl.constexpr,
     ORDERED: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,17 +70,17 @@ def _rms_norm_kernel(
     wait_for_previous(PDL)
     total = tl.load(x_ptr + row * x_stride + offs, mask=mask, other=0.0)
     if NORM_X:
-        total = normalised(total.to(tl.float32), x_weight, eps, hidden, total.dtype)
+        total = normalize(total.to(tl.float32), x_weight, eps, hidden, total.dtype)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + offs, mask=mask, other=0.0)
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + row * hidden + offs, total, mask=mask)
-    normed = normalised(total.to(tl.float32), weight, eps, hidden, total.dtype)
+    normed = normalize(total.to(tl.float32), weight, eps, hidden, total.dtype)
     if ORDERED:
         normed = tl.gather(normed, order, 0)
-    if BYTES:
-        numbers = tl.where(mask, normed.to(tl.float32), 0.0)
-        store_quantized(normed_ptr, scales_ptr, row, 0, numbers, hidden, scale_stride, GROUP, BLOCK)
+    if QUANT:
+        result = tl.where(mask, normed.to(tl.float32), 0.0)
+        store_quantized(normed_ptr, scales_ptr, row, 0, result, hidden, scale_stride, GROUP, BLOCK)
     else:
         tl.store(normed_ptr + row * hidden + offs, normed, mask=mask)
 
@@ -201,7 +201,7 @@ def _launch(
         BLOCK=block,
         ADD=residual is not None,
         NORM_X=x_weight is not None,
-        BYTES=scales is not None,
+        QUANT=scales is not None,
         GROUP=group,
         ORDERED=order is not None,
         PDL=pdl,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.fast_math import larger
+from tandem.engine_core.kernels.fast_math import nan_max
 from tandem.engine_core.kernels.quantized_activation import (
     KNOWN,
     WHOLE,
@@ -28,21 +28,21 @@ GROUP_BLOCK = 1024
 
 
 @triton.jit
-def scale_of(largest, dtype: tl.constexpr):
+def scale_from_amax(largest, dtype: tl.constexpr):
     """Return the scale that maps an absolute maximum to the largest value of an 8-bit dtype.
 
     largest: absolute maximum.
     """
     TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
     # Avoid a division by zero for all-zero rows.
-    return larger(largest / TOP, 1.1754943508222875e-38)
+    return nan_max(largest / TOP, 1.1754943508222875e-38)
 
 
 @triton.jit
 def quantized_values(quotient, dtype: tl.constexpr):
     """Round float32 values to an 8-bit dtype, clamping to its range."""
     TOP: tl.constexpr = 127.0 if dtype.is_int() else 448.0
-    quotient = tl.minimum(larger(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
+    quotient = tl.minimum(nan_max(quotient, -TOP), TOP, propagate_nan=tl.PropagateNan.ALL)
     if dtype.is_int():
         # Adding 1.5 * 2^23 rounds to an integer, ties to even as in torch.
         quotient = (quotient + 12582912.0) - 12582912.0
@@ -55,7 +55,7 @@ def store_quantized(
     scales_ptr,
     row,
     first,
-    numbers,
+    x,
     width,
     scale_stride,
     GROUP: tl.constexpr,
@@ -69,15 +69,15 @@ def store_quantized(
     offs = first + tl.arange(0, BLOCK)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     if GROUP == -1:
-        quotient = numbers / tl.load(scales_ptr)
+        quotient = x / tl.load(scales_ptr)
     elif GROUP == 0:
-        scale = scale_of(tl.reduce(tl.abs(numbers), 0, larger), dtype)
+        scale = scale_from_amax(tl.reduce(tl.abs(x), 0, nan_max), dtype)
         tl.store(scales_ptr + row, scale)
-        quotient = numbers / scale
+        quotient = x / scale
     else:
         GROUPS: tl.constexpr = BLOCK // GROUP
-        grouped = tl.reshape(numbers, [GROUPS, GROUP])
-        scale = scale_of(tl.reduce(tl.abs(grouped), 1, larger), dtype)
+        grouped = tl.reshape(x, [GROUPS, GROUP])
+        scale = scale_from_amax(tl.reduce(tl.abs(grouped), 1, nan_max), dtype)
         group = first // GROUP + tl.arange(0, GROUPS)
         tl.store(scales_ptr + group.to(tl.int64) * scale_stride + row, scale, mask=group < width // GROUP)
         quotient = tl.reshape(grouped / scale[:, None], [BLOCK])
@@ -86,24 +86,24 @@ def store_quantized(
 
 @triton.jit
 def store_quantized_tile(
-    values_ptr, scales_ptr, offs_m, first, numbers, M, width, scale_stride, GROUP: tl.constexpr
+    values_ptr, scales_ptr, offs_m, first, x, M, width, scale_stride, GROUP: tl.constexpr
 ):  # fmt: skip
     """Quantize and store part of several rows, like `store_quantized`.
 
     The scale is static, or each row's part is a group. x: [rows, columns] float32, of rows `offs_m` below M; first:
     index of the first column.
     """
-    columns = first + tl.arange(0, numbers.shape[1])
+    columns = first + tl.arange(0, x.shape[1])
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     if GROUP == -1:
-        quotient = numbers / tl.load(scales_ptr)
+        quotient = x / tl.load(scales_ptr)
     else:
-        scale = scale_of(tl.reduce(tl.abs(numbers), 1, larger), dtype)
+        scale = scale_from_amax(tl.reduce(tl.abs(x), 1, nan_max), dtype)
         tl.store(scales_ptr + (first // GROUP).to(tl.int64) * scale_stride + offs_m, scale, mask=offs_m < M)
-        quotient = numbers / scale[:, None]
-    places = values_ptr + offs_m.to(tl.int64)[:, None] * width + columns[None, :]
+        quotient = x / scale[:, None]
+    offsets = values_ptr + offs_m.to(tl.int64)[:, None] * width + columns[None, :]
     mask = (offs_m < M)[:, None] & (columns < width)[None, :]
-    tl.store(places, quantized_values(quotient, dtype), mask=mask)
+    tl.store(offsets, quantized_values(quotient, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -111,7 +111,7 @@ def _finish_rows_kernel(
     values_ptr,
     scales_ptr,
     x_ptr,
-    maxima_ptr,
+    amax_ptr,
     width,
     tiles,
     BLOCK: tl.constexpr,
@@ -123,12 +123,12 @@ def _finish_rows_kernel(
     tile = tl.arange(0, TILES)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     wait_for_previous(PDL)
-    numbers = tl.load(x_ptr + row * width + offs, mask=offs < width, other=0.0).to(tl.float32)
-    maxima = tl.load(maxima_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
-    scale = scale_of(tl.reduce(maxima, 0, larger), dtype)
+    x = tl.load(x_ptr + row * width + offs, mask=offs < width, other=0.0).to(tl.float32)
+    amax = tl.load(amax_ptr + row * tiles + tile, mask=tile < tiles, other=0.0)
+    scale = scale_from_amax(tl.reduce(amax, 0, nan_max), dtype)
     if tl.program_id(1) == 0:
         tl.store(scales_ptr + row, scale)
-    tl.store(values_ptr + row * width + offs, quantized_values(numbers / scale, dtype), mask=offs < width)
+    tl.store(values_ptr + row * width + offs, quantized_values(x / scale, dtype), mask=offs < width)
 
 
 @triton.jit
@@ -147,8 +147,8 @@ def _quantize_kernel(
     first = tl.program_id(1) * BLOCK
     offs = first + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
-    numbers = tl.load(x_ptr + row * row_stride + offs, mask=offs < width, other=0.0).to(tl.float32)
-    store_quantized(values_ptr, scales_ptr, row, first, numbers, width, scale_stride, GROUP, BLOCK)
+    x = tl.load(x_ptr + row * row_stride + offs, mask=offs < width, other=0.0).to(tl.float32)
+    store_quantized(values_ptr, scales_ptr, row, first, x, width, scale_stride, GROUP, BLOCK)
 
 
 def group_of(to: ActivationFormat) -> int:
@@ -204,18 +204,18 @@ def quantize(x: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedAct
     return rows
 
 
-def quantize_by_maxima(x: Tensor, maxima: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedActivation:
+def quantize_by_amax(x: Tensor, amax: Tensor, to: ActivationFormat, pdl: bool = False) -> QuantizedActivation:
     """Quantize rows with one scale each, given the absolute maxima of their tiles.
 
     Several programs share a row, unlike in `quantize`. x: [T, inputs], contiguous; amax: [T, tiles] float32, absolute
     maxima of tiles of columns. Oracle: `reference.quantized_activation.quantize`.
     """
-    (count, inputs), tiles = x.shape, maxima.shape[1]
-    assert group_of(to) == WHOLE and x.is_contiguous() and maxima.is_contiguous() and len(maxima) == count
+    (count, inputs), tiles = x.shape, amax.shape[1]
+    assert group_of(to) == WHOLE and x.is_contiguous() and amax.is_contiguous() and len(amax) == count
     rows = empty_quantized_activation(count, inputs, x.dtype, to, x.device)
     block, warps = row_block(inputs, KNOWN)
     _finish_rows_kernel[(count, triton.cdiv(inputs, block))](
-        *(rows.values, rows.scales, x, maxima, inputs, tiles),
+        *(rows.values, rows.scales, x, amax, inputs, tiles),
         BLOCK=block,
         TILES=triton.next_power_of_2(tiles),
         PDL=pdl,

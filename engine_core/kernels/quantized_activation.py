@@ -56,7 +56,7 @@ class QuantizedActivation:
     dtype: torch.dtype
     """Dtype before quantization, and of matmul outputs."""
 
-    def numbers(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the dequantized rows, [rows, inputs] float32."""
         values, scales = self.values.float(), self.scales
         if scales.ndim == 2 and scales.shape[1] > 1:

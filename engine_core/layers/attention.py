@@ -37,7 +37,7 @@ def attend_and_project(
     if not fuses_rope:
         heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
     to = None if fused is None else output.input_format(tokens)
-    if fused is not None and to is not None and fused.rounds(to, head_dim):
+    if fused is not None and to is not None and fused.fuses_quant(to, head_dim):
         own = rotation if fuses_rope else None
         return output.apply_quantized(fused.run_quantized(heads, own, keys, values, layer, scales, to))
     if fused is not None and fuses_rope:

@@ -60,7 +60,7 @@ class UnfusedLinear(ABC):
 
     def apply_quantized(self, x: QuantizedActivation) -> Tensor:
         """Implement `LinearWeights.apply_quantized` by dequantizing the inputs."""
-        return self.apply(x.numbers().to(x.dtype))
+        return self.apply(x.dequantize().to(x.dtype))
 
     def reorder_producer(self, source: LinearWeights) -> None:  # noqa: B027
         """Implement `LinearWeights.reorder_producer`: inputs keep their order."""
@@ -111,8 +111,8 @@ class CpuLinear(TorchLinear):
         rows = x.shape[0]
         if rows < MIN_ROWS_ON_CPU:
             x = x.expand(MIN_ROWS_ON_CPU, -1) if rows == 1 else functional.pad(x, (0, 0, 0, MIN_ROWS_ON_CPU - rows))
-        product = functional.linear(x, self.weight, self.bias)[:rows]
-        return product if out is None else out.copy_(product)
+        y = functional.linear(x, self.weight, self.bias)[:rows]
+        return y if out is None else out.copy_(y)
 
 
 class TorchMethod:

@@ -7,7 +7,11 @@ from tandem.engine_core.attention.base import ForwardBatch, PromptStep
 from tandem.engine_core.attention.triton import DecodeStep, MixedStep
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
-from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_spares, reach_without_spares
+from tandem.engine_core.kernels.attention.extra_splits import (
+    assign_extra_splits,
+    choose_extra_splits,
+    max_len_without_extra_splits,
+)
 from tandem.engine_core.kernels.attention.table_updates import update_tables
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
@@ -58,8 +62,8 @@ class CudaForward:
         row has several programs of its own: they combine their results in any case, and idle programs cost almost
         nothing.
         """
-        splits, spares = self._programs(rows)
-        return reach_without_spares(splits) if splits == 1 and spares else 0
+        splits, extra_splits = self._programs(rows)
+        return max_len_without_extra_splits(splits) if splits == 1 and extra_splits else 0
 
     @torch.inference_mode()
     def mixed(
@@ -98,8 +102,8 @@ class CudaForward:
 
     def _decode_step(self, rows: Tensor, positions: Tensor, has_long_rows: bool = True) -> DecodeStep:
         splits, count = self._programs(len(rows))
-        spares = assign_extra_splits(positions, splits, count if has_long_rows else 0, pdl=self.gpu.pdl)
-        return DecodeStep(rows, positions, self.page_table, splits, self.gpu, spares)
+        extra_splits = assign_extra_splits(positions, splits, count if has_long_rows else 0, pdl=self.gpu.pdl)
+        return DecodeStep(rows, positions, self.page_table, splits, self.gpu, extra_splits)
 
     def _programs(self, rows: int) -> tuple[int, int]:
         """Return the programs of every row of a step, and the spare ones."""
@@ -107,4 +111,4 @@ class CudaForward:
         batch, longest, dtype = max(1, rows), self.tables.tokens.shape[1], self.kv.keys[0].dtype
         fewest = choose_plan(head_dim, batch * kv_heads, dtype, dtype, self.gpu).splits
         splits = choose_splits(batch, kv_heads, self.gpu.multiprocessors, longest, fewest)
-        return splits, choose_spares(rows, kv_heads, self.gpu.multiprocessors, longest, splits)
+        return splits, choose_extra_splits(rows, kv_heads, self.gpu.multiprocessors, longest, splits)

@@ -220,7 +220,7 @@ class TorchRuntime:
             s.logits, s.sampling = s.graphs.logits, s.graphs.sampling
             return
         mixed = graphs.mixed[slot][bucket]
-        mixed.prompts.take_pages()
+        mixed.prompts.gather_pages()
         self._begin(s)
         mixed.forward.replay()
         s.logits = mixed.logits

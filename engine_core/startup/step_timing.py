@@ -146,7 +146,7 @@ def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, 
         mixed = graphs.mixed[0][bucket]
         # The planner may hold the plan of a larger step, with tiles outside a smaller graph's queries.
         mixed.prompts.plan([Span(PADDING_ROW, 0, 0, 1)])
-        mixed.prompts.take_pages()
+        mixed.prompts.gather_pages()
         calls = [mixed.forward.replay]
     else:
         decode = graphs.decode[0][bucket.num_decode_tokens]

@@ -172,7 +172,7 @@ def test_flashinfer_over_8_bits_equals_the_oracle(
     for planner in (eager, eager.for_graph(len(spans) + 2, sum(used))):
         step = planner.plan(spans, page_table)
         if planner.page_ids is not None:
-            planner.take_pages(page_table.pages)
+            planner.gather_pages(page_table.pages)
         found = step.run(query / FACTORS[0], keys, values, kind, scales())
         torch.testing.assert_close(found.float(), exact, atol=3 * 2.0**-8, rtol=3 * 2.0**-8)
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.attention.decode_inputs import decode_inputs, decode_inputs_reference
 from tandem.engine_core.kernels.attention.decode_plans import choose_splits
-from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_spares
+from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_extra_splits
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
 from tandem.engine_core.kernels.gated_activation import gated_activation
@@ -183,15 +183,15 @@ def test_spare_programs_of_long_rows_equal_the_oracle(
 ) -> None:
     """One row gets several of them, three share what there is, and none is left to be given."""
     splits = choose_splits(rows, kv_heads, 132, 131_072)
-    count = choose_spares(rows, kv_heads, 132, 131_072, splits)
+    count = choose_extra_splits(rows, kv_heads, 132, 131_072, splits)
     for long in ([131_072], [100_000, 70_000, 40_000], [17_000] * 30):
         given = paged([*long, *range(1, rows - len(long) + 1)], heads, kv_heads, head_dim, 16, torch.bfloat16)
         exact = reference_attention.paged_decode(*given, head_dim**-0.5)
         for _ in range(2):
-            spares = assign_extra_splits(given.positions, splits, count, pdl=pdl)
+            extra_splits = assign_extra_splits(given.positions, splits, count, pdl=pdl)
             # As in a step, where the kernel right before is another one: spares are read before it has finished.
             torch.empty(1, device="cuda").zero_()
-            found = paged_decode(*given, head_dim**-0.5, splits, pdl=pdl, spares=spares)
+            found = paged_decode(*given, head_dim**-0.5, splits, pdl=pdl, extra_splits=extra_splits)
             torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
 
 

@@ -167,12 +167,12 @@ def test_plans_of_graphs_name_the_pages_in_the_page_table(heads: HeadShape) -> N
         work = [WORK[row] for row in rows]
         spans = [replace(span, row=row) for span, row in zip(spans_of(work), rows, strict=True)]
         planner.plan(spans)
-        planner.take_pages()
+        planner.gather_pages()
         planned = sum(length for _, length in work)
         own = PageTable(table.pages[rows], table.page_size, table.page_stride)
         for kind in kinds:
             out = torch.full_like(query, 7)
-            planner.step.run_into(out, query, keys, values, kind, beside_decode=False)
+            planner.step.run_into(out, query, keys, values, kind, overlaps_decode=False)
             assert (out[planned:] == 7).all(), "tokens that no row has stay unchanged"
             if rows:
                 exact = reference_attention.paged_prefill(

@@ -21,8 +21,8 @@ from tandem.engine_core.attention import triton as attention_steps
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear import quantized_plans
-from tandem.engine_core.kernels.linear.int4_layout import restored
-from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS, choose_w8a8_gemm
+from tandem.engine_core.kernels.linear.int4_layout import from_kernel_layout
+from tandem.engine_core.kernels.linear.quantized_plans import MAX_W8A16_ROWS, SCALE_ROWS, choose_w8a8_gemm
 from tandem.engine_core.kernels.linear.w8a8_splitk import w8a8_matmul
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat
 from tandem.engine_core.kernels.reference import quantized_activation as oracle
@@ -99,7 +99,7 @@ def plain(linear: Linear) -> EightBitLinear | Int4Linear:
     """Return the same weights for any device."""
     if isinstance(linear, TritonEightBitLinear):
         return EightBitLinear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
-    words = pack(restored(unpack(linear.words), linear.group_size))
+    words = pack(from_kernel_layout(unpack(linear.words), linear.group_size))
     return Int4Linear(words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
 
 
@@ -111,7 +111,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 def tolerance(scheme: EightBitScheme | Int4Scheme, rows: int) -> float:
     """Return the rounding of 16-bit outputs, or that of inputs of one byte."""
     rounds = isinstance(scheme, EightBitScheme) and scheme.activations is not Activations.UNQUANTIZED
-    return 0.04 if rounds and rows > FEW_ROWS else 0.006
+    return 0.04 if rounds and rows > MAX_W8A16_ROWS else 0.006
 
 
 CASES = [
@@ -160,7 +160,7 @@ def test_gate_and_rounding_in_the_product_equal_separate_launches(name: str, sha
         expected, _ = UnfusedLinear.apply_normed_quantized(linear, x, residual, norm, Activation.SILU, to)
         assert torch.equal(total, x + residual)
         assert found.values.shape == expected.values.shape and found.scales.stride() == expected.scales.stride()
-        assert error(found.numbers(), expected.numbers()) < 0.02, (rows, to)
+        assert error(found.dequantize(), expected.dequantize()) < 0.02, (rows, to)
 
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU])
@@ -247,7 +247,7 @@ def test_rounding_in_a_norm_a_gate_and_alone_equals_separate_rounding(name: str)
         ):
             # A division or a sum whose last bit differs moves a value to the next of few.
             assert (found.values[:rows].float() == expected.values[:rows].float()).float().mean() > 0.98
-            assert error(found.numbers(), expected.numbers()) < 0.01
+            assert error(found.dequantize(), expected.dequantize()) < 0.01
 
 
 def test_an_engine_with_fp8_weights_says_what_one_with_16_bits_says() -> None:
@@ -277,11 +277,11 @@ def test_an_engine_that_gates_and_rounds_inside_products_says_what_one_with_16_b
         quantize_checkpoint(tmp_path / "model", LAYOUTS[name], fitted=True)
         quantized = structs.replace(options, model=str(tmp_path / "model"))
     with (
-        patch.object(quantized_plans, "_NEARLY_FULL", 0.0),
+        patch.object(quantized_plans, "_MIN_SM_UTILIZATION", 0.0),
         patch.object(
             triton_eight_bit_linear, "gated_w8a8_gemm", wraps=triton_eight_bit_linear.gated_w8a8_gemm
         ) as gated,
-        patch.object(attention_steps, "quantize_by_maxima", wraps=attention_steps.quantize_by_maxima) as rounded,
+        patch.object(attention_steps, "quantize_by_amax", wraps=attention_steps.quantize_by_amax) as rounded,
     ):
         said = DrivenEngine.build(quantized).generate(prompts, params)
     assert said == expected

@@ -129,7 +129,7 @@ def decode(
     pairs: int,
     kv_dtype: torch.dtype,
     splits: int = 2,
-    spares: int = 0,
+    extra_splits: int = 0,
     early: bool | None = None,
     kv_heads: int = 1,
     rotary_dim: int | None = None,
@@ -147,7 +147,9 @@ def decode(
     table = PageTable(torch.zeros(rows, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(rows, dtype=torch.int32), half(64, kv_heads, head_dim, dtype=kv_dtype)
     query, layer = half(rows, kv_heads * group, head_dim), kind_of(head_dim)
-    shared = ExtraSplits(torch.zeros(2 * rows + spares, dtype=torch.int32), spares) if spares else None
+    shared = (
+        ExtraSplits(torch.zeros(2 * rows + extra_splits, dtype=torch.int32), extra_splits) if extra_splits else None
+    )
     step = DecodeStep(index, index, table, splits, gpu, shared)
     if rotary_dim is None:
         return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
@@ -162,7 +164,7 @@ def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, sp
     table = PageTable(torch.zeros(1, 8, dtype=torch.int32), 16, 64)
     query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), kind_of(head_dim)
     ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), table, gpu, splits)
-    return lambda: ragged.run_into(query, query, pool, pool, layer, scales_for(kv_dtype), beside_decode=True)
+    return lambda: ragged.run_into(query, query, pool, pool, layer, scales_for(kv_dtype), overlaps_decode=True)
 
 
 def sampling(gpu: GpuTraits, tile: int, segment: int, group: int, capacity: int) -> Iterator[Launch]:
@@ -251,7 +253,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     for rows in (1, 16):
         yield from int4_matmuls(gpu, rows, 3072, 2048, (True,))
     yield list(int4_matmuls(gpu, 1, 3072, 2048, (False,), group=32))[-1]
-    yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, spares=17)
+    yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, extra_splits=17)
     yield from decodes_before_products(gpu)
     yield from rotating_decodes(gpu)
     yield from islice(rounding_decodes(gpu), 3, None)
@@ -278,7 +280,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         for pairs, group in product((max(1, least) for least in tiles), (1, 32)):
             for early in BOTH:
                 yield decode(gpu, head_dim, group, pairs, torch.bfloat16, early=early)
-            yield decode(gpu, head_dim, group, pairs, torch.bfloat16, splits=1, spares=17)
+            yield decode(gpu, head_dim, group, pairs, torch.bfloat16, splits=1, extra_splits=17)
         yield prompts(gpu, head_dim, 4, torch.bfloat16)
         if gpu.capability >= FP8_CAPABILITY:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)

@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.fast_math import larger
+from tandem.engine_core.kernels.fast_math import nan_max
 from tandem.engine_core.kernels.paged_pool import in_head
-from tandem.engine_core.kernels.quantize import quantized_values, scale_of
+from tandem.engine_core.kernels.quantize import quantized_values, scale_from_amax
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 
 
 @triton.jit
 def store_heads(
     out_ptr, scales_ptr, token, head, acc, g, d, scale_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, WIDE: tl.constexpr, BYTES: tl.constexpr, dtype: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Store the query heads of a token's KV head.
 
@@ -26,28 +26,28 @@ def store_heads(
     mask = in_head(g < GROUP, d, D, WIDE)
     first = (token.to(tl.int64) * KV_HEADS + head) * GROUP
     stored: tl.constexpr = out_ptr.dtype.element_ty
-    numbers = acc.to(dtype)
-    if BYTES > 1:
-        largest = tl.reduce(tl.abs(tl.where(mask, numbers.to(tl.float32), 0.0)), 1, larger)
-    if BYTES == 1:
-        numbers = quantized_values(numbers.to(tl.float32) / tl.load(scales_ptr), stored)
-    elif BYTES == 2:
-        scale = scale_of(largest, stored)
+    x = acc.to(dtype)
+    if QUANT > 1:
+        largest = tl.reduce(tl.abs(tl.where(mask, x.to(tl.float32), 0.0)), 1, nan_max)
+    if QUANT == 1:
+        x = quantized_values(x.to(tl.float32) / tl.load(scales_ptr), stored)
+    elif QUANT == 2:
+        scale = scale_from_amax(largest, stored)
         tl.store(scales_ptr + (head * GROUP + g).to(tl.int64) * scale_stride + token, scale, mask=g < GROUP)
-        numbers = quantized_values(numbers.to(tl.float32) / scale[:, None], stored)
-    elif BYTES == 3:
+        x = quantized_values(x.to(tl.float32) / scale[:, None], stored)
+    elif QUANT == 3:
         tl.store(scales_ptr + first + g, largest, mask=g < GROUP)
-    tl.store(out_ptr + first * D + g[:, None] * D + d[None, :], numbers, mask=mask)
+    tl.store(out_ptr + first * D + g[:, None] * D + d[None, :], x, mask=mask)
 
 
-def check_rounding(batch: int, heads: int, rounded: QuantizedActivation | None, maxima: Tensor | None) -> None:
+def check_quantized(batch: int, heads: int, quantized: QuantizedActivation | None, amax: Tensor | None) -> None:
     """Assert that quantized outputs have a static scale or one per head, and that amax fits.
 
     batch: rows; heads: query heads per row.
     """
-    if rounded is not None:
-        scales, padded = rounded.scales, rounded.values.shape[0]
+    if quantized is not None:
+        scales, padded = quantized.scales, quantized.values.shape[0]
         assert scales.ndim == 1 or (scales.shape, scales.stride(0)) == ((padded, heads), 1), "a group is a head"
-        assert padded >= batch and rounded.values.is_contiguous()
-    if maxima is not None:
-        assert rounded is None and maxima.shape == (batch, heads) and maxima.is_contiguous()
+        assert padded >= batch and quantized.values.is_contiguous()
+    if amax is not None:
+        assert quantized is None and amax.shape == (batch, heads) and amax.is_contiguous()

@@ -21,15 +21,21 @@ SHORT_SPLIT, LONG_SPLIT = 64, 1024
 combining."""
 PROGRAMS_PER_SM = 2
 """Programs needed to fill an SM."""
-FEWEST_ROWS = 16
+MIN_TILE_ROWS = 16
 """Minimum rows of a tile for `tl.dot`."""
-MANY = 256
+SATURATING_PAIRS = 256
 """Number of (row, KV head) pairs that fill the GPU without splits."""
 TILES = {
-    32: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4)},
-    64: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), MANY: Tile(64, 4, 4), 512: Tile(32, 1, 3), 1024: Tile(64, 2, 2)},
-    128: {0: Tile(64, 4, 3), 32: Tile(32, 2, 3), MANY: Tile(64, 4, 4), 512: Tile(64, 4, 2)},
-    256: {0: Tile(32, 4, 2), 32: Tile(16, 2, 3), MANY: Tile(32, 4, 2)},
+    32: {0: Tile(64, 4, 3), 32: Tile(32, 1, 3), SATURATING_PAIRS: Tile(64, 4, 4)},
+    64: {
+        0: Tile(64, 4, 3),
+        32: Tile(32, 1, 3),
+        SATURATING_PAIRS: Tile(64, 4, 4),
+        512: Tile(32, 1, 3),
+        1024: Tile(64, 2, 2),
+    },
+    128: {0: Tile(64, 4, 3), 32: Tile(32, 2, 3), SATURATING_PAIRS: Tile(64, 4, 4), 512: Tile(64, 4, 2)},
+    256: {0: Tile(32, 4, 2), 32: Tile(16, 2, 3), SATURATING_PAIRS: Tile(32, 4, 2)},
 }
 """Default tiles by `head_width` and minimum number of (row, KV head) pairs.
 
@@ -37,8 +43,8 @@ With few pairs only latency counts; with many, occupancy does, since the last pr
 on an H200, in a graph; used if the GPU's tile table has no entry.
 """
 W8A8_TILES = {
-    64: {MANY: Tile(128, 4, 2), 512: Tile(128, 4, 2)},
-    128: {32: Tile(32, 1, 3), MANY: Tile(128, 4, 2), 512: Tile(64, 4, 3), 1024: Tile(32, 1, 3)},
+    64: {SATURATING_PAIRS: Tile(128, 4, 2), 512: Tile(128, 4, 2)},
+    128: {32: Tile(32, 1, 3), SATURATING_PAIRS: Tile(128, 4, 2), 512: Tile(64, 4, 3), 1024: Tile(32, 1, 3)},
 }
 """Tiles for an 8-bit KV cache, where they differ from `TILES`, measured likewise after `rope_and_kv_write`.
 
@@ -69,7 +75,7 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int,
     11.5 on an H200. So there is one split from `SATURATING_PAIRS` pairs on.
     """
     pairs = batch * kv_heads
-    fill = 1 if pairs >= MANY else ceil_div(multiprocessors * PROGRAMS_PER_SM, pairs)
+    fill = 1 if pairs >= SATURATING_PAIRS else ceil_div(multiprocessors * PROGRAMS_PER_SM, pairs)
     return max(1, min(max(fill, at_least), ceil_div(longest, 32), MAX_SPLITS))
 
 
@@ -86,12 +92,12 @@ def choose_tile(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
     return tiles[max(least for least in tiles if pairs >= least)]
 
 
-def least_positions(pairs: int) -> int:
+def min_split_positions(pairs: int) -> int:
     """Return the minimum number of positions per split.
 
     pairs: number of (row, KV head) pairs.
     """
-    return LONG_SPLIT if pairs >= MANY else SHORT_SPLIT
+    return LONG_SPLIT if pairs >= SATURATING_PAIRS else SHORT_SPLIT
 
 
 def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan:
@@ -101,7 +107,7 @@ def choose_plan(head_dim: int, pairs: int, dtype: torch.dtype, kv_dtype: torch.d
     """
     width = head_width(head_dim)
     early = kv_dtype.itemsize == 2 and pairs >= EARLY_PAIRS.get(width, pairs + 1)
-    plan = DecodePlan(choose_tile(head_dim, pairs, dtype, kv_dtype), least_positions(pairs), early=early)
+    plan = DecodePlan(choose_tile(head_dim, pairs, dtype, kv_dtype), min_split_positions(pairs), early=early)
     if dtype.itemsize <= 2:
         plan = gpu.tiles.attention(_key(width, pairs, kv_dtype), plan)
     return plan._replace(early=plan.early and gpu.pdl)
@@ -111,7 +117,7 @@ def _key(width: int, pairs: int, kv_dtype: torch.dtype) -> DecodeKey:
     return DecodeKey(width, 8 * kv_dtype.itemsize, 1 << (max(1, pairs).bit_length() - 1))
 
 
-def choose_rotating(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan | None:
+def choose_fused_rope_plan(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu: GpuTraits) -> DecodePlan | None:
     """Return the plan of attention with fused RoPE, or None if a separate kernel is faster.
 
     kv_dtype: of keys, values and queries.
@@ -134,8 +140,10 @@ def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> D
     """
     rows = tile_rows(query.shape[1] // keys.shape[1])
     stages = min(plan.tile.stages, max_stages(rows, plan.tile.positions, query, keys, gpu))
-    warps = max(plan.tile.warps, rows // FEWEST_ROWS)
-    return plan._replace(tile=plan.tile._replace(stages=stages, warps=warps), early=plan.early and rows == FEWEST_ROWS)
+    warps = max(plan.tile.warps, rows // MIN_TILE_ROWS)
+    return plan._replace(
+        tile=plan.tile._replace(stages=stages, warps=warps), early=plan.early and rows == MIN_TILE_ROWS
+    )
 
 
 def tile_rows(group: int) -> int:
@@ -143,4 +151,4 @@ def tile_rows(group: int) -> int:
 
     group: query heads per KV head.
     """
-    return max(FEWEST_ROWS, int(triton.next_power_of_2(group)))
+    return max(MIN_TILE_ROWS, int(triton.next_power_of_2(group)))

@@ -35,7 +35,7 @@ class ExtraSplits:
     """Number of extra splits of a KV head, a multiple of the splits."""
 
 
-def choose_spares(batch: int, kv_heads: int, multiprocessors: int, longest: int, splits: int) -> int:
+def choose_extra_splits(batch: int, kv_heads: int, multiprocessors: int, longest: int, splits: int) -> int:
     """Return the number of extra splits of a KV head, a multiple of `splits`.
 
     Over all heads they fill the GPU about once: if more rows are long, those rows fill it themselves. longest: maximum
@@ -46,7 +46,7 @@ def choose_spares(batch: int, kv_heads: int, multiprocessors: int, longest: int,
     return splits * ceil_div(ceil_div(multiprocessors, kv_heads), splits)
 
 
-def reach_without_spares(splits: int) -> int:
+def max_len_without_extra_splits(splits: int) -> int:
     """Return the maximum length of a row that gets no extra splits.
 
     splits: per row.
@@ -55,7 +55,7 @@ def reach_without_spares(splits: int) -> int:
 
 
 @triton.jit(do_not_specialize=["batch", "splits"])
-def _share_spares_kernel(
+def _assign_extra_splits_kernel(
     plan_ptr,
     positions_ptr,
     batch,
@@ -81,8 +81,8 @@ def _share_spares_kernel(
     tl.store(plan_ptr + n, first, mask=mask)
     tl.store(plan_ptr + batch + n, more, mask=mask)
     served_ptr = plan_ptr + 2 * batch
-    spare = tl.arange(0, COUNT_PAD)
-    tl.store(served_ptr + spare, -1, mask=(spare >= total) & (spare < COUNT))
+    extra = tl.arange(0, COUNT_PAD)
+    tl.store(served_ptr + extra, -1, mask=(extra >= total) & (extra < COUNT))
     for number in range(0, tl.max(more, axis=0)):
         tl.store(served_ptr + first + number, n, mask=mask & (number < more))
 
@@ -97,7 +97,7 @@ def assign_extra_splits(positions: Tensor, splits: int, count: int, pdl: bool = 
         return None
     batch = len(positions)
     plan = torch.empty(2 * batch + count, dtype=torch.int32, device=positions.device)
-    _share_spares_kernel[(1,)](
+    _assign_extra_splits_kernel[(1,)](
         plan,
         positions,
         batch,

@@ -10,12 +10,12 @@ too. Oracle: `reference.layer.qk_norm_rope_and_kv_write`, then attention.
 import triton
 import triton.language as tl
 
-from tandem.engine_core.kernels.attention.online_softmax import capped, query_over
+from tandem.engine_core.kernels.attention.online_softmax import apply_softcap, cast_query
 from tandem.engine_core.kernels.paged_pool import stored
 
 
 @triton.jit
-def newest_of(
+def load_newest(
     cos_ptr,
     sin_ptr,
     slot_mapping_ptr,
@@ -27,7 +27,7 @@ def newest_of(
     sin_stride,
     D: tl.constexpr,
     WIDE: tl.constexpr,
-    TURNING: tl.constexpr,
+    ROTARY_PAIRS: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -39,11 +39,11 @@ def newest_of(
     keys and values.
     """
     d = tl.arange(0, WIDE)
-    partner = tl.where(d < TURNING, d + TURNING, tl.where(d < 2 * TURNING, d - TURNING, d))
+    partner = tl.where(d < ROTARY_PAIRS, d + ROTARY_PAIRS, tl.where(d < 2 * ROTARY_PAIRS, d - ROTARY_PAIRS, d))
     # Runs of partners are contiguous up to the largest power of two that divides their distance.
-    ALIGNED: tl.constexpr = TURNING & -TURNING
+    ALIGNED: tl.constexpr = ROTARY_PAIRS & -ROTARY_PAIRS
     partner = tl.max_contiguous(tl.multiple_of(partner, ALIGNED), ALIGNED)
-    turns = d < 2 * TURNING
+    turns = d < 2 * ROTARY_PAIRS
     cos = tl.load(cos_ptr + b * cos_stride + d, mask=turns, other=1.0)
     sin = tl.load(sin_ptr + b * sin_stride + d, mask=turns, other=0.0)
     q_weight, q_partner, k_weight, k_partner = cos, cos, cos, cos
@@ -64,7 +64,7 @@ def newest_of(
 def _factored(x, weight, dtype: tl.constexpr):
     """Multiply normalized x by the norm's weight.
 
-    It is rounded to the weight's dtype before and to the head's after, as in `norm.normalised`.
+    It is rounded to the weight's dtype before and to the head's after, as in `norm.normalize`.
     """
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
 
@@ -124,7 +124,7 @@ def begin(
     d = tl.arange(0, WIDE)[None, :]
     heads_ptr = row_ptr + (head * GROUP + tl.arange(0, ROWS)[:, None]) * D
     if newest is None:
-        q = query_over(tl.load(heads_ptr + d, mask=in_group, other=0.0), keys_ptr)
+        q = cast_query(tl.load(heads_ptr + d, mask=in_group, other=0.0), keys_ptr)
     else:
         slot, partner, cos, sin, q_weight, q_partner, k_weight, k_partner, key_scale, value_scale = newest
         dtype: tl.constexpr = row_ptr.dtype.element_ty
@@ -135,12 +135,12 @@ def begin(
         q = _rotated(heads_ptr, in_group, partner, cos, sin, q_weight, q_partner, eps, D, NORM)
         if SCALED:
             q = q * key_scale
-        q = query_over(q.to(dtype), keys_ptr)
+        q = cast_query(q.to(dtype), keys_ptr)
         key, value = stored(key, keys_ptr, key_scale, SCALED), stored(value, values_ptr, value_scale, SCALED)
         offs = slot.to(tl.int64) * slot_stride + head * D + d
         tl.store(keys_ptr + offs, key, mask=owner & inside)
         tl.store(values_ptr + offs, value, mask=owner & inside)
-        score = capped(tl.sum(q.to(tl.float32) * key.to(q.dtype).to(tl.float32), axis=1) * scale, CAP)
+        score = apply_softcap(tl.sum(q.to(tl.float32) * key.to(q.dtype).to(tl.float32), axis=1) * scale, CAP)
         best = tl.where(owner, score, best)
         weight = tl.where(owner, 1.0, weight)
         acc = tl.where(owner, tl.broadcast_to(value.to(tl.float32), [ROWS, WIDE]), acc)

@@ -47,7 +47,7 @@ def kernel_cap(softcap: float | None) -> float | None:
 
 
 @triton.jit
-def query_over(q, keys_ptr):
+def cast_query(q, keys_ptr):
     """Cast a tile of queries to the dtype of the matmuls.
 
     This is their own dtype, but float16 for bfloat16 queries over an FP8 pool: GPUs convert FP8 to float16 in one
@@ -59,7 +59,7 @@ def query_over(q, keys_ptr):
 
 
 @triton.jit
-def capped(scores, CAP: tl.constexpr):
+def apply_softcap(scores, CAP: tl.constexpr):
     """Apply a soft cap, if any, to base-2 exponents.
 
     tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 in float32 long before the exponential overflows.
@@ -78,7 +78,7 @@ def attend(q, k, v, visible, scale, best, weight, acc, CAP: tl.constexpr, PRECIS
     the sum of exponentials relative to it; acc: [queries, D]. Returns these three, updated.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
-    scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)
+    scores = apply_softcap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)
     scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     shrink = tl.exp2(best - new_best)

@@ -23,15 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.attention.attended_heads import check_rounding, store_heads
-from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, least_positions, tile_rows
+from tandem.engine_core.kernels.attention.attended_heads import check_quantized, store_heads
+from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS, choose_tile, min_split_positions, tile_rows
 from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits
-from tandem.engine_core.kernels.attention.newest_token import begin, newest_of
+from tandem.engine_core.kernels.attention.newest_token import begin, load_newest
 from tandem.engine_core.kernels.attention.online_softmax import (
     attend,
+    cast_query,
     kernel_cap,
     kernel_scale,
-    query_over,
 )
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.split_blocks import combine_splits, split_blocks
@@ -71,7 +71,7 @@ def _paged_decode_kernel(
     positions_ptr,
     page_table_ptr,
     scales_ptr,
-    spares_ptr,
+    extra_splits_ptr,
     cos_ptr,
     sin_ptr,
     slot_mapping_ptr,
@@ -103,10 +103,10 @@ def _paged_decode_kernel(
     STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    SPARES: tl.constexpr,
-    TURNING: tl.constexpr,
+    EXTRA: tl.constexpr,
+    ROTARY_PAIRS: tl.constexpr,
     NORM: tl.constexpr,
-    BYTES: tl.constexpr,
+    QUANT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -116,20 +116,20 @@ def _paged_decode_kernel(
     split = tl.program_id(1)
     b = tl.program_id(2)
     programs = splits
-    if SPARES:
+    if EXTRA:
         # Extra splits come first in the grid, since they belong to the longest rows. A row's own splits do not wait for
         # the loads of the assignment.
-        batch = tl.num_programs(2) - SPARES
-        if b < SPARES:
-            spare = b * splits + split
-            b = tl.load(spares_ptr + 2 * batch + spare)
-            split = splits + spare - tl.load(spares_ptr + tl.maximum(b, 0))
+        batch = tl.num_programs(2) - EXTRA
+        if b < EXTRA:
+            extra = b * splits + split
+            b = tl.load(extra_splits_ptr + 2 * batch + extra)
+            split = splits + extra - tl.load(extra_splits_ptr + tl.maximum(b, 0))
         else:
-            b -= SPARES
+            b -= EXTRA
         if b < 0:
             return
-        first_spare = tl.load(spares_ptr + b)
-        programs += tl.load(spares_ptr + batch + b)
+        first_extra = tl.load(extra_splits_ptr + b)
+        programs += tl.load(extra_splits_ptr + batch + b)
     position = tl.load(positions_ptr + b).to(tl.int32)
     row = tl.load(rows_ptr + b).to(tl.int64)
     length = position + 1
@@ -154,12 +154,12 @@ def _paged_decode_kernel(
     query_row = query_ptr + b.to(tl.int64) * query_stride
     in_group = in_head(g < GROUP, d, D, WIDE)
     in_pool, owner, newest = length, last * BLOCK > position, None
-    if TURNING:
+    if ROTARY_PAIRS:
         # The split with the newest position keeps its key and value in registers; the pool provides the earlier ones.
         in_pool = position
-        newest = newest_of(
+        newest = load_newest(
             *(cos_ptr, sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, scales_ptr, b, cos_stride, sin_stride),
-            *(D, WIDE, TURNING, NORM, SCALED),
+            *(D, WIDE, ROTARY_PAIRS, NORM, SCALED),
         )
     if SCALED:
         value_scale = tl.load(scales_ptr + 1)
@@ -167,9 +167,9 @@ def _paged_decode_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
-    q = query_over(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
+    q = cast_query(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
     # The pipeline's prologue, fewer than `STAGES` blocks, is loaded before the loop and so before the wait in it.
-    if not EARLY or (not TURNING and tl.minimum(first + STAGES, last) * BLOCK > position):
+    if not EARLY or (not ROTARY_PAIRS and tl.minimum(first + STAGES, last) * BLOCK > position):
         wait_for_previous(PDL, DELAY_NEXT)
     if not EARLY:
         q, best, weight, acc = begin(
@@ -199,31 +199,31 @@ def _paged_decode_kernel(
     if used == 1:
         store_heads(
             *(out_ptr, out_scales_ptr, b, head, acc, g, d, out_stride),
-            *(GROUP, KV_HEADS, D, WIDE, BYTES, query_ptr.dtype.element_ty),
+            *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty),
         )
     elif SHARED:
         pair = b.to(tl.int64) * KV_HEADS + head
         group_log_sums = log_sums_ptr + pair * splits * GROUP
         group_partial = partial_ptr + pair * splits * GROUP * D
-        place, beyond = split, 0
-        if SPARES:
+        index, beyond = split, 0
+        if EXTRA:
             # The partial results of all rows' own splits are followed by those of the extra splits, head by head.
             own = (b * KV_HEADS + head + 1) * splits
-            beyond = (batch * KV_HEADS + head * SPARES) * splits + first_spare - own
-            place = tl.where(split < splits, split, split + beyond)
-        tl.store(group_log_sums + place * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
-        tl.store(group_partial + (place * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
+            beyond = (batch * KV_HEADS + head * EXTRA) * splits + first_extra - own
+            index = tl.where(split < splits, split, split + beyond)
+        tl.store(group_log_sums + index * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
+        tl.store(group_partial + (index * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
         # The barrier orders all of this program's stores before its arrival, so the last program sees all of them.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counters_ptr + pair, 0)
             total = combine_splits(
                 *(group_partial, group_log_sums, used, splits, beyond),
-                *(SPARES, GROUP, COMBINE_ROWS, D, WIDE, CHUNK),
+                *(EXTRA, GROUP, COMBINE_ROWS, D, WIDE, CHUNK),
             )
             store_heads(
                 *(out_ptr, out_scales_ptr, b, head, total, tl.arange(0, COMBINE_ROWS), d, out_stride),
-                *(GROUP, KV_HEADS, D, WIDE, BYTES, query_ptr.dtype.element_ty),
+                *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty),
             )
 
 
@@ -245,12 +245,12 @@ def paged_decode(
     out: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
     scales: Tensor | None = None,
-    spares: ExtraSplits | None = None,
+    extra_splits: ExtraSplits | None = None,
     early: bool = False,
     delay_next: bool = False,
     rotation: Rotation | None = None,
-    rounded: QuantizedActivation | None = None,
-    maxima: Tensor | None = None,
+    quantized: QuantizedActivation | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Attend with one new token per row to the row's positions up to and including its own.
 
@@ -271,46 +271,49 @@ def paged_decode(
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
     _check(query, heads, keys, values, page_table, splits, rotation, window, softcap)
-    out = _result(query, heads, rounded, maxima, out)
+    out = _result(query, heads, quantized, amax, out)
     if batch == 0:
         return out
     tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
-    count = spares.count if spares is not None else 0
+    count = extra_splits.count if extra_splits is not None else 0
     _paged_decode_kernel[(kv_heads, splits, batch + count // splits)](
         *(out, *(scratch or split_scratch(query[:, :heads], splits, count))),
         *(split_counters("paged_decode", query.device), query, keys, values, rows, positions, page_table.pages, scales),
-        *(spares.plan if spares is not None else positions, *_optional(rotation, rounded, maxima, positions)),
+        *(
+            extra_splits.plan if extra_splits is not None else positions,
+            *_optional(rotation, quantized, amax, positions),
+        ),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
-        triton.cdiv(least or least_positions(batch * kv_heads), tile.positions),
+        triton.cdiv(least or min_split_positions(batch * kv_heads), tile.positions),
         **(page_table.constants | {"KV_HEADS": kv_heads}),
-        **_variant(window, softcap, scales, rotation, delay_next, rounded, maxima),
+        **_variant(window, softcap, scales, rotation, delay_next, quantized, amax),
         **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, count),
     )
     return out
 
 
 def _result(
-    query: Tensor, heads: int, rounded: QuantizedActivation | None, maxima: Tensor | None, out: Tensor | None
+    query: Tensor, heads: int, quantized: QuantizedActivation | None, amax: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """Check the optional outputs, and return the output tensor."""
-    check_rounding(len(query), heads, rounded, maxima)
+    check_quantized(len(query), heads, quantized, amax)
     if out is not None:
         return out
-    if rounded is not None:
-        return rounded.values.view(-1, heads, query.shape[2])
+    if quantized is not None:
+        return quantized.values.view(-1, heads, query.shape[2])
     return torch.empty((len(query), heads, query.shape[2]), dtype=query.dtype, device=query.device)
 
 
 def _optional(
-    rotation: Rotation | None, rounded: QuantizedActivation | None, maxima: Tensor | None, unused: Tensor
+    rotation: Rotation | None, quantized: QuantizedActivation | None, amax: Tensor | None, unused: Tensor
 ) -> tuple[Tensor | int | float, ...]:
     """Return the kernel's arguments of RoPE and of output quantization.
 
     unused: passed for tensors that are not given.
     """
-    of_bytes = (unused if maxima is None else maxima, 0)
-    if rounded is not None:
-        of_bytes = rounded.scales, rounded.values.shape[0]
+    of_bytes = (unused if amax is None else amax, 0)
+    if quantized is not None:
+        of_bytes = quantized.scales, quantized.values.shape[0]
     if rotation is None:
         return (*(unused,) * 5, 0, 0, 0.0, *of_bytes)
     tensors = (unused if tensor is None else tensor for tensor in rotation[:5])
@@ -323,21 +326,21 @@ def _variant(
     scales: Tensor | None,
     rotation: Rotation | None,
     delay_next: bool,
-    rounded: QuantizedActivation | None,
-    maxima: Tensor | None,
+    quantized: QuantizedActivation | None,
+    amax: Tensor | None,
 ) -> dict[str, int | float | None]:
     return {
         "WINDOW": window,
         "CAP": kernel_cap(softcap),
         "SCALED": scales is not None,
-        "TURNING": 0 if rotation is None else rotation.cos.shape[2] // 2,
+        "ROTARY_PAIRS": 0 if rotation is None else rotation.cos.shape[2] // 2,
         "NORM": rotation is not None and rotation.q_norm is not None,
         "DELAY_NEXT": delay_next,
-        "BYTES": rounded.scales.ndim if rounded is not None else 3 if maxima is not None else 0,
+        "QUANT": quantized.scales.ndim if quantized is not None else 3 if amax is not None else 0,
     }
 
 
-def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, Tensor]:
+def split_scratch(query: Tensor, splits: int, extra_splits: int = 0) -> tuple[Tensor, Tensor]:
     """Allocate the partial results of split rows.
 
     The last program of a row combines them. extra: number of extra splits of a KV head.
@@ -345,19 +348,19 @@ def split_scratch(query: Tensor, splits: int, spares: int = 0) -> tuple[Tensor, 
     Returns the outputs and the base-2 log-sum-exps, both float32, [(B * splits + extra) * heads * D] and [(B * splits +
     extra) * heads]; empty for a single split without extra ones.
     """
-    rows = query.shape[0] * splits + spares if splits > 1 or spares else 0
+    rows = query.shape[0] * splits + extra_splits if splits > 1 or extra_splits else 0
     count = rows * query.shape[1]
     partial = torch.empty(count * query.shape[2], dtype=torch.float32, device=query.device)
     return partial, torch.empty(count, dtype=torch.float32, device=query.device)
 
 
 def _options(
-    tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, early: bool, splits: int, spares: int
+    tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, early: bool, splits: int, extra_splits: int
 ) -> dict[str, object]:
-    combine_rows, chunk = triton.next_power_of_2(group), SHORT_CHUNK if spares else CHUNK
+    combine_rows, chunk = triton.next_power_of_2(group), SHORT_CHUNK if extra_splits else CHUNK
     return {
-        "SHARED": splits > 1 or spares > 0,
-        "SPARES": spares // splits,
+        "SHARED": splits > 1 or extra_splits > 0,
+        "EXTRA": extra_splits // splits,
         "D": head_dim,
         "WIDE": head_width(head_dim),
         "GROUP": group,

@@ -21,10 +21,10 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import MAX_SPLITS
 from tandem.engine_core.kernels.attention.online_softmax import (
     attend,
+    cast_query,
     kernel_cap,
     kernel_scale,
     max_stages,
-    query_over,
 )
 from tandem.engine_core.kernels.attention.paged_decode import split_scratch
 from tandem.engine_core.kernels.attention.split_blocks import split_blocks
@@ -48,7 +48,7 @@ All four are 0 in an unused tile.
 """
 PROGRAMS_PER_SM = 2
 """Programs needed to fill an SM."""
-LEAST_POSITIONS = 256
+MIN_SPLIT_POSITIONS = 256
 """Minimum number of positions per split."""
 LOWEST = tl.constexpr(-1e30)
 """Finite lower bound of all exponents: a query may see no key of a split."""
@@ -139,7 +139,7 @@ def _paged_prefill_kernel(
     PRECISION: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     PDL: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -173,7 +173,7 @@ def _paged_prefill_kernel(
     # Prefetch page ids one tile ahead, as in `paged_decode`.
     page = tl.load(page_row + tl.minimum(begin * BLOCK + n, length - 1) // PAGE_SIZE)
     if PDL:
-        if not BESIDE:
+        if not OVERLAP:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Bypass L1: if launched next to `paged_decode`, this program has not waited for the kernel that wrote this.
@@ -181,7 +181,7 @@ def _paged_prefill_kernel(
         q = tl.load(query_ptr + q_offs[:, None] + d[None, :], cache_modifier=".cg")
     else:
         q = tl.load(query_ptr + q_offs[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0, cache_modifier=".cg")
-    q = query_over(q, keys_ptr)
+    q = cast_query(q, keys_ptr)
     best = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
@@ -232,7 +232,7 @@ def _paged_prefill_kernel(
             acc = acc / weight[:, None]
             tl.store(out_ptr + out_offs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
     # A kernel that waits for this one must also have waited for the `paged_decode` that overlaps it.
-    if PDL and BESIDE:
+    if PDL and OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
@@ -248,7 +248,7 @@ def paged_prefill(
     window: int | None = None,
     softcap: float | None = None,
     pdl: bool = False,
-    beside: bool = False,
+    overlap: bool = False,
     shape: TileShape | None = None,
     out: Tensor | None = None,
     scales: Tensor | None = None,
@@ -285,13 +285,13 @@ def paged_prefill(
     _paged_prefill_kernel[(len(tiles), kv_heads, splits)](
         *(out, partial, log_sums, counters, query, keys, values, tiles, page_table.pages, scales),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), tokens, splits),
-        triton.cdiv(LEAST_POSITIONS, shape.positions),
+        triton.cdiv(MIN_SPLIT_POSITIONS, shape.positions),
         KV_HEADS=kv_heads,
         SHARED=splits > 1,
         SCALED=scales is not None,
         WINDOW=window,
         CAP=kernel_cap(softcap),
-        BESIDE=beside,
+        OVERLAP=overlap,
         **page_table.constants,
         **_options(shape, heads // kv_heads, head_dim, query.dtype, pdl),
     )

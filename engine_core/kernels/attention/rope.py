@@ -44,7 +44,7 @@ def _rope_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    TURNING: tl.constexpr,
+    ROTARY_PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
@@ -56,9 +56,9 @@ def _rope_kernel(
     pair = tl.arange(0, PAIRS)
     # Indices of each pair. Runs of `ALIGNED` pairs are contiguous, which allows vector loads and stores.
     i, j = pair, pair + D // 2
-    if TURNING < D // 2:
-        i += tl.where(pair < TURNING, 0, TURNING)
-        j -= tl.where(pair < TURNING, D // 2 - TURNING, 0)
+    if ROTARY_PAIRS < D // 2:
+        i += tl.where(pair < ROTARY_PAIRS, 0, ROTARY_PAIRS)
+        j -= tl.where(pair < ROTARY_PAIRS, D // 2 - ROTARY_PAIRS, 0)
         i = tl.max_contiguous(tl.multiple_of(i, ALIGNED), ALIGNED)
         j = tl.max_contiguous(tl.multiple_of(j, ALIGNED), ALIGNED)
     inside = pair < D // 2
@@ -81,15 +81,15 @@ def _rope_kernel(
     second_raw = tl.load(source + j[None, :], mask=is_query | is_key | is_value, other=0.0)
     slot = tl.load(slot_mapping_ptr + token)
     # Both halves of the cosines are equal, and the first half of the sines is the second negated: load half of each.
-    turns = pair < TURNING
+    turns = pair < ROTARY_PAIRS
     c = tl.load(cos_ptr + token * cos_stride + pair, mask=turns, other=1.0)[None, :]
-    s = tl.load(sin_ptr + token * sin_stride + TURNING + pair, mask=turns, other=0.0)[None, :]
+    s = tl.load(sin_ptr + token * sin_stride + ROTARY_PAIRS + pair, mask=turns, other=0.0)[None, :]
     dtype: tl.constexpr = first_raw.dtype
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if NORM:
         mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
         inverse = tl.rsqrt(mean + eps)[:, None]
-        # Round to the weight's dtype and then to the head's, as in `norm.normalised`.
+        # Round to the weight's dtype and then to the head's, as in `norm.normalize`.
         first = ((first * inverse).to(first_weight.dtype).to(tl.float32) * first_weight.to(tl.float32)).to(dtype)
         second = ((second * inverse).to(second_weight.dtype).to(tl.float32) * second_weight.to(tl.float32)).to(dtype)
         first, second = first.to(tl.float32), second.to(tl.float32)
@@ -154,7 +154,7 @@ def rope_and_kv_write(
         KV_HEADS=kv_heads,
         D=head_dim,
         PAIRS=head_width(head_dim) // 2,
-        TURNING=cos.shape[2] // 2,
+        ROTARY_PAIRS=cos.shape[2] // 2,
         ALIGNED=_largest_power_of_two(math.gcd(cos.shape[2] // 2, head_dim // 2)),
         BLOCK=block,
         NORM=q_norm is not None,

@@ -32,7 +32,7 @@ def combine_splits(
     used,
     splits,
     beyond,
-    SPARES: tl.constexpr,
+    EXTRA: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -52,10 +52,10 @@ def combine_splits(
     for start in range(0, used, CHUNK):
         s = start + tl.arange(0, CHUNK)
         mask = (s < used)[:, None] & (g < GROUP)[None, :]
-        place = s
-        if SPARES:
-            place = tl.where(s < splits, s, s + beyond)
-        offs = place[:, None] * GROUP + g[None, :]
+        index = s
+        if EXTRA:
+            index = tl.where(s < splits, s, s + beyond)
+        offs = index[:, None] * GROUP + g[None, :]
         # Bypass L1, which may hold stale data of an earlier launch.
         log_sum = tl.load(log_sums_ptr + offs, mask=mask, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(

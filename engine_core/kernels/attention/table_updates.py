@@ -26,15 +26,15 @@ def update_tables_reference(locations: Tensor, inputs: Tensor, pages: Tensor, ta
 @triton.jit
 def _scatter(locations_ptr, inputs_ptr, table_ptr, FIELD: tl.constexpr, BLOCK: tl.constexpr):
     """Scatter the values of field FIELD + 1 to the 64-bit indices in field FIELD."""
-    places_ptr = inputs_ptr + tl.load(locations_ptr + 2 * FIELD)
+    indices_ptr = inputs_ptr + tl.load(locations_ptr + 2 * FIELD)
     count = tl.load(locations_ptr + 2 * FIELD + 1) // 2
     values_ptr = inputs_ptr + tl.load(locations_ptr + 2 * FIELD + 2)
     first = tl.program_id(0) * BLOCK
     while first < count:
         offs = first + tl.arange(0, BLOCK)
         mask = offs < count
-        low = tl.load(places_ptr + 2 * offs, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
-        high = tl.load(places_ptr + 2 * offs + 1, mask=mask, other=0).to(tl.int64)
+        low = tl.load(indices_ptr + 2 * offs, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+        high = tl.load(indices_ptr + 2 * offs + 1, mask=mask, other=0).to(tl.int64)
         tl.store(table_ptr + ((high << 32) | low), tl.load(values_ptr + offs, mask=mask), mask=mask)
         first += tl.num_programs(0) * BLOCK
 

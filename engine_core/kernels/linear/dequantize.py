@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.eight_bit_weights import numbers_of
+from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights
 from tandem.engine_core.kernels.linear.int4_layout import PER_WORD, group_and_run
-from tandem.engine_core.kernels.linear.int4_unpack import eight_levels
+from tandem.engine_core.kernels.linear.int4_unpack import unpack_int4
 
 BLOCK, WARPS = 2048, 4
 
@@ -26,7 +26,7 @@ def _dequantize_eight_bit_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < inputs
-    values = numbers_of(tl.load(values_ptr + row * inputs + offs, mask=mask, other=0.0), tl.float32)
+    values = cast_weights(tl.load(values_ptr + row * inputs + offs, mask=mask, other=0.0), tl.float32)
     if BLOCKS:
         scales = tl.load(scales_ptr + (row // 16) * tl.cdiv(inputs, 128) + offs // 128, mask=mask, other=0.0)
     else:
@@ -57,16 +57,16 @@ def _dequantize_int4_kernel(
     group = (begin // GROUP) * tl.num_programs(0).to(tl.int64) + row
     zeros = tl.load(zeros_ptr + group, mask=mask_w, other=0).to(tl.int32)
     scales = tl.load(scales_ptr + group, mask=mask_w, other=0.0)
-    levels = eight_levels(words, zeros, tl.float32)
-    numbers = (levels * scales[:, None, None, None]).to(out_ptr.dtype.element_ty)
+    levels = unpack_int4(words, zeros, tl.float32)
+    weights = (levels * scales[:, None, None, None]).to(out_ptr.dtype.element_ty)
     if RUN > 0:
         # From the words' order to that of the inputs: bit fields t, j, e, c, d of an input index.
-        numbers = tl.permute(tl.reshape(numbers, [BLOCK // (32 * RUN), 4, RUN, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
+        weights = tl.permute(tl.reshape(weights, [BLOCK // (32 * RUN), 4, RUN, 2, 2, 2]), (0, 2, 5, 4, 1, 3))
     else:
-        numbers = tl.permute(numbers, (0, 1, 3, 2))
+        weights = tl.permute(weights, (0, 1, 3, 2))
     offs = first + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
-    tl.store(out_ptr + row * inputs + offs, tl.reshape(numbers, [BLOCK]), mask=offs < inputs)
+    tl.store(out_ptr + row * inputs + offs, tl.reshape(weights, [BLOCK]), mask=offs < inputs)
 
 
 def dequantize_eight_bit(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:

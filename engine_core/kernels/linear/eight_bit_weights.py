@@ -5,11 +5,11 @@
 import triton
 import triton.language as tl
 
-from tandem.engine_core.kernels.fast_math import floats_of_int8
+from tandem.engine_core.kernels.fast_math import int8_to_float32
 
 
 @triton.jit
-def numbers_of(stored, dtype: tl.constexpr):
+def cast_weights(stored, dtype: tl.constexpr):
     """Convert stored 8-bit weights to `dtype`, without scales.
 
     uint8 holds the bits of float8 e4m3, which GPUs below compute capability 8.9 cannot convert. They are shifted into a
@@ -20,7 +20,7 @@ def numbers_of(stored, dtype: tl.constexpr):
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
     if stored.dtype == tl.int8:
-        return floats_of_int8(stored).to(dtype)
+        return int8_to_float32(stored).to(dtype)
     if stored.dtype.is_fp8() and dtype == tl.bfloat16:
         # The only direct conversion from float16 to bfloat16 is a slow scalar instruction.
         return stored.to(tl.float32).to(dtype)
@@ -28,7 +28,7 @@ def numbers_of(stored, dtype: tl.constexpr):
 
 
 @triton.jit
-def scaled(sums, scale_ptr, offs_n, mask_n, SCALES: tl.constexpr):
+def apply_row_scales(sums, scale_ptr, offs_n, mask_n, SCALES: tl.constexpr):
     """Multiply sums by the scales of their weight rows, if any."""
     if SCALES == 1:
         sums *= tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)

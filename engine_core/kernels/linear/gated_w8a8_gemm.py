@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.fast_math import larger
-from tandem.engine_core.kernels.linear.gemv import gated
+from tandem.engine_core.kernels.fast_math import nan_max
+from tandem.engine_core.kernels.linear.gemv import apply_gate
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS
 from tandem.engine_core.kernels.linear.w8a8_gemm import check_factors, scaled_tile
-from tandem.engine_core.kernels.quantize import group_of, quantize_by_maxima, store_quantized_tile
+from tandem.engine_core.kernels.quantize import group_of, quantize_by_amax, store_quantized_tile
 from tandem.engine_core.kernels.quantized_activation import (
     WHOLE,
     ActivationFormat,
@@ -95,14 +95,14 @@ def gated_w8a8_gemm_kernel(
     up = scaled_tile(
         ups, x_scale_ptr, scale_ptr + N, bias_ptr + N, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES, HAS_BIAS, DTYPE
     )
-    numbers = gated(gate, up, ACTIVATION)
+    result = apply_gate(gate, up, ACTIVATION)
     if GROUP == 0:
         mask = mask_m[:, None] & (offs_n < N)[None, :]
-        tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], numbers, mask=mask)
-        largest = tl.reduce(tl.abs(numbers.to(tl.float32)), 1, larger)
+        tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], result, mask=mask)
+        largest = tl.reduce(tl.abs(result.to(tl.float32)), 1, nan_max)
         tl.store(out_scale_ptr + offs_m * out_stride + tl.program_id(0), largest, mask=mask_m)
     else:
-        store_quantized_tile(out_ptr, out_scale_ptr, offs_m, first, numbers.to(tl.float32), M, N, out_stride, GROUP)
+        store_quantized_tile(out_ptr, out_scale_ptr, offs_m, first, result.to(tl.float32), M, N, out_stride, GROUP)
 
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -153,7 +153,7 @@ def gated_w8a8_gemm(
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return quantize_by_maxima(out, out_scales, to, pdl) if group == WHOLE else rows
+    return quantize_by_amax(out, out_scales, to, pdl) if group == WHOLE else rows
 
 
 def _check(x: QuantizedActivation, weight: Tensor, scales: Tensor, plan: W8A8GemmPlan, group: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.gated_activation import activated
-from tandem.engine_core.kernels.norm import normalised
+from tandem.engine_core.kernels.norm import normalize
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 NO_NORM, NORM, ADD_NORM, NORM_ADD_NORM = 0, 1, 2, 3
@@ -44,18 +44,18 @@ def normed_input(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     wide = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     if MODE == 3:
-        wide = normalised(wide, x_weight, eps, K, dtype).to(tl.float32)
+        wide = normalize(wide, x_weight, eps, K, dtype).to(tl.float32)
     if MODE >= 2:
         wide += tl.load(residual_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
         rounded = wide.to(dtype)
         if tl.program_id(0) == 0:
             tl.store(total_ptr + offs_k, rounded, mask=mask_k)
         wide = rounded.to(tl.float32)
-    return normalised(wide, norm_weight, eps, K, dtype).to(tl.float32)
+    return normalize(wide, norm_weight, eps, K, dtype).to(tl.float32)
 
 
 @triton.jit
-def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+def add_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Add the bias in float32, and round."""
     if HAS_BIAS:
         sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def with_bias(sums, bias_ptr, offs_n, mask_n, HAS_BIAS: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr):
+def apply_gate(gate, up, ACTIVATION: tl.constexpr):
     """Return activation(gate) * up.
 
     The activation is rounded before the multiplication, as in `kernels.gated_activation`.
@@ -137,10 +137,10 @@ def gemv_kernel(
                 tile = tl.load(base_ptr + offs, mask=mask_k[None, :], other=0.0)
                 if GATED:
                     upper_tile = tl.load(upper_ptr + offs, mask=mask_k[None, :], other=0.0)
-            result = with_bias(tl.sum(now * vector[None, :], 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            result = add_bias(tl.sum(now * vector[None, :], 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
             if GATED:
-                up = with_bias(tl.sum(also * vector[None, :], 1), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
-                result = gated(result, up, ACTIVATION)
+                up = add_bias(tl.sum(also * vector[None, :], 1), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+                result = apply_gate(result, up, ACTIVATION)
         else:
             parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
             for step in tl.static_range(STEPS):
@@ -150,7 +150,7 @@ def gemv_kernel(
                     ahead = (offs_step + BLOCK_K < K)[None, :]
                     tile = tl.load(base_ptr + offs + (step + 1) * BLOCK_K, mask=ahead, other=0.0)
                 parts += now * tl.load(x_ptr + offs_step, mask=offs_step < K, other=0.0).to(tl.float32)[None, :]
-            result = with_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+            result = add_bias(tl.sum(parts, 1), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
         tl.store(y_ptr + offs_n, result, mask=mask_n)
 
 

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE
 
-LONGEST_RUN = 4
+MAX_RUN = 4
 PER_WORD = 8
 
 
-def run_of(inputs: int, group: int) -> int:
+def run_length(inputs: int, group: int) -> int:
     """Return the run length in words.
 
     0 if blocks do not divide the inputs or the group size: these keep the original order.
     """
     if inputs % INT4_STRIDE or group % INT4_STRIDE:
         return 0
-    return LONGEST_RUN if inputs % (INT4_STRIDE * LONGEST_RUN) == 0 else 1
+    return MAX_RUN if inputs % (INT4_STRIDE * MAX_RUN) == 0 else 1
 
 
 def group_and_run(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[int, int]:
@@ -33,22 +33,22 @@ def group_and_run(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[int, in
     assert scales.t().is_contiguous() and zeros.t().is_contiguous(), "a group's scales and zero points lie together"
     inputs = words.shape[1] * PER_WORD
     group = inputs // scales.shape[1]
-    return group, run_of(inputs, group)
+    return group, run_length(inputs, group)
 
 
-def arranged(levels: Tensor, group: int) -> Tensor:
+def to_kernel_layout(levels: Tensor, group: int) -> Tensor:
     """Reorder int4 values to the kernels' layout.
 
     levels: [outputs, inputs]; group: group size.
     """
-    run = run_of(levels.shape[1], group)
+    run = run_length(levels.shape[1], group)
     # From bit fields j, d, c, t, e of an input index to t, j, e, d, c.
     return _reordered(levels, (run, 2, 2, 4, 2), (0, 1, 5, 2, 6, 3, 4))
 
 
-def restored(levels: Tensor, group: int) -> Tensor:
+def from_kernel_layout(levels: Tensor, group: int) -> Tensor:
     """Undo `to_kernel_layout`."""
-    run = run_of(levels.shape[1], group)
+    run = run_length(levels.shape[1], group)
     return _reordered(levels, (4, run, 2, 2, 2), (0, 1, 3, 5, 6, 2, 4))
 
 

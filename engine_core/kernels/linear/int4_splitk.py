@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.int4_layout import PER_WORD, group_and_run
-from tandem.engine_core.kernels.linear.int4_unpack import eight_levels
+from tandem.engine_core.kernels.linear.int4_unpack import unpack_int4
 from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
 from tandem.engine_core.kernels.linear.splitk_gemm import finish_tile
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
@@ -27,7 +27,7 @@ def unpacked(words, zeros, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, dtype: 
     words: [BLOCK_N, BLOCK_K / 8] int32, in the layout of `int4_layout`; zeros: [BLOCK_N] int32. The eight values of a
     word stay in its thread, which passes them to the tensor cores.
     """
-    levels = eight_levels(words, tl.broadcast_to(zeros[:, None], words.shape), dtype)
+    levels = unpack_int4(words, tl.broadcast_to(zeros[:, None], words.shape), dtype)
     # From the words' order to that of the inputs: bit fields t, j, e, c, d of an input index.
     levels = tl.reshape(levels, [BLOCK_N, 4, BLOCK_K // 32, 2, 2, 2])
     return tl.reshape(tl.permute(levels, (0, 2, 5, 4, 1, 3)), [BLOCK_N, BLOCK_K])

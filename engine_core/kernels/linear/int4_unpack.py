@@ -31,7 +31,7 @@ SUBTRACT_FLOAT16 = tl.constexpr(SUBTRACT.format(base="0x64006400", one="0x3C003C
 
 
 @triton.jit
-def pair_at(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
+def unpack_pair(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
     """Return the values at indices INDEX and INDEX + 4 of each word, minus zero points, [..., 2]."""
     low = ((words >> (4 * PLACE)) & 15) - zeros
     high = ((words >> (4 * PLACE + 16)) & 15) - zeros
@@ -39,15 +39,15 @@ def pair_at(words, zeros, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def eight_levels(words, zeros, dtype: tl.constexpr):
+def unpack_int4(words, zeros, dtype: tl.constexpr):
     """Return all values of words minus zero points, [..., 2, 2, 2].
 
     The dimensions are bits 2, 0 and 1 of an index. words, zeros: int32 of one shape, zero points at most 63. Such small
     integers are exact in every dtype. All values of a word stay in its thread.
     """
     if INTERPRETED or dtype == tl.float32:
-        p0, p1 = pair_at(words, zeros, 0, dtype), pair_at(words, zeros, 1, dtype)
-        p2, p3 = pair_at(words, zeros, 2, dtype), pair_at(words, zeros, 3, dtype)
+        p0, p1 = unpack_pair(words, zeros, 0, dtype), unpack_pair(words, zeros, 1, dtype)
+        p2, p3 = unpack_pair(words, zeros, 2, dtype), unpack_pair(words, zeros, 3, dtype)
     else:
         BFLOAT: tl.constexpr = dtype == tl.bfloat16
         # Minus 128 (1024) and the zero point, twice.

@@ -11,7 +11,7 @@ For many inputs the error of a result is less than half a bfloat16 rounding, and
 import triton
 import triton.language as tl
 
-NIBBLES, FLOATS, INTEGERS, BITS = 0, 1, 2, 3
+INT4, FP8, INT8, FP8_BITS = 0, 1, 2, 3
 """Contents of a word: int4 values in the order of `int4_layout`, float8 e4m3, int8, or float8 e4m3 bits for GPUs
 without FP8 support."""
 
@@ -82,7 +82,7 @@ def words_per_sum(kind: int, span: int) -> int:
 
     span: adjacent words that are scaled together, 1 or 4.
     """
-    return min(span, 2 if kind == NIBBLES else 4)
+    return min(span, 2 if kind == INT4 else 4)
 
 
 _SHARING = tl.constexpr(128)
@@ -134,7 +134,7 @@ def _of_words(pairs, KIND: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def prepared(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr):
+def prepare_inputs(vector, KIND: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr, COUNT: tl.constexpr):
     """Prepare float32 inputs for `packed_dot`.
 
     RUN: as in `_in_words`; SPAN: words that are scaled together; COUNT: `words_per_sum`. Returns the inputs in pairs of

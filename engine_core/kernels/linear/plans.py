@@ -11,18 +11,18 @@ from dataclasses import replace
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, Plan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import BUCKETS, Operation, ProductKey
+from tandem.engine_core.kernels.tiles.table import BUCKETS, MatmulKey, Operation
 
 TILE = 64
 """Weight rows per tensor core tile."""
 MAX_SPLIT = 8
-PIECE = 1024
+CHUNK = 1024
 """Elements of a row loaded by four warps at once, 16 bytes per thread."""
 MAX_NORM = 8192
 """Maximum number of inputs of a fused norm, which one program holds."""
 
 
-_LONE_STAGES = {16: 6, 32: 5, 64: 4}
+_EXCLUSIVE_STAGES = {16: 6, 32: 5, 64: 4}
 """Pipeline stages by bucket that use more than half of an H200 SM's shared memory.
 
 A kernel that is launched early finds the previous one's programs still running. If two of its own fit on an SM, they
@@ -73,7 +73,7 @@ def choose_normed(
     if rule is None:
         return None
     operation: Operation = "normed_gated" if gated else "normed"
-    found = gpu.tiles.product(ProductKey(operation, bits, outputs, inputs, 1), rule)
+    found = gpu.tiles.matmul(MatmulKey(operation, bits, outputs, inputs, 1), rule)
     return found if isinstance(found, GemvPlan) else rule
 
 
@@ -82,7 +82,7 @@ def _has_kernel(size: int | None, inputs: int, itemsize: int) -> bool:
 
 
 def _planned(operation: Operation, size: int, outputs: int, inputs: int, rule: Plan, gpu: GpuTraits) -> Plan:
-    return gpu.tiles.product(ProductKey(operation, 16, outputs, inputs, size), rule)
+    return gpu.tiles.matmul(MatmulKey(operation, 16, outputs, inputs, size), rule)
 
 
 def _fitted(plan: Plan, rows: int, itemsize: int, gpu: GpuTraits, gated: bool) -> Plan:
@@ -104,7 +104,7 @@ def _rule(size: int, outputs: int, inputs: int, multiprocessors: int) -> Plan:
         return None
     if size > 32 and tiles < 256 and inputs < 8192:
         return None
-    stages = _LONE_STAGES[size] if tiles <= multiprocessors else 3 if size > 32 else 4
+    stages = _EXCLUSIVE_STAGES[size] if tiles <= multiprocessors else 3 if size > 32 else 4
     return SplitKPlan(TILE, 128, split_inputs(tiles, inputs, multiprocessors), stages)
 
 
@@ -112,14 +112,14 @@ def _gated_rule(size: int, width: int, inputs: int, multiprocessors: int) -> Pla
     if size == 1:
         return normed_rule(inputs, True)
     tiles = ceil_div(width, TILE)
-    split, lone = split_inputs(tiles, inputs, multiprocessors), tiles <= multiprocessors
+    split, exclusive = split_inputs(tiles, inputs, multiprocessors), tiles <= multiprocessors
     if size <= 16:
-        return SplitKPlan(TILE, 128, split, 4 if lone else 3)
+        return SplitKPlan(TILE, 128, split, 4 if exclusive else 3)
     if size > 64:
         # One program fills an SM, and a second wave must be nearly full to be worthwhile.
         waves = ceil_div(tiles, multiprocessors)
         return SplitKPlan(TILE, 64, split, 6) if tiles > 0.8 * waves * multiprocessors else None
-    return SplitKPlan(TILE, 64, split, 6 if lone else 4)
+    return SplitKPlan(TILE, 64, split, 6 if exclusive else 4)
 
 
 def normed_rule(inputs: int, gated: bool, bits: int = 16) -> GemvPlan | None:
@@ -150,9 +150,9 @@ def _rmsnorm_rule(inputs: int, gated: bool) -> GemvPlan | None:
     GEMV fit on an SM instead of two, four of a plain one instead of two of twice the warps. After one norm the same
     number of programs fits anyway.
     """
-    if inputs % 8 or not 2 * PIECE < inputs <= 3 * PIECE:
+    if inputs % 8 or not 2 * CHUNK < inputs <= 3 * CHUNK:
         return None
-    return GemvPlan(4, PIECE) if gated else GemvPlan(4, PIECE, 2)
+    return GemvPlan(4, CHUNK) if gated else GemvPlan(4, CHUNK, 2)
 
 
 def block_rows(rows: int) -> int:

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.gemv import gated, input_mode, normed_input, with_bias
+from tandem.engine_core.kernels.linear.gemv import add_bias, apply_gate, input_mode, normed_input
 from tandem.engine_core.kernels.linear.int4_layout import PER_WORD, group_and_run
 from tandem.engine_core.kernels.linear.packed_dot import (
-    BITS,
-    FLOATS,
-    INTEGERS,
-    NIBBLES,
+    FP8,
+    FP8_BITS,
+    INT4,
+    INT8,
     packed_dot,
-    prepared,
+    prepare_inputs,
     words_per_sum,
 )
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan
 
-_KINDS = {torch.float8_e4m3fn: FLOATS, torch.int8: INTEGERS, torch.uint8: BITS}
+_KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.uint8: FP8_BITS}
 _BYTES_A_WORD = 4
 _SPAN = 4
 """Words per vector load of a thread. For int4 their inputs are those of a whole block of `int4_layout`, and share a
@@ -114,7 +114,7 @@ def tile_sums(
 
 
 @triton.jit
-def load_places(order_ptr, columns, K: tl.constexpr, ORDERED: tl.constexpr):
+def load_column_order(order_ptr, columns, K: tl.constexpr, ORDERED: tl.constexpr):
     """Return the input indices of the weight's columns.
 
     Columns past the end get index 0 and have no weight.
@@ -123,7 +123,7 @@ def load_places(order_ptr, columns, K: tl.constexpr, ORDERED: tl.constexpr):
 
 
 @triton.jit
-def finished(parts, scales, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+def finish_tile(parts, scales, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
     """Reduce a tile's partial sums and return its outputs, [ROWS].
 
     rows: of the weight, or of the half that the bias starts with.
@@ -131,7 +131,7 @@ def finished(parts, scales, bias_ptr, rows, N, GROUP: tl.constexpr, HAS_BIAS: tl
     sums = tl.sum(parts, 1)
     if GROUP == 0:
         sums *= scales
-    return with_bias(sums, bias_ptr, rows, rows < N, HAS_BIAS, dtype)
+    return add_bias(sums, bias_ptr, rows, rows < N, HAS_BIAS, dtype)
 
 
 @triton.jit
@@ -191,19 +191,19 @@ def quantized_gemv_kernel(
         x_weight = norm_weight
     if MODE == 3:
         x_weight = tl.load(x_weight_ptr + offs_k, mask=mask_k, other=0.0)
-    places = load_places(order_ptr, offs_k, K, ORDERED)
+    indices = load_column_order(order_ptr, offs_k, K, ORDERED)
     wait_for_previous(PDL)
     if MODE > 0:
         vector = normed_input(x_ptr, x_weight, norm_weight, residual_ptr, total_ptr, eps, offs_k, mask_k, K, MODE)
     elif STEPS == 1:
         vector = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     else:
-        vector = tl.load(x_ptr + places, mask=mask_k, other=0.0).to(tl.float32)
+        vector = tl.load(x_ptr + indices, mask=mask_k, other=0.0).to(tl.float32)
     if STEPS == 1:
         if ORDERED:
             # Permute through shared memory, once: the row itself is loaded and stored 16 bytes per thread.
-            vector = tl.gather(vector, places, 0)
-        x, back = prepared(vector, KIND, RUN, SPAN, COUNT)
+            vector = tl.gather(vector, indices, 0)
+        x, back = prepare_inputs(vector, KIND, RUN, SPAN, COUNT)
         for tile in tl.range(0, TILES, num_stages=1):
             rows = first + tile * ROWS + tl.arange(0, ROWS)
             following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
@@ -225,11 +225,11 @@ def quantized_gemv_kernel(
                     GROUP, RUN, SPAN,
                 )  # fmt: skip
             parts = tile_sums(now, now_scales, now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
-            result = finished(parts, now_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
+            result = finish_tile(parts, now_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
             if GATED:
                 parts = tile_sums(up_now, up_now_scales, up_now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
-                up = finished(parts, up_now_scales, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
-                result = gated(result, up, ACTIVATION)
+                up = finish_tile(parts, up_now_scales, bias_ptr + N, rows, N, GROUP, HAS_BIAS, dtype)
+                result = apply_gate(result, up, ACTIVATION)
             tl.store(y_ptr + rows, result, mask=rows < N)
     else:
         row_scales = scales
@@ -246,12 +246,12 @@ def quantized_gemv_kernel(
                 GROUP, RUN, SPAN,
             )  # fmt: skip
             ahead = offs_k + (step + 1) * BLOCK_K
-            places = load_places(order_ptr, ahead, K, ORDERED)
-            vector = tl.load(x_ptr + places, mask=ahead < K, other=0.0).to(tl.float32)
-            x, back = prepared(inputs, KIND, RUN, SPAN, COUNT)
+            indices = load_column_order(order_ptr, ahead, K, ORDERED)
+            vector = tl.load(x_ptr + indices, mask=ahead < K, other=0.0).to(tl.float32)
+            x, back = prepare_inputs(inputs, KIND, RUN, SPAN, COUNT)
             parts += tile_sums(now, now_scales, now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
         rows = first + tl.arange(0, ROWS)
-        result = finished(parts, row_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
+        result = finish_tile(parts, row_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
         tl.store(y_ptr + rows, result, mask=rows < N)
 
 
@@ -282,9 +282,9 @@ def quantized_gemv(
     x. With `pdl` the preceding kernel may write everything but the weights and the order.
     """
     words, kind, group, run = _layout(weight, scales, zeros)
-    span = _SPAN if kind != NIBBLES or group % (INT4_STRIDE * run) == 0 else 1
+    span = _SPAN if kind != INT4 or group % (INT4_STRIDE * run) == 0 else 1
     outputs = weight.shape[0] // (1 if activation is None else 2)
-    inputs = words.shape[1] * (PER_WORD if kind == NIBBLES else _BYTES_A_WORD)
+    inputs = words.shape[1] * (PER_WORD if kind == INT4 else _BYTES_A_WORD)
     assert x.shape == (1, inputs) and x.is_contiguous() and words.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
@@ -317,7 +317,7 @@ def quantized_gemv(
 
 def _check_blocks(plan: GemvPlan, outputs: int, kind: int, group: int, run: int, *, gated: bool) -> None:
     """Check that the plan's steps and tiles end at block boundaries of the weight."""
-    if kind == NIBBLES:
+    if kind == INT4:
         assert plan.block_k % (INT4_STRIDE * run) == 0, f"steps of {plan.block_k} end within a block of the order"
     elif group:
         assert SCALE_ROWS % plan.rows == 0, "the rows of a tile are in one block"
@@ -329,6 +329,6 @@ def _layout(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tenso
     if zeros is not None:
         group, run = group_and_run(weight, scales, zeros)
         assert run, f"inputs in groups of {group} are in no order that kernels read"
-        return weight, NIBBLES, group, run
+        return weight, INT4, group, run
     assert weight.shape[1] % (_BYTES_A_WORD * _SPAN) == 0 and weight.is_contiguous()
     return weight.view(torch.int32), _KINDS[weight.dtype], SCALE_COLUMNS if scales.ndim == 2 else _ROW_SCALES, 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
-from tandem.engine_core.kernels.linear.int4_layout import run_of
+from tandem.engine_core.kernels.linear.int4_layout import run_length
 from tandem.engine_core.kernels.linear.plans import (
     MAX_NORM,
     TILE,
@@ -27,8 +27,8 @@ from tandem.engine_core.kernels.tiles.plan_types import (
 from tandem.engine_core.kernels.tiles.table import (
     W8A8_BUCKETS,
     EightBitKind,
+    MatmulKey,
     Operation,
-    ProductKey,
     Scaling,
     W8A8GemmKey,
 )
@@ -41,20 +41,21 @@ _BLOCK_K = 128
 _INPUT_BYTES = 2
 MAX_STAGES = 4
 """Pipeline stages if shared memory allows: two programs fit on an H200 SM."""
-FEW_ROWS = 1
+MAX_W8A16_ROWS = 1
 """Maximum rows for which activations are not quantized.
 
 At 16 and 32 rows FP8 weights that were dequantized in registers took 0.84 and 1.0 times the matmuls of 16 bits on an
 H200, and W8A8 GEMMs 0.6 at 33 rows.
 """
-FEWEST_INPUTS = 512
+MIN_SPLIT_INPUTS = 512
 """Minimum inputs per split."""
-_SIDE_BY_SIDE = 4
+_MAX_PROGRAMS_PER_SM = 4
 """Maximum concurrent programs per SM for int4 weights, limited by registers.
 
-On sm_90 a thread uses up to 122 at 32 rows. At 64 rows, where it uses 168, shared memory limits an SM to two programs. With 8 splits, which fill 512 of 528 program
-slots of an H200, a layer with 32 rows of 14,336 inputs and 4,096 outputs took a quarter less time than with 4 splits,
-as it did with tiles of 128 outputs and 8 splits, which fill the same number of slots.
+On sm_90 a thread uses up to 122 at 32 rows. At 64 rows, where it uses 168, shared memory limits an SM to two programs.
+With 8 splits, which fill 512 of 528 program slots of an H200, a layer with 32 rows of 14,336 inputs and 4,096 outputs
+took a quarter less time than with 4 splits, as it did with tiles of 128 outputs and 8 splits, which fill the same
+number of slots.
 """
 LONG_PART = 1536
 """Minimum inputs per split for which more splits were faster, rounded down from 1,792."""
@@ -62,14 +63,14 @@ LONG_INPUTS = 8192
 """Minimum inputs for which two programs share a narrow tile when one wave of tiles is full."""
 LIBRARY_BLOCK_INPUTS = 512
 """Required divisor of the inputs of library matmuls with block scales: rows of scales are aligned to 16 bytes."""
-_BLOCK_M, _LOW_M = 128, 64
-SPLITK_ROWS = 32
+_BLOCK_M, _SMALL_M = 128, 64
+MAX_SPLITK_ROWS = 32
 """Maximum rows of `w8a8_splitk`, the W8A8 GEMM with the weights as the left operand."""
 STEP_INPUTS = 2048
 """Inputs per step of a GEMV program, if it does not hold whole rows."""
-_NEARLY_FULL = 0.7
+_MIN_SM_UTILIZATION = 0.7
 """Minimum fraction of SMs, over all waves, that tiles without split-K must keep busy."""
-_LONE_BYTES, _PAIRED_BYTES = 122880, 98304
+_EXCLUSIVE_BYTES, _PAIRED_BYTES = 122880, 98304
 """Pipeline bytes with which exactly one program fits on an H200 SM (see `plans._EXCLUSIVE_STAGES`), and with which two
 do."""
 
@@ -80,7 +81,7 @@ def quantizes_activations(rows: int, kind: EightBitKind, gpu: GpuTraits) -> bool
     Only if the checkpoint expects it. Otherwise weights are dequantized in the matmul, or before it if the GPU lacks
     FP8 matmuls.
     """
-    return rows > FEW_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
+    return rows > MAX_W8A16_ROWS and (kind == "int8" or gpu.capability >= FP8_CAPABILITY)
 
 
 def uses_library_matmul(
@@ -102,7 +103,7 @@ def uses_library_matmul(
     if inputs % _BLOCK_K:
         return True
     # Up to here small-M tiles, then one wave of narrow ones, were faster than the library.
-    return rows > _LOW_M and (scaling == "tensor" or rows > 128 or not _one_wave(rows, outputs, gpu))
+    return rows > _SMALL_M and (scaling == "tensor" or rows > 128 or not _one_wave(rows, outputs, gpu))
 
 
 def choose_w8a8_gemm(
@@ -126,8 +127,8 @@ def _w8a8_key(
 
 
 def _w8a8_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> W8A8GemmPlan:
-    if rows <= _LOW_M:
-        return _low_rule(rows, outputs, inputs, scaling, gpu)
+    if rows <= _SMALL_M:
+        return _small_m_rule(rows, outputs, inputs, scaling, gpu)
     narrow = _one_wave(rows, outputs, gpu)
     block_n, stages = (64, 5 if rows <= 128 else 4) if narrow else (128, 3)
     stages = min(stages, gpu.max_stages((_BLOCK_M + block_n) * _BLOCK_K, warpgroup=True))
@@ -139,15 +140,15 @@ def _w8a8_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuT
     return replace(plan, split=split)
 
 
-def _low_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> W8A8GemmPlan:
-    block_m = next(size for size in (16, SPLITK_ROWS, _LOW_M) if rows <= size)
-    lone = ceil_div(outputs, TILE) <= gpu.multiprocessors
+def _small_m_rule(rows: int, outputs: int, inputs: int, scaling: Scaling, gpu: GpuTraits) -> W8A8GemmPlan:
+    block_m = next(size for size in (16, MAX_SPLITK_ROWS, _SMALL_M) if rows <= size)
+    exclusive = ceil_div(outputs, TILE) <= gpu.multiprocessors
     # Two blocks of outputs halve the repeated reads of 64 rows of inputs.
-    block_n = TILE if lone or block_m < _LOW_M else 2 * TILE
+    block_n = TILE if exclusive or block_m < _SMALL_M else 2 * TILE
     # Same bytes per step as with 16-bit weights; block scales limit the step to 128 inputs.
-    block_k = 2 * _BLOCK_K if block_m < _LOW_M and scaling != "block" and inputs % (2 * _BLOCK_K) == 0 else _BLOCK_K
+    block_k = 2 * _BLOCK_K if block_m < _SMALL_M and scaling != "block" and inputs % (2 * _BLOCK_K) == 0 else _BLOCK_K
     stage_bytes = (block_m + block_n) * block_k
-    stages = ceil_div(_LONE_BYTES, stage_bytes) if lone else _PAIRED_BYTES // stage_bytes
+    stages = ceil_div(_EXCLUSIVE_BYTES, stage_bytes) if exclusive else _PAIRED_BYTES // stage_bytes
     # Block scales are loaded with each step.
     stages = min(stages, gpu.max_stages(stage_bytes + 4 * (block_m + block_n), warpgroup=True))
     plan = W8A8GemmPlan(block_m, block_n, 1, stages, 4, block_k)
@@ -162,7 +163,7 @@ def choose_gated_w8a8_gemm(
 
     width: number of outputs; group: outputs that share a scale, less than 1 for static or row scales.
     """
-    if not FEW_ROWS < rows <= _LOW_M or inputs % _BLOCK_K:
+    if not MAX_W8A16_ROWS < rows <= _SMALL_M or inputs % _BLOCK_K:
         return None
     key = _w8a8_key(rows, width, inputs, kind, scaling, gated=True)
     rule = _gated_rule(rows, width, group, gpu)
@@ -176,11 +177,11 @@ def _gated_rule(rows: int, width: int, group: int, gpu: GpuTraits) -> W8A8GemmPl
 
     Measured on one H200 with the shapes of Llama-3.1-8B at 16 and 64 rows, where a step took about 2 % less.
     """
-    block_m = next(size for size in (16, SPLITK_ROWS, _LOW_M) if rows <= size)
-    block_n = 2 * TILE if group > 0 or block_m == _LOW_M else TILE
+    block_m = next(size for size in (16, MAX_SPLITK_ROWS, _SMALL_M) if rows <= size)
+    block_n = 2 * TILE if group > 0 or block_m == _SMALL_M else TILE
     tiles = ceil_div(width, block_n)
     waves = ceil_div(tiles, gpu.multiprocessors)
-    if not quantizes_in_tiles(group, block_n) or tiles < _NEARLY_FULL * waves * gpu.multiprocessors:
+    if not quantizes_in_tiles(group, block_n) or tiles < _MIN_SM_UTILIZATION * waves * gpu.multiprocessors:
         return None
     # Block scales are loaded with each step.
     stage_bytes = (block_m + 2 * block_n) * _BLOCK_K + 4 * (block_m + 2)
@@ -212,7 +213,7 @@ def choose_eight_bit(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Pl
     """Choose the plan of y = x W^T with an 8-bit W and 16-bit x."""
     if rows == 1 and inputs % 16 == 0:
         rule: Plan = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
-        return gpu.tiles.product(ProductKey("product", 8, outputs, inputs, 1), rule)
+        return gpu.tiles.matmul(MatmulKey("product", 8, outputs, inputs, 1), rule)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=8)
 
 
@@ -222,7 +223,7 @@ def choose_eight_bit_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -
     width: number of outputs.
     """
     if rows == 1 and inputs % 16 == 0:
-        return gpu.tiles.product(ProductKey("gated", 8, width, inputs, 1), normed_rule(inputs, True, 8))
+        return gpu.tiles.matmul(MatmulKey("gated", 8, width, inputs, 1), normed_rule(inputs, True, 8))
     return _splitk(rows, width, inputs, gpu, gated=True, bits=8)
 
 
@@ -231,13 +232,13 @@ def choose_int4(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits
 
     group: group size; ordered: act-order, for which the kernel of one row permutes x itself.
     """
-    if not run_of(inputs, group):
+    if not run_length(inputs, group):
         return None
     if rows == 1:
         rule = GemvPlan(_height(8, inputs, group), min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         if ordered and inputs <= MAX_NORM:
             rule = _whole_row_int4(inputs, group, gated=False)
-        return _one_row(ProductKey("product", 4, outputs, inputs, 1), rule, group, gpu, ordered)
+        return _one_row(MatmulKey("product", 4, outputs, inputs, 1), rule, group, gpu, ordered)
     return _splitk(rows, outputs, inputs, gpu, gated=False, bits=4, group=group)
 
 
@@ -246,11 +247,11 @@ def choose_int4_gated(rows: int, width: int, inputs: int, group: int, gpu: GpuTr
 
     width: number of outputs; group: group size; ordered: as in `choose_int4`.
     """
-    if not run_of(inputs, group):
+    if not run_length(inputs, group):
         return None
     if rows == 1 and inputs <= MAX_NORM:
         rule = _whole_row_int4(inputs, group, gated=True, ordered=ordered)
-        return _one_row(ProductKey("gated", 4, width, inputs, 1), rule, group, gpu, ordered)
+        return _one_row(MatmulKey("gated", 4, width, inputs, 1), rule, group, gpu, ordered)
     return _splitk(rows, width, inputs, gpu, gated=True, bits=4, group=group)
 
 
@@ -261,19 +262,19 @@ def choose_int4_normed(
 
     outputs: as in `choose_normed`; ordered: as in `choose_int4`. None means separate kernels.
     """
-    if inputs > MAX_NORM or not run_of(inputs, group):
+    if inputs > MAX_NORM or not run_length(inputs, group):
         return None
     operation: Operation = "normed_gated" if gated else "normed"
     rule = _whole_row_int4(inputs, group, gated=gated, ordered=ordered)
-    return _one_row(ProductKey(operation, 4, outputs, inputs, 1), rule, group, gpu, ordered)
+    return _one_row(MatmulKey(operation, 4, outputs, inputs, 1), rule, group, gpu, ordered)
 
 
-def _one_row(key: ProductKey, rule: GemvPlan, group: int, gpu: GpuTraits, ordered: bool) -> GemvPlan:
+def _one_row(key: MatmulKey, rule: GemvPlan, group: int, gpu: GpuTraits, ordered: bool) -> GemvPlan:
     """Return the measured plan, or the rule's.
 
     Plans are measured with groups of 128 and without act-order, and not used otherwise.
     """
-    found = rule if ordered or _in_short_groups(key.inputs, group) else gpu.tiles.product(key, rule)
+    found = rule if ordered or _in_short_groups(key.inputs, group) else gpu.tiles.matmul(key, rule)
     return found if isinstance(found, GemvPlan) else rule
 
 
@@ -282,7 +283,7 @@ def _in_short_groups(inputs: int, group: int) -> bool:
 
     Each group then has its own scale and zero point.
     """
-    return group % (INT4_STRIDE * run_of(inputs, group)) > 0
+    return group % (INT4_STRIDE * run_length(inputs, group)) > 0
 
 
 def _height(rows: int, inputs: int, group: int) -> int:
@@ -314,8 +315,8 @@ def _filling(split: int, tiles: int, inputs: int, size: int, gpu: GpuTraits) -> 
     others idle if more program slots are free than needed.
     """
     stage_bytes = _BLOCK_K * (TILE // 2 + max(size, 16) * _INPUT_BYTES)
-    side_by_side = min(_SIDE_BY_SIDE, gpu.shared_memory // (MAX_STAGES * stage_bytes))
-    while 2 * split * tiles <= side_by_side * gpu.multiprocessors and inputs >= 2 * split * LONG_PART:
+    programs_per_sm = min(_MAX_PROGRAMS_PER_SM, gpu.shared_memory // (MAX_STAGES * stage_bytes))
+    while 2 * split * tiles <= programs_per_sm * gpu.multiprocessors and inputs >= 2 * split * LONG_PART:
         split *= 2
     return split
 
@@ -328,7 +329,7 @@ def _splitk(
     if bits == 4:
         # A step must not cross a group.
         block = next(
-            part for part in (_BLOCK_K, 64, 32) if group % part == INT4_STRIDE * run_of(inputs, group) % part == 0
+            part for part in (_BLOCK_K, 64, 32) if group % part == INT4_STRIDE * run_length(inputs, group) % part == 0
         )
     if size is None or size > MAX_ROWS or inputs % block:
         return None
@@ -336,11 +337,11 @@ def _splitk(
     # While one program unpacks its weights, another uses the tensor cores. Equal parts need no masks.
     tiles = ceil_div(outputs, TILE)
     split = split_inputs(tiles, inputs, 2 * gpu.multiprocessors)
-    split = 1 << (max(1, min(split, inputs // FEWEST_INPUTS)).bit_length() - 1)
+    split = 1 << (max(1, min(split, inputs // MIN_SPLIT_INPUTS)).bit_length() - 1)
     if bits == 4 and not gated and gpu.pdl:
         split = _filling(split, tiles, inputs, size, gpu)
     rule = SplitKPlan(TILE, block, split, MAX_STAGES)
-    plan = gpu.tiles.product(ProductKey(operation, bits, outputs, inputs, size), rule)
+    plan = gpu.tiles.matmul(MatmulKey(operation, bits, outputs, inputs, size), rule)
     if isinstance(plan, SplitKPlan) and group % plan.block_k:
         # Measured with larger groups.
         plan = rule

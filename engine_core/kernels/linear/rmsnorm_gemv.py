@@ -16,17 +16,17 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.gemv import add_norm_gemv, gated, input_mode, norm_gemv, with_bias
+from tandem.engine_core.kernels.linear.gemv import add_bias, add_norm_gemv, apply_gate, input_mode, norm_gemv
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 
 @triton.jit
-def _pieces(row_ptr, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_chunks(row_ptr, offs, K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the chunks of one row."""
     found = ()
-    for piece in tl.static_range(PIECES):
-        at = offs + piece * BLOCK_K
-        if (piece + 1) * BLOCK_K <= K:
+    for chunk in tl.static_range(CHUNKS):
+        at = offs + chunk * BLOCK_K
+        if (chunk + 1) * BLOCK_K <= K:
             found = found + (tl.load(row_ptr + at),)
         else:
             found = found + (tl.load(row_ptr + at, mask=at < K, other=0.0),)
@@ -34,37 +34,37 @@ def _pieces(row_ptr, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
-def _wide(pieces, PIECES: tl.constexpr):
+def _wide(chunks, CHUNKS: tl.constexpr):
     found = ()
-    for piece in tl.static_range(PIECES):
-        found = found + (pieces[piece].to(tl.float32),)
+    for chunk in tl.static_range(CHUNKS):
+        found = found + (chunks[chunk].to(tl.float32),)
     return found
 
 
 @triton.jit
-def _normalised(pieces, weights, eps, K: tl.constexpr, PIECES: tl.constexpr, dtype: tl.constexpr):
+def _normalised(chunks, weights, eps, K: tl.constexpr, CHUNKS: tl.constexpr, dtype: tl.constexpr):
     """Return the norm of a row in float32.
 
-    Rounds like `norm.normalised`. chunks: float32, 0 past K.
+    Rounds like `norm.normalize`. chunks: float32, 0 past K.
     """
-    squares = pieces[0] * pieces[0]
-    for piece in tl.static_range(1, PIECES):
-        squares += pieces[piece] * pieces[piece]
+    squares = chunks[0] * chunks[0]
+    for chunk in tl.static_range(1, CHUNKS):
+        squares += chunks[chunk] * chunks[chunk]
     inverse = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     found = ()
-    for piece in tl.static_range(PIECES):
-        weight = weights[piece]
-        quotient = (pieces[piece] * inverse).to(weight.dtype).to(tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        weight = weights[chunk]
+        quotient = (chunks[chunk] * inverse).to(weight.dtype).to(tl.float32)
         found = found + ((quotient * weight.to(tl.float32)).to(dtype).to(tl.float32),)
     return found
 
 
 @triton.jit
-def _products(rows, vector, PIECES: tl.constexpr):
+def _products(rows, vector, CHUNKS: tl.constexpr):
     """Return the dot products of weight rows and a vector, [ROWS] float32."""
     sums = rows[0].to(tl.float32) * vector[0][None, :]
-    for piece in tl.static_range(1, PIECES):
-        sums += rows[piece].to(tl.float32) * vector[piece][None, :]
+    for chunk in tl.static_range(1, CHUNKS):
+        sums += rows[chunk].to(tl.float32) * vector[chunk][None, :]
     return tl.sum(sums, 1)
 
 
@@ -83,7 +83,7 @@ def rmsnorm_gemv_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
@@ -103,25 +103,25 @@ def rmsnorm_gemv_kernel(
     base_ptr = weight_ptr + first.to(tl.int64) * K
     upper_ptr = base_ptr + N.to(tl.int64) * K
     # Rows past the end repeat the last one and are not stored.
-    places = tl.minimum(rows, last)[:, None] * K + offs[None, :]
-    tile = _pieces_of_rows(base_ptr, places, offs, K, PIECES, BLOCK_K)
+    row_offs = tl.minimum(rows, last)[:, None] * K + offs[None, :]
+    tile = _load_row_chunks(base_ptr, row_offs, offs, K, CHUNKS, BLOCK_K)
     if GATED:
-        upper_tile = _pieces_of_rows(upper_ptr, places, offs, K, PIECES, BLOCK_K)
+        upper_tile = _load_row_chunks(upper_ptr, row_offs, offs, K, CHUNKS, BLOCK_K)
     wait_for_previous(PDL)
-    vector = _wide(_pieces(x_ptr, offs, K, PIECES, BLOCK_K), PIECES)
+    vector = _wide(_load_chunks(x_ptr, offs, K, CHUNKS, BLOCK_K), CHUNKS)
     if MODE == 3:
-        vector = _normalised(vector, _pieces(x_weight_ptr, offs, K, PIECES, BLOCK_K), eps, K, PIECES, dtype)
+        vector = _normalised(vector, _load_chunks(x_weight_ptr, offs, K, CHUNKS, BLOCK_K), eps, K, CHUNKS, dtype)
     if MODE >= 2:
-        residual = _pieces(residual_ptr, offs, K, PIECES, BLOCK_K)
+        residual = _load_chunks(residual_ptr, offs, K, CHUNKS, BLOCK_K)
         stream = ()
-        for piece in tl.static_range(PIECES):
-            total = (vector[piece] + residual[piece].to(tl.float32)).to(dtype)
+        for chunk in tl.static_range(CHUNKS):
+            total = (vector[chunk] + residual[chunk].to(tl.float32)).to(dtype)
             if tl.program_id(0) == 0:
-                at = piece * BLOCK_K + offs
+                at = chunk * BLOCK_K + offs
                 tl.store(total_ptr + at, total, mask=at < K)
             stream = stream + (total.to(tl.float32),)
         vector = stream
-    vector = _normalised(vector, _pieces(norm_weight_ptr, offs, K, PIECES, BLOCK_K), eps, K, PIECES, dtype)
+    vector = _normalised(vector, _load_chunks(norm_weight_ptr, offs, K, CHUNKS, BLOCK_K), eps, K, CHUNKS, dtype)
     for t in tl.static_range(TILES):
         offs_n = first + t * ROWS + rows
         mask_n = offs_n < N
@@ -129,30 +129,30 @@ def rmsnorm_gemv_kernel(
         if GATED:
             also = upper_tile
         if t + 1 < TILES:
-            places = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs[None, :]
-            tile = _pieces_of_rows(base_ptr, places, offs, K, PIECES, BLOCK_K)
+            row_offs = tl.minimum((t + 1) * ROWS + rows, last)[:, None] * K + offs[None, :]
+            tile = _load_row_chunks(base_ptr, row_offs, offs, K, CHUNKS, BLOCK_K)
             if GATED:
-                upper_tile = _pieces_of_rows(upper_ptr, places, offs, K, PIECES, BLOCK_K)
-        result = with_bias(_products(now, vector, PIECES), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
+                upper_tile = _load_row_chunks(upper_ptr, row_offs, offs, K, CHUNKS, BLOCK_K)
+        result = add_bias(_products(now, vector, CHUNKS), bias_ptr, offs_n, mask_n, HAS_BIAS, dtype)
         if GATED:
-            up = with_bias(_products(also, vector, PIECES), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
-            result = gated(result, up, ACTIVATION)
+            up = add_bias(_products(also, vector, CHUNKS), bias_ptr + N, offs_n, mask_n, HAS_BIAS, dtype)
+            result = apply_gate(result, up, ACTIVATION)
         tl.store(y_ptr + offs_n, result, mask=mask_n)
 
 
 @triton.jit
-def _pieces_of_rows(base_ptr, places, offs, K: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_row_chunks(base_ptr, row_offs, offs, K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load the chunks of weight rows.
 
     offs: of the first chunk, [ROWS, BLOCK_K].
     """
     found = ()
-    for piece in tl.static_range(PIECES):
-        if (piece + 1) * BLOCK_K <= K:
-            found = found + (tl.load(base_ptr + places + piece * BLOCK_K),)
+    for chunk in tl.static_range(CHUNKS):
+        if (chunk + 1) * BLOCK_K <= K:
+            found = found + (tl.load(base_ptr + row_offs + chunk * BLOCK_K),)
         else:
-            inside = (piece * BLOCK_K + offs < K)[None, :]
-            found = found + (tl.load(base_ptr + places + piece * BLOCK_K, mask=inside, other=0.0),)
+            inside = (chunk * BLOCK_K + offs < K)[None, :]
+            found = found + (tl.load(base_ptr + row_offs + chunk * BLOCK_K, mask=inside, other=0.0),)
     return found
 
 
@@ -198,7 +198,7 @@ def rmsnorm_gemv(
         K=inputs,
         ROWS=plan.rows,
         BLOCK_K=plan.block_k,
-        PIECES=triton.cdiv(inputs, plan.block_k),
+        CHUNKS=triton.cdiv(inputs, plan.block_k),
         TILES=plan.tiles,
         HAS_BIAS=bias is not None,
         MODE=input_mode(norm_weight, residual, x_weight),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.eight_bit_weights import numbers_of, scaled
-from tandem.engine_core.kernels.linear.gemv import gated, with_bias
+from tandem.engine_core.kernels.linear.eight_bit_weights import apply_row_scales, cast_weights
+from tandem.engine_core.kernels.linear.gemv import add_bias, apply_gate
 from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
@@ -77,11 +77,11 @@ def finish_tile(
                     ups += tl.load(tile_ptr + s * STRIDE + SIZE, cache_modifier=".cg")
     if done:
         offs_n = first + rows[:, None]
-        sums = scaled(sums, scale_ptr, offs_n, offs_n < N, SCALES)
-        result = with_bias(sums, bias_ptr, offs_n, offs_n < N, HAS_BIAS, dtype)
+        sums = apply_row_scales(sums, scale_ptr, offs_n, offs_n < N, SCALES)
+        result = add_bias(sums, bias_ptr, offs_n, offs_n < N, HAS_BIAS, dtype)
         if GATED:
-            ups = scaled(ups, scale_ptr + N, offs_n, offs_n < N, SCALES)
-            result = gated(result, with_bias(ups, bias_ptr + N, offs_n, offs_n < N, HAS_BIAS, dtype), ACTIVATION)
+            ups = apply_row_scales(ups, scale_ptr + N, offs_n, offs_n < N, SCALES)
+            result = apply_gate(result, add_bias(ups, bias_ptr + N, offs_n, offs_n < N, HAS_BIAS, dtype), ACTIVATION)
         tl.store(y_ptr + tokens[None, :] * N + offs_n, result, mask=(offs_n < N) & mask_m)
 
 
@@ -144,7 +144,7 @@ def splitk_gemm_kernel(
         # Equal parts need no mask: the compiler removes a constant one.
         within = True if BLOCKS % SPLIT == 0 else step < count
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
-        weights = numbers_of(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
+        weights = cast_weights(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
         if SCALES == 2:
             column = tl.minimum((begin + step) * BLOCK_K // 128, WIDE - 1)
             scales = tl.load(scale_ptr + scale_rows * WIDE + column)
@@ -152,7 +152,7 @@ def splitk_gemm_kernel(
         else:
             sums = tl.dot(weights, vectors, sums, input_precision=precision)
         if GATED:
-            weights = numbers_of(tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
+            weights = cast_weights(tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
             if SCALES == 2:
                 scales = tl.load(scale_ptr + (N // 16 + scale_rows) * WIDE + column)
                 ups += tl.dot(weights, vectors, input_precision=precision) * scales[:, None]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.gemv import with_bias
+from tandem.engine_core.kernels.linear.gemv import add_bias
 from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.tiles.plan_types import W8A8GemmPlan
@@ -38,7 +38,7 @@ def scaled_tile(
             sums *= tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
         else:
             sums *= tl.load(x_scale_ptr)
-    return with_bias(sums, bias_ptr, offs_n[None, :], mask_n[None, :], HAS_BIAS, dtype)
+    return add_bias(sums, bias_ptr, offs_n[None, :], mask_n[None, :], HAS_BIAS, dtype)
 
 
 @triton.jit
@@ -47,12 +47,12 @@ def store_tile(
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Finish the sums of a tile as in `scaled_tile`, and store them."""
-    numbers = scaled_tile(
+    result = scaled_tile(
         sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES, HAS_BIAS,
         y_ptr.dtype.element_ty,
     )  # fmt: skip
-    places = y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-    tl.store(places, numbers, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+    y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, result, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "x_scale_stride"])

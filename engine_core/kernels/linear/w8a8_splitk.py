@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.quantized_plans import SPLITK_ROWS
+from tandem.engine_core.kernels.linear.quantized_plans import MAX_SPLITK_ROWS
 from tandem.engine_core.kernels.linear.splitk_gemm import finish_tile
 from tandem.engine_core.kernels.linear.w8a8_gemm import check_operands, w8a8_gemm, w8a8_options
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
@@ -148,6 +148,6 @@ def w8a8_matmul(
 
     Tiles of at most 32 rows that hold all rows use `w8a8_splitk`.
     """
-    few = 0 < x.count <= plan.block_m <= SPLITK_ROWS
-    product = w8a8_splitk if few else w8a8_gemm
-    return product(x, weight, scales, bias, plan, partials, counters, whole_blocks, pdl)
+    few = 0 < x.count <= plan.block_m <= MAX_SPLITK_ROWS
+    gemm = w8a8_splitk if few else w8a8_gemm
+    return gemm(x, weight, scales, bias, plan, partials, counters, whole_blocks, pdl)

@@ -70,5 +70,5 @@ def quantized_matmul(
         spread = scales[:, None]
     else:
         spread = scales.repeat_interleave(scale_rows, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
-    product = rows.numbers() @ (values.float() * spread).t()
-    return (product if bias is None else product + bias.float()).to(rows.dtype)
+    y = rows.dequantize() @ (values.float() * spread).t()
+    return (y if bias is None else y + bias.float()).to(rows.dtype)

@@ -45,18 +45,18 @@ def _gather_samples_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    place = tl.program_id(0)
+    slot = tl.program_id(0)
     wait_for_previous(PDL)
-    index = tl.load(index_ptr + place)
+    index = tl.load(index_ptr + slot)
     token = tl.maximum(index, 0)
     row, position = tl.load(rows_ptr + token), tl.load(positions_ptr + token)
-    tl.store(sample_rows_ptr + place, tl.where(index >= 0, row, 0))
-    tl.store(sample_positions_ptr + place, tl.where(index >= 0, position, 0))
+    tl.store(sample_rows_ptr + slot, tl.where(index >= 0, row, 0))
+    tl.store(sample_positions_ptr + slot, tl.where(index >= 0, position, 0))
     source_ptr = hidden_ptr + token.to(tl.int64) * hidden_stride
     for first in range(0, WIDTH, BLOCK):
         offs = first + tl.arange(0, BLOCK)
         state = tl.load(source_ptr + offs, mask=offs < WIDTH)
-        tl.store(out_ptr + place.to(tl.int64) * WIDTH + offs, state, mask=offs < WIDTH)
+        tl.store(out_ptr + slot.to(tl.int64) * WIDTH + offs, state, mask=offs < WIDTH)
 
 
 def gather_samples(
@@ -72,10 +72,10 @@ def gather_samples(
 
     All tensors are contiguous. Indices are below T; this is not checked, since they are on the device.
     """
-    places, width = len(index), hidden.shape[1]
-    out = torch.empty(places, width, dtype=hidden.dtype, device=hidden.device)
-    if places:
-        _gather_samples_kernel[(places,)](
+    slots, width = len(index), hidden.shape[1]
+    out = torch.empty(slots, width, dtype=hidden.dtype, device=hidden.device)
+    if slots:
+        _gather_samples_kernel[(slots,)](
             out,
             sample_rows,
             sample_positions,

@@ -13,8 +13,8 @@ from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTa
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
 from tandem.engine_core.kernels.sampling.sort_key import (
     best_of_tile,
+    classify_tile,
     combine_tiles,
-    judge,
     load_logits,
     token_of,
     write_token,
@@ -52,7 +52,7 @@ def _greedy_kernel(
             write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
         return
     best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
-    best = combine_tiles(winner_ptr, arrivals_ptr, index, judge(best, largest), tl.num_programs(0))
+    best = combine_tiles(winner_ptr, arrivals_ptr, index, classify_tile(best, largest), tl.num_programs(0))
     if best != NOTHING:
         write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token_of(best))
 

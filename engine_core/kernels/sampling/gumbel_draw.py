@@ -45,7 +45,7 @@ from tandem.engine_core.kernels.sampling.weights import (
 CHOICE = tl.constexpr(INT_COLUMNS.index("choice"))
 SEED = tl.constexpr(INT_COLUMNS.index("seed"))
 CANDIDATES = tl.constexpr(reference.CANDIDATES)
-SETTLED = tl.constexpr(NOTHING.value)
+DONE = tl.constexpr(NOTHING.value)
 """First candidate of a row whose token is written."""
 DRAW_WARPS = 4
 """Warps of a program that draws: eight tokens per thread."""
@@ -97,7 +97,7 @@ def draw_token(
 @triton.jit
 def _draw_kernel(
     logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, tile_best_ptr, masses_ptr, adjusted_ptr, touched_ptr,
-    row_best_ptr, candidates_ptr, weighs_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride,
+    row_best_ptr, candidates_ptr, mass_mode_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride,
     token_stride, max_len, vocab, tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr,
     SEGMENT: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +119,8 @@ def _draw_kernel(
             token = tl.where(row == 0, 0, token_of(largest))
             write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
             if FULL:
-                tl.store(candidate_ptr, SETTLED)
-                tl.store(weighs_ptr + index, 0)
+                tl.store(candidate_ptr, DONE)
+                tl.store(mass_mode_ptr + index, 0)
         return
     needs_weighing = (top_k > 0) | (top_p < 1.0)
     if FULL:  # noqa: SIM102  Kinds of launches are distinguished at compile time.
@@ -141,10 +141,10 @@ def _draw_kernel(
         stays = (not needs_weighing) & (log_weights(x, top, slope) >= least_y)
         rank = to_rank(x, token)
         settled = (number == 0) & (stays | (rank == largest))
-        tl.store(candidate_ptr, tl.where(settled, SETTLED, rank))
+        tl.store(candidate_ptr, tl.where(settled, DONE, rank))
         if number == 0:
             tl.store(row_best_ptr + index, largest)
-            tl.store(weighs_ptr + index, tl.where(needs_weighing & (not settled), tl.where(is_adjusted, 2, 1), 0))
+            tl.store(mass_mode_ptr + index, tl.where(needs_weighing & (not settled), tl.where(is_adjusted, 2, 1), 0))
     if settled:
         write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
@@ -188,7 +188,7 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
         scratch.touched,
         scratch.row_best,
         scratch.candidates,
-        scratch.weighs,
+        scratch.mass_mode,
         batch.sampled,
         tokens,
         tables.lengths,

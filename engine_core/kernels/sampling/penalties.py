@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.fast_math import quotient
+from tandem.engine_core.kernels.fast_math import fast_div
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE, TOP_K
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch, num_warps_for
@@ -39,7 +39,7 @@ PARTS = tl.constexpr(4)
 """Parts of a tile, adjusted sequentially."""
 MARK_BLOCK = 1024
 """Tokens of the history per program and iteration."""
-FEWEST_PARTS, MARK_PROGRAMS = 8, 2048
+MIN_PARTS, MARK_PROGRAMS = 8, 2048
 """Minimum number of programs per row, and number of programs over all rows beyond that, about the concurrency of a
 large GPU."""
 
@@ -124,7 +124,7 @@ def _apply_marks(x, bias, mark_bits, repetition, presence, frequency):
     x = tl.where((mark_bits & BIASED) != 0, x + bias, x)
     count = (mark_bits & COUNT).to(tl.float32)
     held = (mark_bits & (COUNT | IN_PROMPT)) != 0
-    x = tl.where(held, tl.where(x > 0, quotient(x, repetition), x * repetition), x)
+    x = tl.where(held, tl.where(x > 0, fast_div(x, repetition), x * repetition), x)
     x = x - count * frequency - tl.where(count > 0, presence, 0.0)
     return tl.where((mark_bits & SUPPRESSED) != 0, float("-inf"), x)
 
@@ -223,7 +223,7 @@ def history_parts(rows: int, max_len: int) -> int:
     only read its length. rows: to sample; max_len: longest history.
     """
     most = min(max_len // MARK_BLOCK, MARK_PROGRAMS // rows)
-    return FEWEST_PARTS if most <= FEWEST_PARTS else 1 << (most.bit_length() - 1)
+    return MIN_PARTS if most <= MIN_PARTS else 1 << (most.bit_length() - 1)
 
 
 def mark(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:

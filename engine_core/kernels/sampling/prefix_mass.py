@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.fast_math import at_least, fast_exp2
+from tandem.engine_core.kernels.fast_math import fast_exp2, ge_float32
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, TEMPERATURE
 from tandem.engine_core.kernels.sampling.gumbel_draw import CANDIDATES
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch, num_warps_for
-from tandem.engine_core.kernels.sampling.sort_key import ID_BITS, NEIGHBOURS, rank_id, rank_value, value_of_bits
+from tandem.engine_core.kernels.sampling.sort_key import ADJACENT, ID_BITS, rank_id, rank_value, value_of_bits
 from tandem.engine_core.kernels.sampling.truncation import load_truncation
 from tandem.engine_core.kernels.sampling.weights import load_adjusted, log2_slope, log_weights
 
@@ -35,20 +35,20 @@ def _is_ahead(x, rank, start):
     above = value_of_bits((rank >> ID_BITS).to(tl.int32) + 1)
     if (token >= start) & (token < start + x.shape[0]):
         # An id per token would take a register each.
-        groups = tl.arange(0, x.shape[0] // NEIGHBOURS)[:, None]
-        places = tl.arange(0, NEIGHBOURS)[None, :]
-        group, place = (token - start) // NEIGHBOURS, (token - start) % NEIGHBOURS
-        lower = (groups < group) | ((groups == group) & (places < place))
-        ahead = at_least(x, tl.where(tl.reshape(lower, [x.shape[0]]), value, above))
+        groups = tl.arange(0, x.shape[0] // ADJACENT)[:, None]
+        offsets = tl.arange(0, ADJACENT)[None, :]
+        group, offset = (token - start) // ADJACENT, (token - start) % ADJACENT
+        lower = (groups < group) | ((groups == group) & (offsets < offset))
+        ahead = ge_float32(x, tl.where(tl.reshape(lower, [x.shape[0]]), value, above))
     else:
-        ahead = at_least(x, tl.where(token > start, value, above))
+        ahead = ge_float32(x, tl.where(token > start, value, above))
     return ahead
 
 
 @triton.jit
 def _prefix_mass_kernel(
     logits_ptr, rows_ptr, ints_ptr, floats_ptr, adjusted_ptr, tile_best_ptr, row_best_ptr, candidates_ptr,
-    weighs_ptr, ahead_ptr, counts_ptr, logit_stride, adjusted_stride, vocab, BLOCK: tl.constexpr,
+    mass_mode_ptr, ahead_ptr, counts_ptr, logit_stride, adjusted_stride, vocab, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -57,13 +57,13 @@ def _prefix_mass_kernel(
     wait_for_previous(PDL)
     # Two rounds of loads, each issued together: those by index, and those that depend on them.
     drawn_ptr = candidates_ptr + index * CANDIDATES
-    weighs = tl.load(weighs_ptr + index)
+    mass_mode = tl.load(mass_mode_ptr + index)
     first = tl.load(drawn_ptr)
     best = tl.load(tile_best_ptr + index * tiles + tile)
     row = tl.load(rows_ptr + index).to(tl.int64)
     # A tile without a token ahead of the first candidate has none ahead of another candidate that matters. The row is
     # compared first so that its load is issued before this: padding is never processed.
-    if (weighs == 0) | (best <= first) | (row == 0):
+    if (mass_mode == 0) | (best <= first) | (row == 0):
         return
     raw = logits_ptr + index.to(tl.int64) * logit_stride
     changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
@@ -71,7 +71,7 @@ def _prefix_mass_kernel(
     top_k, _, _ = load_truncation(ints_ptr, floats_ptr, row, vocab)
     temperature = tl.load(floats_ptr + row * NUM_FLOATS + TEMPERATURE)
     top = rank_value(tl.load(row_best_ptr + index))
-    x = load_adjusted(raw, changed, weighs == 2, ids, ids < vocab)
+    x = load_adjusted(raw, changed, mass_mode == 2, ids, ids < vocab)
     weights = fast_exp2(log_weights(x, top, log2_slope(temperature)))
     offset = (index * tiles + tile) * CANDIDATES
     foremost = tl.full([], NOTHING, tl.int64)
@@ -101,7 +101,7 @@ def prefix_mass(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingS
         scratch.tile_best,
         scratch.row_best,
         scratch.candidates,
-        scratch.weighs,
+        scratch.mass_mode,
         scratch.ahead,
         scratch.counts,
         logits.stride(0),

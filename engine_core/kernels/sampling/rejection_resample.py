@@ -19,7 +19,7 @@ import triton.language as tl
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.fast_math import fast_exp2
 from tandem.engine_core.kernels.sampling.columns import NUM_FLOATS, NUM_INTS, TEMPERATURE
-from tandem.engine_core.kernels.sampling.gumbel_draw import CANDIDATES, CHOICE, SEED, SETTLED, draw_token
+from tandem.engine_core.kernels.sampling.gumbel_draw import CANDIDATES, CHOICE, DONE, SEED, draw_token
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
 from tandem.engine_core.kernels.sampling.scratch import NOTHING, SamplingScratch
 from tandem.engine_core.kernels.sampling.sort_key import EMPTY, rank_id, rank_value, to_rank, write_token
@@ -34,9 +34,9 @@ from tandem.engine_core.kernels.sampling.weights import (
     top_p_mass,
 )
 
-EVERYTHING = tl.constexpr(1 << 62)
+UNBOUNDED_MASS = tl.constexpr(1 << 62)
 """A mass above that of every row."""
-MOST_WARPS = 16
+MAX_WARPS = 16
 """Maximum warps of a program, which has an SM to itself except in the largest batches."""
 
 
@@ -138,7 +138,7 @@ def _rejection_resample_kernel(
     index = tl.program_id(0)
     wait_for_previous(PDL)
     drawn_ptr = candidates_ptr + index * CANDIDATES
-    if tl.load(drawn_ptr) == SETTLED:
+    if tl.load(drawn_ptr) == DONE:
         return
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
@@ -150,7 +150,7 @@ def _rejection_resample_kernel(
     changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
     is_adjusted = tl.load(touched_ptr + index) != 0
     masses, y = load_masses(masses_ptr, tile_best_ptr, index, tiles, top, slope, PER_TILE, PAD)
-    target = tl.where(top_p < 1.0, top_p_mass(top_p, fixed_total(masses * fast_exp2(y))), EVERYTHING)
+    target = tl.where(top_p < 1.0, top_p_mass(top_p, fixed_total(masses * fast_exp2(y))), UNBOUNDED_MASS)
     least = tl.full([], EMPTY, tl.int64)
     offset = index * tiles * CANDIDATES
     # Top-p after top-k is relative to the mass that top-k keeps, which is not known yet: this result is recomputed
@@ -219,5 +219,5 @@ def rejection_resample(batch: SamplingBatch, tables: SamplingTables, scratch: Sa
         CAPACITY=scratch.found_ids.shape[1],
         BLOCK=tile,
         maxnreg=64,
-        **scratch.launch_options(min(MOST_WARPS, max(1, tile // 256))),
+        **scratch.launch_options(min(MAX_WARPS, max(1, tile // 256))),
     )

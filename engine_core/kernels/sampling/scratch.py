@@ -60,7 +60,7 @@ class SamplingScratch:
     candidates: Tensor
     """[B, CANDIDATES] int64, ranks of tokens drawn from the whole softmax; the first is DONE if the row has its
     token."""
-    weighs: Tensor
+    mass_mode: Tensor
     """[B] int32, nonzero if the mass ahead of the candidates must be computed: 1 from the model's logits, 2 from
     `adjusted`."""
     ahead: Tensor
@@ -113,7 +113,7 @@ class SamplingScratch:
             touched=buffer(dtype=torch.int32),
             masses=buffer(tiles * (tile // segment), dtype=torch.int64),
             candidates=buffer(CANDIDATES, dtype=torch.int64),
-            weighs=buffer(dtype=torch.int32),
+            mass_mode=buffer(dtype=torch.int32),
             ahead=buffer(tiles, CANDIDATES),
             counts=buffer(tiles, CANDIDATES),
             retry_masses=buffer(tiles * (tile // segment)),

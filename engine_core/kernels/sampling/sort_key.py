@@ -15,21 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.fast_math import INTERPRETED, larger, widened
+from tandem.engine_core.kernels.fast_math import INTERPRETED, nan_max, to_float32
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
 
 ID_BITS = tl.constexpr(20)
 """Bits of a token id within a rank."""
 ID_MASK = tl.constexpr((1 << 20) - 1)
 MAX_VOCAB = (1 << 20) - 1
-BROKEN = tl.constexpr(0x7F800001 << 20)
+INVALID = tl.constexpr(0x7F800001 << 20)
 """Rank of a tile with a NaN or +inf logit; it is above that of every token, and its value is NaN."""
 EMPTY = tl.constexpr(-0x7F800001 << 20)
 """Rank of a tile whose logits are all -inf: that value with an unused id."""
-STARVED = tl.constexpr((-0x7F800001 << 20) | ((1 << 20) - 1))
+ALL_MASKED = tl.constexpr((-0x7F800001 << 20) | ((1 << 20) - 1))
 """Rank of a tile with only -inf left after bias, penalties, suppression and mask: that value with id 0."""
 
-NEIGHBOURS = tl.constexpr(8)
+ADJACENT = tl.constexpr(8)
 """Adjacent tokens of a thread; only their maximum is compared with others."""
 
 
@@ -73,13 +73,13 @@ def rank_value(rank):
 @triton.jit
 def load_logits(logits_ptr, offsets, mask):
     """Load logits as float32; masked-out elements become -inf."""
-    return widened(tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")))
+    return to_float32(tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")))
 
 
 @triton.jit
 def _max_or_nan(x, axis: tl.constexpr):
     """Return the maximum along an axis, and NaN or +inf where an element is NaN."""
-    return tl.max(tl.where(x == x, x, float("inf")), axis=axis) if INTERPRETED else tl.reduce(x, axis, larger)
+    return tl.max(tl.where(x == x, x, float("inf")), axis=axis) if INTERPRETED else tl.reduce(x, axis, nan_max)
 
 
 @triton.jit
@@ -97,25 +97,25 @@ def best_of_tile(x, logits_ptr, start, vocab):
     maxima of adjacent tokens; only the first group with the maximum is read again. x: the tile's logits, from
     `load_logits`; logits_ptr: of the row; start: first id of the tile.
     """
-    groups: tl.constexpr = x.shape[0] // NEIGHBOURS
-    peaks = _max_or_nan(tl.reshape(x, [groups, NEIGHBOURS]), 1)
+    groups: tl.constexpr = x.shape[0] // ADJACENT
+    peaks = _max_or_nan(tl.reshape(x, [groups, ADJACENT]), 1)
     top = _max_or_nan(peaks, 0)
     top = tl.where(top == top, top, float("inf"))
     group = tl.min(tl.where(peaks == top, tl.arange(0, groups), groups - 1), axis=0)
-    ids = start + group * NEIGHBOURS + tl.arange(0, NEIGHBOURS)
+    ids = start + group * ADJACENT + tl.arange(0, ADJACENT)
     again = load_logits(logits_ptr, ids, ids < vocab)
     return to_rank(top, tl.min(tl.where(again == top, ids, ID_MASK), axis=0)), top
 
 
 @triton.jit
-def judge(best, largest):
+def classify_tile(best, largest):
     """Return the best rank of a tile, or the one that marks it as unusable.
 
     best: the rank after adjustments; largest: the tile's largest logit before them, from `best_of_tile`.
     """
     starved = rank_value(best) == float("-inf")
-    best = tl.where(largest == float("-inf"), EMPTY, tl.where(starved, STARVED, best))
-    return tl.where(largest == float("inf"), BROKEN, best)
+    best = tl.where(largest == float("-inf"), EMPTY, tl.where(starved, ALL_MASKED, best))
+    return tl.where(largest == float("inf"), INVALID, best)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def token_of(rank):
 
     It is the rank's id, or -1 if the row has no distribution.
     """
-    return tl.where((rank == BROKEN) | (rank == EMPTY), -1, rank_id(rank))
+    return tl.where((rank == INVALID) | (rank == EMPTY), -1, rank_id(rank))
 
 
 @triton.jit

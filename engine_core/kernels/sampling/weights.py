@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tandem.engine_core.kernels.fast_math import fast_exp2
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
-from tandem.engine_core.kernels.sampling.sort_key import judge, load_logits, rank_value
+from tandem.engine_core.kernels.sampling.sort_key import classify_tile, load_logits, rank_value
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ONE = tl.constexpr(float(1 << 40))
@@ -125,7 +125,7 @@ def store_tile(
     x: logits of the tile's tokens; best: rank of the best one; largest: as in `classify_tile`.
     """
     count: tl.constexpr = x.shape[0] // SEGMENT
-    tl.store(tile_best_ptr + index * tiles + tile, judge(best, largest))
+    tl.store(tile_best_ptr + index * tiles + tile, classify_tile(best, largest))
     if temperature != 0.0:
         store_masses(masses_ptr + index * tiles * count, x, rank_value(best), temperature, tile, SEGMENT)
 

@@ -24,7 +24,7 @@ Scaling = Literal["tensor", "output", "block"]
 """Granularity of weight scales."""
 
 
-class ProductKey(NamedTuple):
+class MatmulKey(NamedTuple):
     """Key of a matmul's launch parameters."""
 
     operation: Operation
@@ -67,7 +67,7 @@ class TileTable:
 
     device: str = ""
     """Name of the GPU, as reported by CUDA."""
-    products: Mapping[ProductKey, Plan] = field(default_factory=dict)
+    products: Mapping[MatmulKey, Plan] = field(default_factory=dict)
     decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=dict)
     byte_products: Mapping[W8A8GemmKey, W8A8GemmPlan | None] = field(default_factory=dict)
     """Plans of W8A8 GEMMs; None means the library's, or a separate gate."""
@@ -84,7 +84,7 @@ class TileTable:
         """Number of plans."""
         return len(self.products) + len(self.decode) + len(self.byte_products)
 
-    def product(self, key: ProductKey, rule: Plan) -> Plan:
+    def matmul(self, key: MatmulKey, rule: Plan) -> Plan:
         """Return the plan of a matmul, the rule's if it was not measured."""
         return self.products.get(key, rule)
 

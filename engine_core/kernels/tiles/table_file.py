@@ -34,8 +34,8 @@ from tandem.engine_core.kernels.tiles.table import (
     W8A8_BUCKETS,
     DecodeKey,
     EightBitKind,
+    MatmulKey,
     Operation,
-    ProductKey,
     Scaling,
     TileTable,
     W8A8GemmKey,
@@ -48,7 +48,7 @@ Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 """Rows, outputs, inputs or positions of a tile."""
 Few = Annotated[int, Meta(ge=1, le=64)]
 """Warps, stages, splits, or consecutive tiles."""
-FEWEST_INPUTS_OF_A_DOT = 16
+MIN_DOT_INPUTS = 16
 LOADED_BYTES, LEVEL_BLOCK = 16, 128
 """Bytes per vector load of 8-bit weights, and inputs per block of `linear.int4_layout`, if blocks divide them."""
 SCALED_INPUTS = 128
@@ -74,7 +74,7 @@ class SplitK(Struct, forbid_unknown_fields=True, tag="splitk", tag_field="kernel
     warps: Few
 
 
-class ProductEntry(Struct, forbid_unknown_fields=True):
+class MatmulEntry(Struct, forbid_unknown_fields=True):
     """One measured matmul."""
 
     operation: Operation
@@ -137,7 +137,7 @@ class TableFile(Struct, forbid_unknown_fields=True):
     device: str
     kernel_version: int
     measured_with: dict[str, str]
-    products: list[ProductEntry]
+    products: list[MatmulEntry]
     decode: list[DecodeEntry]
     byte_products: list[W8A8Entry] = []
     """Missing in files from before these were measured."""
@@ -165,67 +165,67 @@ def load_table(device: str) -> TileTable:
     Empty, with a log message, for a device without one, and for a table measured on another device or with another
     version of the kernels. Raises ValueError for a malformed file.
     """
-    place = packaged(device)
-    return read_table(place, device) if place.is_file() else NO_TABLE
+    path = packaged(device)
+    return read_table(path, device) if path.is_file() else NO_TABLE
 
 
-def read_table(place: Traversable, device: str | None = None) -> TileTable:
+def read_table(path: Traversable, device: str | None = None) -> TileTable:
     """Read a table from a file.
 
     Empty, with a log message, if it was measured with another version of the kernels, or on another device than the
     given one (None: any). Raises ValueError, with file and entry, for a malformed one.
     """
-    text = place.read_bytes()
+    text = path.read_bytes()
     try:
         version = msgspec.json.decode(text, type=AnyVersion).kernel_version
         if version != KERNEL_VERSION:
             logger.warning(
                 "%s is ignored: its tiles were measured with version %d of the kernels, these are version %d; "
                 "measure again with python -m benchmarks.tune",
-                place, version, KERNEL_VERSION,
+                path, version, KERNEL_VERSION,
             )  # fmt: skip
             return NO_TABLE
         found = msgspec.json.decode(text, type=TableFile)
     except msgspec.DecodeError as error:
-        raise ValueError(f"the tile table {place} is malformed: {error}") from None
+        raise ValueError(f"the tile table {path} is malformed: {error}") from None
     if device is not None and found.device != device:
         logger.warning(
             "%s is ignored: its tiles were measured on %s, this GPU is %s; measure with python -m benchmarks.tune",
-            place, found.device, device,
+            path, found.device, device,
         )  # fmt: skip
         return NO_TABLE
-    return _table(place, found)
+    return _table(path, found)
 
 
-def _table(place: Traversable, found: TableFile) -> TileTable:
-    return TileTable(found.device, _products(place, found), _decode(place, found), _byte_products(place, found))
+def _table(path: Traversable, found: TableFile) -> TileTable:
+    return TileTable(found.device, _products(path, found), _decode(path, found), _byte_products(path, found))
 
 
-def _products(place: Traversable, found: TableFile) -> dict[ProductKey, Plan]:
-    plans: dict[ProductKey, Plan] = {}
+def _products(path: Traversable, found: TableFile) -> dict[MatmulKey, Plan]:
+    plans: dict[MatmulKey, Plan] = {}
     for number, entry in enumerate(found.products):
-        key = ProductKey(entry.operation, entry.bits, entry.outputs, entry.inputs, entry.rows)
+        key = MatmulKey(entry.operation, entry.bits, entry.outputs, entry.inputs, entry.rows)
         plans[key] = _plan(entry.plan)
-        _check(place, f"products[{number}]", product_problem(key, plans[key]), len(plans) == number + 1)
+        _check(path, f"products[{number}]", matmul_problem(key, plans[key]), len(plans) == number + 1)
     return plans
 
 
-def _decode(place: Traversable, found: TableFile) -> dict[DecodeKey, DecodePlan]:
+def _decode(path: Traversable, found: TableFile) -> dict[DecodeKey, DecodePlan]:
     plans: dict[DecodeKey, DecodePlan] = {}
     for number, entry in enumerate(found.decode):
         key = DecodeKey(entry.head_dim, entry.kv_bits, entry.pairs)
         tile = Tile(entry.plan.positions, entry.plan.warps, entry.plan.stages)
         plans[key] = DecodePlan(tile, entry.plan.least, entry.plan.splits, entry.plan.early)
-        _check(place, f"decode[{number}]", decode_problem(key, plans[key]), len(plans) == number + 1)
+        _check(path, f"decode[{number}]", decode_problem(key, plans[key]), len(plans) == number + 1)
     return plans
 
 
-def _byte_products(place: Traversable, found: TableFile) -> dict[W8A8GemmKey, W8A8GemmPlan | None]:
+def _byte_products(path: Traversable, found: TableFile) -> dict[W8A8GemmKey, W8A8GemmPlan | None]:
     plans: dict[W8A8GemmKey, W8A8GemmPlan | None] = {}
     for number, entry in enumerate(found.byte_products):
         key = W8A8GemmKey(entry.kind, entry.scaling, entry.outputs, entry.inputs, entry.rows, entry.gated)
         plans[key] = None if entry.plan is None else W8A8GemmPlan(**msgspec.structs.asdict(entry.plan))
-        _check(place, f"byte_products[{number}]", w8a8_gemm_problem(key, plans[key]), len(plans) == number + 1)
+        _check(path, f"byte_products[{number}]", w8a8_gemm_problem(key, plans[key]), len(plans) == number + 1)
     return plans
 
 
@@ -255,7 +255,7 @@ def write_table(path: Path, table: TileTable, measured_with: dict[str, str]) -> 
     partial.replace(path)
 
 
-def product_problem(key: ProductKey, plan: Plan) -> str:
+def matmul_problem(key: MatmulKey, plan: Plan) -> str:
     """Return the reason for which kernels reject a plan, empty if they accept it."""
     if key.bits not in (4, 8, 16):
         return f"weights of {key.bits} bits have no kernel; bits must be 4, 8 or 16"
@@ -269,7 +269,7 @@ def product_problem(key: ProductKey, plan: Plan) -> str:
     if isinstance(plan, SplitKPlan):
         if one_row:
             return "one row takes a gemv plan"
-        if not _powers_of_two(plan.block_n, plan.block_k, plan.warps) or plan.block_k < FEWEST_INPUTS_OF_A_DOT:
+        if not _powers_of_two(plan.block_n, plan.block_k, plan.warps) or plan.block_k < MIN_DOT_INPUTS:
             return f"block_n {plan.block_n}, block_k {plan.block_k} and warps must be powers of two, block_k from 16 on"
         if key.inputs % plan.block_k or plan.split * plan.block_k > key.inputs:
             return f"{key.inputs} inputs are not divisible into {plan.split} parts of blocks of {plan.block_k}"
@@ -280,7 +280,7 @@ def product_problem(key: ProductKey, plan: Plan) -> str:
     return ""
 
 
-def _gemv_problem(key: ProductKey, plan: GemvPlan, normed: bool) -> str:
+def _gemv_problem(key: MatmulKey, plan: GemvPlan, normed: bool) -> str:
     if key.rows != 1:
         return f"a gemv plan serves one row, not {key.rows}"
     if not _powers_of_two(plan.rows, plan.block_k, plan.warps):
@@ -327,7 +327,7 @@ def decode_problem(key: DecodeKey, plan: DecodePlan) -> str:
     """Return the reason for which decode attention rejects a plan, empty if it accepts it."""
     if not _powers_of_two(key.head_dim, key.pairs):
         return f"head_dim {key.head_dim} and pairs {key.pairs} must be powers of two"
-    if not _powers_of_two(plan.tile.positions, plan.tile.warps) or plan.tile.positions < FEWEST_INPUTS_OF_A_DOT:
+    if not _powers_of_two(plan.tile.positions, plan.tile.warps) or plan.tile.positions < MIN_DOT_INPUTS:
         return f"positions {plan.tile.positions} and warps must be powers of two, positions at least 16"
     return "" if plan.splits <= 64 else f"splits {plan.splits} must be at most 64"
 
@@ -336,10 +336,10 @@ def _powers_of_two(*numbers: int) -> bool:
     return all(number & (number - 1) == 0 for number in numbers)
 
 
-def _check(place: Traversable, entry: str, problem: str, new: bool) -> None:
+def _check(path: Traversable, entry: str, problem: str, new: bool) -> None:
     if problem or not new:
         raise ValueError(
-            f"the tile table {place} is malformed: {problem or 'the same key as an earlier entry'} - at $.{entry}"
+            f"the tile table {path} is malformed: {problem or 'the same key as an earlier entry'} - at $.{entry}"
         )
 
 

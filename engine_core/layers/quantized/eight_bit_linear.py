@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCA
 from tandem.engine_core.kernels.quantized_activation import FP8_MAX, ActivationFormat
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights
-from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, finite, places
+from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, part_slices, reject_nonfinite
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
@@ -87,9 +87,9 @@ class EightBitLinear(QuantizedLinear):
             return self._float_slots(prefix, name, parts)
         stored, _ = _DTYPES[self.scheme.kind]
         slots = []
-        for place, start, length in places(prefix, name, parts, self.values.shape[0]):
-            slots.append(WeightSlot(f"{place}.weight", self.values, 0, start, length, dtypes=(stored,)))
-            slots.append(self._scale_slot(f"{place}.{self.scheme.scale_name}", start, length))
+        for projection, start, length in part_slices(prefix, name, parts, self.values.shape[0]):
+            slots.append(WeightSlot(f"{projection}.weight", self.values, 0, start, length, dtypes=(stored,)))
+            slots.append(self._scale_slot(f"{projection}.{self.scheme.scale_name}", start, length))
         return slots if self.input_scale is None else slots + self._input_slots(prefix, name, parts)
 
     def _input_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
@@ -98,11 +98,11 @@ class EightBitLinear(QuantizedLinear):
         found = torch.ones(count, device=self.values.device)
         keep = partial(self._keep_input_scale, found, f"{prefix}{name}")
         slots = []
-        for index, (place, _, length) in enumerate(places(prefix, name, parts, self.values.shape[0])):
+        for index, (projection, _, length) in enumerate(part_slices(prefix, name, parts, self.values.shape[0])):
             first, length = (0, count) if index == len(parts or {}) else (index, 1)
             slots.append(
                 WeightSlot(
-                    f"{place}.input_scale", found, 0, first, length, shapes=((), (1,), (1, 1)), on_filled=keep,
+                    f"{projection}.input_scale", found, 0, first, length, shapes=((), (1,), (1, 1)), on_filled=keep,
                     transform=partial(_spread, length=length),
                 )
             )  # fmt: skip
@@ -125,14 +125,14 @@ class EightBitLinear(QuantizedLinear):
         Each tensor is read twice, once for its scales.
         """
         slots = []
-        for place, start, length in places(prefix, name, parts, self.values.shape[0]):
+        for projection, start, length in part_slices(prefix, name, parts, self.values.shape[0]):
             shapes = ((length, self.values.shape[1]),)
             for parameter, transform in (
-                (self.values, rounded),
-                (self.scales, finite(f"{place}.weight", row_scales, "weights")),
+                (self.values, quantize_weight),
+                (self.scales, reject_nonfinite(f"{projection}.weight", row_scales, "weights")),
             ):
                 slots.append(
-                    WeightSlot(f"{place}.weight", parameter, 0, start, length, transform=transform, shapes=shapes)
+                    WeightSlot(f"{projection}.weight", parameter, 0, start, length, transform=transform, shapes=shapes)
                 )
         return slots
 
@@ -142,7 +142,7 @@ class EightBitLinear(QuantizedLinear):
 
         # Files differ in the shape of a scalar, and compressed-tensors stores a column.
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((length, 1), (length,))
-        spread = finite(name, partial(_spread, length=length))
+        spread = reject_nonfinite(name, partial(_spread, length=length))
         return WeightSlot(name, self.scales, 0, start, length, transform=spread, shapes=shapes)
 
     def _block_slot(self, name: str, start: int, length: int, high: int) -> WeightSlot:
@@ -158,7 +158,7 @@ class EightBitLinear(QuantizedLinear):
         rows = ceil_div(length, SCALE_ROWS)
         return WeightSlot(
             name, self.scales, 0, start // SCALE_ROWS, rows, shapes=((ceil_div(length, high), self.scales.shape[1]),),
-            transform=finite(name, lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows]),
+            transform=reject_nonfinite(name, lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows]),
         )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def row_scales(weight: Tensor) -> Tensor:
     return torch.where(scales > 0, scales, 1.0)
 
 
-def rounded(weight: Tensor) -> Tensor:
+def quantize_weight(weight: Tensor) -> Tensor:
     """Return weights divided by the scales of their rows, [outputs, inputs] float8_e4m3fn."""
     return (weight.float() / row_scales(weight)[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 

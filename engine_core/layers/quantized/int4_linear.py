@@ -13,7 +13,7 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.quantized.int4_slots import int4_slots
-from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, places
+from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, part_slices
 from tandem.engine_core.layers.torch_linear import empty_bias
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.fields import unsupported
@@ -59,12 +59,12 @@ class Int4Linear(QuantizedLinear):
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        product = self.product(x, self.order)
-        return product if out is None else out.copy_(product)
+        matmul = self.matmul(x, self.order)
+        return matmul if out is None else out.copy_(matmul)
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Implement `UnfusedLinear.apply_gated`."""
-        return self.gated_product(x, activation, self.order)
+        return self.gated_matmul(x, activation, self.order)
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
@@ -75,19 +75,19 @@ class Int4Linear(QuantizedLinear):
         """
         normed, stream = norm(x, residual, self.order)
         if activation is None:
-            return self.product(normed, None), stream
-        return self.gated_product(normed, activation, None), stream
+            return self.matmul(normed, None), stream
+        return self.gated_matmul(normed, activation, None), stream
 
-    def product(self, x: Tensor, order: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, order: Tensor | None) -> Tensor:
         """Return the matmul of permuted inputs.
 
         order: `self.order`; None: inputs are in the order of the weights.
         """
         return super().apply(self.ordered(x, order))
 
-    def gated_product(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
+    def gated_matmul(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
         """Return the gated activation of `matmul`."""
-        return self.kernels.gated_activation(self.product(x, order), activation)
+        return self.kernels.gated_activation(self.matmul(x, order), activation)
 
     def ordered(self, x: Tensor, order: Tensor | None) -> Tensor:
         """Return permuted inputs, [T, inputs]; None: unchanged."""
@@ -108,11 +108,11 @@ class Int4Linear(QuantizedLinear):
         groups = self._usual_groups().repeat(count, 1)
         sort = partial(self.sort, groups, f"{prefix}{name}")
         slots = []
-        for index, (place, start, length) in enumerate(places(prefix, name, parts, self.words.shape[0])):
-            slots += int4_slots(place, start, length, self.words, self.scales, self.zeros, self.scheme)
+        for index, (projection, start, length) in enumerate(part_slices(prefix, name, parts, self.words.shape[0])):
+            slots += int4_slots(projection, start, length, self.words, self.scales, self.zeros, self.scheme)
             is_whole = (start, length) == (0, self.words.shape[0])
             first, rows = (0, count) if is_whole else (index, 1)
-            slots.append(replace(self._group_slot(place, groups, first, rows), on_filled=sort))
+            slots.append(replace(self._group_slot(projection, groups, first, rows), on_filled=sort))
         return slots
 
     def sort(self, groups: Tensor, name: str) -> None:
@@ -171,14 +171,14 @@ class Int4Linear(QuantizedLinear):
         inputs = torch.arange(self.words.shape[1] * PER_WORD, device=self.words.device, dtype=torch.int32)
         return inputs // self.group_size
 
-    def _group_slot(self, place: str, groups: Tensor, start: int, count: int) -> WeightSlot:
+    def _group_slot(self, projection: str, groups: Tensor, start: int, count: int) -> WeightSlot:
         """Return the slot of a tensor `g_idx`.
 
         It is optional without act-order.
         """
         name = "weight_g_idx" if self.scheme.packing == "compressed-tensors" else "g_idx"
         return WeightSlot(
-            f"{place}.{name}", groups, 0, start, count, transform=lambda stored: stored.expand(count, -1),
+            f"{projection}.{name}", groups, 0, start, count, transform=lambda stored: stored.expand(count, -1),
             dtypes=("I32", "I64"), shapes=((groups.shape[1],),), is_optional=not self.scheme.ordered,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.engine_core.layers.quantized.quantized_linear import finite
+from tandem.engine_core.layers.quantized.quantized_linear import reject_nonfinite
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.int4 import PER_WORD, pack, unpack, unpack_awq
 from tandem.engine_core.quantization.scheme import Int4Scheme
@@ -17,7 +17,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 def int4_slots(
-    place: str, start: int, length: int, words: Tensor, scales: Tensor, zeros: Tensor, scheme: Int4Scheme
+    projection: str, start: int, length: int, words: Tensor, scales: Tensor, zeros: Tensor, scheme: Int4Scheme
 ) -> list[WeightSlot]:
     """List the slots of a projection's int4 values, scales and zero points.
 
@@ -26,29 +26,34 @@ def int4_slots(
     inputs, groups = words.shape[1] * PER_WORD, scales.shape[1]
     narrow = length // PER_WORD
 
-    def integers(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
-        return replace(numbers(name, parameter, shape, transform), dtypes=("I32",))
+    def int32_slot(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
+        return replace(float_slot(name, parameter, shape, transform), dtypes=("I32",))
 
-    def numbers(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
-        return WeightSlot(f"{place}.{name}", parameter, 0, start, length, transform=transform, shapes=(shape,))
+    def float_slot(name: str, parameter: Tensor, shape: tuple[int, int], transform: Transform | None) -> WeightSlot:
+        return WeightSlot(f"{projection}.{name}", parameter, 0, start, length, transform=transform, shapes=(shape,))
 
     if scheme.packing == "gptq":
         return [
-            integers("qweight", words, (inputs // PER_WORD, length), Tensor.t),
-            numbers("scales", scales, (groups, length), finite(f"{place}.scales", Tensor.t)),
-            integers("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme.zero_offset)),
+            int32_slot("qweight", words, (inputs // PER_WORD, length), Tensor.t),
+            float_slot("scales", scales, (groups, length), reject_nonfinite(f"{projection}.scales", Tensor.t)),
+            int32_slot("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme.zero_offset)),
         ]
     if scheme.packing == "awq":
         return [
-            integers("qweight", words, (inputs, narrow), _awq_words),
-            numbers("scales", scales, (groups, length), finite(f"{place}.scales", Tensor.t)),
-            integers("qzeros", zeros, (groups, narrow), _awq_zeros),
+            int32_slot("qweight", words, (inputs, narrow), _awq_words),
+            float_slot("scales", scales, (groups, length), reject_nonfinite(f"{projection}.scales", Tensor.t)),
+            int32_slot("qzeros", zeros, (groups, narrow), _awq_zeros),
         ]
     found = [
-        integers("weight_packed", words, (length, inputs // PER_WORD), None),
-        numbers("weight_scale", scales, (length, groups), finite(f"{place}.weight_scale", lambda stored: stored)),
+        int32_slot("weight_packed", words, (length, inputs // PER_WORD), None),
+        float_slot(
+            "weight_scale",
+            scales,
+            (length, groups),
+            reject_nonfinite(f"{projection}.weight_scale", lambda stored: stored),
+        ),
     ]
-    return found if scheme.symmetric else [*found, integers("weight_zero_point", zeros, (narrow, groups), _zeros)]
+    return found if scheme.symmetric else [*found, int32_slot("weight_zero_point", zeros, (narrow, groups), _zeros)]
 
 
 def _awq_words(stored: Tensor) -> Tensor:

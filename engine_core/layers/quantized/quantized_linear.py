@@ -33,11 +33,11 @@ class QuantizedLinear(UnfusedLinear):
         raise ConfigError("the output head is quantized, but shares its weights with the embedding")
 
 
-Place = tuple[str, int, int]
+PartSlice = tuple[str, int, int]
 """Tensor name prefix of a projection, its first output and its number of outputs."""
 
 
-def places(prefix: str, name: str, parts: Mapping[str, int] | None, outputs: int) -> list[Place]:
+def part_slices(prefix: str, name: str, parts: Mapping[str, int] | None, outputs: int) -> list[PartSlice]:
     """List the parts of a fused projection, followed by the whole.
 
     prefix, name, parts: as in `LinearWeights.slots`; outputs: of the whole.
@@ -49,7 +49,9 @@ def places(prefix: str, name: str, parts: Mapping[str, int] | None, outputs: int
     return [*found, (f"{prefix}{name}", 0, outputs)]
 
 
-def finite(name: str, transform: Callable[[Tensor], Tensor], what: str = "scales") -> Callable[[Tensor], Tensor]:
+def reject_nonfinite(
+    name: str, transform: Callable[[Tensor], Tensor], what: str = "scales"
+) -> Callable[[Tensor], Tensor]:
     """Return a transform that also raises ConfigError for NaN or infinite values.
 
     name: of the tensor; transform: from the stored tensor to the slot's; what: the values' name in the error.

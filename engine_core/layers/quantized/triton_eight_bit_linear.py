@@ -102,12 +102,12 @@ class TritonEightBitLinear(EightBitLinear):
         """Implement `LinearWeights.apply`."""
         to = self.input_format(x.shape[0])
         if to is not None:
-            product: Tensor | None = self.apply_quantized(self.kernels.quantize(x, to))
+            matmul: Tensor | None = self.apply_quantized(self.kernels.quantize(x, to))
         else:
-            product = self._planned(x, None) if x.shape[0] <= MAX_ROWS else None
-        if product is None:
+            matmul = self._planned(x, None) if x.shape[0] <= MAX_ROWS else None
+        if matmul is None:
             return super().apply(x, out)
-        return product if out is None else out.copy_(product)
+        return matmul if out is None else out.copy_(matmul)
 
     def input_format(self, rows: int) -> ActivationFormat | None:
         """Implement `LinearWeights.input_format`: 8-bit for more than one row, if the checkpoint expects it."""
@@ -122,7 +122,7 @@ class TritonEightBitLinear(EightBitLinear):
         plan = choose_w8a8_gemm(x.count, outputs, inputs, self.scheme.kind, self._scaling, self.gpu)
         space = None if plan is None else self.workspace.take(*plan.workspace(x.count, outputs))
         if plan is None or space is None:
-            return super().apply(x.numbers().to(x.dtype))
+            return super().apply(x.dequantize().to(x.dtype))
         whole = self.wide_scales is not None
         return w8a8_matmul(x, self.values, self.scales, self.bias, plan, *space, whole, self.gpu.pdl)
 
@@ -179,8 +179,8 @@ class TritonEightBitLinear(EightBitLinear):
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Implement `UnfusedLinear.apply_gated`, in one launch if planned."""
-        product = self._planned(x, activation)
-        return super().apply_gated(x, activation) if product is None else product
+        matmul = self._planned(x, activation)
+        return super().apply_gated(x, activation) if matmul is None else matmul
 
     def _planned(self, x: Tensor, activation: Activation | None) -> Tensor | None:
         """Return the matmul of a planned kernel, or None without a plan."""
@@ -215,8 +215,8 @@ def library_matmul(x: QuantizedActivation, values: Tensor, scales: Tensor, bias:
         sums = torch._int_mm(x.values, weight).float() * x.scales * scales
         return (sums if bias is None else sums + bias).to(dtype)
     if scales.ndim == 2:
-        product = torch._scaled_mm(x.values, weight, x.scales, scales.t(), out_dtype=dtype)[: x.count]
-        return product if bias is None else product.add_(bias)
+        matmul = torch._scaled_mm(x.values, weight, x.scales, scales.t(), out_dtype=dtype)[: x.count]
+        return matmul if bias is None else matmul.add_(bias)
     if scales.numel() == 1 and x.scales.numel() == 1:
         return torch._scaled_mm(x.values, weight, x.scales, scales, bias, out_dtype=dtype)
     row_scales = x.scales.expand(x.count, 1).contiguous()

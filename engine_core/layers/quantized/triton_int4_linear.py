@@ -12,7 +12,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.dequantize import dequantize_int4
-from tandem.engine_core.kernels.linear.int4_layout import arranged
+from tandem.engine_core.kernels.linear.int4_layout import to_kernel_layout
 from tandem.engine_core.kernels.linear.int4_splitk import int4_splitk
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -68,17 +68,17 @@ class TritonInt4Linear(Int4Linear):
         super().sort(groups, name)
         for start in range(0, self.words.shape[0], ROWS):
             rows = self.words[start : start + ROWS]
-            rows.copy_(pack(arranged(unpack(rows), self.group_size)))
+            rows.copy_(pack(to_kernel_layout(unpack(rows), self.group_size)))
 
-    def product(self, x: Tensor, order: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, order: Tensor | None) -> Tensor:
         """Implement `Int4Linear.matmul`."""
-        product = self._planned(x, None, order)
-        return super().product(x, order) if product is None else product
+        matmul = self._planned(x, None, order)
+        return super().matmul(x, order) if matmul is None else matmul
 
-    def gated_product(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
+    def gated_matmul(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
         """Implement `Int4Linear.gated_matmul`, in one launch if planned."""
-        product = self._planned(x, activation, order)
-        return super().gated_product(x, activation, order) if product is None else product
+        matmul = self._planned(x, activation, order)
+        return super().gated_matmul(x, activation, order) if matmul is None else matmul
 
     def apply_normed(
         self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None

@@ -10,12 +10,12 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import BUCKETS, W8A8_BUCKETS, DecodeKey, ProductKey, W8A8GemmKey
-from tandem.engine_core.kernels.tiles.table_file import decode_problem, product_problem, w8a8_gemm_problem
+from tandem.engine_core.kernels.tiles.table import BUCKETS, W8A8_BUCKETS, DecodeKey, MatmulKey, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table_file import decode_problem, matmul_problem, w8a8_gemm_problem
 from tests.fakes.gpus import H200, L4, RTX_5090
 
 GPUS = (H200, L4, RTX_5090)
-DOWN = ProductKey("product", 4, 4096, 14336, 32)
+DOWN = MatmulKey("product", 4, 4096, 14336, 32)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -24,11 +24,11 @@ def test_candidates_are_accepted_by_the_kernels_and_fit(model: str, gpu: GpuTrai
     for rows in BUCKETS:
         for name in set(FORMATS) - set(EIGHT_BIT_FORMATS):
             for key in matmul_keys(layer_key(read_models([model])[0], name, rows), gpu).values():
-                assert isinstance(key, ProductKey)
+                assert isinstance(key, MatmulKey)
                 plans = matmul_candidates(key, gpu)
                 assert len(set(plans)) == len(plans) <= 100
                 for plan in plans:
-                    assert product_problem(key, plan) == ""
+                    assert matmul_problem(key, plan) == ""
                     # The weights alone; the engine counts what else a stage holds.
                     if isinstance(plan, SplitKPlan):
                         stage = plan.block_n * plan.block_k * key.bits // 8 * (2 if key.operation == "gated" else 1)
@@ -61,10 +61,10 @@ def test_candidates_of_bytes_are_accepted_and_fit(gpu: GpuTraits) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits: int) -> None:
-    plans = matmul_candidates(ProductKey("normed_gated", bits, 14336, 4096, 1), H200)
+    plans = matmul_candidates(MatmulKey("normed_gated", bits, 14336, 4096, 1), H200)
     assert {(plan.rows, plan.tiles) for plan in plans if isinstance(plan, GemvPlan)} >= {(4, 10), (4, 1), (8, 2)}
     assert all(isinstance(plan, GemvPlan) and plan.block_k == 4096 for plan in plans)
-    plans = matmul_candidates(ProductKey("product", bits, 4096, 14336, 1), H200)
+    plans = matmul_candidates(MatmulKey("product", bits, 4096, 14336, 1), H200)
     by_size: dict[int, set[int]] = {}
     for plan in plans:
         assert isinstance(plan, GemvPlan)
@@ -79,7 +79,7 @@ def test_one_row_of_quantized_weights_has_plans_of_many_tiles_and_of_steps(bits:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_programs_for_one_row_of_quantized_weights_may_fill_a_gpu_in_one_wave(bits: int, gpu: GpuTraits) -> None:
     for outputs in (4096, 14336):
-        plans = matmul_candidates(ProductKey("normed", bits, outputs, 4096, 1), gpu)
+        plans = matmul_candidates(MatmulKey("normed", bits, outputs, 4096, 1), gpu)
         found = {ceil_div(outputs, plan.rows * plan.tiles) for plan in plans if isinstance(plan, GemvPlan)}
         for side_by_side in (2, 3, 4, 5, 6):
             slots = side_by_side * gpu.multiprocessors

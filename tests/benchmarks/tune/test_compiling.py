@@ -14,12 +14,12 @@ from benchmarks.tune.shapes import LayerKey
 from benchmarks.tune.timings import Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import ProductKey
+from tandem.engine_core.kernels.tiles.table import MatmulKey
 from tests.fakes.gpus import H200, L4, RTX_5090
 from tests.support.layer_codes import codes_of_a_layer
 
 LAYER = LayerKey("16 bits", 16, hidden=256, queries=128, kv=64, width=512, vocabulary=128)
-KEY = ProductKey("product", 16, 256, 128, 16)
+KEY = MatmulKey("product", 16, 256, 128, 16)
 JOBS = {
     identity(job): job for job in (Job(LAYER, KEY, plan) for plan in (SplitKPlan(64, 64, 1), SplitKPlan(64, 128, 1)))
 }

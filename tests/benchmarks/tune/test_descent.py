@@ -11,11 +11,11 @@ from benchmarks.tune.layers import LayerPlans
 from benchmarks.tune.shapes import LayerKey
 from benchmarks.tune.timings import Timings
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
-from tandem.engine_core.kernels.tiles.table import ProductKey
+from tandem.engine_core.kernels.tiles.table import MatmulKey
 
 LAYER = LayerKey("4 bits", 16, 4096, 4096, 1024, 14336, 128256)
-UP = ProductKey("gated", 4, 14336, 4096, 16)
-DOWN = ProductKey("product", 4, 4096, 14336, 16)
+UP = MatmulKey("gated", 4, 14336, 4096, 16)
+DOWN = MatmulKey("product", 4, 4096, 14336, 16)
 ONE, TWO, FOUR, EIGHT = (SplitKPlan(64, 128, split) for split in (1, 2, 4, 8))
 RULES: LayerPlans = {UP: ONE, DOWN: FOUR}
 TASK = LayerTask(LAYER, {UP: [ONE, TWO], DOWN: [FOUR, EIGHT, TWO]}, RULES)
@@ -133,7 +133,7 @@ def test_without_time_todays_plans_stay(timings: Timings) -> None:
 
 
 def test_a_product_of_two_layers_keeps_the_plan_of_the_first(timings: Timings) -> None:
-    other = ProductKey("gated", 4, 8192, 4096, 16)
+    other = MatmulKey("gated", 4, 8192, 4096, 16)
     narrow = LAYER._replace(width=8192)
     second = LayerTask(narrow, {other: [ONE, TWO], DOWN: [FOUR, EIGHT]}, {other: ONE, DOWN: FOUR})
 

@@ -20,7 +20,7 @@ from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.reference.quantized_activation import quantize, quantized_gate, quantized_matmul
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
-from tandem.engine_core.kernels.tiles.table import NO_TABLE, ProductKey, TileTable, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import NO_TABLE, MatmulKey, TileTable, W8A8GemmKey
 from tandem.engine_core.loader.weights import fill_with_noise
 from tests.fakes.gpus import L4
 
@@ -99,7 +99,7 @@ def computed(layers: LinearLayers, layer: LayerKey, name: Name, plans: LayerPlan
         assert layers.head is not None
         return layers.head.apply_normed(*given, layers.norm)[0]
     product = layers.run(name, layers.maps[0], *given)[0]
-    return product.numbers() if isinstance(product, QuantizedActivation) else product
+    return product.dequantize() if isinstance(product, QuantizedActivation) else product
 
 
 def expected(layers: LinearLayers, layer: LayerKey, name: Name) -> Tensor:
@@ -119,7 +119,7 @@ def expected(layers: LinearLayers, layer: LayerKey, name: Name) -> Tensor:
     if to is not None:
         y = quantized_matmul(quantize(x, to), linear.values, linear.scales, None, blocks)
         rounded = cast("Any", layers.maps[0]["down"]).input_format(layer.rows)
-        return quantized_gate(y, Activation.SILU, rounded).numbers() if name == "gate_up" else y
+        return quantized_gate(y, Activation.SILU, rounded).dequantize() if name == "gate_up" else y
     weight = linear.weight if layer.bits == 16 or name == "head" else linear.dequantized(torch.float32)
     y = x.float() @ weight.float().t()
     if name != "gate_up":
@@ -134,7 +134,7 @@ def check(layer: LayerKey, share: slice) -> int:
     names = {key: name for name, key in matmul_keys(layer, SMALL).items()}
     for key, listed in layer_task(layer, SMALL).candidates.items():
         wanted = expected(layers, layer, names[key]).float()
-        unique = {without_launch(plan): plan for plan in listed if plan is not None or isinstance(key, ProductKey)}
+        unique = {without_launch(plan): plan for plan in listed if plan is not None or isinstance(key, MatmulKey)}
         for plan in list(unique.values())[share]:
             found = computed(layers, layer, names[key], {key: plan}).float()
             worst = (found - wanted).abs().max() / wanted.abs().max()
@@ -192,6 +192,6 @@ def test_a_timer_keeps_the_weights_of_a_layer_for_any_number_of_rows(monkeypatch
 
 
 def test_tables_hold_each_kind_of_product() -> None:
-    one, other = ProductKey("gated", 4, 512, 256, 1), W8A8GemmKey("int8", "output", 512, 256, 16)
+    one, other = MatmulKey("gated", 4, 512, 256, 1), W8A8GemmKey("int8", "output", 512, 256, 16)
     table = table_of("some", {one: GemvPlan(8, 512, 1, 1), other: None})
     assert (dict(table.products), dict(table.byte_products)) == ({one: GemvPlan(8, 512, 1, 1)}, {other: None})

@@ -16,11 +16,11 @@ from benchmarks.tune.shapes import LayerKey, layer_key, read_models
 from benchmarks.tune.timings import Choice, Timings
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import DecodeKey, MatmulKey, W8A8GemmKey
 from tandem.engine_core.kernels.tiles.table_file import read_table
 from tests.fakes.gpus import H200, L4
 
-TARGET = ProductKey("product", 4, 2048, 8192, 1)
+TARGET = MatmulKey("product", 4, 2048, 8192, 1)
 BEST = GemvPlan(4, 1024, 1, 1)
 
 
@@ -151,8 +151,8 @@ def test_a_share_of_the_tasks_can_be_asked_for() -> None:
         keys = [key for task in list_layers(options, H200) for key in task.candidates]
         keys += [task.key for task in list_tasks(options, H200)]
         names.append({type(key).__name__ for key in keys})
-    every = {"ProductKey", "DecodeKey", "W8A8GemmKey"}
-    assert names == [{"ProductKey", "DecodeKey"}, {"DecodeKey"}, {"ProductKey"}, {"W8A8GemmKey"}, every]
+    every = {"MatmulKey", "DecodeKey", "W8A8GemmKey"}
+    assert names == [{"MatmulKey", "DecodeKey"}, {"DecodeKey"}, {"MatmulKey"}, {"W8A8GemmKey"}, every]
 
 
 def test_layers_come_by_their_rows_for_all_models() -> None:
@@ -179,7 +179,7 @@ def test_lines_name_keys_times_and_plans(tmp_path: Path) -> None:
     assert repr(task.plans[1]) in line
     layer = layer_task(layer_key(read_models(["8b"])[0], "4 bits", 32), H200)
     timings = Timings(tmp_path / "t.jsonl")
-    down = ProductKey("product", 4, 4096, 14336, 32)
+    down = MatmulKey("product", 4, 4096, 14336, 32)
     plans = {**layer.today, down: SplitKPlan(128, 128, 8)}
     assert lines_of(Found(layer, plans, True), timings) == [f"{'4 bits, 4096 wide, 32 rows':44} not timed"]
     timings.add(Round(layer.key, 0), tuple(layer.today.values()), 96.0)

@@ -6,18 +6,18 @@ import pytest
 from msgspec import structs
 
 from benchmarks.tune.shapes import decode_keys, layer_key, matmul_keys, model_folder, read_models, runs_on
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import DecodeKey, MatmulKey, W8A8GemmKey
 from tests.fakes.gpus import A100, H200
 
 
 def test_the_products_of_a_layer_are_those_of_its_step() -> None:
     (model,) = read_models(["1b"])
     assert matmul_keys(layer_key(model, "16 bits", 64), H200) == {
-        "gate_up": ProductKey("gated", 16, 8192, 2048, 64),
-        "down": ProductKey("product", 16, 2048, 8192, 64),
-        "qkv": ProductKey("product", 16, 3072, 2048, 64),
-        "o": ProductKey("product", 16, 2048, 2048, 64),
-        "head": ProductKey("product", 16, 128256, 2048, 64),
+        "gate_up": MatmulKey("gated", 16, 8192, 2048, 64),
+        "down": MatmulKey("product", 16, 2048, 8192, 64),
+        "qkv": MatmulKey("product", 16, 3072, 2048, 64),
+        "o": MatmulKey("product", 16, 2048, 2048, 64),
+        "head": MatmulKey("product", 16, 128256, 2048, 64),
     }
     assert matmul_keys(layer_key(model, "blocks", 64), H200) == {
         "gate_up": W8A8GemmKey("fp8", "block", 16384, 2048, 64),
@@ -70,7 +70,7 @@ def test_no_gate_rounds_where_down_takes_no_bytes(name: str, fused: bool) -> Non
 def test_float8_keeps_its_inputs_where_the_gpu_does_not_multiply_it(name: str, rows: int) -> None:
     layer = layer_key(read_models(["8b"])[0], name, rows)
     old, new = (matmul_keys(layer, gpu) for gpu in (A100, H200))
-    operations = [key.operation for key in old.values() if isinstance(key, ProductKey)]
+    operations = [key.operation for key in old.values() if isinstance(key, MatmulKey)]
     assert operations == ["gated", "product", "product", "product"]
     assert {type(key) for key in new.values()} == {W8A8GemmKey}
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.tune.timings import AnyPlan, Choice, Key, Task, Timings, choose_best, measure, merged
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, SplitKPlan, Tile, W8A8GemmPlan
-from tandem.engine_core.kernels.tiles.table import DecodeKey, ProductKey, TileTable, W8A8GemmKey
+from tandem.engine_core.kernels.tiles.table import DecodeKey, MatmulKey, TileTable, W8A8GemmKey
 
 KEY = DecodeKey(64, 16, 512)
 TODAY, OTHER, BEST, LAST = (DecodePlan(Tile(positions, 4, 3), 1024) for positions in (16, 32, 64, 128))
@@ -86,7 +86,7 @@ def test_plans_that_were_not_compiled_wait_for_a_later_run(tmp_path: Path) -> No
 
 
 def test_a_table_gets_what_differs_from_the_rule_and_keeps_the_rest() -> None:
-    product, one_row = ProductKey("product", 16, 3072, 2048, 64), ProductKey("product", 16, 3072, 2048, 1)
+    product, one_row = MatmulKey("product", 16, 3072, 2048, 64), MatmulKey("product", 16, 3072, 2048, 1)
     of_bytes = W8A8GemmKey("int8", "output", 3072, 2048, 64)
     small, large = SplitKPlan(64, 128, 2), SplitKPlan(64, 64, 4)
     old = TileTable("NVIDIA Test", {one_row: GemvPlan(4, 1024), product: large}, {})

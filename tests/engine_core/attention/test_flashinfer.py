@@ -58,7 +58,7 @@ def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer:
     assert (options["q_data_type"], options["kv_data_type"]) == (torch.bfloat16, fp8)
     query, pool = torch.ones(5, 4, 64), torch.zeros(2 * PAGE, 2, 64).to(fp8)
     out = torch.full_like(query, 7)
-    step.run_into(out, query, pool, pool, LAYER, torch.tensor([3.0, 0.5]), beside_decode=False)
+    step.run_into(out, query, pool, pool, LAYER, torch.tensor([3.0, 0.5]), overlaps_decode=False)
     assert (out[:3] == 0.5).all() and (out[3:] == 7).all()
 
 
@@ -81,7 +81,7 @@ def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flas
         _, tables, page_ids, _ = wrapper.given[:4]
         assert (tables, page_ids, held.tolist()) == ([0, 2, 3, 3], [], [0] * 16)
     pages[2, :2], pages[1, 0] = torch.tensor([7, 5]), 9
-    graph.take_pages()
+    graph.gather_pages()
     assert held.tolist() == [7, 5, 9] + [0] * 13
     with pytest.raises(AssertionError, match="17 pages of the planned rows in memory of 16"):
         graph.plan([Span(1, 0, 0, 17 * PAGE)])

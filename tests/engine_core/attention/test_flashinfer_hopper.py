@@ -59,7 +59,7 @@ def test_a_plan_names_the_first_pages_of_its_rows_in_the_page_table(monkeypatch:
     planner.plan([Span(2, 0, 0, 12), Span(1, 12, 3, 5), Span(4, 17, 40, 1), Span(3, 18, 1, 46)])
     planner.plan([Span(3, 0, 9, 2)])
     planner.plan([])
-    planner.take_pages()
+    planner.gather_pages()
     for wrapper, window in zip(wrappers(planner), (31, -1), strict=True):
         full, one, none = wrapper.planned
         assert full[3:] == one[3:] == none[3:] == (TOKENS, ROWS, 4, 2, PAGE, True, 64, 64, True, window)

@@ -72,7 +72,7 @@ def test_a_result_is_rounded_for_the_heads_of_queries(fuses_rope: bool) -> None:
     call = launched.call_args
     assert call.args[0] is heads
     assert call.kwargs["rotation"] is rotation
-    assert call.kwargs["rounded"] is found
+    assert call.kwargs["quantized"] is found
     assert (found.values.shape, found.scales.shape, found.count) == ((4, 32 * 128), (4, 32), 2)
 
 
@@ -82,21 +82,21 @@ def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_large
     step, to = DecodeStep(index, index, PAGES, 1, H200), ActivationFormat(torch.int8)
     with (
         patch.object(triton, "paged_decode", return_value=heads) as attended,
-        patch.object(triton, "quantize_by_maxima") as rounded,
+        patch.object(triton, "quantize_by_amax") as quantized,
     ):
         found = step.run_quantized(heads, None, pool, pool, LayerAttention(1.0), None, to)
-    assert found is rounded.return_value
+    assert found is quantized.return_value
     call = attended.call_args.kwargs
-    assert (call["maxima"].shape, call["maxima"].dtype, call["rounded"]) == ((2, 32), torch.float32, None)
+    assert (call["amax"].shape, call["amax"].dtype, call["quantized"]) == ((2, 32), torch.float32, None)
     assert call["delay_next"]
-    x, maxima, wanted, pdl = rounded.call_args.args
+    x, amax, wanted, pdl = quantized.call_args.args
     assert (x.shape, wanted, pdl) == ((2, 4096), to, True)
-    assert maxima is call["maxima"]
+    assert amax is call["amax"]
 
 
 def test_groups_of_other_sizes_than_heads_are_rounded_behind_attention() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     step, fp8 = DecodeStep(index, index, PAGES, 1, H200), torch.float8_e4m3fn
     known, rows, heads = ActivationFormat(fp8, scale=torch.ones(1)), ActivationFormat(fp8), ActivationFormat(fp8, 128)
-    assert [step.rounds(to, 128) for to in (known, rows, heads)] == [True, True, True]
-    assert not step.rounds(heads, 64), "two heads share a scale"
+    assert [step.fuses_quant(to, 128) for to in (known, rows, heads)] == [True, True, True]
+    assert not step.fuses_quant(heads, 64), "two heads share a scale"

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.fast_math import at_least, fast_exp2, fast_log2, floats_of_int8, quotient, widened
+from tandem.engine_core.kernels.fast_math import fast_div, fast_exp2, fast_log2, ge_float32, int8_to_float32, to_float32
 
 # The interpreter computes in numpy, which warns of infinities that a GPU takes in its stride.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -55,7 +55,7 @@ def test_powers_of_two_are_right_to_their_bound(device: str) -> None:
 @triton.jit
 def _widened_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
     offsets = tl.arange(0, BLOCK)
-    tl.store(out_ptr + offsets, widened(tl.load(x_ptr + offsets)))
+    tl.store(out_ptr + offsets, to_float32(tl.load(x_ptr + offsets)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -74,7 +74,7 @@ def test_numbers_of_two_bytes_are_the_same_in_four(dtype: torch.dtype, count: in
 @triton.jit
 def _bytes_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
     offsets = tl.arange(0, BLOCK)
-    tl.store(out_ptr + offsets, floats_of_int8(tl.load(x_ptr + offsets)))
+    tl.store(out_ptr + offsets, int8_to_float32(tl.load(x_ptr + offsets)))
 
 
 def test_every_signed_byte_is_its_number(device: str) -> None:
@@ -89,7 +89,7 @@ def _binary_kernel(x_ptr, y_ptr, out_ptr, IS_QUOTIENT: tl.constexpr, BLOCK: tl.c
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     y = tl.load(y_ptr + tl.program_id(0))
-    tl.store(out_ptr + offsets, quotient(x, y) if IS_QUOTIENT else at_least(x, y))
+    tl.store(out_ptr + offsets, fast_div(x, y) if IS_QUOTIENT else ge_float32(x, y))
 
 
 def binary(x: Tensor, y: Tensor, *, is_quotient: bool) -> Tensor:

@@ -11,7 +11,7 @@ from tandem.engine_core.kernels import quantize as kernel
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gated_activation import quantized_gate
 from tandem.engine_core.kernels.norm import quantized_norm
-from tandem.engine_core.kernels.quantize import quantize, quantize_by_maxima
+from tandem.engine_core.kernels.quantize import quantize, quantize_by_amax
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference import quantized_activation as reference
 from tests.fakes.launched_kernel import LaunchedKernel
@@ -69,8 +69,8 @@ def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype
 def test_rows_whose_largest_numbers_are_known_tile_by_tile_are_rounded_alike(dtype: torch.dtype, device: str) -> None:
     """Tiles do not end where a program's part of a row does."""
     x, to = rows_of(3, 1280 + 40, device), ActivationFormat(dtype)
-    maxima = torch.stack([part.abs().amax(1) for part in x.split(48, 1)], 1).contiguous()
-    check(quantize_by_maxima(x, maxima, to), reference.quantize(x, to))
+    amax = torch.stack([part.abs().amax(1) for part in x.split(48, 1)], 1).contiguous()
+    check(quantize_by_amax(x, amax, to), reference.quantize(x, to))
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -80,26 +80,26 @@ def test_rows_of_known_numbers_are_launched_behind_another_kernel_if_asked(
     launched = LaunchedKernel()
     monkeypatch.setattr(kernel, "_finish_rows_kernel", launched)
     x = rows_of(3, 256, device)
-    quantize_by_maxima(x, x[:, :2].contiguous(), ActivationFormat(torch.int8), pdl)
+    quantize_by_amax(x, x[:, :2].contiguous(), ActivationFormat(torch.int8), pdl)
     assert (launched.options["PDL"], launched.options.get("launch_pdl", False)) == (pdl, pdl)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel before is a Python function")
 def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
     x, to = rows_of(2, 400, "cpu")[:1], ActivationFormat(torch.int8)
-    maxima = torch.stack([part.abs().amax(1) for part in x.split(100, 1)], 1)
-    expected = quantize_by_maxima(x, maxima, to)
-    shown = [torch.full_like(part, torch.nan) for part in (x, maxima)]
+    amax = torch.stack([part.abs().amax(1) for part in x.split(100, 1)], 1)
+    expected = quantize_by_amax(x, amax, to)
+    shown = [torch.full_like(part, torch.nan) for part in (x, amax)]
     waits = []
 
     def wait(pdl: Any) -> None:
         """Stand in for `wait_for_previous`, behind a kernel that writes at the latest possible time."""
         waits.append(bool(pdl))
-        for part, written in zip(shown, (x, maxima), strict=True):
+        for part, written in zip(shown, (x, amax), strict=True):
             part.copy_(written)
 
     monkeypatch.setattr(kernel, "wait_for_previous", wait)
-    found = quantize_by_maxima(shown[0], shown[1], to)
+    found = quantize_by_amax(shown[0], shown[1], to)
     assert waits == [False]
     assert torch.equal(found.values, expected.values) and torch.equal(found.scales, expected.scales)
 
@@ -118,7 +118,7 @@ def test_nan_is_not_rounded_to_a_number(dtype: torch.dtype, kind: str, device: s
     x, to = rows_of(3, 384, device), format_of(dtype, kind, device)
     x[1, 200] = float("nan")
     for rows in (quantize(x, to), reference.quantize(x, to)):
-        numbers = rows.numbers()
+        numbers = rows.dequantize()
         assert numbers[1, 200].isnan()
         assert numbers[1, :128].isnan().all() == (kind == "row")
         assert numbers[[0, 2]].isfinite().all()
@@ -128,9 +128,9 @@ def test_nan_is_not_rounded_to_a_number(dtype: torch.dtype, kind: str, device: s
 def test_rounded_rows_stand_for_about_the_same_numbers_and_zeros_stay(dtype: torch.dtype, device: str) -> None:
     x = torch.tensor([[1e-30, -1e-30], [3e4, 1.0], [0.0, 0.0], [-7.0, 3.5]], device=device)
     for rows in (quantize(x, ActivationFormat(dtype)), reference.quantize(x, ActivationFormat(dtype))):
-        error = (rows.numbers() - x).abs()
+        error = (rows.dequantize() - x).abs()
         assert (error <= x.abs().amax(1, keepdim=True) / (250 if dtype == torch.int8 else 2**4)).all()
-        assert (rows.numbers()[2] == 0).all()
+        assert (rows.dequantize()[2] == 0).all()
 
 
 def test_groups_pad_rows_to_four_and_lie_one_after_another(device: str) -> None:

@@ -16,11 +16,13 @@ def test_numbers_are_bytes_times_the_scale_of_row_group_or_all() -> None:
     """The padding of rows with scales of groups is left out, whatever it holds."""
     values = torch.tensor([[1, 2, 3, 4], [-5, 6, 7, -8], [9, 9, 9, 9]], dtype=torch.int8)
     by_row = QuantizedActivation(values[:2], torch.tensor([[2.0], [0.5]]), 2, torch.float32)
-    assert by_row.numbers().tolist() == [[2, 4, 6, 8], [-2.5, 3, 3.5, -4]]
+    assert by_row.dequantize().tolist() == [[2, 4, 6, 8], [-2.5, 3, 3.5, -4]]
     scales = torch.tensor([[2.0, 10.0], [0.5, 1.0], [torch.nan, torch.nan]])
     by_group = QuantizedActivation(values, scales, 2, torch.float32)
-    assert by_group.numbers().tolist() == [[2, 4, 30, 40], [-2.5, 3, 7, -8]]
-    assert QuantizedActivation(values[:1], torch.tensor([3.0]), 1, torch.float32).numbers().tolist() == [[3, 6, 9, 12]]
+    assert by_group.dequantize().tolist() == [[2, 4, 30, 40], [-2.5, 3, 7, -8]]
+    assert QuantizedActivation(values[:1], torch.tensor([3.0]), 1, torch.float32).dequantize().tolist() == [
+        [3, 6, 9, 12]
+    ]
 
 
 @pytest.mark.parametrize(("count", "padded"), [(0, 0), (1, 4), (4, 4), (5, 8)])

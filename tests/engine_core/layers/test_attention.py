@@ -66,7 +66,7 @@ def assert_same_result(
     step = DecodeStep(given.rows, given.positions, given.page_table, 2, L4)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     rounding = patch.object(DecodeStep, "run_quantized", autospec=True, side_effect=DecodeStep.run_quantized)
-    rotating = patch.object(triton_attention, "choose_rotating", return_value=PLAN if turns else None)
+    rotating = patch.object(triton_attention, "choose_fused_rope_plan", return_value=PLAN if turns else None)
     with rounding as rounded, rotating:
         for fused in (step, None):
             keys, values = (pool.clone() for pool in pools)

@@ -295,7 +295,7 @@ def test_inputs_and_plans_are_uploaded_before_tables_are_updated_and_pages_read_
             )
 
     monkeypatch.setattr(runtime.device, "upload", upload)
-    for owner, name in ((RaggedGraphPlanner, "plan"), (RaggedGraphPlanner, "take_pages"), (DeviceTables, "apply")):
+    for owner, name in ((RaggedGraphPlanner, "plan"), (RaggedGraphPlanner, "gather_pages"), (DeviceTables, "apply")):
         noted(owner, name)
     noted(RecordedGraph, "replay")
     for slot in runtime.slots:
@@ -306,7 +306,7 @@ def test_inputs_and_plans_are_uploaded_before_tables_are_updated_and_pages_read_
     whole = [
         ("plan", True),
         ("record", True),
-        *[(name, False) for name in ("wait", "apply", "replay", "take_pages", "replay")],
+        *[(name, False) for name in ("wait", "apply", "replay", "gather_pages", "replay")],
     ]
     assert set(seen) == set(whole)
     assert seen[:7] == whole
@@ -334,7 +334,7 @@ def test_tokens_are_the_same_where_attention_rotates_heads_itself(tmp_path: Path
 
     with oracle_attention(), ExitStack() as patched:
         decoded = Mock(side_effect=triton_attention.paged_decode)
-        given = {"choose_rotating": rotating, "paged_decode": decoded}
+        given = {"choose_fused_rope_plan": rotating, "paged_decode": decoded}
         patched.enter_context(patch.multiple(triton_attention, **given))
         driven = build(tmp_path)
         decoded.reset_mock()

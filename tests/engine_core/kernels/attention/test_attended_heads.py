@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.engine_core.kernels.attention import paged_decode as kernel
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.kv_dtype import to_pool
-from tandem.engine_core.kernels.quantize import quantize_by_maxima
+from tandem.engine_core.kernels.quantize import quantize_by_amax
 from tandem.engine_core.kernels.quantized_activation import (
     ActivationFormat,
     QuantizedActivation,
@@ -63,10 +63,10 @@ def assert_same(found: QuantizedActivation, expected: QuantizedActivation) -> No
 
 def assert_rounded(given: Inputs, to: ActivationFormat, splits: int, **options: Any) -> None:
     numbers = attend(given, splits, **options).flatten(1)
-    rounded = empty_quantized_activation(len(numbers), numbers.shape[1], numbers.dtype, to, numbers.device)
-    found = attend(given, splits, rounded=rounded, **options)
-    assert found.data_ptr() == rounded.values.data_ptr()
-    assert_same(rounded, quantize(numbers, to))
+    quantized = empty_quantized_activation(len(numbers), numbers.shape[1], numbers.dtype, to, numbers.device)
+    found = attend(given, splits, quantized=quantized, **options)
+    assert found.data_ptr() == quantized.values.data_ptr()
+    assert_same(quantized, quantize(numbers, to))
 
 
 @pytest.mark.parametrize(("shape", "dtype", "known", "splits"), thinned(HEADS, [INT8, FP8], [False, True], [1, 3]))
@@ -108,10 +108,10 @@ def test_the_largest_numbers_of_heads_are_those_of_the_result(
     shape: tuple[int, int, int], splits: int, device: str
 ) -> None:
     given = inputs(LENGTHS, *shape, 8, device)
-    maxima = torch.full((5, shape[0]), torch.nan, device=device)
-    found = attend(given, splits, maxima=maxima)
+    amax = torch.full((5, shape[0]), torch.nan, device=device)
+    found = attend(given, splits, amax=amax)
     assert torch.equal(found, attend(given, splits))
-    assert torch.equal(maxima, found.abs().amax(2))
+    assert torch.equal(amax, found.abs().amax(2))
 
 
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float16])
@@ -120,11 +120,11 @@ def test_the_largest_numbers_are_rounded_to_the_dtype_of_the_query_and_serve_who
     dtype: torch.dtype, query_dtype: torch.dtype, device: str
 ) -> None:
     given = stored_in(inputs(LENGTHS, 4, 2, 64, 8, device), query_dtype)
-    maxima = torch.full((5, 4), torch.nan, device=device)
-    found = attend(given, 1, maxima=maxima)
-    assert torch.equal(maxima, found.float().abs().amax(2))
+    amax = torch.full((5, 4), torch.nan, device=device)
+    found = attend(given, 1, amax=amax)
+    assert torch.equal(amax, found.float().abs().amax(2))
     numbers, to = found.flatten(1), ActivationFormat(dtype)
-    assert_same(quantize_by_maxima(numbers, maxima, to), quantize(numbers, to))
+    assert_same(quantize_by_amax(numbers, amax, to), quantize(numbers, to))
 
 
 def rows_of(to: ActivationFormat, count: int = 5) -> QuantizedActivation:
@@ -138,7 +138,7 @@ def scattered() -> QuantizedActivation:
 
 
 @pytest.mark.parametrize(
-    ("rounded", "maxima"),
+    ("quantized", "amax"),
     [
         (lambda: rows_of(ActivationFormat(INT8)), None),
         (lambda: rows_of(ActivationFormat(INT8, 64)), None),
@@ -151,11 +151,11 @@ def scattered() -> QuantizedActivation:
     ids=["a scale a row", "groups of two heads", "fewer rows", "scales of a token", "of groups", "rows", "both"],
 )
 def test_results_that_have_no_place_are_refused(
-    rounded: Callable[[], QuantizedActivation] | None, maxima: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    quantized: Callable[[], QuantizedActivation] | None, amax: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a kernel that does nothing, since a real one would write to other memory."""
     monkeypatch.setattr(kernel, "_paged_decode_kernel", LaunchedKernel())
     given = inputs(LENGTHS, 4, 2, 32, 8, "cpu")
-    places = {"rounded": rounded and rounded(), "maxima": maxima and torch.empty(maxima)}
+    places = {"quantized": quantized and quantized(), "amax": amax and torch.empty(amax)}
     with pytest.raises(AssertionError):
         attend(given, 1, **places)

@@ -34,9 +34,9 @@ def test_early_loads_equal_the_oracle(splits: int, window: int | None, tile: Til
 def test_early_loads_change_no_bit(device: str) -> None:
     """With a head as wide as no power of two, a soft cap, and spare programs."""
     given = inputs([200, 1, 33, 70], 4, 2, 96, 8, device)
-    spares = assign_extra_splits(given.positions, 2, 6)
+    extra_splits = assign_extra_splits(given.positions, 2, 6)
     expected, found = (
-        paged_decode(*given, 0.2, 2, softcap=3.0, tile=PIPELINED, least=BLOCK, spares=spares, early=each)
+        paged_decode(*given, 0.2, 2, softcap=3.0, tile=PIPELINED, least=BLOCK, extra_splits=extra_splits, early=each)
         for each in (False, True)
     )
     assert torch.equal(found, expected)

@@ -5,7 +5,11 @@ import torch
 
 from tandem.engine_core.kernels.attention import extra_splits
 from tandem.engine_core.kernels.attention.decode_plans import choose_splits
-from tandem.engine_core.kernels.attention.extra_splits import assign_extra_splits, choose_spares, reach_without_spares
+from tandem.engine_core.kernels.attention.extra_splits import (
+    assign_extra_splits,
+    choose_extra_splits,
+    max_len_without_extra_splits,
+)
 from tandem.engine_core.kernels.attention.paged_decode import paged_decode
 from tandem.engine_core.kernels.reference import attention as reference
 from tests.engine_core.kernels.attention.test_paged_decode import SMALL, inputs
@@ -22,9 +26,9 @@ def short_balance(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared(lengths: list[int], splits: int, count: int, device: str) -> tuple[list[int], list[int]]:
     """Return the number of spare programs of each row, and the row of each spare program."""
     positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
-    spares = assign_extra_splits(positions, splits, count)
-    assert spares is not None and spares.count == count
-    first, more, served = spares.plan.split([len(lengths), len(lengths), count])
+    extra_splits = assign_extra_splits(positions, splits, count)
+    assert extra_splits is not None and extra_splits.count == count
+    first, more, served = extra_splits.plan.split([len(lengths), len(lengths), count])
     for row, (begin, number) in enumerate(zip(first.tolist(), more.tolist(), strict=True)):
         assert served[begin : begin + number].tolist() == [row] * number
     return more.tolist(), served.tolist()
@@ -52,7 +56,7 @@ def test_long_rows_get_the_spare_programs_and_none_too_many(
 
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_rows_within_the_reach_get_none(splits: int, device: str) -> None:
-    reach = reach_without_spares(splits)
+    reach = max_len_without_extra_splits(splits)
     assert shared([1, reach, reach + 1], splits, 6, device)[0] == [0, 0, 1]
 
 
@@ -61,10 +65,10 @@ def test_rows_within_the_reach_get_none(splits: int, device: str) -> None:
 @pytest.mark.parametrize("lengths", [[1, 20, 32], [200, 1, 33], [70, 90, 64, 100]])
 def test_spare_programs_change_no_result(lengths: list[int], splits: int, window: int | None, device: str) -> None:
     given = inputs(lengths, 4, 2, 32, 8, device)
-    spares = assign_extra_splits(given.positions, splits, 6)
+    extra_splits = assign_extra_splits(given.positions, splits, 6)
     expected = reference.paged_decode(*given, 0.2, window)
     for _ in range(2):  # The second launch finds its counters at zero.
-        found = paged_decode(*given, 0.2, splits, window=window, tile=SMALL, least=16, spares=spares)
+        found = paged_decode(*given, 0.2, splits, window=window, tile=SMALL, least=16, extra_splits=extra_splits)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -74,9 +78,9 @@ def test_the_longest_possible_row_asks_for_spare_programs_but_not_for_splits(mon
     for rows in (16, 64, 256, 1024):
         splits = choose_splits(rows, 8, 132, 131_072)
         assert splits == choose_splits(rows, 8, 132, 4096)
-        assert choose_spares(rows, 8, 132, 4096, splits) == 0
-        spares = choose_spares(rows, 8, 132, 131_072, splits)
-        assert spares % splits == 0 and 132 <= 8 * spares < 132 + 8 * splits
-    assert choose_spares(1, 8, 132, 131_072, choose_splits(1, 8, 132, 131_072)) == 0
-    assert choose_spares(0, 8, 132, 131_072, 1) == 0
+        assert choose_extra_splits(rows, 8, 132, 4096, splits) == 0
+        extra_splits = choose_extra_splits(rows, 8, 132, 131_072, splits)
+        assert extra_splits % splits == 0 and 132 <= 8 * extra_splits < 132 + 8 * splits
+    assert choose_extra_splits(1, 8, 132, 131_072, choose_splits(1, 8, 132, 131_072)) == 0
+    assert choose_extra_splits(0, 8, 132, 131_072, 1) == 0
     assert assign_extra_splits(torch.zeros(1, dtype=torch.int32), 1, 0) is None

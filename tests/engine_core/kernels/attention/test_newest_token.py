@@ -91,8 +91,10 @@ def test_a_soft_cap_holds_for_the_newest_score_too(device: str) -> None:
 
 def test_a_long_row_with_spare_programs_stores_its_token_once(device: str) -> None:
     given = inputs([200, 1, 33, 70], 4, 2, 96, 8, device)
-    spares = assign_extra_splits(given.positions, 2, 6)
-    assert_equals_the_oracles(projected(given, 4), given, rotation_of(given, 96), 2, tile=TILES[1], spares=spares)
+    extra_splits = assign_extra_splits(given.positions, 2, 6)
+    assert_equals_the_oracles(
+        projected(given, 4), given, rotation_of(given, 96), 2, tile=TILES[1], extra_splits=extra_splits
+    )
 
 
 def test_heads_of_one_group_and_strided_rows_of_a_projection(device: str) -> None:

@@ -186,7 +186,7 @@ def test_programs_that_share_a_tile_equal_the_oracle(
     work: Work, splits: int, layer: LayerAttention, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some see nothing of what a query may see; tiles without work stand between those with work."""
-    monkeypatch.setattr(kernel, "LEAST_POSITIONS", 16)
+    monkeypatch.setattr(kernel, "MIN_SPLIT_POSITIONS", 16)
     spans, query, keys, values, table = inputs(work, 6, 2, 32, 4, device)
     tiles = planner_for(6, 2, 32, spans, device).plan(spans, table).tiles
     idle = torch.zeros_like(tiles)

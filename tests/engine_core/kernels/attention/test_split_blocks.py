@@ -48,10 +48,10 @@ def test_programs_in_use_share_the_blocks_of_a_row_without_gap_or_overlap(device
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, log_sums_ptr, out_ptr, used, splits, beyond, SPARES: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    partial_ptr, log_sums_ptr, out_ptr, used, splits, beyond, EXTRA: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    out = combine_splits(partial_ptr, log_sums_ptr, used, splits, beyond, SPARES, GROUP, ROWS, D, WIDE, CHUNK)
+    out = combine_splits(partial_ptr, log_sums_ptr, used, splits, beyond, EXTRA, GROUP, ROWS, D, WIDE, CHUNK)
     tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :], out)
 
 
@@ -73,7 +73,7 @@ def test_outputs_are_weighed_by_their_sums(used: int, splits: int, beyond: int, 
         log_sums[places[1], 0] = -torch.inf
     out = torch.full((rows, wide), torch.nan, device=device)
     _combine_kernel[(1,)](
-        partial.to(device), log_sums.to(device), out, used, splits, beyond, SPARES=beyond > 0, GROUP=group, ROWS=rows,
+        partial.to(device), log_sums.to(device), out, used, splits, beyond, EXTRA=beyond > 0, GROUP=group, ROWS=rows,
         D=head_dim, WIDE=wide, CHUNK=4,
     )  # fmt: skip
     shares = (log_sums[places].double() * torch.tensor(2.0).double().log()).softmax(0)

@@ -5,7 +5,7 @@ import torch
 
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.dequantize import dequantize_eight_bit, dequantize_int4
-from tandem.engine_core.kernels.linear.int4_layout import arranged
+from tandem.engine_core.kernels.linear.int4_layout import to_kernel_layout
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
 from tandem.engine_core.quantization.int4 import pack, unpack
@@ -40,5 +40,5 @@ def test_nibbles_equal_their_numbers(inputs: int, group: int, device: str) -> No
     zeros = torch.randint(0, 16, (inputs // group, 3), dtype=torch.uint8, device=device).t()
     plain = Int4Linear(words, scales, zeros, Int4Scheme("gptq", group, False), None, torch_kernels())
     expected = plain.dequantized(torch.float16)
-    words = pack(arranged(unpack(words), group))
+    words = pack(to_kernel_layout(unpack(words), group))
     assert torch.equal(dequantize_int4(words, scales, zeros, torch.float16), expected)

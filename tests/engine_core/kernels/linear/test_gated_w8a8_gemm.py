@@ -63,10 +63,12 @@ def test_scales_of_blocks(to: str, count: int, device: str) -> None:
 def test_padding_changes_no_row(device: str) -> None:
     x, values, scales, _ = case_of("fp8 blocks", 5, 2 * 128, 256, device, whole=True)
     form = format_of(values.dtype, "group", device)
-    expected = gated_w8a8_gemm(x, values, scales, None, BLOCK_PLAN, Activation.SILU, form).numbers()
+    expected = gated_w8a8_gemm(x, values, scales, None, BLOCK_PLAN, Activation.SILU, form).dequantize()
     x.values[5:] = 448.0
     x.scales[5:] = float("nan")
-    assert torch.equal(gated_w8a8_gemm(x, values, scales, None, BLOCK_PLAN, Activation.SILU, form).numbers(), expected)
+    assert torch.equal(
+        gated_w8a8_gemm(x, values, scales, None, BLOCK_PLAN, Activation.SILU, form).dequantize(), expected
+    )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -75,8 +77,8 @@ def test_what_is_no_number_stays_none_in_its_row(to: str, device: str) -> None:
     x, values, scales, _ = case_of("fp8 blocks", 3, 2 * 256, 256, device, whole=True)
     x.scales[1, 1] = float("nan")
     rows = gated_w8a8_gemm(x, values, scales, None, BLOCK_PLAN, Activation.SILU, format_of(values.dtype, to, device))
-    assert rows.numbers()[1].isnan().all()
-    assert rows.numbers()[[0, 2]].isfinite().all()
+    assert rows.dequantize()[1].isnan().all()
+    assert rows.dequantize()[[0, 2]].isfinite().all()
 
 
 def test_what_a_tile_cannot_hold_is_refused(device: str) -> None:
@@ -141,7 +143,7 @@ def test_a_program_waits_once_and_before_it_reads_its_rows(kind: str, monkeypatc
     monkeypatch.setattr(kernel, "wait_for_previous", wait)
     found = gated_w8a8_gemm(shown, *given)
     assert waits == [1]
-    assert torch.equal(found.numbers(), expected.numbers())
+    assert torch.equal(found.dequantize(), expected.dequantize())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells what is read")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.linear.int4_layout import arranged
+from tandem.engine_core.kernels.linear.int4_layout import to_kernel_layout
 from tandem.engine_core.kernels.linear.int4_splitk import int4_splitk
 from tandem.engine_core.kernels.linear.plans import workspace_size
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
@@ -36,7 +36,7 @@ def weights(outputs: int, inputs: int, group: int, device: str) -> tuple[Weights
     zeros = torch.randint(0, 16, (inputs // group, outputs), generator=generator, dtype=torch.uint8).t()
     spread = [tensor.repeat_interleave(group, 1) for tensor in (scales, zeros)]
     numbers = (unpack(words).float() - spread[1]) * spread[0]
-    words = pack(arranged(unpack(words), group))
+    words = pack(to_kernel_layout(unpack(words), group))
     return (words.to(device), scales.to(device), zeros.to(device)), numbers.to(device)
 
 
@@ -107,7 +107,7 @@ def test_an_order_of_other_numbers_or_of_another_length_is_refused(device: str) 
 def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str) -> None:
     levels = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 64).contiguous()
     scales, zeros = torch.full((2, 16), 0.5).t(), torch.full((2, 16), 7, dtype=torch.uint8).t()
-    words = pack(arranged(levels, 32))
+    words = pack(to_kernel_layout(levels, 32))
     for place in range(32):
         x = torch.zeros(1, 64)
         x[0, 32 + place] = size

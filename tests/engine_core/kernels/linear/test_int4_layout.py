@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.engine_core.kernels.linear.int4_layout import arranged, restored, run_of
+from tandem.engine_core.kernels.linear.int4_layout import from_kernel_layout, run_length, to_kernel_layout
 
 
 @pytest.mark.parametrize(
@@ -11,8 +11,8 @@ from tandem.engine_core.kernels.linear.int4_layout import arranged, restored, ru
 )
 def test_each_nibble_is_where_a_thread_takes_it(inputs: int, group: int, run: int) -> None:
     levels = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
-    found = arranged(levels, group)
-    assert run_of(inputs, group) == run
+    found = to_kernel_layout(levels, group)
+    assert run_length(inputs, group) == run
     for place in range(inputs if run else 0):
         word, (e, d, c) = place // 8, (place >> 2 & 1, place >> 1 & 1, place & 1)
         block, (t, j) = word // (4 * run), divmod(word % (4 * run), run)
@@ -20,4 +20,4 @@ def test_each_nibble_is_where_a_thread_takes_it(inputs: int, group: int, run: in
         assert torch.equal(found[:, place], levels[:, source])
     if not run:
         assert torch.equal(found, levels)
-    assert torch.equal(restored(found, group), levels)
+    assert torch.equal(from_kernel_layout(found, group), levels)

@@ -5,13 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.engine_core.kernels.linear.int4_unpack import eight_levels
+from tandem.engine_core.kernels.linear.int4_unpack import unpack_int4
 
 
 @triton.jit
 def _levels_kernel(words_ptr, zeros_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
     offsets = tl.arange(0, BLOCK)
-    levels = eight_levels(tl.load(words_ptr + offsets), tl.load(zeros_ptr + offsets), out_ptr.dtype.element_ty)
+    levels = unpack_int4(tl.load(words_ptr + offsets), tl.load(zeros_ptr + offsets), out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets[:, None] * 8 + tl.arange(0, 8)[None, :], tl.reshape(levels, [BLOCK, 8]))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine_core.kernels.linear.int4_layout import arranged
+from tandem.engine_core.kernels.linear.int4_layout import to_kernel_layout
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 from tandem.engine_core.quantization.int4 import pack
@@ -23,7 +23,7 @@ Given = tuple[Tensor, Tensor, Tensor | None]
 def int4(levels: Tensor, zeros: Tensor, device: str) -> Given:
     """Return levels, [OUTPUTS, INPUTS], and zero points, [OUTPUTS, groups], as the kernel takes them, scales 1."""
     scales = torch.ones(zeros.t().shape, device=device).t()
-    return pack(arranged(levels, GROUP)).to(device), scales, zeros.t().contiguous().to(device).t()
+    return pack(to_kernel_layout(levels, GROUP)).to(device), scales, zeros.t().contiguous().to(device).t()
 
 
 def weight(kind: str, device: str) -> tuple[Given, Tensor]:

@@ -8,8 +8,8 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.linear.plans import bucket, choose_normed
 from tandem.engine_core.kernels.linear.quantized_plans import (
-    FEW_ROWS,
     MAX_ROWS,
+    MAX_W8A16_ROWS,
     SCALE_COLUMNS,
     SCALE_ROWS,
     choose_eight_bit,
@@ -27,13 +27,13 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan, W8
 from tandem.engine_core.kernels.tiles.table import (
     NO_TABLE,
     EightBitKind,
+    MatmulKey,
     Operation,
-    ProductKey,
     Scaling,
     TileTable,
     W8A8GemmKey,
 )
-from tandem.engine_core.kernels.tiles.table_file import product_problem
+from tandem.engine_core.kernels.tiles.table_file import matmul_problem
 from tests.fakes.gpus import A100, B200, H20, H200, L4, RTX_3090, RTX_5090
 
 SHAPES = ((3072, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336), (256, 128))
@@ -86,7 +86,11 @@ def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -
 
 
 def test_inputs_are_rounded_for_many_rows_where_the_gpu_multiplies_bytes() -> None:
-    assert [quantizes_activations(rows, "fp8", L4) for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == [False, False, True]
+    assert [quantizes_activations(rows, "fp8", L4) for rows in (1, MAX_W8A16_ROWS, MAX_W8A16_ROWS + 1)] == [
+        False,
+        False,
+        True,
+    ]
     assert not quantizes_activations(1000, "fp8", A100)
     assert quantizes_activations(1000, "int8", A100)
 
@@ -242,7 +246,7 @@ def test_tiles_of_short_groups_have_half_the_rows_whatever_was_measured(group: i
 @pytest.mark.parametrize("group", [32, 128])
 def test_one_row_with_an_order_keeps_the_rules_plans_whatever_was_measured(group: int) -> None:
     measured = GemvPlan(2, 4096, 20, 2)
-    keys = [ProductKey(kind, 4, 4096, 4096, 1) for kind in ("normed", "normed_gated", "product", "gated")]  # type: ignore[arg-type]
+    keys = [MatmulKey(kind, 4, 4096, 4096, 1) for kind in ("normed", "normed_gated", "product", "gated")]  # type: ignore[arg-type]
     gpu = replace(H200, tiles=TileTable(H200.name, dict.fromkeys(keys, measured)))
     rows = 2 if group == 32 else 4
     for given in (gpu, replace(gpu, tiles=NO_TABLE)):
@@ -253,7 +257,7 @@ def test_one_row_with_an_order_keeps_the_rules_plans_whatever_was_measured(group
             assert choose(16, 4096, 4096, group, given, ordered=True) == choose(16, 4096, 4096, group, given)
     assert choose_int4_normed(4096, 4096, 128, True, gpu) == choose_int4(1, 4096, 4096, 128, gpu) == measured
     # A product of more inputs than a program holds takes them in steps, whatever was measured.
-    key = ProductKey("product", 4, 4096, 28672, 1)
+    key = MatmulKey("product", 4, 4096, 28672, 1)
     gpu = replace(H200, tiles=TileTable(H200.name, {key: GemvPlan(4, 32768, 4, 16)}))
     assert choose_int4(1, 4096, 28672, group, gpu, ordered=True) == GemvPlan(2 * rows, 2048)
 
@@ -271,7 +275,7 @@ def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
             ]
             for kind, bits, plan in found:
                 if isinstance(plan, GemvPlan):
-                    assert product_problem(ProductKey(kind, bits, 48, inputs, 1), plan) == "", (inputs, kind, bits)
+                    assert matmul_problem(MatmulKey(kind, bits, 48, inputs, 1), plan) == "", (inputs, kind, bits)
 
 
 def test_one_row_of_four_bits_is_normalised_by_its_product_as_far_as_a_norm_reaches() -> None:

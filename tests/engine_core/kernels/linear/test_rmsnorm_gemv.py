@@ -63,9 +63,9 @@ def test_the_plan_chooses_the_kernel(norms: int, device: str) -> None:
     else:
         by_gemv = add_norm_gemv(x, added, norm_weight, EPS, weight, None, whole, x_weight=normalised)
     assert all(torch.equal(one, other) for one, other in zip(normed_product(*call, whole), by_gemv, strict=True))
-    in_pieces = rmsnorm_gemv(*call, PLANS[0])
-    assert all(torch.equal(one, other) for one, other in zip(normed_product(*call, PLANS[0]), in_pieces, strict=True))
-    torch.testing.assert_close(in_pieces[0], by_gemv[0])
+    in_chunks = rmsnorm_gemv(*call, PLANS[0])
+    assert all(torch.equal(one, other) for one, other in zip(normed_product(*call, PLANS[0]), in_chunks, strict=True))
+    torch.testing.assert_close(in_chunks[0], by_gemv[0])
 
 
 def test_factors_of_x_need_a_stream_to_add_it_to(device: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels
-from tandem.engine_core.kernels.linear.quantized_plans import FEW_ROWS, SCALE_ROWS
+from tandem.engine_core.kernels.linear.quantized_plans import MAX_W8A16_ROWS, SCALE_ROWS
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.reference.quantized_activation import quantize, quantized_matmul
 from tandem.engine_core.layers.build_context import BuildContext
@@ -190,8 +190,8 @@ def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(device: str) ->
 
 
 def test_few_rows_and_gpus_without_float8_keep_their_inputs(device: str) -> None:
-    assert linear(FP8, L4, 32, device).input_format(FEW_ROWS) is None
-    assert linear(FP8, L4, 32, device).input_format(FEW_ROWS + 1) is not None
+    assert linear(FP8, L4, 32, device).input_format(MAX_W8A16_ROWS) is None
+    assert linear(FP8, L4, 32, device).input_format(MAX_W8A16_ROWS + 1) is not None
     assert linear(BLOCKS, A100, 32, device).input_format(65) is None
     assert linear(INT8, A100, 32, device).input_format(65) is not None
     assert linear(EightBitScheme("fp8", Activations.UNQUANTIZED), L4, 32, device).input_format(65) is None
@@ -210,8 +210,8 @@ def test_scales_of_whole_blocks_are_found_where_every_eighth_is_repeated(device:
 def close_bytes(found: QuantizedActivation, expected: QuantizedActivation) -> bool:
     """Tell whether rows stand for the same numbers but for few that are rounded to their neighbour."""
     assert (found.values.shape, found.scales.shape) == (expected.values.shape, expected.scales.shape)
-    difference = (found.numbers() - expected.numbers()).square().mean().sqrt()
-    return bool(difference < 0.02 * expected.numbers().square().mean().sqrt())
+    difference = (found.dequantize() - expected.dequantize()).square().mean().sqrt()
+    return bool(difference < 0.02 * expected.dequantize().square().mean().sqrt())
 
 
 def hidden_rows(device: str) -> torch.Tensor:

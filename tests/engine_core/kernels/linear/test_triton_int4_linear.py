@@ -9,7 +9,7 @@ from tandem.engine_core.kernels import gather_columns
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear import quantized_gemv
-from tandem.engine_core.kernels.linear.int4_layout import restored
+from tandem.engine_core.kernels.linear.int4_layout import from_kernel_layout
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
@@ -36,7 +36,7 @@ def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonInt4Linear,
     found.order = torch.randperm(INPUTS, generator=generator).int().to(device) if ordered else None
     assert found.bias is not None
     found.bias.fill_(0.5)
-    words = pack(restored(unpack(found.words), 64))
+    words = pack(from_kernel_layout(unpack(found.words), 64))
     plain = Int4Linear(words, found.scales, found.zeros, found.scheme, found.bias, torch_kernels())
     plain.order = found.order
     return found, plain

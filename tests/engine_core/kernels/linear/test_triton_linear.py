@@ -23,9 +23,9 @@ def test_one_row_behind_its_norms_equals_separate_operations(
     norms: int, activation: Activation | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """norms: 0 of the first update, 1 of the stream, 2 of the update and then of the stream."""
-    in_pieces: list[int] = []
+    in_chunks: list[int] = []
     kernel = rmsnorm_gemv.rmsnorm_gemv
-    monkeypatch.setattr(rmsnorm_gemv, "rmsnorm_gemv", lambda *given: in_pieces.append(norms) or kernel(*given))
+    monkeypatch.setattr(rmsnorm_gemv, "rmsnorm_gemv", lambda *given: in_chunks.append(norms) or kernel(*given))
     torch.manual_seed(norms)
     x, residual = torch.randn(2, 1, INPUTS, device=device).unbind(0)
     update, stream = (RMSNorm(torch.rand(INPUTS, device=device) + 0.5, EPS, torch_kernels()) for _ in range(2))
@@ -42,4 +42,4 @@ def test_one_row_behind_its_norms_equals_separate_operations(
     expected = functional.linear(normed, weight)
     torch.testing.assert_close(y, expected if activation is None else gated_activation(expected, activation))
     torch.testing.assert_close(total, expected_total)
-    assert in_pieces == [2] * (norms == 2)
+    assert in_chunks == [2] * (norms == 2)

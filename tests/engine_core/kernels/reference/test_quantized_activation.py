@@ -17,7 +17,7 @@ def test_the_largest_number_of_a_row_or_group_comes_to_the_top() -> None:
     assert rows.scales[0].item() == pytest.approx(4 / 127)
     grouped = quantize(x, ActivationFormat(FP8, 2))
     assert grouped.values.float()[:2].tolist() == [[112, -448, 448, 112], [0, 0, 0, 0]]
-    torch.testing.assert_close(grouped.numbers(), x)
+    torch.testing.assert_close(grouped.dequantize(), x)
     known = quantize(x, ActivationFormat(torch.int8, scale=torch.tensor([0.02])))
     assert known.values[0].tolist() == [50, -127, 100, 25]
 

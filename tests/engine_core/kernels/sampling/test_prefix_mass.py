@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.reference.sampling import CANDIDATES, is_ahead
-from tandem.engine_core.kernels.sampling.gumbel_draw import SETTLED
+from tandem.engine_core.kernels.sampling.gumbel_draw import DONE
 from tandem.engine_core.kernels.sampling.prefix_mass import prefix_mass
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
 from tests.support.sampling_case import MIN_P, TEMPERATURE, TOP_K, TOP_P, Case, make_case
@@ -25,20 +25,20 @@ def weighed(case: Case, candidates: Tensor, adjusted: Tensor | None = None) -> S
     count, vocab = case.logits.shape
     scratch = SamplingScratch.allocate(vocab, count, TILE, 32, 8, 32, case.logits.device)
     scratch.adjusted.fill_(torch.nan)
-    scratch.weighs.fill_(1)
+    scratch.mass_mode.fill_(1)
     logits = case.logits
     if adjusted is not None:
         scratch.adjusted[:, :vocab] = adjusted
         is_adjusted = ~adjusted.isnan().any(1)
-        scratch.weighs.copy_(1 + is_adjusted.int())
+        scratch.mass_mode.copy_(1 + is_adjusted.int())
         logits = torch.where(is_adjusted[:, None], adjusted, logits)
     ranks = rank_of(logits).gather(1, candidates.clamp(min=0).long())
-    scratch.candidates.copy_(torch.where(candidates < 0, SETTLED.value, ranks))
+    scratch.candidates.copy_(torch.where(candidates < 0, DONE.value, ranks))
     scratch.tile_best.copy_(best_of_tiles(logits, TILE))
     scratch.row_best.copy_(scratch.tile_best.amax(1))
     rows = case.rows.long()
     truncates = ((case.ints[rows, TOP_K] > 0) & (case.ints[rows, TOP_K] < vocab)) | (case.floats[rows, TOP_P] < 1)
-    scratch.weighs[~truncates | (candidates[:, 0] < 0)] = 0
+    scratch.mass_mode[~truncates | (candidates[:, 0] < 0)] = 0
     scratch.ahead.fill_(torch.nan)
     scratch.counts.fill_(torch.nan)
     prefix_mass(case.batch(torch.zeros_like(case.rows)), case.tables, scratch)
@@ -93,8 +93,8 @@ def test_a_candidate_behind_an_earlier_one_is_not_weighed(device: str) -> None:
     candidates = torch.stack([order[row, at] for row, at in enumerate(places)])
     check(case, candidates)
     scratch = weighed(case, candidates)
-    weighs = ~scratch.counts.isnan().all(1)
-    assert weighs.int().tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
+    mass_mode = ~scratch.counts.isnan().all(1)
+    assert mass_mode.int().tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
 
 
 def test_equal_logits_are_ahead_by_lower_id(device: str) -> None:

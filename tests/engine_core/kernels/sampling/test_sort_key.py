@@ -8,14 +8,14 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.sampling.scratch import NOTHING
 from tandem.engine_core.kernels.sampling.sort_key import (
-    BROKEN,
+    ALL_MASKED,
     EMPTY,
+    INVALID,
     MAX_VOCAB,
-    STARVED,
     best_of,
     best_of_tile,
     check_logits,
-    judge,
+    classify_tile,
     load_logits,
     rank_id,
     rank_value,
@@ -64,8 +64,8 @@ def test_ranks_order_by_value_then_by_lower_id_and_hold_both(device: str) -> Non
     ahead = (x[:, None] > x) | ((x[:, None] == x) & (ids[:, None] < ids))
     assert torch.equal(ranks[:, None] > ranks, ahead)
     assert NOTHING.value < EMPTY.value < ranks.min()
-    assert ranks[(x == -torch.inf) & (ids == 0)].tolist() == [STARVED.value]
-    assert ranks[x == torch.inf].max() < BROKEN.value
+    assert ranks[(x == -torch.inf) & (ids == 0)].tolist() == [ALL_MASKED.value]
+    assert ranks[x == torch.inf].max() < INVALID.value
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _judge_kernel(
     _, largest = best_of_tile(x, logits_ptr + index * logit_stride, 0, vocab)
     kept = load_logits(kept_ptr + index * logit_stride, ids, ids < vocab)
     best, _ = best_of_tile(kept, kept_ptr + index * logit_stride, 0, vocab)
-    rank = judge(best, largest)
+    rank = classify_tile(best, largest)
     tl.store(ranks_ptr + index, rank)
     tl.store(values_ptr + index, rank_value(rank))
     tl.store(tokens_ptr + index, token_of(rank))
@@ -112,9 +112,9 @@ def test_tiles_without_a_usable_logit_are_marked_before_what_is_kept_of_them(dty
     keep[7, :71] = False
     ranks, values, tokens = judged(logits, keep)
     assert tokens == [40, -1, -1, -1, -1, 0, -1, 71]
-    assert [rank == BROKEN.value for rank in ranks] == [number in (1, 2, 4) for number in range(8)]
+    assert [rank == INVALID.value for rank in ranks] == [number in (1, 2, 4) for number in range(8)]
     assert [rank == EMPTY.value for rank in ranks] == [number in (3, 6) for number in range(8)]
-    assert ranks[5] == STARVED.value
+    assert ranks[5] == ALL_MASKED.value
     assert [value for value in values if value == value] == [2.0, -torch.inf, -torch.inf, -torch.inf, -7.0]
     assert [number for number, value in enumerate(values) if value != value] == [1, 2, 4]
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS
-from tandem.engine_core.kernels.sampling.sort_key import EMPTY, STARVED
+from tandem.engine_core.kernels.sampling.sort_key import ALL_MASKED, EMPTY
 from tandem.engine_core.kernels.sampling.truncation import load_truncation, ranks_at_least
 from tests.support.sampling_case import MIN_P, TOP_K, TOP_P
 from tests.support.token_ranks import rank_of
@@ -61,7 +61,7 @@ def test_tokens_down_to_a_rank_are_those_whose_ranks_compare_so(device: str) -> 
     values = torch.tensor([1.0, 1.0 + 2**-23, -0.0, 0.0, 2.0**-149, -2.0, -torch.inf, 3e38, torch.inf])
     x = values[torch.randint(0, 9, (1, 128), generator=torch.Generator().manual_seed(2))].to(device)
     ranks = rank_of(x)[0]
-    least = torch.cat([ranks, torch.tensor([EMPTY.value, STARVED.value], device=device)])
+    least = torch.cat([ranks, torch.tensor([EMPTY.value, ALL_MASKED.value], device=device)])
     stays = torch.zeros(len(least), 128, dtype=torch.int32, device=device)
     _ranks_kernel[(len(least),)](x, least, stays, BLOCK=128)
     assert torch.equal(stays != 0, ranks >= least[:, None])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine_core.kernels.sampling.sort_key import BROKEN, EMPTY, STARVED, best_of, load_logits, rank_value
+from tandem.engine_core.kernels.sampling.sort_key import ALL_MASKED, EMPTY, INVALID, best_of, load_logits, rank_value
 from tandem.engine_core.kernels.sampling.weights import (
     ONE,
     UNIT,
@@ -67,13 +67,13 @@ def _row_best_kernel(tile_best_ptr, best_ptr, infinite_ptr, tiles, TILES_PAD: tl
 def test_the_best_rank_of_a_row_is_that_of_its_own_tiles(tiles: int, device: str) -> None:
     """One unusable tile marks the row; one that is empty does not."""
     sound = (5 << 20) | 7
-    rows = [[sound] * tiles, [EMPTY.value] * tiles, [STARVED.value] * tiles, [sound] * tiles, [EMPTY.value] * tiles]
-    rows[3][-1], rows[4][0] = BROKEN.value, sound
+    rows = [[sound] * tiles, [EMPTY.value] * tiles, [ALL_MASKED.value] * tiles, [sound] * tiles, [EMPTY.value] * tiles]
+    rows[3][-1], rows[4][0] = INVALID.value, sound
     ranks = torch.full((6, tiles), GARBAGE, device=device)
     ranks[:5] = torch.tensor(rows)
     best, infinite = torch.zeros(5, dtype=torch.int64, device=device), torch.zeros(5, dtype=torch.int32, device=device)
     _row_best_kernel[(5,)](ranks, best, infinite, tiles, TILES_PAD=4)
-    assert best.tolist() == [sound, EMPTY.value, STARVED.value, BROKEN.value, sound]
+    assert best.tolist() == [sound, EMPTY.value, ALL_MASKED.value, INVALID.value, sound]
     assert infinite.tolist() == [0, 1, 1, 1, 0]
 
 

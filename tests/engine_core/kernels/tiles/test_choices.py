@@ -19,7 +19,7 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
     choose_int4_normed,
 )
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Plan, SplitKPlan, Tile
-from tandem.engine_core.kernels.tiles.table import BUCKETS, NO_TABLE, DecodeKey, Operation, ProductKey, TileTable
+from tandem.engine_core.kernels.tiles.table import BUCKETS, NO_TABLE, DecodeKey, MatmulKey, Operation, TileTable
 from tests.fakes.gpus import A100, H200, L4
 
 Chooser = Callable[[int, int, int, GpuTraits], Plan]
@@ -45,7 +45,7 @@ def test_an_h200_has_the_measured_plans_and_the_rules_beside_them(name: str) -> 
     operation: Operation = "gated" if kind.startswith("gated") else "product"
     bits = BITS[kind.rpartition(" ")[2]]
     for rows, plan, expected in zip(BUCKETS, found, EXPECTED[name], strict=True):
-        key = ProductKey(operation, bits, outputs, inputs, rows)
+        key = MatmulKey(operation, bits, outputs, inputs, rows)
         if key in H200.tiles.products:
             assert plan == H200.tiles.products[key]
         else:
@@ -57,7 +57,7 @@ def fields_of(plan: Plan) -> list[int] | None:
     return None if plan is None else list(astuple(plan))
 
 
-def with_table(gpu: GpuTraits, key: ProductKey, plan: Plan) -> GpuTraits:
+def with_table(gpu: GpuTraits, key: MatmulKey, plan: Plan) -> GpuTraits:
     return replace(gpu, tiles=TileTable(gpu.name, {key: plan}))
 
 
@@ -67,14 +67,14 @@ def test_every_product_takes_a_plan_of_the_table(kind: str) -> None:
     bits = BITS[kind.rpartition(" ")[2]]
     for rows, bucket in ((1, 1), (2, 16), (16, 16), (17, 32), (64, 64)):
         plan: Plan = GemvPlan(2, 2048, 1, 8) if bucket == 1 else SplitKPlan(128, 64, 5, 2, 8)
-        key = ProductKey(operation, bits, 3072, 2048, bucket)
+        key = MatmulKey(operation, bits, 3072, 2048, bucket)
         gpu = with_table(H200, key, plan)
         assert CHOOSERS[kind](rows, 3072, 2048, gpu) == plan
         assert CHOOSERS[kind](rows, 3088, 2048, gpu) == CHOOSERS[kind](rows, 3088, 2048, replace(H200, tiles=NO_TABLE))
 
 
 def test_a_table_may_prefer_the_library() -> None:
-    gpu = with_table(H200, ProductKey("product", 16, 3072, 2048, 16), None)
+    gpu = with_table(H200, MatmulKey("product", 16, 3072, 2048, 16), None)
     assert choose(9, 3072, 2048, 2, gpu) is None
     assert choose(9, 3072, 2048, 2, H200) is not None
 
@@ -84,7 +84,7 @@ def test_a_fused_norm_takes_a_plan_of_the_table(gated: bool) -> None:
     operation: Operation = "normed_gated" if gated else "normed"
     for bits in (16, 8, 4):
         plan = GemvPlan(1, 2048, 1, 2)
-        gpu = with_table(H200, ProductKey(operation, bits, 3072, 2048, 1), plan)
+        gpu = with_table(H200, MatmulKey(operation, bits, 3072, 2048, 1), plan)
 
         def chosen(outputs: int, gated: bool, bits: int = bits, gpu: GpuTraits = gpu) -> Plan:
             if bits == 4:
@@ -100,20 +100,20 @@ def test_measured_stages_are_cut_to_the_shared_memory() -> None:
     """A file copied to a smaller GPU must not fail at the first launch."""
     plan = SplitKPlan(128, 128, 1, 6)
     for gpu, stages in ((H200, 6), (L4, 3)):
-        found = choose(16, 3072, 2048, 2, with_table(gpu, ProductKey("product", 16, 3072, 2048, 16), plan))
+        found = choose(16, 3072, 2048, 2, with_table(gpu, MatmulKey("product", 16, 3072, 2048, 16), plan))
         assert isinstance(found, SplitKPlan)
         assert found.stages == stages
 
 
 def test_scales_and_zero_points_of_a_stage_count_too() -> None:
     """Four stages of these took 167,680 bytes by Triton's assembler, of which an A100 has 166,912."""
-    plan, key = SplitKPlan(128, 128, 2, 4), ProductKey("gated", 4, 14336, 4096, 64)
+    plan, key = SplitKPlan(128, 128, 2, 4), MatmulKey("gated", 4, 14336, 4096, 64)
     found = [choose_int4_gated(64, 14336, 4096, 128, with_table(gpu, key, plan)) for gpu in (A100, H200)]
     assert [found_plan.stages for found_plan in found if isinstance(found_plan, SplitKPlan)] == [3, 4]
 
 
 def test_small_groups_of_nibbles_do_without_a_plan_of_large_blocks() -> None:
-    gpu = with_table(H200, ProductKey("product", 4, 3072, 2048, 16), SplitKPlan(64, 128, 3))
+    gpu = with_table(H200, MatmulKey("product", 4, 3072, 2048, 16), SplitKPlan(64, 128, 3))
     large, small = (choose_int4(16, 3072, 2048, group, gpu) for group in (128, 32))
     assert large == SplitKPlan(64, 128, 3)
     assert isinstance(small, SplitKPlan)

@@ -17,8 +17,8 @@ from tandem.engine_core.kernels.tiles.table import (
     W8A8_BUCKETS,
     DecodeKey,
     EightBitKind,
+    MatmulKey,
     Operation,
-    ProductKey,
     Scaling,
     TileTable,
     W8A8GemmKey,
@@ -27,7 +27,7 @@ from tandem.engine_core.kernels.tiles.table_file import (
     decode_problem,
     file_name,
     load_table,
-    product_problem,
+    matmul_problem,
     read_table,
     table_text,
     w8a8_gemm_problem,
@@ -39,7 +39,7 @@ POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 1024, 2048, 4096])
 WARPS = st.sampled_from([1, 2, 4, 8, 16, 32])
 OPERATIONS: list[Operation] = ["product", "gated", "normed", "normed_gated"]
 KEYS = st.builds(
-    ProductKey,
+    MatmulKey,
     st.sampled_from(OPERATIONS),
     st.sampled_from([4, 8, 16]),
     st.integers(1, 200000),
@@ -52,7 +52,7 @@ PLANS: st.SearchStrategy[Plan] = st.one_of(
     st.builds(SplitKPlan, POWERS, POWERS, st.integers(1, 16), st.integers(1, 8), WARPS),
 )
 PRODUCTS = st.lists(st.tuples(KEYS, PLANS)).map(
-    lambda found: {key: plan for key, plan in found if not product_problem(key, plan)}
+    lambda found: {key: plan for key, plan in found if not matmul_problem(key, plan)}
 )
 DECODE = st.dictionaries(
     st.builds(DecodeKey, st.sampled_from([32, 64, 128, 256]), st.sampled_from([8, 16]), POWERS),
@@ -87,7 +87,7 @@ BYTE_PRODUCTS = st.dictionaries(
 @given(PRODUCTS, DECODE, BYTE_PRODUCTS)
 def test_a_written_table_is_read_back(
     tmp_path_factory: pytest.TempPathFactory,
-    products: dict[ProductKey, Plan],
+    products: dict[MatmulKey, Plan],
     decode: dict[DecodeKey, DecodePlan],
     byte_products: dict[W8A8GemmKey, W8A8GemmPlan | None],
 ) -> None:
@@ -123,12 +123,12 @@ def test_only_gated_products_of_bytes_write_it() -> None:
 
 
 def test_tables_differ_by_what_was_measured_though_they_hash_by_name() -> None:
-    key = ProductKey("product", 16, 64, 64, 1)
+    key = MatmulKey("product", 16, 64, 64, 1)
     tables = [TileTable("a"), TileTable("a", {key: GemvPlan(2, 1024)}), TileTable("a", {key: GemvPlan(4, 1024)})]
     assert len(set(tables)) == 3
     assert len({hash(table) for table in tables}) == 1
-    assert tables[1].product(key, None) == GemvPlan(2, 1024)
-    assert tables[0].product(key, None) is None
+    assert tables[1].matmul(key, None) == GemvPlan(2, 1024)
+    assert tables[0].matmul(key, None) is None
 
 
 def entry(**changes: object) -> dict[str, object]:
@@ -315,7 +315,7 @@ def test_packaged_tables_are_those_of_their_devices() -> None:
         assert table.count
         text = table_text(table, json.loads(place.read_text())["measured_with"])
         assert place.read_text() == text, "written by write_table"
-        assert not any(product_problem(*item) for item in table.products.items())
+        assert not any(matmul_problem(*item) for item in table.products.items())
         assert not any(decode_problem(*item) for item in table.decode.items())
 
 
