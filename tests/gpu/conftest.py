@@ -1,4 +1,4 @@
-"""Settings of the tests on a GPU."""
+"""Settings of the GPU tests."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from tests.support.flashinfer_kernels import may_build, only_built_kernels
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_of_flashinfer() -> Iterator[None]:
-    """Keep FlashInfer from compiling: what has no kernel then runs on Triton, or is skipped."""
+    """Keep FlashInfer from compiling: kinds without a prebuilt kernel run on Triton, or are skipped."""
     if may_build() or find_spec("flashinfer") is None or not torch.cuda.is_available():
         yield
         return

@@ -1,4 +1,4 @@
-"""Random small models on CUDA beside transformers in float32, through every implementation of attention.
+"""Random small models on CUDA against transformers in float32, with every implementation of attention.
 
 Tokens are compared where the reference's top-2 gap exceeds twice the largest logit error found; the rest is counted.
 """
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Checkpoin
 
 
 def without_flashinfer(head_dim: int) -> str:
-    """Return why FlashInfer does not take the prompts of a checkpoint in bfloat16; empty if it does."""
+    """Return why FlashInfer does not support the prompts of a checkpoint in bfloat16; empty if it does."""
     return missing_kernel(*SHAPES[head_dim], head_dim, torch.bfloat16, [LayerAttention(head_dim**-0.5)])
 
 
@@ -67,7 +67,7 @@ def build(
 
 
 def check(runtime: TorchRuntime, checkpoint: Checkpoint, label: str, bound: float) -> None:
-    """Runs both sets of sequences; every sort of step has to agree by itself."""
+    """Runs both sets of sequences; each kind of step must agree."""
     mine: dict[str, list[Tensor]] = {}
     theirs: dict[str, list[Tensor]] = {}
     for seed, (sequences, reference) in enumerate(zip(checkpoint.sequences, checkpoint.reference, strict=True)):
@@ -98,7 +98,7 @@ def test_prompts_from_graphs_agree_with_transformers(
     few: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton up to `few` tokens, FlashInfer beyond; decode in Triton always."""
+    """Triton up to `few` tokens, FlashInfer beyond; decode always in Triton."""
     if few == 0 and (missing := without_flashinfer(head_dim)):
         pytest.skip(missing)
     kernels = RaggedGraphPlanner if few else graph_planner()

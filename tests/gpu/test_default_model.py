@@ -1,4 +1,4 @@
-"""The shipped checkpoint on CUDA: its logits and its tokens beside the CPU's.
+"""The shipped checkpoint on CUDA: its logits and its tokens against the CPU's.
 
 Tokens are compared where the CPU's float32 top-2 gap exceeds twice the logit error measured here; the rest is counted.
 """
@@ -112,7 +112,7 @@ def test_pipelined_tokens_equal_blocking_tokens(temperature: float) -> None:
 
 
 def test_engines_in_turns_answer_as_one_alone_does() -> None:
-    """Two engines of one thread, which have steps in flight side by side."""
+    """Two engines in one thread, with concurrent steps in flight."""
     options = EngineOptions(device="cuda", dtype="float32", kv_tokens=16384)
     params = [SamplingParams(MAX_TOKENS, temperature=0.8, seed=seed) for seed in range(len(QUESTIONS))]
     engines = [DrivenEngine.build(options), DrivenEngine.build(options)]

@@ -1,7 +1,7 @@
-"""Each family's shape, of two layers, on CUDA beside transformers in float32.
+"""Two layers of each family's shape, on CUDA against transformers in float32.
 
 Widths, heads and activations are those of a published model; the vocabulary is small, and windows are shorter than the
-sequences. Steps of every sort have to agree: prompts and chunks, chunks beside decoding rows, and decode from graphs.
+sequences. All kinds of steps must agree: prompts and chunks, chunks mixed with decode rows, and decode from graphs.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ PROMPT = "Tell me about os.path.join"
 
 
 class FaultyServing(Serving):
-    """A `tandem serve` whose engine fails when the switch says so."""
+    """A `tandem serve` whose engine fails when the switch is set."""
 
     def __init__(self, log: Path, switch: Path, *flags: str) -> None:
         super().__init__(log, *flags, environment={VARIABLE: str(switch)} | python_path(ROOT / "src", ROOT))
@@ -49,7 +49,7 @@ class FaultyServing(Serving):
         return self
 
     def exits(self) -> list[str]:
-        """How the engine core has ended so far, in the supervisor's words."""
+        """How the engine core has ended so far, from the supervisor's log."""
         return re.findall(r"the engine core ended with (.+);", self.log.read_text(errors="replace"))
 
 

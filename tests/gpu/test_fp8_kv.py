@@ -1,6 +1,6 @@
-"""Keys and values in 8-bit floats on CUDA: what is written, what is read, and what the model loses by it.
+"""FP8 KV cache on CUDA: writes, reads, and the model's loss of accuracy.
 
-Reading is exact, so the attention kernels over such a pool answer to the same oracle and tolerance as over any other.
+Reading is exact, so the attention kernels over such a pool have the same oracle and tolerance as over any other.
 """
 
 import pytest
@@ -39,7 +39,7 @@ STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 FACTORS = 4.0, 2.0
-"""What keys and values are multiplied by before they are stored: the inverse of their scales."""
+"""Factor of keys and values before they are stored: the inverse of their scales."""
 
 
 def scales() -> Tensor:
@@ -47,7 +47,7 @@ def scales() -> Tensor:
 
 
 def read(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers that a pool of 8-bit floats stands for."""
+    """Dequantize a pool of 8-bit floats."""
     return keys.float() / FACTORS[0], values.float() / FACTORS[1]
 
 
@@ -61,8 +61,8 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_written_keys_and_values_equal_the_oracle(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, scaled: bool
 ) -> None:
-    """Values are the oracle's to the bit, too large ones among them; keys too but where the rotation's own rounding
-    falls to the other side of a step."""
+    """Values equal the oracle's bitwise, including clamped ones; keys too unless RoPE's own rounding crosses a
+    quantization boundary."""
     tokens = 300
     angles = torch.rand(tokens, head_dim // 2, device="cuda") * 6
     cos, sin = angles.cos(), angles.sin()
@@ -148,7 +148,7 @@ def test_rows_of_any_lengths_equal_the_oracle(
 def test_flashinfer_over_8_bits_equals_the_oracle(
     heads: int, kv_heads: int, head_dim: int, kind: LayerAttention
 ) -> None:
-    """Its fa2 kernel, whose queries keep 16 bits; eager, and padded as a graph pads."""
+    """Its fa2 kernel, with 16-bit queries; eager, and with a graph's padding."""
     if missing := missing_kernel(heads, kv_heads, head_dim, torch.bfloat16, [kind], FP8):
         pytest.skip(missing)
     from tandem.engine_core.attention.flashinfer import FlashInferPlanner, HeadShape
@@ -161,7 +161,7 @@ def test_flashinfer_over_8_bits_equals_the_oracle(
     pages = torch.zeros(len(spans), max(used), dtype=torch.int32)
     for row, own in enumerate((torch.randperm(sum(used)) + 1).split(used)):
         pages[row, : len(own)] = own
-    # Pages of a layer lie apart, as in a pool of several layers.
+    # Pages of a layer are strided, as in a pool of several layers.
     page_table = PageTable(pages.cuda(), 16, 64)
     shape = ((sum(used) + 1) * 64, kv_heads, head_dim)
     keys, values = (to_pool(randn(*shape, dtype=torch.bfloat16) * factor, FP8) for factor in FACTORS)

@@ -1,4 +1,4 @@
-"""Real grammars on CUDA: constrained rows obey them in steps from graphs, beside rows that are free."""
+"""Real grammars on CUDA: constrained rows follow them in steps from graphs, next to unconstrained rows."""
 
 import re
 
@@ -48,7 +48,7 @@ def test_constrained_rows_obey_their_grammars_in_steps_from_graphs(pipeline: str
 
 
 def outputs(workers: int) -> list[list[int]]:
-    """Return the tokens of constrained rows, of which workers follow some once the first wave has begun."""
+    """Return the tokens of constrained rows, some of them advanced by workers once the first wave has begun."""
     options = EngineOptions(device="cuda", pipeline="on", max_rows=32, kv_tokens=16384, grammar_workers=workers)
     driven, found = DrivenEngine.build(options), []
     pinned = [slot.host_masks.is_pinned() for slot in runtime_of(driven).slots]

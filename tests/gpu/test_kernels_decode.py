@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding once."""
 VARIANTS = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
-"""Dtypes, and whether a kernel may start before its predecessor ends: that has nothing to do with the dtype."""
+"""Dtypes, and whether a kernel uses PDL, which is independent of the dtype."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,7 +67,7 @@ def test_gated_activation_equals_its_oracle(
 ) -> None:
     gate_up = randn(tokens, 2 * width, dtype=dtype)
     expected = reference_layer.gated_activation(gate_up.float(), activation)
-    # Far in the tail the approximations of tanh part from each other: hence the floor.
+    # Far in the tail the approximations of tanh diverge: hence the floor.
     assert_rounded(gated_activation(gate_up, activation, pdl), expected, 2.1, floor=1e-2)
 
 
@@ -127,7 +127,7 @@ class Paged(NamedTuple):
 def paged(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, apart: int = 1
 ) -> Paged:
-    """Scattered pages, NaN wherever no row has a token. apart: pages from one to the next of the same layer."""
+    """Scattered pages, NaN in every unused slot. apart: pages from one to the next of the same layer."""
     count = torch.tensor([-(-n // page) for n in lengths])
     order = torch.randperm(int(count.sum())) + 1
     table = torch.zeros(len(lengths) + 1, int(count.max()), dtype=torch.int32)
@@ -178,10 +178,10 @@ def test_decode_attention_equals_the_oracle(
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 64), (32, 8, 128)])
 @pytest.mark.parametrize("rows", [64, 300])
-def test_spare_programs_of_long_rows_equal_the_oracle(
+def test_extra_splits_of_long_rows_equal_the_oracle(
     rows: int, heads: int, kv_heads: int, head_dim: int, pdl: bool
 ) -> None:
-    """One row gets several of them, three share what there is, and none is left to be given."""
+    """One row gets several of them, three share the rest, and none is left."""
     splits = choose_splits(rows, kv_heads, 132, 131_072)
     count = choose_extra_splits(rows, kv_heads, 132, 131_072, splits)
     for long in ([131_072], [100_000, 70_000, 40_000], [17_000] * 30):
@@ -189,7 +189,7 @@ def test_spare_programs_of_long_rows_equal_the_oracle(
         exact = reference_attention.paged_decode(*given, head_dim**-0.5)
         for _ in range(2):
             extra_splits = assign_extra_splits(given.positions, splits, count, pdl=pdl)
-            # As in a step, where the kernel right before is another one: spares are read before it has finished.
+            # As in a step, where the preceding kernel is another one: extra splits are read before it has finished.
             torch.empty(1, device="cuda").zero_()
             found = paged_decode(*given, head_dim**-0.5, splits, pdl=pdl, extra_splits=extra_splits)
             torch.testing.assert_close(found.float(), exact, atol=2**-7, rtol=2**-7)
@@ -198,7 +198,7 @@ def test_spare_programs_of_long_rows_equal_the_oracle(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_early_loads_change_no_result(dtype: torch.dtype, head_dim: int) -> None:
-    """Lengths beside the edges of the first blocks, with and without splits and a window."""
+    """Lengths at the edges of the first blocks, with and without splits and a window."""
     lengths = [near + 32 * n for n in range(9) for near in (1, 2, 31, 32)] + [1000, 4097]
     given = paged(lengths, 32, 8, head_dim, 16, torch.bfloat16)
     if dtype.itemsize == 1:
@@ -238,7 +238,7 @@ BANDED = [(32, 8, 64, torch.bfloat16, *band) for band in BANDS] + [
 def test_windows_and_soft_caps_equal_the_oracle(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, softcap: float | None
 ) -> None:
-    """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
+    """Contexts shorter and longer than the window, with its lower edge at and next to those of tiles and pages."""
     given = paged([1, 2, 63, 64, 65, 128, 577, 1000, 4097], heads, kv_heads, head_dim, 16, dtype)
     scale = 2 * head_dim**-0.5
     exact = reference_attention.paged_decode(*given, scale, window, softcap)
@@ -268,7 +268,7 @@ def test_one_graph_serves_every_length() -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_a_chain_with_early_launches_equals_one_without(batch: int, early: bool) -> None:
-    """Norm, rotation and attention of several layers in one graph, each kernel started before its predecessor ends.
+    """Norm, rotation and attention of several layers in one graph, each kernel launched with PDL.
 
     The newest keys and values are wrong until the rotation has stored them.
     """

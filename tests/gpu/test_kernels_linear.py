@@ -1,4 +1,4 @@
-"""The decode products in the dtypes that models use, against float32, and what graphs and replays ask of them."""
+"""The decode matmuls in models' dtypes, against float32, and their requirements for graphs and replays."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def operands(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product in float32 (float64 for float32 operands)."""
+    """Return the matmul in float32 (float64 for float32 operands)."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     y = x.to(wide) @ weight.to(wide).T
     return y if bias is None else y + bias.to(wide)
@@ -116,10 +116,10 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
     [*((2560, torch.bfloat16, norms) for norms in range(3)), *((2560, dtype, 2) for dtype in DTYPES[1:]),
      (3072, torch.bfloat16, 1)],
 )  # fmt: skip
-def test_product_of_a_row_in_pieces_is_exact_enough(
+def test_rmsnorm_gemv_is_exact_enough(
     inputs: int, dtype: torch.dtype, norms: int, activation: Activation | None
 ) -> None:
-    """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalised and added to it."""
+    """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalized and added to it."""
     x, weight, bias = operands(1, 4098, inputs, dtype)
     factors, norm_weight = (torch.rand(inputs, device="cuda") + 0.5 for _ in range(2))
     residual = torch.randn(1, inputs, device="cuda", dtype=dtype)
@@ -218,7 +218,7 @@ def test_soft_cap_rounds_as_its_oracle(dtype: torch.dtype) -> None:
 
 
 def chain(linears: list[LinearWeights], x: Tensor) -> Tensor:
-    """Run products that depend on each other, with no pause between."""
+    """Run matmuls that depend on each other, with no pause between."""
     for linear in linears:
         x = linear.apply(x)
     return x

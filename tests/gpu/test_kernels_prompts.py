@@ -1,4 +1,4 @@
-"""The compiled attention of prompts: programs that share a tile, and a chunk beside decoding rows in one graph."""
+"""The compiled attention of prompts: split tiles, and a chunk that overlaps decode rows in one graph."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding once."""
 PAGE, LAYERS = 16, 4
 Work = list[tuple[int, int]]
-"""(start, length) a row."""
+"""(start, length) per row."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -140,7 +140,7 @@ def test_windows_and_soft_caps_equal_the_oracle(heads: HeadShape) -> None:
 def test_flashinfer_serves_the_kinds_whose_kernel_it_can_load(
     heads: HeadShape, apart: int, windowed: bool, capped: bool
 ) -> None:
-    """Kernels come prebuilt, or are compiled by FlashInfer; else our own serve (see above)."""
+    """Kernels are prebuilt, or compiled by FlashInfer; else our own are used (see above)."""
     kinds = [kind for kind in KINDS if ((kind.window is not None), (kind.softcap is not None)) == (windowed, capped)]
     if missing := missing_kernel(heads.query, heads.kv, heads.head_dim, heads.dtype, kinds[:1]):
         pytest.skip(missing)
@@ -149,7 +149,7 @@ def test_flashinfer_serves_the_kinds_whose_kernel_it_can_load(
 
 @pytest.mark.parametrize("heads", SHAPES[::2], ids=str)
 def test_plans_of_graphs_name_the_pages_in_the_page_table(heads: HeadShape) -> None:
-    """One graph's plans, one after the other: rows in any order, as many as fit, fewer, and none."""
+    """One graph's plans in sequence: rows in any order, as many as fit, fewer, and none."""
     if torch.cuda.get_device_capability()[0] != HOPPER:
         pytest.skip("FlashInfer's kernels for Hopper")
     kinds = [LayerAttention(0.25), LayerAttention(0.25, window=63)]
@@ -215,7 +215,7 @@ class Chain:
     HEADS, KV_HEADS, HEAD_DIM, SPLITS = 32, 8, 64, 6
 
     def __init__(self, decoding: int, chunk: tuple[int, int], room: int) -> None:
-        """room: tokens of prompts that a graph would have."""
+        """room: prompt tokens of the graph."""
         self.singles, self.start, self.length = decoding, *chunk
         ends = [*(40 + 31 * row for row in range(decoding)), self.start + self.length]
         self.table, slots = scattered(ends)
@@ -238,7 +238,7 @@ class Chain:
         self.step = MixedStep(decode, prompts.step, out)
 
     def run(self, early: bool) -> Tensor:
-        """early: kernels start before their predecessors end, and a chunk beside the decoding rows."""
+        """early: kernels use PDL, and a chunk overlaps the decode rows."""
         stream, update = self.start_of_all, self.start_of_all
         for keys, values in self.pools:
             normed, stream = add_rms_norm(update, stream, self.weight, 1e-5, pdl=early)
@@ -262,7 +262,7 @@ class Chain:
 
 @pytest.mark.parametrize("chunk", [(0, 2), (0, 64), (1000, 128), (4000, 33)], ids=str)
 @pytest.mark.parametrize("decoding", [0, 1, 16, 64])
-def test_a_chunk_beside_decoding_rows_equals_one_after_them(decoding: int, chunk: tuple[int, int]) -> None:
+def test_a_chunk_that_overlaps_decode_equals_one_after_it(decoding: int, chunk: tuple[int, int]) -> None:
     chain = Chain(decoding, chunk, room=128)
     expected = chain.run(False)
     chain.run(True)

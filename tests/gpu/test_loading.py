@@ -1,4 +1,4 @@
-"""Weights arrive on the GPU as they are in the file, and host memory holds only pieces of them."""
+"""Weights on the GPU equal the file, and host memory holds only staging buffers."""
 
 import errno
 import os
@@ -79,7 +79,7 @@ def test_a_kernel_that_does_not_read_into_pinned_memory_gets_other_buffers(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["as stored", "cast"])
-def test_host_memory_holds_the_pieces_of_the_threads_and_no_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_host_memory_holds_staging_buffers_and_no_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     """The checkpoint has 1 GiB in two tensors; the staging buffers of four threads have 128 MiB."""
     block = torch.randn(256 * MIB, device="cuda").bfloat16()
     stored = {name: block.cpu() for name in ("a", "b")}

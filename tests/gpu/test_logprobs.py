@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA: beside the CPU's, out of graphs, and for nothing on the launch path."""
+"""Log-probabilities on CUDA: against the CPU's, with graphs, and at no cost on the launch path."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ def prompt_of(length: int, rng: Random) -> list[int]:
 
 
 class Watch:
-    """Computes each step's log-probabilities once more, out of a copy of its logits, and counts what differs."""
+    """Recomputes each step's log-probabilities from a copy of its logits, and counts differences."""
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self.runtime = runtime
@@ -137,7 +137,7 @@ class Watch:
             return
         width = 1 + 2 * top
         mine = s.records[: count * width].view(count, width).clone()
-        # Records of rows that want none hold anything.
+        # Records of rows without logprobs are unspecified.
         rows = torch.from_numpy(self.runtime.tables.scored[s.packed.sample_rows].nonzero()[0]).to(mine.device)
         with torch.inference_mode():
             again = torch.zeros_like(mine)

@@ -1,4 +1,4 @@
-"""The KV pool gets what weights, steps and graphs leave of the share, and they keep to what was measured."""
+"""The KV pool gets the share's rest after weights, steps and graphs, which stay within their measured sizes."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Decode attention that rotates the heads of new tokens itself, compiled, against rotation and attention apart."""
+"""Decode attention with fused RoPE, compiled, against separate rotation and attention."""
 
 from itertools import product
 
@@ -33,7 +33,7 @@ def rotation_for(given: Paged, head_dim: int, rotary_dim: int, norm: bool, dtype
 
 
 def expected(qkv: Tensor, given: Paged, rotation: Rotation, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what attention gives, and the new keys and values, in float32."""
+    """Return the output of attention, and the new keys and values, in float32."""
     wide = [t.float() for t in (given.keys, given.values)]
     norms = (None if norm is None else norm.float() for norm in rotation[3:5])
     query = qk_norm_rope_and_kv_write(qkv.float(), *rotation[:3], *wide, *norms, rotation.eps)
@@ -79,7 +79,7 @@ def test_attention_that_rotates_equals_the_oracles(
 
 @pytest.mark.parametrize("early", [False, True])
 def test_8_bit_keys_and_values_equal_the_oracles(early: bool) -> None:
-    """Those of the pool are the oracle's but where the rotation's own rounding falls to the other side of a step."""
+    """Keys and values equal the oracle's unless RoPE's own rounding crosses a quantization boundary."""
     given = paged(LENGTHS, 32, 8, 128, 16, torch.bfloat16)
     scales = torch.tensor([0.25, 4.0], device="cuda")
     rotation = rotation_for(given, 128, 128, False, torch.bfloat16)
@@ -102,8 +102,8 @@ def test_8_bit_keys_and_values_equal_the_oracles(early: bool) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("batch", "head_dim"), [(1, 128), (1, 64), (64, 128), (64, 64)])
-def test_products_and_attention_in_a_chain_change_no_bit(batch: int, head_dim: int, early: bool) -> None:
-    """Each kernel starts before its predecessor ends; the newest slots hold NaN until attention has stored them."""
+def test_matmuls_and_attention_with_pdl_change_no_bit(batch: int, head_dim: int, early: bool) -> None:
+    """Each kernel uses PDL; the newest slots hold NaN until attention has stored them."""
     lengths = [37 + 31 * i for i in range(batch)]
     layers = [paged(lengths, 32, 8, head_dim, 16, torch.bfloat16) for _ in range(4)]
     rotation = rotation_for(layers[0], head_dim, head_dim, False, torch.bfloat16)

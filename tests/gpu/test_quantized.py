@@ -1,4 +1,4 @@
-"""Quantized weights on CUDA: products against the numbers that the weights stand for, and a model in FP8."""
+"""Quantized weights on CUDA: matmuls against dequantized weights, and a model in FP8."""
 
 from copy import copy
 from itertools import product
@@ -71,7 +71,7 @@ Linear = TritonEightBitLinear | TritonInt4Linear
 def linear_of(
     scheme: EightBitScheme | Int4Scheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16
 ) -> Linear:
-    """Build random weights whose numbers have about the size of a trained layer's."""
+    """Build random weights with about the magnitude of a trained layer's."""
     context = triton_build_context(torch.device("cuda"), dtype, read_gpu_traits(), scheme)
     linear = context.linear_method.build(outputs, inputs, True, context)
     torch.manual_seed(outputs + inputs)
@@ -104,12 +104,12 @@ def plain(linear: Linear) -> EightBitLinear | Int4Linear:
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Return the root mean square of the difference over that of the exact product."""
+    """Return the root mean square of the difference over that of the exact result."""
     return float((found.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt())
 
 
 def tolerance(scheme: EightBitScheme | Int4Scheme, rows: int) -> float:
-    """Return the rounding of 16-bit outputs, or that of inputs of one byte."""
+    """Return the rounding error of 16-bit outputs, or that of 8-bit inputs."""
     rounds = isinstance(scheme, EightBitScheme) and scheme.activations is not Activations.UNQUANTIZED
     return 0.04 if rounds and rows > MAX_W8A16_ROWS else 0.006
 
@@ -121,7 +121,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "shape", "dtype"), CASES)
-def test_products_equal_those_of_the_numbers(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_matmuls_equal_those_of_dequantized_weights(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     linear = linear_of(SCHEMES[name], *shape, dtype)
     weight, bias = plain(linear).dequantized(torch.float32), linear.bias
     assert bias is not None
@@ -147,7 +147,7 @@ def test_norm_and_gate_equal_separate_operations(name: str, activation: Activati
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "int8"])
 @pytest.mark.parametrize("shape", [(4096, 2048), (28672, 4096), (2080, 640)])
-def test_gate_and_rounding_in_the_product_equal_separate_launches(name: str, shape: tuple[int, int]) -> None:
+def test_fused_gate_and_quantization_equal_separate_launches(name: str, shape: tuple[int, int]) -> None:
     linear = linear_of(SCHEMES[name], *shape)
     assert isinstance(linear, TritonEightBitLinear)
     norm = RMSNorm(torch.rand(shape[1], device="cuda", dtype=torch.bfloat16) + 0.5, 1e-5, linear.kernels)
@@ -199,7 +199,7 @@ def rounded_cases() -> list[tuple[str, tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(("name", "shape"), rounded_cases())
-def test_products_of_bytes_equal_their_oracle_in_the_library_and_in_triton(name: str, shape: tuple[int, int]) -> None:
+def test_w8a8_matmuls_equal_their_oracle_in_the_library_and_in_triton(name: str, shape: tuple[int, int]) -> None:
     linear = linear_of(SCHEMES[name], *shape)
     assert isinstance(linear, TritonEightBitLinear)
     scale_rows = None if linear.scheme.block is None else SCALE_ROWS
@@ -224,7 +224,7 @@ def test_products_of_bytes_equal_their_oracle_in_the_library_and_in_triton(name:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_block", "fp8_static", "int8"])
-def test_rounding_in_a_norm_a_gate_and_alone_equals_separate_rounding(name: str) -> None:
+def test_quantization_in_a_norm_a_gate_and_alone_equals_a_separate_kernel(name: str) -> None:
     linear = linear_of(SCHEMES[name], 1024, 4096)
     kernels = linear.kernels
     weight = torch.rand(4096, device="cuda", dtype=torch.bfloat16) + 0.5
@@ -245,12 +245,12 @@ def test_rounding_in_a_norm_a_gate_and_alone_equals_separate_rounding(name: str)
                 )
             ),
         ):
-            # A division or a sum whose last bit differs moves a value to the next of few.
+            # A different last bit of a division or sum moves a value to a neighboring quantized one.
             assert (found.values[:rows].float() == expected.values[:rows].float()).float().mean() > 0.98
             assert error(found.dequantize(), expected.dequantize()) < 0.01
 
 
-def test_an_engine_with_fp8_weights_says_what_one_with_16_bits_says() -> None:
+def test_an_engine_with_fp8_weights_generates_like_16_bits() -> None:
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in ("What does textwrap.dedent do?", "How do I sort a list?")]
     params = [SamplingParams(40, temperature=0.0)] * len(prompts)
@@ -262,10 +262,8 @@ def test_an_engine_with_fp8_weights_says_what_one_with_16_bits_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["--quantize fp8", "fp8_channel", "int8"])
-def test_an_engine_that_gates_and_rounds_inside_products_says_what_one_with_16_bits_says(
-    name: str, tmp_path: Path
-) -> None:
-    """The default model is too narrow for the rule, which is told that its few tiles keep the GPU busy."""
+def test_an_engine_with_fused_gate_and_quantization_generates_like_16_bits(name: str, tmp_path: Path) -> None:
+    """The default model is too narrow for the rule, whose threshold is lowered."""
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in ("What does textwrap.dedent do?", "How do I sort a list?")]
     options = EngineOptions(device="cuda", max_rows=4, max_len=256, kv_tokens=2048)

@@ -72,7 +72,7 @@ def recordings(driven: DrivenEngine, runtime: TorchRuntime) -> dict[str, Recordi
 
 
 def sorts(recording: Recording) -> dict[str, int]:
-    """How many steps there are of each sort."""
+    """Number of steps of each kind."""
     lengths = [[row.length for row in plan.rows] for plan in recording.plans]
     return {
         "steps": len(recording.plans),
@@ -112,13 +112,13 @@ def test_pipelined_and_blocking_replay_bit_for_bit(
 def test_replay_does_not_see_what_earlier_steps_left(
     recordings: dict[str, Recording], runtime: TorchRuntime, kind: str
 ) -> None:
-    """Slots, rows and pages are used again, after steps that were larger and sampled with everything."""
+    """Slots, rows and pages are reused, after larger steps that sampled in full mode."""
     play(runtime, recordings["full"], (1, 0))
     assert_same(play(runtime, recordings[kind], (0, 1)), recordings[kind])
 
 
 class Eager:
-    """Runs each graphed step's kernels once more without a graph, and counts what is not the same."""
+    """Reruns each graphed step's kernels without a graph, and counts differences."""
 
     def __init__(self, runtime: TorchRuntime) -> None:
         assert isinstance(runtime.sampler, TritonSampler)

@@ -1,4 +1,4 @@
-"""Steps written down by hand: what a padded graph may touch, and how long a slot is held."""
+"""Hand-written steps: memory that a padded graph may touch, and the lifetime of a slot."""
 
 import time
 
@@ -38,7 +38,7 @@ def runtime(shared: TorchRuntime) -> TorchRuntime:
 
 
 def pages(row: int) -> tuple[int, ...]:
-    """Two pages for each row, not in the order of the rows."""
+    """Two pages per row, not in the order of the rows."""
     place = 1 + (row * 5) % ROWS
     return (place, place + ROWS)
 
@@ -64,7 +64,7 @@ def run(runtime: TorchRuntime, slot: int, plan: StepPlan) -> list[int]:
 @pytest.mark.parametrize("params", [GREEDY, EVERYTHING], ids=["greedy", "full"])
 @pytest.mark.parametrize("live", [[2], [7, 1, 4], [3, 8, 1, 6, 2]])
 def test_padding_touches_no_other_row(runtime: TorchRuntime, live: list[int], params: SamplingParams) -> None:
-    """Steps of 1, 3 and 5 rows in graphs of 1, 4 and 8: nothing changes but one token and one place a live row."""
+    """Steps of 1, 3 and 5 rows in graphs of 1, 4 and 8: nothing changes but one token and one slot per live row."""
     length = 11
     run(runtime, 0, prefill(1, list(range(1, ROWS + 1)), length, params))
     before = state(runtime)
@@ -85,7 +85,7 @@ def test_padding_touches_no_other_row(runtime: TorchRuntime, live: list[int], pa
         elif name == "lengths":
             assert after[name].tolist() == [length + 1 + (row in live) for row in range(1, ROWS + 1)]
         elif name.startswith(("keys", "values")):
-            # The reserved page is not part of the state: place 0 here is the first of page 1.
+            # The reserved page is not part of the state: index 0 here is the first slot of page 1.
             assert set(changed) == {(pages(row)[0] - 1) * PAGE_SIZE + length for row in live}, name
         else:
             assert not changed, name

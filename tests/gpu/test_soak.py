@@ -1,4 +1,4 @@
-"""Random traffic with aborts, for TANDEM_SOAK_SECONDS (20 by default): everything comes back."""
+"""Random traffic with aborts, for TANDEM_SOAK_SECONDS (20 by default): all resources are returned."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ DEVICE: Device = "cuda"
 
 
 def build(device: Device = DEVICE) -> DrivenEngine:
-    """Less room than the traffic asks for: rows and pages run out, and requests wait."""
+    """Less capacity than the traffic needs: rows and pages run out, and requests wait."""
     options = EngineOptions(
         device=device, dtype="bfloat16", pipeline="on", max_rows=24, max_step_tokens=256, prefill_chunk=100,
         max_len=512, kv_tokens=6144, max_waiting=40, graph_rows="1,2,4,8,16",
@@ -91,7 +91,7 @@ class Soak:
         self.open = {number for number in self.open if (CLIENT, number) not in self.driven.mailbox.outcomes}
 
     def check(self) -> Counter[str]:
-        """Every request ended once, and as it had to; returns how often each way."""
+        """Every request ended once with a valid reason; returns the count of each reason."""
         ways: Counter[str] = Counter()
         for number, (_, params) in self.asked.items():
             outcome, tokens = self.driven.outcome(number), self.driven.tokens(number)

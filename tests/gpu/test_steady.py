@@ -1,4 +1,4 @@
-"""I7: nothing on the launch path waits for the device or asks the driver for memory."""
+"""I7: the launch path neither waits for the device nor allocates driver memory."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WAITS = {
     *("cuStreamSynchronize", "cuCtxSynchronize", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2"),
     *("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocHost", "cudaFreeHost", "cuMemAlloc_v2", "cuMemFree_v2"),
 }
-"""Calls that wait for the device, or can."""
+"""Calls that (may) wait for the device."""
 MODES = {
     "greedy": SamplingParams(900, temperature=0.0, ignore_eos=True),
     "plain": SamplingParams(900, seed=3, ignore_eos=True),
@@ -99,7 +99,7 @@ def test_mixed_steps_neither_wait_nor_copy_from_pageable_memory(
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_steady_steps_allocate_nothing(driven: DrivenEngine, runtime: TorchRuntime, mode: str) -> None:
-    """The driver is not asked for memory, and torch's own pool is not either."""
+    """Neither the driver nor torch's own pool allocates memory."""
     engine = driven.engine
     with steady(driven, MODES[mode]), around_launches(runtime, sync_is_an_error):
         runtime.synchronize()
@@ -113,7 +113,7 @@ def test_steady_steps_allocate_nothing(driven: DrivenEngine, runtime: TorchRunti
 
 
 def test_a_profile_shows_no_wait(driven: DrivenEngine) -> None:
-    """Beside the one wait for a step's own event there is no call that waits in a steady tick."""
+    """Except for the wait for a step's own event, no call waits in a steady tick."""
     engine = driven.engine
     # Some versions of torch warn that events are cleared between cycles, unless these are to be kept.
     profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)

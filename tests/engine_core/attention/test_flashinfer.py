@@ -1,4 +1,4 @@
-"""What the planner tells FlashInfer of a step, to a library that only takes it down."""
+"""Inputs that the planner passes to FlashInfer, recorded by a fake library."""
 
 from types import ModuleType
 from typing import Any
@@ -29,8 +29,8 @@ def planner_of(module: ModuleType, rows: int, layers: tuple[LayerAttention, ...]
 
 
 @pytest.mark.parametrize("batch", [None, 5], ids=["eager", "padded for a graph"])
-def test_a_plan_says_how_full_the_last_page_of_each_row_is(flashinfer: ModuleType, batch: int | None) -> None:
-    """Contexts that end at, before and behind the end of a page; a padding row of no queries has no pages."""
+def test_a_plan_has_the_length_of_each_rows_last_page(flashinfer: ModuleType, batch: int | None) -> None:
+    """Contexts that end at, before and after the end of a page; a padding row without queries has no pages."""
     planner = planner_of(flashinfer, 8)
     planner.batch = batch
     pages = torch.arange(32, dtype=torch.int32).view(4, 8)
@@ -49,7 +49,7 @@ def test_a_plan_says_how_full_the_last_page_of_each_row_is(flashinfer: ModuleTyp
 
 
 def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer: ModuleType) -> None:
-    """A graph's padding behind the planned queries stays as it is."""
+    """A graph's padding after the planned queries is unchanged."""
     planner = planner_of(flashinfer, 8)
     fp8 = torch.float8_e4m3fn
     planner.heads = flashinfer.HeadShape(4, 2, 64, torch.bfloat16, fp8)
@@ -68,7 +68,7 @@ def test_a_graph_of_more_rows_than_its_planner_is_refused(flashinfer: ModuleType
 
 
 def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flashinfer: ModuleType) -> None:
-    """The step before may still run then; this step's updates of the page table come after it."""
+    """The previous step may still run; this step's page table updates come later."""
     pages = torch.zeros(4, 8, dtype=torch.int32)
     table = PageTable(pages, PAGE, PAGE)
     layers = LAYER, LayerAttention(0.125)

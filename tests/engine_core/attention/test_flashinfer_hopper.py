@@ -1,4 +1,4 @@
-"""Plans of prompts in graphs on Hopper, as a double of FlashInfer takes them down."""
+"""Plans of prompts in graphs on Hopper, recorded by a fake of FlashInfer."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_the_library_plans_a_full_step_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_plan_names_the_first_pages_of_its_rows_in_the_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in any order; as many as there is room for, fewer, and none; the same for each kind of layer."""
+    """Rows in any order; as many as fit, fewer, and none; the same for each kind of layer."""
     planner = build(monkeypatch, table_of(5))
     planner.plan([Span(2, 0, 0, 12), Span(1, 12, 3, 5), Span(4, 17, 40, 1), Span(3, 18, 1, 46)])
     planner.plan([Span(3, 0, 9, 2)])

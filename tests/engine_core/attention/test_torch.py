@@ -1,4 +1,4 @@
-"""The torch attention against dense attention written out row by row."""
+"""The torch attention against dense attention computed row by row."""
 
 import torch
 from hypothesis import given, settings
@@ -101,7 +101,7 @@ def test_layers_of_one_window_share_their_parts() -> None:
 
 
 def test_a_window_reads_no_key_before_it() -> None:
-    """The decode rows of a step read from the lowest position that any of them sees."""
+    """The decode rows of a step read from the lowest position visible to any of them."""
     spans = [Span(0, 0, 30, 1), Span(1, 1, 25, 1)]
     step = TorchPlanner([LayerAttention(0.3, 8)]).plan(spans, PageTable(torch.ones(2, 8, dtype=torch.int32), 4, 4))
     (part,) = step.parts[8]

@@ -1,4 +1,4 @@
-"""Decode attention as a step launches it: how heads are rotated, and whether the kernel after it waits for its end."""
+"""Launches of decode attention: fused RoPE, output quantization, and delayed dependents."""
 
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ PAGES = PageTable(torch.zeros(2, 4, dtype=torch.int32), page_size=16, page_strid
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "held"), [(32, 64, False), (24, 128, True), (32, 128, True)])
-def test_a_wide_product_waits_for_the_end_of_attention_but_prompts_run_beside_it(
+def test_a_wide_matmul_waits_for_the_end_of_attention_but_prompts_overlap_it(
     heads: int, head_dim: int, held: bool
 ) -> None:
     """Llama 3.2 1B and 3B, and Llama 3.1 8B."""
@@ -33,7 +33,7 @@ def test_a_wide_product_waits_for_the_end_of_attention_but_prompts_run_beside_it
 @pytest.mark.parametrize(
     ("rows", "head_dim", "early"), [(8, 64, True), (64, 64, False), (128, 64, True), (8, 128, False)]
 )
-def test_heads_are_rotated_inside_by_the_plan_for_that(rows: int, head_dim: int, early: bool) -> None:
+def test_fused_rope_uses_its_own_plan(rows: int, head_dim: int, early: bool) -> None:
     index = torch.zeros(rows, dtype=torch.int32)
     qkv, pool = torch.zeros(rows, 48, head_dim).bfloat16(), torch.zeros(64, 8, head_dim).bfloat16()
     angles = torch.zeros(rows, 1, head_dim)
@@ -48,7 +48,7 @@ def test_heads_are_rotated_inside_by_the_plan_for_that(rows: int, head_dim: int,
 
 
 def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
-    """16 of them share a KV head, which a tile of 16 rows holds; with those of keys and values they would be 18."""
+    """16 of them share a KV head, which a tile of 16 rows holds; including keys and values there would be 18."""
     rows = 64
     index = torch.zeros(rows, dtype=torch.int32)
     qkv, pool = torch.zeros(rows, 18, 64).bfloat16(), torch.zeros(64, 1, 64).bfloat16()
@@ -61,7 +61,7 @@ def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
 
 
 @pytest.mark.parametrize("fuses_rope", [False, True])
-def test_a_result_is_rounded_for_the_heads_of_queries(fuses_rope: bool) -> None:
+def test_the_output_is_quantized_per_query_head(fuses_rope: bool) -> None:
     index = torch.zeros(2, dtype=torch.int32)
     heads, pool = torch.zeros(2, 48 if fuses_rope else 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
     angles = torch.zeros(2, 1, 128)
@@ -76,7 +76,7 @@ def test_a_result_is_rounded_for_the_heads_of_queries(fuses_rope: bool) -> None:
     assert (found.values.shape, found.scales.shape, found.count) == ((4, 32 * 128), (4, 32), 2)
 
 
-def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_largest_of_each_head() -> None:
+def test_row_scales_are_applied_by_a_second_launch_that_gets_each_heads_amax() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     heads, pool = torch.zeros(2, 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
     step, to = DecodeStep(index, index, PAGES, 1, H200), ActivationFormat(torch.int8)
@@ -94,7 +94,7 @@ def test_a_row_with_one_scale_is_rounded_by_a_second_launch_that_knows_the_large
     assert amax is call["amax"]
 
 
-def test_groups_of_other_sizes_than_heads_are_rounded_behind_attention() -> None:
+def test_other_group_sizes_are_quantized_after_attention() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     step, fp8 = DecodeStep(index, index, PAGES, 1, H200), torch.float8_e4m3fn
     known, rows, heads = ActivationFormat(fp8, scale=torch.ones(1)), ActivationFormat(fp8), ActivationFormat(fp8, 128)

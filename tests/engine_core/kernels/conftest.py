@@ -1,4 +1,4 @@
-"""Where Triton kernels are tested: compiled on a CUDA device if there is one, else through Triton's interpreter."""
+"""Device of the Triton kernel tests: a CUDA device if there is one, else Triton's interpreter."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, fits its shared memory, and is chained only where it can be."""
+"""Every kernel compiles for every architecture, fits in shared memory, and uses PDL only if supported."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ Lines = list[dict[str, Any]]
 
 
 def compiled(*arguments: str, **settings: str) -> Lines:
-    """What a process of its own reports, since Triton's interpreter may be on in this one."""
+    """Output of a separate process, since Triton's interpreter may be enabled in this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | settings
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.compiled_kernels", *arguments],
@@ -32,7 +32,7 @@ def compiled(*arguments: str, **settings: str) -> Lines:
 
 
 def all_tiles(architecture: int) -> Lines:
-    """What a process for each core reports on its share of the launches."""
+    """Output of one process per core for its part of the launches."""
     count = os.cpu_count() or 1
     with ThreadPoolExecutor(count) as pool:
         shares = [
@@ -43,7 +43,7 @@ def all_tiles(architecture: int) -> Lines:
 
 
 def launched_kernels() -> set[str]:
-    """List the kernels that some module launches, by the `name[grid](...)` of their launches."""
+    """List the kernels launched by any module, by the `name[grid](...)` of their launches."""
     found = set()
     for name, path in MODULES.items():
         if name.startswith("tandem.engine_core.kernels."):
@@ -68,9 +68,9 @@ def check(lines: Lines, architecture: int) -> None:
 
 
 def check_early_copies(lines: Lines) -> None:
-    """Blocks that a pipeline has ahead of its loop, keys and values each, are asked for before the wait in the loop.
+    """The pipeline's prologue of blocks, keys and values each, is loaded before the wait in the loop.
 
-    `paged_decode` relies on their number: it waits first where one more would reach the newest position.
+    `paged_decode` relies on their number: it waits first if one more would reach the newest position.
     """
     assert {line["early"] for line in lines} == {False, True}
     for line in lines:
@@ -79,7 +79,7 @@ def check_early_copies(lines: Lines) -> None:
 
 
 def check_next_start(lines: Lines) -> None:
-    """A kernel lets the next one start before it ends, unless it is launched to hold it."""
+    """A kernel lets the next one start before it ends, unless it is launched to delay it."""
     assert {line["held"] for line in lines} == {None, False, True}
     assert {line["early"] for line in lines if line["held"]} == {False, True}, "true as Llama 3.1 8B at 64 rows"
     assert all(line["starts_next"] is not bool(line["held"]) for line in lines)
@@ -87,9 +87,9 @@ def check_next_start(lines: Lines) -> None:
 
 @pytest.fixture(scope="module")
 def one_tile_each() -> Lines:
-    """The architectures that differ most.
+    """The most different architectures.
 
-    120 chains kernels and has the least shared memory, 89 is the first that multiplies in FP8, 80 does neither.
+    120 has PDL and the least shared memory, 89 is the first with FP8 matmuls, 80 has neither.
     """
     return compiled("80", "89", "120", **FAST)
 
@@ -99,8 +99,8 @@ def test_one_tile_of_each_kernel_fits_the_architecture(one_tile_each: Lines, arc
     check(one_tile_each, architecture)
 
 
-def test_quantized_weights_of_one_row_become_numbers_within_their_threads(one_tile_each: Lines) -> None:
-    """Only a step's inputs pass through shared memory, two bytes each, or four where they are sorted."""
+def test_gemv_weights_are_dequantized_within_their_threads(one_tile_each: Lines) -> None:
+    """Only a step's inputs pass through shared memory, two bytes each, or four if permuted."""
     lines = [line for line in one_tile_each if line["kernel"] == "quantized_gemv_kernel"]
     assert {line["ordered"] for line in lines} == {False, True}
     for line in lines:

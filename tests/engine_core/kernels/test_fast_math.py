@@ -1,6 +1,6 @@
-"""Elementary functions within the bounds that they promise, and at the values where careless ones go wrong.
+"""Elementary functions stay within their error bounds, including at critical values.
 
-The interpreter runs Triton's own functions in their place; on a GPU these tests judge the instructions.
+The interpreter runs Triton's own functions instead; on a GPU these tests check the instructions.
 """
 
 import pytest
@@ -41,7 +41,7 @@ def test_logarithms_are_right_to_their_bound(device: str) -> None:
 
 
 def test_powers_of_two_are_right_to_their_bound(device: str) -> None:
-    """Also whole ones; -inf gives 0, and what is no normal number is 0 or nearly so."""
+    """Including integers; -inf gives 0, and subnormal results are 0 or nearly so."""
     x = torch.cat([torch.linspace(-125.9, 127.9, 4096 - 256), torch.arange(-126.0, 128.0), torch.zeros(2)]).to(device)
     x[-1] = -torch.inf
     found, exact = unary(x, is_log=False), x.double().exp2()
@@ -60,8 +60,8 @@ def _widened_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("count", [1, 64, 4096])
-def test_numbers_of_two_bytes_are_the_same_in_four(dtype: torch.dtype, count: int, device: str) -> None:
-    """Also infinite ones, both zeros and the smallest; one that is no number stays none."""
+def test_16_bit_floats_are_converted_exactly(dtype: torch.dtype, count: int, device: str) -> None:
+    """Including infinities, both zeros and subnormals; NaN stays NaN."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(1)).mul(100).to(dtype)
     x[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, torch.finfo(dtype).max, 2.0**-20], dtype=dtype)
     x = x.flip(0)[-count:].to(device)
@@ -77,7 +77,7 @@ def _bytes_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(out_ptr + offsets, int8_to_float32(tl.load(x_ptr + offsets)))
 
 
-def test_every_signed_byte_is_its_number(device: str) -> None:
+def test_every_int8_is_converted_exactly(device: str) -> None:
     stored = torch.arange(-128, 128, device=device).to(torch.int8).repeat(2)
     out = torch.full((512,), torch.nan, device=device)
     _bytes_kernel[(1,)](stored, out, BLOCK=512)
@@ -100,13 +100,13 @@ def binary(x: Tensor, y: Tensor, *, is_quotient: bool) -> Tensor:
 
 
 def test_comparisons_are_ones_and_zeros(device: str) -> None:
-    """NaN is at least nothing, the zeros are at least each other, and neighbours differ."""
+    """NaN compares false, the zeros are equal, and adjacent floats differ."""
     x = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 1.0, 1.0 + 2**-23, torch.inf, torch.nan], device=device)
     assert torch.equal(binary(x, x, is_quotient=False), (x >= x[:, None]).float())
 
 
 def test_quotients_are_rounded_correctly_but_for_the_last_bit_of_a_few(device: str) -> None:
-    """By penalties from the smallest that is taken to the largest; large and infinite ones stay what they are."""
+    """By penalties from the smallest to the largest allowed; large and infinite values are unchanged."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(1)).to(device) * 30
     x[:5] = torch.tensor([0.0, 3e38, torch.inf, 1e30, 5.0])
     y = torch.tensor([1e-6, 0.7, 1.0, 1.1, 1.3, 3.0, 10.0], device=device)

@@ -1,4 +1,4 @@
-"""The Triton products of gated networks against their oracle, in float32."""
+"""The Triton gated activations against their oracle, in float32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Depth of pipelines that the shared memory of a GPU allows."""
+"""Maximum pipeline depth for the shared memory of a GPU."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_one_more_stage_than_the_deepest_would_not_fit(gpu: GpuTraits, warpgroup
 
 
 def test_a_stage_that_does_not_fit_is_still_one() -> None:
-    """The compiler then says what does not fit."""
+    """The compiler then reports what does not fit."""
     assert H200.max_stages(1000 * KIB, warpgroup=True) == 1
     assert H200.max_stages(8 * KIB, 1000 * KIB, warpgroup=False) == 1
 

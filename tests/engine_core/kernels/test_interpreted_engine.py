@@ -1,4 +1,4 @@
-"""A whole engine on the CUDA path with its real kernels, which Triton interprets: tokens are a dense model's."""
+"""A whole engine on the CUDA path with its real kernels in Triton's interpreter generates a dense model's tokens."""
 
 from pathlib import Path
 from unittest.mock import patch

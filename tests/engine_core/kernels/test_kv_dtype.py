@@ -1,4 +1,4 @@
-"""Storing keys and values in 8-bit floats, and reading them back."""
+"""Quantization of keys and values to 8-bit floats, and dequantization."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def test_every_8_bit_float_is_read_back_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(back.float().squeeze(1), numbers)
 
 
-def test_numbers_too_large_are_clamped() -> None:
+def test_values_out_of_range_are_clamped() -> None:
     stored = to_pool(torch.tensor([LARGEST, 464.0, 465.0, 1e30, -1e30, torch.inf]), FP8).float()
     assert stored.tolist() == [448.0, 448.0, 448.0, 448.0, -448.0, 448.0]
 
 
-def test_a_scale_brings_numbers_of_any_size_into_range() -> None:
+def test_a_scale_brings_values_of_any_size_into_range() -> None:
     x = torch.randn(1000) * 1e5
     scale = x.abs().max() / LARGEST
     back = to_pool(x, FP8, scale).float() * scale
@@ -39,7 +39,7 @@ def test_a_scale_brings_numbers_of_any_size_into_range() -> None:
     assert (to_pool(x, FP8).float().abs() == LARGEST).float().mean() > 0.9, "without one they are clamped"
 
 
-def test_a_pool_of_another_dtype_keeps_numbers_unchanged() -> None:
+def test_a_pool_of_another_dtype_keeps_values_unchanged() -> None:
     pool, x = torch.zeros(4, 2), torch.tensor([[1e30, 2.0]])
     write_pool(pool, torch.tensor([3]), x)
     assert torch.equal(read_pool(pool, torch.tensor([3, 0]), torch.float32), torch.cat((x, torch.zeros(1, 2))))

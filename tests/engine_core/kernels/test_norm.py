@@ -54,7 +54,7 @@ def test_rms_norm_refuses_wide_and_scattered_rows(device: str) -> None:
         rms_norm(torch.empty(8, 4, device=device).T, torch.empty(8, device=device), 1e-6)
 
 
-def test_rms_norm_takes_a_float32_weight_beside_half_precision_rows(device: str) -> None:
+def test_rms_norm_takes_a_float32_weight_with_half_precision_rows(device: str) -> None:
     x, weight = torch.randn(3, 80, device=device).half(), torch.rand(80, device=device) + 0.5
     normed = rms_norm(x, weight, 1e-6)
     assert normed.dtype == torch.float16

@@ -12,7 +12,7 @@ def table(page_size: int = 4, page_stride: int = 10) -> PageTable:
 
 
 def test_slots_follow_the_pages_of_a_row() -> None:
-    """The first and last position of a page, and one of a page far behind: 32 bits would not hold its slot."""
+    """The first and last position of a page, and one of a far page: its slot exceeds 32 bits."""
     rows, positions = torch.tensor([1, 1, 1, 1, 0, 2]), torch.tensor([0, 3, 4, 11, 7, 1])
     assert table().slots(rows, positions).tolist() == [50, 53, 20, 93, 3, 10 * 2**30 + 1]
 
@@ -25,7 +25,7 @@ def test_first_slots_are_those_of_the_first_positions(count: int) -> None:
 
 
 def test_pages_are_views_of_the_slots_that_the_table_names() -> None:
-    """Those of one layer: what lies between its pages belongs to others."""
+    """Pages of one layer: those of other layers lie between them."""
     paged = table()
     memory = torch.arange(6 * 10 * 2 * 3.0).view(60, 2, 3)
     pages = paged.view_pages(memory[3:57])

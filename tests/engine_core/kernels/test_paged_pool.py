@@ -1,4 +1,4 @@
-"""Addresses of the paged pool inside kernels, and layouts that they refuse."""
+"""Addressing of the paged pool inside kernels, and rejected layouts."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_band_shows_at_least_one_position_and_a_cap_is_positive() -> None:
 
 
 def test_heads_in_other_layouts_are_refused() -> None:
-    """Slots may lie apart, as queries inside a projection do, but keys and values alike."""
+    """Slots may be strided, as queries inside a projection are, but keys and values alike."""
     pool = torch.empty(20, 2, 2, 32)
     check_heads(torch.empty(3, 8, 32)[:, 2:6], pool[::2, 0], pool[::2, 1])
     query, keys = torch.empty(3, 4, 32), torch.empty(10, 2, 32)

@@ -1,4 +1,4 @@
-"""The Triton kernels that round a product's inputs to one byte, against their oracles."""
+"""The Triton kernels that quantize activations, against their oracles."""
 
 from itertools import product
 from typing import Any
@@ -29,7 +29,7 @@ def format_of(dtype: torch.dtype, kind: str, device: str) -> ActivationFormat:
 
 
 def rows_of(count: int, inputs: int, device: str) -> Tensor:
-    """Rows of very different sizes, with zeros, a row of zeros and a group of zeros."""
+    """Rows of very different magnitudes, with zeros, a row of zeros and a group of zeros."""
     generator = torch.Generator().manual_seed(count + inputs)
     x = torch.randn(count, inputs, generator=generator) * torch.logspace(-3, 2, count)[:, None]
     x[:, :128:3] = 0
@@ -39,7 +39,7 @@ def rows_of(count: int, inputs: int, device: str) -> Tensor:
 
 
 def check(found: QuantizedActivation, expected: QuantizedActivation) -> None:
-    """Check for equality, but for few values that a division's last bit moves by one step."""
+    """Check for equality, except for few values that a division's last bit moves by one step."""
     assert (found.values.dtype, found.count, found.dtype) == (expected.values.dtype, expected.count, expected.dtype)
     assert found.scales.shape == expected.scales.shape
     count = found.count
@@ -52,13 +52,13 @@ def check(found: QuantizedActivation, expected: QuantizedActivation) -> None:
 
 @pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))
 @pytest.mark.parametrize(("count", "inputs"), [(5, 384), (1, 128), (4, 1280)])
-def test_rounding_equals_its_oracle(dtype: torch.dtype, kind: str, count: int, inputs: int, device: str) -> None:
+def test_quantization_equals_its_oracle(dtype: torch.dtype, kind: str, count: int, inputs: int, device: str) -> None:
     x, to = rows_of(count, inputs, device), format_of(dtype, kind, device)
     check(quantize(x, to), reference.quantize(x, to))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype, device: str) -> None:
+def test_quantize_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype, device: str) -> None:
     to = ActivationFormat(dtype)
     x = rows_of(3, 400, device)[:, 7:300]
     check(quantize(x, to), reference.quantize(x, to))
@@ -66,7 +66,7 @@ def test_rounding_takes_strided_rows_of_any_width_and_no_rows(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_whose_largest_numbers_are_known_tile_by_tile_are_rounded_alike(dtype: torch.dtype, device: str) -> None:
+def test_quantize_by_amax_of_tiles_equals_quantize(dtype: torch.dtype, device: str) -> None:
     """Tiles do not end where a program's part of a row does."""
     x, to = rows_of(3, 1280 + 40, device), ActivationFormat(dtype)
     amax = torch.stack([part.abs().amax(1) for part in x.split(48, 1)], 1).contiguous()
@@ -74,9 +74,7 @@ def test_rows_whose_largest_numbers_are_known_tile_by_tile_are_rounded_alike(dty
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_rows_of_known_numbers_are_launched_behind_another_kernel_if_asked(
-    pdl: bool, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_quantize_by_amax_uses_pdl_if_asked(pdl: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     launched = LaunchedKernel()
     monkeypatch.setattr(kernel, "_finish_rows_kernel", launched)
     x = rows_of(3, 256, device)
@@ -85,7 +83,7 @@ def test_rows_of_known_numbers_are_launched_behind_another_kernel_if_asked(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel before is a Python function")
-def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_waits_once_before_it_reads_values_and_amax(monkeypatch: pytest.MonkeyPatch) -> None:
     x, to = rows_of(2, 400, "cpu")[:1], ActivationFormat(torch.int8)
     amax = torch.stack([part.abs().amax(1) for part in x.split(100, 1)], 1)
     expected = quantize_by_amax(x, amax, to)
@@ -93,7 +91,7 @@ def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch
     waits = []
 
     def wait(pdl: Any) -> None:
-        """Stand in for `wait_for_previous`, behind a kernel that writes at the latest possible time."""
+        """Replace `wait_for_previous`, with a preceding kernel that writes as late as possible."""
         waits.append(bool(pdl))
         for part, written in zip(shown, (x, amax), strict=True):
             part.copy_(written)
@@ -104,7 +102,7 @@ def test_a_program_waits_once_and_before_it_reads_numbers_and_maxima(monkeypatch
     assert torch.equal(found.values, expected.values) and torch.equal(found.scales, expected.scales)
 
 
-def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:
+def test_values_out_of_range_of_a_static_scale_are_clamped(device: str) -> None:
     x = torch.tensor([[1e9, -1e9, 3.0, float("inf")]], device=device)
     for dtype, top in ((torch.float8_e4m3fn, 448.0), (torch.int8, 127.0)):
         rows = quantize(x, ActivationFormat(dtype, scale=torch.ones(1, device=device)))
@@ -113,8 +111,8 @@ def test_numbers_past_a_static_scale_become_the_top(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, ("row", "group"))))
-def test_nan_is_not_rounded_to_a_number(dtype: torch.dtype, kind: str, device: str) -> None:
-    """Else the sampler, which ends a request whose logits are NaN, would not learn of it."""
+def test_quantization_propagates_nan(dtype: torch.dtype, kind: str, device: str) -> None:
+    """Otherwise the sampler, which ends a request with NaN logits, would not notice."""
     x, to = rows_of(3, 384, device), format_of(dtype, kind, device)
     x[1, 200] = float("nan")
     for rows in (quantize(x, to), reference.quantize(x, to)):
@@ -125,7 +123,7 @@ def test_nan_is_not_rounded_to_a_number(dtype: torch.dtype, kind: str, device: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounded_rows_stand_for_about_the_same_numbers_and_zeros_stay(dtype: torch.dtype, device: str) -> None:
+def test_quantization_is_close_and_keeps_zeros(dtype: torch.dtype, device: str) -> None:
     x = torch.tensor([[1e-30, -1e-30], [3e4, 1.0], [0.0, 0.0], [-7.0, 3.5]], device=device)
     for rows in (quantize(x, ActivationFormat(dtype)), reference.quantize(x, ActivationFormat(dtype))):
         error = (rows.dequantize() - x).abs()
@@ -150,7 +148,7 @@ def test_wrong_rows_and_groups_are_refused(device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))
 @pytest.mark.parametrize("variant", ["alone", "add", "norm and add"])
-def test_a_norm_that_rounds_equals_its_oracle(dtype: torch.dtype, kind: str, variant: str, device: str) -> None:
+def test_a_quantizing_norm_equals_its_oracle(dtype: torch.dtype, kind: str, variant: str, device: str) -> None:
     x, to = rows_of(3, 384, device), format_of(dtype, kind, device)
     residual = None if variant == "alone" else x.roll(1, 0) * 2 + 1
     x_weight = torch.rand(384, device=device) + 0.5 if variant == "norm and add" else None
@@ -163,7 +161,7 @@ def test_a_norm_that_rounds_equals_its_oracle(dtype: torch.dtype, kind: str, var
 
 @pytest.mark.parametrize(("dtype", "kind"), list(product(DTYPES, KINDS)))
 @pytest.mark.parametrize(("count", "width"), [(3, 384), (1, 1280)])
-def test_a_gate_that_rounds_equals_its_oracle(
+def test_a_quantizing_gate_equals_its_oracle(
     dtype: torch.dtype, kind: str, count: int, width: int, device: str
 ) -> None:
     gate_up, to = rows_of(count, 2 * width, device), format_of(dtype, kind, device)

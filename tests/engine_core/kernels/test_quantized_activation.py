@@ -1,4 +1,4 @@
-"""Numbers that bytes and their scales stand for, and how rows are laid out before they are filled."""
+"""Dequantization of activations, and layout of uninitialized ones."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tandem.engine_core.kernels.quantized_activation import (
 CPU = torch.device("cpu")
 
 
-def test_numbers_are_bytes_times_the_scale_of_row_group_or_all() -> None:
-    """The padding of rows with scales of groups is left out, whatever it holds."""
+def test_dequantize_multiplies_by_the_scale_of_row_group_or_tensor() -> None:
+    """Padding of rows with group scales is ignored."""
     values = torch.tensor([[1, 2, 3, 4], [-5, 6, 7, -8], [9, 9, 9, 9]], dtype=torch.int8)
     by_row = QuantizedActivation(values[:2], torch.tensor([[2.0], [0.5]]), 2, torch.float32)
     assert by_row.dequantize().tolist() == [[2, 4, 6, 8], [-2.5, 3, 3.5, -4]]
@@ -43,7 +43,7 @@ def test_a_known_scale_is_kept_and_uneven_groups_are_refused() -> None:
         empty_quantized_activation(3, 200, torch.float16, ActivationFormat(torch.float8_e4m3fn, 128), CPU)
 
 
-def test_formats_know_their_largest_number() -> None:
+def test_formats_have_the_largest_value_of_their_dtype() -> None:
     assert (ActivationFormat(torch.int8).top, ActivationFormat(torch.float8_e4m3fn).top) == (127.0, 448.0)
     assert torch.tensor(448.0).to(torch.float8_e4m3fn).float() == 448.0
     assert torch.finfo(torch.float8_e4m3fn).max == 448.0

@@ -1,4 +1,4 @@
-"""Attention and its output projection, by kernels that do several things at once and by separate ones."""
+"""Attention and its output projection, with fused and with separate kernels."""
 
 from importlib.util import find_spec
 from unittest.mock import patch
@@ -40,14 +40,14 @@ FORMATS = {"static": (STATIC, 4, 2, 64), "blocks": (BLOCKS, 2, 2, 128), "rows": 
 def output_of(scheme: EightBitScheme) -> TritonEightBitLinear:
     found = linear(scheme, L4, 80, DEVICE)
     if found.input_scale is not None:
-        # Some numbers are past the top.
+        # Some values are out of range.
         found.input_scale.fill_(0.003)
     found.find_wide_scales()
     return found
 
 
 def rotated_exactly(given: Inputs, head_dim: int) -> Rotation:
-    """Cosines and sines whose products are exact, so that all kernels store the same keys."""
+    """Cosines and sines with exact products, so that all kernels store the same keys."""
     rotation = rotation_of(given, head_dim)
     return rotation._replace(cos=rotation.cos.round(), sin=rotation.sin.round())
 
@@ -55,7 +55,7 @@ def rotated_exactly(given: Inputs, head_dim: int) -> Rotation:
 def assert_same_result(
     scheme: EightBitScheme, heads: int, kv_heads: int, head_dim: int, lengths: list[int], turns: bool, byte_pool: bool
 ) -> bool:
-    """Compare a step with the same one in separate kernels. Return whether it rounded its result."""
+    """Compare a step with the same one in separate kernels. Return whether it quantized its result."""
     given = inputs(lengths, heads, kv_heads, head_dim, 16, DEVICE)
     rotation, qkv = rotated_exactly(given, head_dim), projected(given, heads).half()
     forget_newest(given, rotation)
@@ -87,18 +87,18 @@ def assert_same_result(
 @pytest.mark.parametrize("byte_pool", [False, True])
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("case", FORMATS.values(), ids=FORMATS)
-def test_a_step_that_rounds_for_its_projection_equals_separate_kernels(
+def test_a_step_with_fused_quantization_equals_separate_kernels(
     case: tuple[EightBitScheme, int, int, int], turns: bool, byte_pool: bool
 ) -> None:
     assert assert_same_result(*case, LENGTHS, turns, byte_pool)
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_a_step_whose_projection_keeps_its_inputs_rounds_nothing(turns: bool) -> None:
+def test_a_step_is_not_quantized_for_16_bit_projections(turns: bool) -> None:
     """As one row does."""
     assert not assert_same_result(*FORMATS["rows"], [40], turns, False)
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_heads_that_are_not_the_groups_of_the_projection_are_rounded_behind_attention(turns: bool) -> None:
+def test_heads_that_are_not_groups_are_quantized_after_attention(turns: bool) -> None:
     assert not assert_same_result(BLOCKS, 4, 2, 64, LENGTHS, turns, False)

@@ -1,4 +1,4 @@
-"""Scales of keys and values as checkpoints name them."""
+"""Names of KV scales in checkpoints."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_without_scales_leaves_them_unknown(folder: Path) -> None:
     assert scales_of(folder) == [[0, 0]] * LAYERS
 
 
-def test_a_scale_that_is_missing_is_unknown_beside_one_that_is_there(folder: Path) -> None:
+def test_a_missing_scale_is_unknown_even_if_the_other_is_present(folder: Path) -> None:
     add(folder, {place(1, "k_scale"): torch.tensor(0.5)})
     assert scales_of(folder) == [[0, 0], [0.5, 0], *[[0, 0]] * (LAYERS - 2)]
 
@@ -100,7 +100,7 @@ def test_scales_of_queries_and_of_attention_weights_are_not_read(folder: Path) -
 
 @pytest.mark.parametrize("groups", [{}, None])
 def test_16_bit_weights_with_scales_of_keys_and_values_alone_are_loaded(groups: object, folder: Path) -> None:
-    """As llm-compressor writes them when a recipe has nothing but a `kv_cache_scheme`."""
+    """As written by llm-compressor for a recipe with only a `kv_cache_scheme`."""
     set_quantization(folder, COMPRESSED | {"config_groups": groups})
     add(folder, {place(layer, name): torch.tensor([0.5]) for layer in range(LAYERS) for name in ("k_scale", "v_scale")})
     assert read_config(folder).quantization is None
@@ -108,7 +108,7 @@ def test_16_bit_weights_with_scales_of_keys_and_values_alone_are_loaded(groups: 
 
 
 @pytest.mark.parametrize("layout", ["fp8_channel", "fp8_compressed_static"])
-def test_scales_of_keys_and_values_are_read_beside_quantized_weights(layout: str, tmp_path: Path) -> None:
+def test_kv_scales_are_read_with_quantized_weights(layout: str, tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
     quantize_checkpoint(tmp_path, LAYOUTS[layout])
     set_quantization(tmp_path, LAYOUTS[layout].config | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"]})

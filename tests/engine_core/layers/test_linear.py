@@ -1,4 +1,4 @@
-"""Unquantized linear weights: their product, their slots, and the choice between them."""
+"""Unquantized linear weights: their matmul, their slots, and the choice between them."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def filled(method: LinearMethod, bias: bool) -> TorchLinear:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("method", [TorchMethod(), CpuMethod()])
-def test_apply_is_a_product(method: LinearMethod, bias: bool) -> None:
+def test_apply_is_a_matmul(method: LinearMethod, bias: bool) -> None:
     linear = filled(method, bias)
     assert linear.weight.shape == (200, 96)
     x = torch.randn(37, 96)
@@ -38,7 +38,7 @@ def test_apply_is_a_product(method: LinearMethod, bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("method", [TorchMethod(), CpuMethod()])
-def test_a_product_is_written_where_it_is_wanted(method: LinearMethod, bias: bool) -> None:
+def test_apply_writes_to_the_given_output(method: LinearMethod, bias: bool) -> None:
     linear, x = filled(method, bias), torch.randn(37, 96)
     for rows in (1, 3, 37):
         space = torch.full((40, 200), torch.nan)
@@ -48,7 +48,7 @@ def test_a_product_is_written_where_it_is_wanted(method: LinearMethod, bias: boo
         assert space[rows:].isnan().all()
 
 
-def test_few_rows_round_as_many_do_on_the_cpu() -> None:
+def test_few_rows_round_like_many_on_the_cpu() -> None:
     linear = filled(torch_build_context(CPU, torch.float32).linear_method, False)
     x = torch.randn(4, 96)
     four = linear.apply(x)
@@ -58,7 +58,7 @@ def test_few_rows_round_as_many_do_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("activation", [None, *Activation])
 @pytest.mark.parametrize("residual", [None, torch.randn(5, 96)])
-def test_apply_normed_equals_norm_product_and_activation(
+def test_apply_normed_equals_norm_matmul_and_activation(
     residual: torch.Tensor | None, activation: Activation | None
 ) -> None:
     linear = filled(CpuMethod(), True)

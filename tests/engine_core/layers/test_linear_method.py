@@ -1,4 +1,4 @@
-"""A quantized format is a linear method of its own: tensors, slots and product, unknown to models and loader."""
+"""A quantized format is a linear method: tensors, slots and matmul, independent of models and loader."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.support.parity import random_tokens
 
 
 class Int8Linear:
-    """Weights in int8 with a float32 scale for each output."""
+    """Weights in int8 with a float32 scale per output."""
 
     def __init__(self, weight: Tensor, scale: Tensor, context: BuildContext) -> None:
         self.weight = weight
@@ -68,7 +68,7 @@ class Int8Method:
 
 
 def quantize(directory: Path) -> None:
-    """Store the projections of a checkpoint as int8, and the same numbers in float32 in `plain`."""
+    """Store the projections of a checkpoint as int8, and the dequantized weights in `plain`."""
     quantized: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -95,7 +95,7 @@ def load_int8(directory: Path) -> Model:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_quantized_model_equals_the_same_numbers_unquantized(tied: bool, tmp_path: Path) -> None:
+def test_a_quantized_model_equals_its_dequantized_weights(tied: bool, tmp_path: Path) -> None:
     save_random(tmp_path, {"tie_word_embeddings": tied})
     quantize(tmp_path)
     tokens = random_tokens((19,), BASE["vocab_size"], seed=1)

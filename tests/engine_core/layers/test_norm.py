@@ -1,4 +1,4 @@
-"""Norms of the residual stream as layers use them."""
+"""RMSNorm layers over the residual stream."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CONTEXT = torch_build_context(torch.device("cpu"), torch.bfloat16)
 
 
 def filled(hidden: int, eps: float = 1e-6) -> RMSNorm:
-    """Build a norm that stores its factors less 1, with random ones."""
+    """Build a norm that stores weight - 1, with random weights."""
     norm = RMSNorm.build(hidden, eps, CONTEXT, unit_offset=True)
     norm.weight.uniform_(0.5, 1.5)
     return norm
@@ -44,7 +44,7 @@ def test_a_sandwich_normalises_the_update_and_the_sum() -> None:
     assert torch.equal(normed, reference.rms_norm(expected, before.weight, 1e-6))
 
 
-def test_norms_that_round_equal_norms_whose_rows_are_rounded() -> None:
+def test_quantizing_norms_equal_norm_then_quantization() -> None:
     update, residual = streams(3, 32)
     to = ActivationFormat(torch.int8)
     for norm, stream in ((filled(32), None), (filled(32), residual), (SandwichNorm(filled(32), filled(32)), residual)):
@@ -70,7 +70,7 @@ def test_a_sandwich_refuses_norms_of_two_eps() -> None:
 
 
 @pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
-def test_a_product_behind_a_sandwich_equals_separate_operations(activation: Activation | None) -> None:
+def test_a_matmul_after_two_norms_equals_separate_operations(activation: Activation | None) -> None:
     update, residual = streams(5, 32)
     linear: LinearWeights = CONTEXT.linear_method.build(16, 32, False, CONTEXT)
     (slot,) = linear.slots("", "w")

@@ -74,7 +74,7 @@ def test_longrope_takes_the_long_factors_only_above_the_original_positions() -> 
     plain = frequencies(RopeConfig(8, 10000.0), 64)
     assert torch.equal(frequencies(rope, 64), plain)
     assert torch.equal(frequencies(rope, 65), plain / torch.tensor([2.0, 4.0, 8.0, 16.0]))
-    # One table serves all: position 1 turns by the long factors in an engine that serves 65 positions.
+    # One table for all sequences: position 1 uses the long factors in an engine with 65 positions.
     cos, _ = RotaryTable.build(rope, 65, CPU)(torch.tensor([1]))
     torch.testing.assert_close(cos[0, 0, :4], 1.5 * frequencies(rope, 65).cos())
 

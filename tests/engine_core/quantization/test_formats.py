@@ -1,4 +1,4 @@
-"""Every field of a `quantization_config` is read, or refused by name."""
+"""Every field of a `quantization_config` is read, or rejected by name."""
 
 from typing import Any
 

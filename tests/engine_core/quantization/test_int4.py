@@ -1,4 +1,4 @@
-"""Packing orders against unpackers that go word by word."""
+"""Packing orders against unpackers that process one word at a time."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def by_word(words: Tensor, order: tuple[int, ...]) -> list[int]:
 
 
 @given(WORDS)
-def test_nibbles_are_those_of_each_word_from_the_lowest(words: Tensor) -> None:
+def test_unpack_starts_with_the_lowest_nibble_of_each_word(words: Tensor) -> None:
     assert unpack(words).tolist() == by_word(words, tuple(range(8)))
 
 

@@ -1,4 +1,4 @@
-"""Formats that a file beside config.json describes are read as if config.json did."""
+"""Formats described in a file next to config.json are read as if they were in config.json."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def with_sidecar(directory: Path, name: str, content: Any) -> Path:
         ("other_config.json", GPTQ, None),
     ],
 )
-def test_a_file_beside_config_json_tells_the_format(
+def test_the_format_is_read_from_a_file_next_to_config_json(
     name: str, content: dict[str, Any], scheme: Scheme | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -65,7 +65,7 @@ def test_config_json_comes_first(name: str, tmp_path: Path) -> None:
 
 
 def test_the_text_half_of_config_json_comes_first_too(tmp_path: Path) -> None:
-    """Its errors do not name the file beside it."""
+    """Its errors do not name the sidecar file."""
     with_sidecar(tmp_path, "quantize_config.json", GPTQ)
     path = tmp_path / "config.json"
     text = json.loads(path.read_text()) | {"model_type": "mistral", "quantization_config": {"quant_method": "exl2"}}

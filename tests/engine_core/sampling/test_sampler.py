@@ -1,4 +1,4 @@
-"""Choice of a sampling mode from what the rows of a step need."""
+"""Choice of a sampling mode from the needs of a step's rows."""
 
 import pytest
 

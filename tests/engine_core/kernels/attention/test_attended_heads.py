@@ -1,4 +1,4 @@
-"""Results of decode attention in one byte, against a kernel behind it that rounds them."""
+"""Fused output quantization of decode attention, against a separate kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ HEADS = [(4, 2, 32), (8, 8, 32), (3, 1, 96), (4, 1, 128)]
 
 
 def format_of(dtype: torch.dtype, known: bool, head_dim: int, device: str) -> ActivationFormat:
-    """The format with a known scale, past which some numbers are, or with one for each head."""
+    """A format with a static scale that some values exceed, or with one scale per head."""
     top = 20 if dtype == INT8 else 200
     return (
         ActivationFormat(dtype, scale=torch.full((1,), 1 / top, device=device))
@@ -53,7 +53,7 @@ def attend(given: Inputs, splits: int, **options: Any) -> Tensor:
 
 
 def assert_same(found: QuantizedActivation, expected: QuantizedActivation) -> None:
-    """Check for equality, but for what a division's last bit moves on a GPU."""
+    """Check for equality, except for the last bit of a division on a GPU."""
     check(found, expected)
     if found.values.device.type == "cpu":
         count = found.count
@@ -70,7 +70,7 @@ def assert_rounded(given: Inputs, to: ActivationFormat, splits: int, **options: 
 
 
 @pytest.mark.parametrize(("shape", "dtype", "known", "splits"), thinned(HEADS, [INT8, FP8], [False, True], [1, 3]))
-def test_a_result_is_rounded_as_a_kernel_behind_it_would(
+def test_a_fused_quantization_equals_a_separate_kernel(
     shape: tuple[int, int, int], dtype: torch.dtype, known: bool, splits: int, device: str
 ) -> None:
     assert_rounded(inputs(LENGTHS, *shape, 8, device), format_of(dtype, known, shape[2], device), splits)
@@ -79,7 +79,7 @@ def test_a_result_is_rounded_as_a_kernel_behind_it_would(
 @pytest.mark.parametrize(
     ("query_dtype", "dtype", "known"), thinned([torch.bfloat16, torch.float16], [INT8, FP8], [False, True])
 )
-def test_numbers_are_rounded_to_the_dtype_of_the_query_before_they_become_bytes(
+def test_values_are_rounded_to_the_querys_dtype_before_quantization(
     query_dtype: torch.dtype, dtype: torch.dtype, known: bool, device: str
 ) -> None:
     given = stored_in(inputs(LENGTHS, 4, 2, 64, 8, device), query_dtype)
@@ -89,10 +89,10 @@ def test_numbers_are_rounded_to_the_dtype_of_the_query_before_they_become_bytes(
 @pytest.mark.parametrize(
     ("byte_pool", "turns", "known", "splits"), thinned([False, True], [False, True], [False, True], [1, 3])
 )
-def test_bytes_are_those_of_rotated_heads_and_of_values_times_their_scale(
+def test_quantization_follows_rope_and_the_value_scale(
     byte_pool: bool, turns: bool, known: bool, splits: int, device: str
 ) -> None:
-    """Attention that fuses_rope stores the newest keys and values, the same at each call."""
+    """Attention with fused RoPE stores the newest keys and values, the same in each call."""
     given = inputs(LENGTHS, 4, 2, 32, 8, device)
     options: dict[str, Any] = {"rotation": rotation_of(given, 32)} if turns else {}
     if turns:
@@ -104,9 +104,7 @@ def test_bytes_are_those_of_rotated_heads_and_of_values_times_their_scale(
 
 
 @pytest.mark.parametrize(("shape", "splits"), thinned(HEADS, [1, 3]))
-def test_the_largest_numbers_of_heads_are_those_of_the_result(
-    shape: tuple[int, int, int], splits: int, device: str
-) -> None:
+def test_amax_is_that_of_each_heads_output(shape: tuple[int, int, int], splits: int, device: str) -> None:
     given = inputs(LENGTHS, *shape, 8, device)
     amax = torch.full((5, shape[0]), torch.nan, device=device)
     found = attend(given, splits, amax=amax)
@@ -116,7 +114,7 @@ def test_the_largest_numbers_of_heads_are_those_of_the_result(
 
 @pytest.mark.parametrize("query_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [INT8, FP8])
-def test_the_largest_numbers_are_rounded_to_the_dtype_of_the_query_and_serve_whole_rows(
+def test_amax_is_rounded_to_the_querys_dtype_and_gives_row_scales(
     dtype: torch.dtype, query_dtype: torch.dtype, device: str
 ) -> None:
     given = stored_in(inputs(LENGTHS, 4, 2, 64, 8, device), query_dtype)
@@ -132,7 +130,7 @@ def rows_of(to: ActivationFormat, count: int = 5) -> QuantizedActivation:
 
 
 def scattered() -> QuantizedActivation:
-    """Rows of heads whose scales lie token by token."""
+    """Rows of heads with token-major scales."""
     rows = rows_of(ActivationFormat(INT8, 32))
     return QuantizedActivation(rows.values, rows.scales.contiguous(), rows.count, rows.dtype)
 
@@ -150,10 +148,10 @@ def scattered() -> QuantizedActivation:
     ],
     ids=["a scale a row", "groups of two heads", "fewer rows", "scales of a token", "of groups", "rows", "both"],
 )
-def test_results_that_have_no_place_are_refused(
+def test_outputs_of_the_wrong_shape_are_refused(
     quantized: Callable[[], QuantizedActivation] | None, amax: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a kernel that does nothing, since a real one would write to other memory."""
+    """With a no-op kernel, since a real one would write out of bounds."""
     monkeypatch.setattr(kernel, "_paged_decode_kernel", LaunchedKernel())
     given = inputs(LENGTHS, 4, 2, 32, 8, "cpu")
     places = {"quantized": quantized and quantized(), "amax": amax and torch.empty(amax)}

@@ -13,7 +13,7 @@ from tests.support.length_tables import tables_of
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("page_stride", [8, 8 * 2 * 28])
 def test_gathered_inputs_equal_the_oracle(batch: int, dtype: torch.dtype, page_stride: int, device: str) -> None:
-    """Slots of the highest pages exceed 32 bits. Half of the positions are those of the rows' newest tokens."""
+    """Slots of the highest pages exceed 32 bits. Half of the positions refer to the rows' newest tokens."""
     tables = tables_of(torch.randint(0, 1000, (9, 64), dtype=torch.int32, device=device))
     pages = torch.randint(0, 2**30, (9, 8), dtype=torch.int32, device=device)
     rows = torch.randint(0, 9, (batch,), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Who rotates the heads of new tokens in a decode step, by shape and number of rows."""
+"""Choice of fused RoPE in a decode step, by shape and number of rows."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_a_gpu_without_dependent_launch_loads_nothing_early() -> None:
     assert found is not None and not found.early
 
 
-def test_what_was_measured_says_whether_it_loads_early() -> None:
+def test_a_measured_plan_sets_early_loads() -> None:
     plan = DecodePlan(Tile(64, 4, 2), 512, early=True)
     gpu = replace(H200, tiles=TileTable("a", {}, {DecodeKey(64, 16, 512): plan}))
     assert choose_fused_rope_plan(64, 600, torch.bfloat16, gpu) == plan

@@ -1,4 +1,4 @@
-"""Decode attention that reads keys and values before the kernel before it has finished, against its oracle."""
+"""Decode attention with early loads of keys and values, against its oracle."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.support.thinned import thinned
 BLOCK, KV_HEADS = 16, 2
 TILE, PIPELINED = Tile(BLOCK, 4, 1), Tile(BLOCK, 4, 3)
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 5 * BLOCK + 6]
-"""Beside the edges of the blocks that are read early, of tiles of one stage and of three."""
+"""At the edges of the blocks that are read early, of tiles with one stage and with three."""
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_early_loads_equal_the_oracle(splits: int, window: int | None, tile: Til
 
 
 def test_early_loads_change_no_bit(device: str) -> None:
-    """With a head as wide as no power of two, a soft cap, and spare programs."""
+    """With a head size that is no power of two, a soft cap, and extra splits."""
     given = inputs([200, 1, 33, 70], 4, 2, 96, 8, device)
     extra_splits = assign_extra_splits(given.positions, 2, 6)
     expected, found = (
@@ -54,7 +54,7 @@ def test_early_loads_of_8_bit_floats_change_no_bit(device: str) -> None:
 
 
 class LateWriter:
-    """A kernel before that writes the query and the newest keys and values at the latest possible time.
+    """A preceding kernel that writes the query and the newest keys and values as late as possible.
 
     Each program finds NaN there until it waits.
     """
@@ -92,7 +92,7 @@ def test_a_program_waits_before_it_reads_what_the_kernel_before_writes(
     monkeypatch.setattr(kernel, "split_blocks", before.begin)
     found = paged_decode(*before.shown, 0.2, splits, tile=tile, least=BLOCK, early=early)
     if early and splits == 1:
-        # The interpreter has no pipeline, whose first copies come before the wait in the loop on a GPU.
+        # The interpreter has no pipeline; on a GPU its prologue comes before the wait in the loop.
         reaches_newest = ceil_div(length, BLOCK) <= tile.stages
         assert before.waits == KV_HEADS * (1 + reaches_newest)
     assert before.waits

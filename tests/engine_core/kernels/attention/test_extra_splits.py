@@ -1,4 +1,4 @@
-"""Spare programs of decode attention: who gets them, and that they change no result."""
+"""Extra splits of decode attention: their assignment, and equal results."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tandem.engine_core.kernels.reference import attention as reference
 from tests.engine_core.kernels.attention.test_paged_decode import SMALL, inputs
 
 BALANCE = 32
-"""Positions of one program in these tests."""
+"""Positions per split in these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def short_balance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shared(lengths: list[int], splits: int, count: int, device: str) -> tuple[list[int], list[int]]:
-    """Return the number of spare programs of each row, and the row of each spare program."""
+    """Return the number of extra splits of each row, and the row of each extra split."""
     positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
     extra_splits = assign_extra_splits(positions, splits, count)
     assert extra_splits is not None and extra_splits.count == count
@@ -41,12 +41,12 @@ def shared(lengths: list[int], splits: int, count: int, device: str) -> tuple[li
         ([33, 1, 64, 65], 1, 4, [1, 0, 1, 2]),
         ([33, 1, 64, 65], 2, 4, [0, 0, 0, 1]),
         ([160, 1], 1, 4, [4, 0]),
-        ([161, 1], 1, 4, [2, 0]),  # 64 positions each, since five further programs are too many.
+        ([161, 1], 1, 4, [2, 0]),  # 64 positions each, since five more splits are too many.
         ([1000, 64, 1000], 1, 4, [1, 0, 1]),
         ([1000] * 5, 1, 4, [0] * 5),
     ],
 )
-def test_long_rows_get_the_spare_programs_and_none_too_many(
+def test_long_rows_get_the_extra_splits_and_none_too_many(
     lengths: list[int], splits: int, count: int, more: list[int], device: str
 ) -> None:
     found, served = shared(lengths, splits, count, device)
@@ -63,7 +63,7 @@ def test_rows_within_the_reach_get_none(splits: int, device: str) -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("lengths", [[1, 20, 32], [200, 1, 33], [70, 90, 64, 100]])
-def test_spare_programs_change_no_result(lengths: list[int], splits: int, window: int | None, device: str) -> None:
+def test_extra_splits_change_no_result(lengths: list[int], splits: int, window: int | None, device: str) -> None:
     given = inputs(lengths, 4, 2, 32, 8, device)
     extra_splits = assign_extra_splits(given.positions, splits, 6)
     expected = reference.paged_decode(*given, 0.2, window)
@@ -72,7 +72,7 @@ def test_spare_programs_change_no_result(lengths: list[int], splits: int, window
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_the_longest_possible_row_asks_for_spare_programs_but_not_for_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maximum_length_sets_extra_splits_but_not_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a step's usual rows are the same whatever `--max-len` is."""
     monkeypatch.undo()
     for rows in (16, 64, 256, 1024):

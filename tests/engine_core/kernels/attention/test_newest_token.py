@@ -1,4 +1,4 @@
-"""Decode attention that rotates the heads of new tokens itself, against rotation and attention one after the other."""
+"""Decode attention with fused RoPE, against RoPE and attention in sequence."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ TILES = [Tile(BLOCK, 4, 1), Tile(BLOCK, 4, 3)]
 
 
 def rotation_of(given: Inputs, rotary_dim: int, norm: bool = False) -> Rotation:
-    """The rotation of the newest position of each row, with the tables as `RotaryTable` gives them."""
+    """The rotation of the newest position of each row, with tables as in `RotaryTable`."""
     device, head_dim = given.keys.device, given.keys.shape[2]
     angles = torch.rand(len(given.rows), rotary_dim // 2) * 6
     cos, sin = angles.cos(), angles.sin()
@@ -40,7 +40,7 @@ def projected(given: Inputs, heads: int) -> Tensor:
 
 
 def forget_newest(given: Inputs, rotation: Rotation) -> None:
-    """Put NaN where the newest keys and values belong."""
+    """Put NaN in the slots of the newest keys and values."""
     for part in (given.keys, given.values):
         part[rotation.slot_mapping] = torch.nan
 
@@ -71,7 +71,7 @@ def assert_equals_the_oracles(qkv: Tensor, given: Inputs, rotation: Rotation, sp
 def test_heads_are_rotated_stored_and_attended_to(
     head_dim: int, rotary_dim: int, norm: bool, early: bool, splits: int, device: str
 ) -> None:
-    """Whole heads turn, or a part whose length is no power of two; heads fill a tile or do not."""
+    """Whole heads are rotated, or a part whose length is no power of two; heads fill a tile or do not."""
     given = inputs(LENGTHS, 4, 2, head_dim, 8, device)
     rotation = rotation_of(given, rotary_dim, norm)
     assert_equals_the_oracles(projected(given, 4), given, rotation, splits, tile=TILES[1], early=early)
@@ -89,7 +89,7 @@ def test_a_soft_cap_holds_for_the_newest_score_too(device: str) -> None:
     assert_equals_the_oracles(projected(given, 4) * 5, given, rotation_of(given, 32), 3, softcap=0.5, tile=TILES[0])
 
 
-def test_a_long_row_with_spare_programs_stores_its_token_once(device: str) -> None:
+def test_a_long_row_with_extra_splits_stores_its_token_once(device: str) -> None:
     given = inputs([200, 1, 33, 70], 4, 2, 96, 8, device)
     extra_splits = assign_extra_splits(given.positions, 2, 6)
     assert_equals_the_oracles(
@@ -105,7 +105,7 @@ def test_heads_of_one_group_and_strided_rows_of_a_projection(device: str) -> Non
 
 @pytest.mark.parametrize("early", [False, True])
 def test_8_bit_keys_and_values_are_divided_by_their_scales(early: bool, device: str) -> None:
-    """Unrotated and of numbers that such a pool holds, since the interpreter does not round as a GPU does."""
+    """Unrotated and with values that such a pool represents exactly, since the interpreter rounds unlike a GPU."""
     given = inputs([1, 16, 17, 70], 4, 2, 32, 8, device)
     rotation = rotation_of(given, 32)
     rotation = rotation._replace(cos=torch.ones_like(rotation.cos), sin=torch.zeros_like(rotation.sin))
@@ -127,8 +127,8 @@ def test_8_bit_keys_and_values_are_divided_by_their_scales(early: bool, device: 
         assert torch.equal(part.float(), stored.float())
 
 
-def test_keys_are_normalised_in_float32_and_rounded_once(device: str) -> None:
-    """Gemma 3 keeps the factors of its norms in float32. Unrotated, as the interpreter rounds sums unlike torch."""
+def test_keys_are_normalized_in_float32_and_rounded_once(device: str) -> None:
+    """Gemma 3 keeps its norm weights in float32. Unrotated, as the interpreter rounds sums unlike torch."""
     given = inputs([5, 17, 40], 4, 2, 64, 8, device)
     rotation = rotation_of(given, 64, norm=True)
     rotation = rotation._replace(cos=torch.ones_like(rotation.cos), sin=torch.zeros_like(rotation.sin))
@@ -144,7 +144,7 @@ def test_keys_are_normalised_in_float32_and_rounded_once(device: str) -> None:
 
 
 class LateProduct:
-    """A kernel before that writes the projection at the latest possible time.
+    """A preceding kernel that writes the projection as late as possible.
 
     Until a program waits it finds NaN there, and always in the slots of the newest tokens.
     """

@@ -39,7 +39,7 @@ def _attend_kernel(
 def test_blocks_one_after_another_give_the_softmax_over_all_of_them(
     softcap: float | None, size: float, device: str
 ) -> None:
-    """Each query sees another number of keys, from one on; large scores neither overflow nor pass the cap."""
+    """Each query sees a different number of keys, from one on; large scores neither overflow nor exceed the cap."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(count, DIM, generator=generator).to(device) for count in (QUERIES, *[BLOCK * BLOCKS] * 2))
     q, scale = q * size, DIM**-0.5
@@ -58,8 +58,8 @@ def test_blocks_one_after_another_give_the_softmax_over_all_of_them(
     torch.testing.assert_close(sums.double(), exponents, atol=1e-4, rtol=1e-6)
 
 
-def test_bytes_that_are_converted_for_large_instructions_take_room_too() -> None:
-    """64 rows of 128 elements over 64 positions: 48 KiB are held, and each stage loads keys and values."""
+def test_8_bit_operands_of_warpgroup_instructions_take_a_buffer() -> None:
+    """64 rows of 128 elements over 64 positions: 48 KiB are resident, and each stage loads keys and values."""
     query, keys = torch.empty(1, 4, 128, dtype=torch.bfloat16), torch.empty(8, 1, 128, dtype=torch.bfloat16)
     narrow = keys.to(torch.float8_e4m3fn)
     held = 64 * (128 + 64) * 2

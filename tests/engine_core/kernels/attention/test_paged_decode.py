@@ -43,7 +43,7 @@ def inputs(
     device: str,
     page_stride: int | None = None,
 ) -> Inputs:
-    """Rows in any order, pages scattered, NaN in every slot that no row owns."""
+    """Rows in any order, pages scattered, NaN in every unowned slot."""
     page_stride = page_stride or page_size
     count = [-(-length // page_size) for length in lengths]
     free = (torch.randperm(sum(count)) + 1).tolist()
@@ -99,7 +99,7 @@ def test_pages_apart_in_the_pool_equal_the_oracle(page_size: int, device: str) -
 
 @pytest.mark.parametrize(("window", "splits"), thinned([1, 2, 15, 16, 17, 33, 69, 70, 200], [1, 3]))
 def test_a_window_equals_the_oracle(window: int, splits: int, device: str) -> None:
-    """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
+    """Contexts shorter and longer than the window, with its lower edge at and next to those of tiles and pages."""
     assert_equals_the_oracle(inputs([1, 15, 16, 17, 32, 33, 70], 4, 2, 32, 8, device), splits, window)
 
 
@@ -117,7 +117,7 @@ def test_heads_of_256_with_a_window_and_a_soft_cap_equal_the_oracle(device: str)
 
 
 def test_a_window_reads_no_key_outside_it(device: str) -> None:
-    """Pages that a window has passed may be given back: neither their keys nor their ids count any more."""
+    """Pages before a window may be freed: neither their keys nor their ids are read any more."""
     given = inputs([70], 2, 1, 32, 8, device)
     expected = paged_decode(*given, 0.2, 2, window=20, tile=SMALL)
     row = int(given.rows[0])
@@ -183,7 +183,7 @@ def test_bfloat16_queries_over_8_bit_floats_are_multiplied_in_float16(device: st
 @pytest.mark.parametrize(("head_dim", "pairs"), [(64, 256), (64, 512), (128, 32), (128, 512), (128, 1024)])
 @pytest.mark.parametrize("gpu", [H200, replace(H200, tiles=NO_TABLE)], ids=["measured", "by rule"])
 def test_plans_for_8_bit_floats_equal_the_oracle(gpu: GpuTraits, head_dim: int, pairs: int, device: str) -> None:
-    """As many splits as the plan has, contexts within and beyond the fewest positions of a program, and a window."""
+    """The plan's number of splits, contexts within and beyond the minimum positions per split, and a window."""
     byte = torch.float8_e4m3fn
     given = inputs([1, 127, 300, 1100], 4, 1, head_dim, 16, device)
     keys, values = (to_pool(part.nan_to_num(), byte) for part in (given.keys, given.values))
@@ -203,7 +203,7 @@ def test_a_row_of_one_page_equals_the_oracle(length: int, device: str) -> None:
 
 def test_large_scores_do_not_overflow(device: str) -> None:
     given = inputs([40], 2, 1, 32, 4, device)
-    # Whole thousands: scores that differ at all differ by far more than their rounding.
+    # Multiples of a thousand: different scores differ by far more than their rounding.
     given = given._replace(query=given.query.round() * 1e3, keys=given.keys.round())
     found = paged_decode(*given, 1.0, 4, tile=SMALL)
     torch.testing.assert_close(found, reference.paged_decode(*given, 1.0), atol=1e-4, rtol=1e-4)
@@ -296,7 +296,7 @@ def test_tiles_of_gpus_with_enough_shared_memory_are_the_measured_ones(gpu: GpuT
 
 @pytest.mark.parametrize("gpu", [RTX_3090, L4, RTX_4090, RTX_5090], ids=lambda gpu: gpu.name)
 def test_tiles_have_as_many_stages_as_fit(gpu: GpuTraits) -> None:
-    """Four stages of head_dim 128 keep 96 KiB of keys and values, 6 KiB of queries and scores beside them."""
+    """Four stages of head_dim 128 keep 96 KiB of keys and values, plus 6 KiB of queries and scores."""
     assert [tile.stages for tile in TILES[128].values()] == [3, 3, 4, 2]
     assert fitted(gpu, 128) == [3, 3, 3, 2]
     assert fitted(gpu, 64) == [tile.stages for tile in TILES[64].values()]

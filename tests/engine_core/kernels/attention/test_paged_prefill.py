@@ -32,7 +32,7 @@ from tests.fakes.gpus import A100, L4, SUPPORTED
 from tests.support.thinned import thinned
 
 Work = Sequence[tuple[int, int]]
-"""(start, length) a row."""
+"""(start, length) per row."""
 WORK: list[Work] = [
     [(0, 1)],
     [(0, 40)],
@@ -70,7 +70,7 @@ def inputs(
     device: str,
     page_stride: int | None = None,
 ) -> Inputs:
-    """Pages scattered, NaN in every slot where no row has a token."""
+    """Pages scattered, NaN in every slot without a token."""
     page_stride = page_stride or page_size
     spans = spans_of(work)
     ends = [span.start + span.length for span in spans]
@@ -93,7 +93,7 @@ def inputs(
 
 
 def planner_for(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span], device: str) -> RaggedPlanner:
-    """With no more room than those spans may need."""
+    """With no more capacity than those spans may need."""
     queries = tile_queries(heads, kv_heads, head_dim, torch.float32)
     tokens = sum(span.length for span in spans)
 
@@ -141,7 +141,7 @@ def test_pages_apart_in_the_pool_equal_the_oracle(page_size: int, device: str) -
 
 @pytest.mark.parametrize(("work", "window"), thinned(WORK, [1, 3, 15, 16, 17, 32, 40, 200]), ids=str)
 def test_a_window_equals_the_oracle(work: Work, window: int, device: str) -> None:
-    """Contexts shorter and longer than the window, with its lower edge at and beside those of tiles and pages."""
+    """Contexts shorter and longer than the window, with its lower edge at and next to those of tiles and pages."""
     assert_equals_the_oracle(work, inputs(work, 4, 2, 32, 8, device), LayerAttention(0.2, window))
 
 
@@ -161,7 +161,7 @@ def test_heads_of_256_with_a_window_and_a_soft_cap_equal_the_oracle(device: str)
 
 
 def test_a_window_reads_no_key_outside_it(device: str) -> None:
-    """Pages that a window has passed may be given back: neither their keys nor their ids count any more."""
+    """Pages before a window may be freed: neither their keys nor their ids are read any more."""
     spans, query, keys, values, table = inputs([(60, 9)], 2, 1, 32, 8, device)
     layer = LayerAttention(0.2, 20)
     step = planner_for(2, 1, 32, spans, device).plan(spans, table)
@@ -185,7 +185,7 @@ def test_a_window_reads_no_key_outside_it(device: str) -> None:
 def test_programs_that_share_a_tile_equal_the_oracle(
     work: Work, splits: int, layer: LayerAttention, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some see nothing of what a query may see; tiles without work stand between those with work."""
+    """Some splits see none of a query's keys; unused tiles lie between used ones."""
     monkeypatch.setattr(kernel, "MIN_SPLIT_POSITIONS", 16)
     spans, query, keys, values, table = inputs(work, 6, 2, 32, 4, device)
     tiles = planner_for(6, 2, 32, spans, device).plan(spans, table).tiles
@@ -205,7 +205,7 @@ def test_programs_that_share_a_tile_equal_the_oracle(
     "layer", [LAYER, LayerAttention(0.2, 20), LayerAttention(0.3, 7, 2.0)], ids=["full", "window", "window, soft cap"]
 )
 def test_a_mixed_step_equals_the_oracle(layer: LayerAttention, decoding: int, device: str) -> None:
-    """Decode rows of any context, then longer rows, then padding, whose results stay unchanged."""
+    """Decode rows of any context, then longer rows, then padding, whose results are unchanged."""
     work = [*[(40, 1), (5, 1), (16, 1)][:decoding], (17, 23), (0, 9)]
     spans, query, keys, values, table = inputs(work, 4, 2, 32, 8, device)
     prompts = [Span(span.row, span.offset - decoding, span.start, span.length) for span in spans[decoding:]]
@@ -293,7 +293,7 @@ def test_many_tiles_fit_a_grid(monkeypatch: pytest.MonkeyPatch, device: str) -> 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
     spans, query, keys, values, table = inputs([(0, 20)], 2, 1, 32, 4, device)
-    # Whole thousands: scores that differ at all differ by far more than their rounding.
+    # Multiples of a thousand: different scores differ by far more than their rounding.
     query, keys, layer = query.round() * 1e3, keys.round(), LayerAttention(1.0)
     found = planner_for(2, 1, 32, spans, device).plan(spans, table).run(query, keys, values, layer)
     expected = TorchPlanner([layer]).plan(spans, table).run(query, keys, values, layer)

@@ -11,7 +11,7 @@ from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 def inputs(
     tokens: int, heads: int, kv_heads: int, head_dim: int, device: str, rotary_dim: int | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """qkv, cos, sin and slot_mapping. The tables are halves of one lookup, as `RotaryTable` gives them.
+    """qkv, cos, sin and slot_mapping. The tables are halves of one lookup, as in `RotaryTable`.
 
     rotary_dim: None for whole heads.
     """
@@ -29,7 +29,7 @@ def inputs(
         (4, 2, 32, 32),
         (3, 1, 64, 64),
         (2, 2, 256, 256),
-        # Phi-4-mini, and shares of a head that leave a power of two, an odd number of pairs, or one pair.
+        # Phi-4-mini, and rotated parts of a head that are a power of two, an odd number of pairs, or one pair.
         (3, 1, 128, 96),
         (4, 2, 64, 32),
         (2, 1, 256, 64),
@@ -55,10 +55,10 @@ def test_rotation_and_kv_write_equal_the_oracle(
 
 
 def test_norms_in_float32_round_once(device: str) -> None:
-    """Gemma 3 keeps the factors of its norms, 1 + weight, in float32 beside heads of half precision."""
+    """Gemma 3 keeps its norm weights, 1 + weight, in float32 with heads of half precision."""
     qkv, cos, sin, index = inputs(3, 4, 2, 64, device)
     weights = [torch.rand(64, device=device) + 0.5 for _ in range(2)]
-    # Unrotated, since the interpreter does not round a sum of products as torch does.
+    # Unrotated, since the interpreter rounds a sum of products unlike torch.
     given = qkv.half(), torch.ones_like(cos), torch.zeros_like(sin), index
     pools = [torch.zeros(2, 20, 2, 64, device=device).half() for _ in range(2)]
     query = rope_and_kv_write(*given, *pools[0].unbind(0), *weights, eps=1e-6)
@@ -70,7 +70,7 @@ def test_norms_in_float32_round_once(device: str) -> None:
 
 
 def test_a_pool_of_8_bit_floats_equals_the_oracle(device: str) -> None:
-    """Only numbers that such a pool holds, unrotated, since the interpreter does not round as a GPU does; and larger
+    """Only values that such a pool represents exactly, unrotated, since the interpreter rounds unlike a GPU; and larger
     ones, which are clamped."""
     qkv, cos, sin, index = inputs(5, 4, 2, 32, device)
     qkv = to_pool(qkv * 3, torch.float8_e4m3fn).float()
@@ -86,7 +86,7 @@ def test_a_pool_of_8_bit_floats_equals_the_oracle(device: str) -> None:
 
 @pytest.mark.parametrize("pair", [(0.25, 8.0), (4096.0, 2.0**-6), (3.0, 0.75)])
 def test_scales_divide_keys_and_values_and_multiply_queries(pair: tuple[float, float], device: str) -> None:
-    """Keys beyond the largest 8-bit float are stored whole with a scale; with numbers as in the test above."""
+    """Keys beyond the largest 8-bit float are stored unclamped with a scale; values as in the test above."""
     qkv, cos, sin, index = inputs(5, 4, 2, 32, device)
     qkv = to_pool(qkv * 3, torch.float8_e4m3fn).float()
     qkv[:, 4:6] *= pair[0]

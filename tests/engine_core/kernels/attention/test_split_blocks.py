@@ -1,4 +1,4 @@
-"""Division of blocks among programs and the combination of what they leave, against plain arithmetic."""
+"""Division of blocks among programs and combination of partial results, against plain arithmetic."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def _split_kernel(cases_ptr, found_ptr, BLOCK: tl.constexpr):  # noqa: N803
 
 
 def test_programs_in_use_share_the_blocks_of_a_row_without_gap_or_overlap(device: str) -> None:
-    """One position, a window within one block, whole blocks, more programs than blocks, and least shares."""
+    """One position, a window within one block, whole blocks, more programs than blocks, and minimum shares."""
     programs = 7
     cases = [
         (length, lowest, splits, least)
@@ -58,9 +58,9 @@ def _combine_kernel(
 @pytest.mark.parametrize(("used", "splits", "beyond"), [(1, 4, 0), (3, 4, 0), (7, 7, 0), (6, 2, 5)])
 @pytest.mark.parametrize("head_dim", [32, 24])
 def test_outputs_are_weighed_by_their_sums(used: int, splits: int, beyond: int, head_dim: int, device: str) -> None:
-    """Of splits in several chunks, of spare programs elsewhere, with groups that fill no tile, and with empty splits.
+    """Several chunks of splits, extra splits at an offset, groups that fill no tile, and empty splits.
 
-    What lies between and behind is NaN in memory; heads beyond the group are 0.
+    Memory between and after them is NaN; heads beyond the group are 0.
     """
     group, rows, wide = 3, 4, 32
     generator = torch.Generator().manual_seed(used)

@@ -1,4 +1,4 @@
-"""Counters that stay with a kernel and a device."""
+"""Counters are kept per kernel and device."""
 
 from collections.abc import Iterator
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Updates of tables in one launch against their oracle, and that against what the tables do by themselves."""
+"""Table updates in one launch against their oracle, and the oracle against separate updates."""
 
 import mmap
 import random
@@ -54,7 +54,7 @@ def random_plan(draw: random.Random, lengths: tuple[int, ...]) -> StepPlan:
 
 
 def staged(plan: StepPlan, device: str) -> tuple[Tensor, Tensor, Packed]:
-    """Return the locations of a step's updates, its inputs, and where all of these are."""
+    """Return the locations of a step's updates, its inputs, and the offsets of all of these."""
     out = np.full(capacity(ROWS, ROWS * MAX_LEN, ROWS * PAGES, ROWS * MAX_LEN), -77, dtype=np.int32)
     packed = pack(plan, MAX_LEN, PAGES, out)
     locations = torch.tensor(packed.locate_updates(), dtype=torch.int32)
@@ -73,7 +73,7 @@ def same(one: DeviceTables, other: DeviceTables) -> bool:
     ids=lambda lengths: f"{len(lengths)} rows of up to {max(lengths)}",
 )
 def test_updates_in_one_launch_equal_those_of_each_table(lengths: tuple[int, ...], device: str) -> None:
-    """Of nothing but pages; of more tokens, and of more parameters, than all programs write at a time."""
+    """Of pages only; of more tokens, and of more parameters, than all programs write at a time."""
     draw = random.Random(str(lengths))
     for _ in range(4):
         plan = random_plan(draw, lengths)
@@ -102,7 +102,7 @@ def sparse(words: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.int32)
 
 
-def test_places_have_64_bits(device: str) -> None:
+def test_indices_have_64_bits(device: str) -> None:
     """Below, at and above what 31 and 32 bits hold."""
     if device != "cpu":
         pytest.skip("the table would take 16 GiB of the GPU; on a CPU it takes a few pages")

@@ -1,4 +1,4 @@
-"""Quantized weights made into numbers by kernels equal those of plain torch, bit by bit."""
+"""Dequantization kernels equal plain torch bit by bit."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(5, 2200), (33, 200)])
-def test_bytes_equal_their_numbers(name: str, outputs: int, inputs: int, device: str) -> None:
+def test_8_bit_weights_are_dequantized_exactly(name: str, outputs: int, inputs: int, device: str) -> None:
     scheme = SCHEMES[name]
     generator = torch.Generator().manual_seed(outputs)
     dtype = torch.int8 if scheme.kind == "int8" else torch.float8_e4m3fn
@@ -34,7 +34,7 @@ def test_bytes_equal_their_numbers(name: str, outputs: int, inputs: int, device:
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(2176, 32), (2176, 128), (2080, 32), (2080, 1040), (2072, 8)])
-def test_nibbles_equal_their_numbers(inputs: int, group: int, device: str) -> None:
+def test_int4_weights_are_dequantized_exactly(inputs: int, group: int, device: str) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (3, inputs // 8), dtype=torch.int32, device=device)
     scales = torch.rand(inputs // group, 3, device=device).t()
     zeros = torch.randint(0, 16, (inputs // group, 3), dtype=torch.uint8, device=device).t()

@@ -1,4 +1,4 @@
-"""Gated products of bytes that are rounded to bytes, against the oracles of product, gate and rounding."""
+"""Gated W8A8 GEMMs with quantized output, against the oracles of matmul, gate and quantization."""
 
 from dataclasses import replace
 from itertools import product
@@ -30,7 +30,7 @@ def format_of(dtype: torch.dtype, kind: str, device: str) -> ActivationFormat:
 
 
 def check(found: QuantizedActivation, expected: QuantizedActivation) -> None:
-    """Check for equality, but for numbers that the order of sums, or the interpreter, rounds to their neighbour."""
+    """Check for equality, except for values at a rounding boundary."""
     count = expected.count
     assert (found.count, found.dtype, found.values.shape) == (count, expected.dtype, expected.values.shape)
     torch.testing.assert_close(found.scales[:count], expected.scales[:count], rtol=1e-5, atol=0)
@@ -73,7 +73,7 @@ def test_padding_changes_no_row(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("to", ["row", "group"])
-def test_what_is_no_number_stays_none_in_its_row(to: str, device: str) -> None:
+def test_nan_stays_in_its_row(to: str, device: str) -> None:
     x, values, scales, _ = case_of("fp8 blocks", 3, 2 * 256, 256, device, whole=True)
     x.scales[1, 1] = float("nan")
     rows = gated_w8a8_gemm(x, values, scales, None, BLOCK_PLAN, Activation.SILU, format_of(values.dtype, to, device))
@@ -135,7 +135,7 @@ def test_a_program_waits_once_and_before_it_reads_its_rows(kind: str, monkeypatc
     waits = []
 
     def wait(_pdl: Any) -> None:
-        """Stand in for `wait_for_previous`, behind a kernel that writes at the latest possible time."""
+        """Replace `wait_for_previous`, with a preceding kernel that writes as late as possible."""
         waits.append(1)
         shown.values.copy_(x.values)
         shown.scales.copy_(x.scales)
@@ -149,7 +149,7 @@ def test_a_program_waits_once_and_before_it_reads_its_rows(kind: str, monkeypatc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells what is read")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_the_operands_is_read(kind: str) -> None:
-    """Neither rows past the last one nor outputs past the last one."""
+    """Neither rows nor outputs past the last one."""
     blocks = kind == "fp8 blocks"
     width, plan = (256, BLOCK_PLAN) if blocks else (80, PLAN)
     x, values, scales, _ = case_of(kind, 5, 2 * width, 256, "cpu", whole=True)

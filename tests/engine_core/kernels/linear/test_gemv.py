@@ -1,4 +1,4 @@
-"""The GEMV and what is fused with it, against plain torch, in float32."""
+"""The GEMV and its fused operations, against plain torch, in float32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products with weights of four bits against the same weights as numbers, in float32."""
+"""Matmuls with int4 weights against dequantized weights, in float32."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ Weights = tuple[Tensor, Tensor, Tensor]
 
 
 def weights(outputs: int, inputs: int, group: int, device: str) -> tuple[Weights, Tensor]:
-    """Words, scales and zero points, and the numbers that they stand for."""
+    """Words, scales and zero points, and the dequantized weights."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), generator=generator, dtype=torch.int32)
     scales = torch.rand(inputs // group, outputs, generator=generator).t() / 10
@@ -78,7 +78,7 @@ ORDERED_SHAPES = [
     (17, 4224, 128, GemvPlan(16, 2048)),
     (16, 8192, 128, GemvPlan(16, 2048)),
 ]
-"""Of one step that is full or not, and of several, with inputs above 4096 too."""
+"""One step, full or partial, and several, including inputs above 4096."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -95,7 +95,7 @@ def test_gemv_takes_its_inputs_in_an_order(
     assert_product(y, x[:, order], numbers, bias, relative=1e-4 if dtype == torch.float32 else 2**-10)
 
 
-def test_an_order_of_other_numbers_or_of_another_length_is_refused(device: str) -> None:
+def test_an_order_of_another_dtype_or_length_is_refused(device: str) -> None:
     stored, _ = weights(16, 128, 32, device)
     x, order = vectors(1, 128, device), shuffled(128, device)
     for wrong in (order.long(), order[:64], order.repeat_interleave(2)[::2]):
@@ -104,7 +104,7 @@ def test_an_order_of_other_numbers_or_of_another_length_is_refused(device: str) 
 
 
 @pytest.mark.parametrize("size", [2.0**-30, 1.0, 2.0**40])
-def test_gemv_reads_every_level_in_every_place_exactly(size: float, device: str) -> None:
+def test_gemv_reads_every_int4_value_at_every_index_exactly(size: float, device: str) -> None:
     levels = torch.arange(16, dtype=torch.uint8)[:, None].expand(16, 64).contiguous()
     scales, zeros = torch.full((2, 16), 0.5).t(), torch.full((2, 16), 7, dtype=torch.uint8).t()
     words = pack(to_kernel_layout(levels, 32))

@@ -1,4 +1,4 @@
-"""Nibbles in the order of the GPU's kernels."""
+"""Memory layout of int4 weights for the GPU's kernels."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tandem.engine_core.kernels.linear.int4_layout import from_kernel_layout, ru
 @pytest.mark.parametrize(
     ("inputs", "group", "run"), [(256, 128, 4), (256, 32, 4), (160, 32, 1), (96, 96, 1), (256, 16, 0), (40, 40, 0)]
 )
-def test_each_nibble_is_where_a_thread_takes_it(inputs: int, group: int, run: int) -> None:
+def test_each_value_is_in_the_word_and_nibble_of_its_thread(inputs: int, group: int, run: int) -> None:
     levels = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
     found = to_kernel_layout(levels, group)
     assert run_length(inputs, group) == run

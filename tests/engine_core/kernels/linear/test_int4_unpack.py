@@ -1,4 +1,4 @@
-"""Levels of four bits, unpacked: every level in every place, with every zero point."""
+"""Unpacking of int4 values: every value at every index, with every zero point."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ def _levels_kernel(words_ptr, zeros_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_levels_less_zero_points_are_exact_in_every_place(dtype: torch.dtype, device: str) -> None:
-    """The bits of a result's index are bits 2, 0 and 1 of the place."""
+def test_int4_values_minus_zero_points_are_exact_at_every_index(dtype: torch.dtype, device: str) -> None:
+    """The bits of a result's index are bits 2, 0 and 1 of the value's index."""
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("Triton's interpreter does not convert integers to bfloat16")
     count = 1024

@@ -1,4 +1,4 @@
-"""Products of one row with quantized weights: what pairs of float16 and powers of two cost in accuracy and range."""
+"""GEMVs with quantized weights: accuracy and range of float16 pairs and power-of-two scaling."""
 
 import pytest
 import torch
@@ -27,9 +27,9 @@ def int4(levels: Tensor, zeros: Tensor, device: str) -> Given:
 
 
 def weight(kind: str, device: str) -> tuple[Given, Tensor]:
-    """Return a weight as the kernel takes it, and the numbers that it stands for.
+    """Return a weight in the kernel's layout, and its dequantized values.
 
-    Levels lie around their zero point as those of trained weights do.
+    Int4 values are distributed around their zero point as in trained weights.
     """
     if kind == "int4":
         seed = torch.Generator().manual_seed(7)
@@ -41,7 +41,7 @@ def weight(kind: str, device: str) -> tuple[Given, Tensor]:
 
 
 def constant(kind: str, end: str, device: str) -> tuple[Given, float]:
-    """Return a weight whose numbers are all at one end of what its kind stores, and that number."""
+    """Return a weight whose values are all at one end of its dtype's range, and that value."""
     if kind == "int4":
         level, zero = {"lowest": (0, 63), "highest": (15, 0)}[end]
         levels = torch.full((OUTPUTS, INPUTS), level, dtype=torch.uint8)
@@ -59,12 +59,12 @@ def product(x: Tensor, given: Given, plan: GemvPlan) -> Tensor:
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_lose_little_beside_the_rounding_of_a_result(kind: str, mean: float, device: str) -> None:
+def test_sums_lose_little_compared_with_the_rounding_of_a_result(kind: str, mean: float, device: str) -> None:
     given, numbers = weight(kind, device)
     seed = torch.Generator().manual_seed(1)
     for size in (2.0**-12, 2.0**4):
         for spread in (0.3, 2.0):
-            # With the second, sizes differ by some thousand times.
+            # With the second, magnitudes differ by a factor of some thousand.
             sizes = torch.exp(spread * torch.randn(1, INPUTS, generator=seed)) * size
             x = ((torch.randn(1, INPUTS, generator=seed) + mean) * sizes).bfloat16().to(device)
             exact = (x.double() @ numbers.double().t())[0]
@@ -76,7 +76,7 @@ def test_sums_lose_little_beside_the_rounding_of_a_result(kind: str, mean: float
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_input_that_dwarfs_the_others_costs_rows_that_it_cancels_in_nothing(kind: str, device: str) -> None:
-    """As some inputs of language models do. Weights that are 0 there do not see it."""
+    """As some inputs of language models. Zero weights are unaffected."""
     given, numbers = weight(kind, device)
     stored, scales, zeros = given
     place = INPUTS // 2 + 3
@@ -111,7 +111,7 @@ def test_the_largest_sums_do_not_leave_float16s_range(kind: str, end: str, size:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_give_zeros_and_what_is_no_number_stays_none(kind: str, device: str) -> None:
+def test_zeros_and_nan_are_preserved(kind: str, device: str) -> None:
     given, _ = weight(kind, device)
     x = torch.zeros(1, INPUTS, device=device)
     assert (product(x, given, PLANS[0]) == 0).all()

@@ -75,7 +75,7 @@ def test_a_fused_norm_takes_whole_rows(inputs: int, gated: bool) -> None:
 @pytest.mark.parametrize(
     ("inputs", "block_k"), [(2048, 2048), (2304, 1024), (2560, 1024), (3072, 1024), (3080, 4096), (3584, 4096)]
 )
-def test_rows_that_fill_a_block_badly_are_held_in_pieces_behind_two_norms(inputs: int, block_k: int) -> None:
+def test_rows_that_fill_a_block_badly_are_chunked_after_two_norms(inputs: int, block_k: int) -> None:
     for gated in (False, True):
         plan = choose_normed(4096, inputs, gated, H200, norms=2)
         assert plan is not None
@@ -105,13 +105,13 @@ def stages(plan: Plan) -> int:
 
 
 def stage_bytes(plan: SplitKPlan, rows: int, gated: bool) -> int:
-    """Return the bytes of what one pipeline stage loads in bfloat16."""
+    """Return the bytes loaded by one pipeline stage in bfloat16."""
     return (plan.block_n * (2 if gated else 1) + block_rows(rows)) * plan.block_k * 2
 
 
 @pytest.mark.parametrize("gpu", SUPPORTED, ids=lambda gpu: gpu.name)
 def test_plans_fit_the_shared_memory_of_every_gpu(gpu: GpuTraits) -> None:
-    """Before sm_90 and on sm_120 the stage in use sits in registers; in between it takes a buffer, too."""
+    """Before sm_90 and on sm_120 the stage in use is in registers; in between it needs a buffer, too."""
     for outputs in OUTPUTS:
         for inputs in INPUTS:
             for rows in (2, 16, 17, 32, 33, 64, 65, 128):

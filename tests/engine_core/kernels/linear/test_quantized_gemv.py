@@ -1,4 +1,4 @@
-"""One row's product with quantized weights, by the plans that are chosen for shapes of any size."""
+"""GEMVs with quantized weights, using the plans chosen for shapes of any size."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def assert_equals_separate_operations(
     ("inputs", "group", "gated", "norm"), thinned(INPUTS, [32, 128, 0], [False, True], [False, True])
 )
 def test_four_bits_by_the_chosen_plan(inputs: int, group: int, gated: bool, norm: bool, device: str) -> None:
-    """group: 0 for all inputs. Shapes whose inputs it does not divide take the least of 32."""
+    """group: 0 for all inputs. Shapes whose inputs it does not divide use the minimum of 32."""
     group = group or inputs
     group = group if inputs % group == 0 else 32
     for gpu in (H200, A100):
@@ -59,7 +59,7 @@ def test_four_bits_by_the_chosen_plan(inputs: int, group: int, gated: bool, norm
     ("kind", "scales", "inputs", "gated", "norm"),
     thinned(["int8", "fp8"], ["rows", "blocks"], INPUTS, [False, True], [False, True]),
 )
-def test_bytes_by_the_chosen_plan(
+def test_8_bit_weights_with_the_chosen_plan(
     kind: str, scales: str, inputs: int, gated: bool, norm: bool, device: str
 ) -> None:  # fmt: skip
     outputs = 32 if gated and scales == "blocks" else 24

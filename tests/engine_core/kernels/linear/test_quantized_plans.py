@@ -1,4 +1,4 @@
-"""Plans of products with weights of one byte."""
+"""Plans of matmuls with quantized weights."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ GPUS = [A100, RTX_3090, L4, H200, B200, RTX_5090]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -> None:
+def test_every_w8a8_plan_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -> None:
     floats, counters = w8a8_workspace(gpu)
     for outputs, inputs in SHAPES:
         for rows in (2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 1000, 8192):
@@ -85,7 +85,7 @@ def test_every_product_of_bytes_fits_the_gpu_and_the_workspace(gpu: GpuTraits) -
     assert choose_w8a8_gemm(65, 4096, 4096 + 64, "fp8", "output", gpu) is None
 
 
-def test_inputs_are_rounded_for_many_rows_where_the_gpu_multiplies_bytes() -> None:
+def test_inputs_are_quantized_for_many_rows_on_gpus_with_8_bit_matmuls() -> None:
     assert [quantizes_activations(rows, "fp8", L4) for rows in (1, MAX_W8A16_ROWS, MAX_W8A16_ROWS + 1)] == [
         False,
         False,
@@ -144,12 +144,12 @@ def test_one_wave_of_narrow_tiles_is_ours_but_for_scales_of_whole_tensors() -> N
 
 
 def gated_format(group: int) -> tuple[EightBitKind, Scaling, int]:
-    """The weights of a layer whose gates are rounded in groups."""
+    """The weight format of a layer whose gates are quantized in groups."""
     return ("int8", "output", 0) if group == 0 else ("fp8", "tensor" if group < 0 else "block", group)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) -> None:
+def test_gated_w8a8_plans_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) -> None:
     planned = 0
     for width in (1024, 3072, 8192, 9728, 12288, 14336, 28672):
         for group in (-1, 0, 128):
@@ -167,7 +167,7 @@ def test_gated_products_that_round_fit_the_gpu_and_keep_it_busy(gpu: GpuTraits) 
     assert planned > 20
 
 
-def test_gate_and_rounding_are_apart_for_one_row_many_rows_and_small_networks() -> None:
+def test_gate_and_quantization_are_separate_for_one_row_many_rows_and_small_networks() -> None:
     bare = replace(H200, tiles=NO_TABLE)
     assert choose_gated_w8a8_gemm(64, 14336, 4096, *gated_format(128), bare) == W8A8GemmPlan(64, 128, 1, 4, 8)
     assert choose_gated_w8a8_gemm(16, 14336, 4096, *gated_format(-1), bare) == W8A8GemmPlan(16, 64, 1, 4, 4)
@@ -179,7 +179,7 @@ def test_gate_and_rounding_are_apart_for_one_row_many_rows_and_small_networks() 
         assert choose_gated_w8a8_gemm(rows, width, inputs, *gated_format(group), bare) is None
 
 
-def test_a_measured_plan_of_a_gated_product_is_taken_for_the_groups_of_its_tiles() -> None:
+def test_a_measured_plan_of_a_gated_gemm_is_used_for_groups_of_its_tiles() -> None:
     plan = W8A8GemmPlan(64, 64, 1, 6, 4)
     measured = {
         W8A8GemmKey("fp8", "tensor", 14336, 4096, 64, gated=True): plan,
@@ -203,7 +203,7 @@ def test_a_measured_plan_of_a_gated_product_is_taken_for_the_groups_of_its_tiles
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_plans_of_nibbles_fit_the_gpu_and_the_groups(gpu: GpuTraits) -> None:
+def test_int4_plans_fit_the_gpu_and_the_groups(gpu: GpuTraits) -> None:
     for outputs, inputs in (*SHAPES, (320, 160)):
         for group in (inputs, 128, 32):
             for rows in (1, 2, 16, 17, 33, 64):
@@ -256,7 +256,7 @@ def test_one_row_with_an_order_keeps_the_rules_plans_whatever_was_measured(group
             assert choose(1, 4096, 4096, group, given, ordered=True) == plan
             assert choose(16, 4096, 4096, group, given, ordered=True) == choose(16, 4096, 4096, group, given)
     assert choose_int4_normed(4096, 4096, 128, True, gpu) == choose_int4(1, 4096, 4096, 128, gpu) == measured
-    # A product of more inputs than a program holds takes them in steps, whatever was measured.
+    # A matmul of more inputs than a program holds processes them in steps, whatever was measured.
     key = MatmulKey("product", 4, 4096, 28672, 1)
     gpu = replace(H200, tiles=TileTable(H200.name, {key: GemvPlan(4, 32768, 4, 16)}))
     assert choose_int4(1, 4096, 28672, group, gpu, ordered=True) == GemvPlan(2 * rows, 2048)
@@ -278,7 +278,7 @@ def test_every_chosen_plan_of_one_row_is_one_that_tables_may_hold() -> None:
                     assert matmul_problem(MatmulKey(kind, bits, 48, inputs, 1), plan) == "", (inputs, kind, bits)
 
 
-def test_one_row_of_four_bits_is_normalised_by_its_product_as_far_as_a_norm_reaches() -> None:
+def test_a_norm_is_fused_with_a_one_row_int4_matmul_up_to_its_maximum_size() -> None:
     for outputs, gated in ((8192, True), (14336, True), (14336, False)):
         assert choose_int4_normed(outputs, 4096, 128, gated, H200) is not None
         assert choose_int4_normed(outputs, 16384, 128, gated, H200) is None
@@ -287,8 +287,8 @@ def test_one_row_of_four_bits_is_normalised_by_its_product_as_far_as_a_norm_reac
 
 
 @pytest.mark.parametrize("gpu", [A100, L4, H20, H200, B200, RTX_5090], ids=lambda gpu: gpu.name)
-def test_parts_of_long_inputs_fill_a_gpu_whose_kernels_are_chained(gpu: GpuTraits) -> None:
-    """By the rule there are never more programs than fit side by side, and a part is never short."""
+def test_splits_of_long_inputs_fill_a_gpu_with_pdl(gpu: GpuTraits) -> None:
+    """By the rule there are never more programs than run concurrently, and a split is never short."""
     gpu = replace(gpu, tiles=NO_TABLE)
     for outputs, inputs in (*SHAPES, (8192, 28672), (3584, 18944)):
         for rows in (16, 32, 64):
@@ -303,8 +303,8 @@ def test_parts_of_long_inputs_fill_a_gpu_whose_kernels_are_chained(gpu: GpuTrait
             assert plan.split == 1 or tiles * plan.split <= max(places, 2 * gpu.multiprocessors)
 
 
-def test_down_of_an_8b_is_divided_by_what_fits_side_by_side() -> None:
-    """64 tiles: an H200 holds four programs on each of 132 multiprocessors, and two at 64 rows."""
+def test_the_down_projection_of_an_8b_is_split_to_fill_the_gpu() -> None:
+    """64 tiles: an H200 holds four programs on each of 132 SMs, and two at 64 rows."""
     splits = {
         gpu.name: [choose_int4(rows, 4096, 14336, 128, gpu).split for rows in (2, 16, 32, 33, 64)]  # type: ignore[union-attr]
         for gpu in (H200, L4, RTX_5090)

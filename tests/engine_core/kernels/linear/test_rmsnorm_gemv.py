@@ -1,4 +1,4 @@
-"""The product of one row behind its norm, the row held in pieces, against plain torch, in float32."""
+"""The chunked GEMV with a fused norm, against plain torch, in float32."""
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ PLANS = [GemvPlan(rows=4, block_k=16), GemvPlan(rows=2, block_k=16, tiles=2)]
 @pytest.mark.parametrize("norms", [0, 1, 2])
 @pytest.mark.parametrize("activation", [None, Activation.SILU, Activation.GELU_TANH])
 @pytest.mark.parametrize(("outputs", "inputs"), [(14, 40), (8, 48)])
-def test_product_of_pieces_equals_separate_operations(
+def test_rmsnorm_gemv_equals_separate_operations(
     outputs: int, inputs: int, activation: Activation | None, norms: int, plan: GemvPlan, device: str
 ) -> None:
-    """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalised and added to it."""
+    """norms: 0 of x alone, 1 of x added to the stream, 2 of x normalized and added to it."""
     torch.manual_seed(outputs + inputs + norms)
     x, residual = torch.randn(2, 1, inputs, device=device).unbind(0)
     factors, norm_weight = torch.randn(2, inputs, device=device).unbind(0)

@@ -1,4 +1,4 @@
-"""Products with weights of one byte against the same weights as numbers, in float32."""
+"""Matmuls with 8-bit weights against dequantized weights, in float32."""
 
 from itertools import product
 
@@ -24,13 +24,13 @@ EPS = 1e-5
 
 
 def weights(kind: str, scales: str, outputs: int, inputs: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Stored weights, their scales, and the numbers that they stand for."""
+    """Stored weights, their scales, and the dequantized weights."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     if kind == "int8":
         stored = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
         numbers = stored.float()
     else:
-        # Beyond the top, torch 2.11 makes NaN of a number.
+        # Out of range, torch 2.11 returns NaN.
         fp8 = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored, numbers = (fp8 if kind == "fp8" else fp8.view(torch.uint8)), fp8.float()
     if scales == "rows":

@@ -1,4 +1,4 @@
-"""Products of several rows against plain torch, in float32."""
+"""Split-K GEMMs against plain torch, in float32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights of one byte on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
+"""8-bit weights on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
 
 from dataclasses import replace
 from itertools import product
@@ -33,7 +33,7 @@ BLOCKS = EightBitScheme("fp8", Activations.TOKEN, block=(128, 128))
 KEPT_FP8, KEPT_INT8, KEPT_BLOCKS = (
     replace(scheme, activations=Activations.UNQUANTIZED) for scheme in (FP8, INT8, BLOCKS)
 )
-"""Schemes of checkpoints whose inputs keep their precision."""
+"""Schemes of checkpoints without activation quantization."""
 
 
 def linear(
@@ -61,7 +61,7 @@ CASES = [(KEPT_FP8, L4), (FP8, A100), (KEPT_INT8, A100), (KEPT_BLOCKS, L4), (BLO
 
 
 @pytest.mark.parametrize(("case", "rows"), list(product(CASES, (1, 5))))
-def test_products_equal_those_of_any_device(case: tuple[EightBitScheme, GpuTraits], rows: int, device: str) -> None:
+def test_matmuls_equal_the_torch_implementation(case: tuple[EightBitScheme, GpuTraits], rows: int, device: str) -> None:
     found = linear(*case, 141, device)
     plain = EightBitLinear(found.values, found.scales, found.scheme, found.bias, torch_kernels())
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
@@ -104,7 +104,7 @@ def expected_of_rounded(found: TritonEightBitLinear, x: torch.Tensor) -> torch.T
 
 
 @pytest.mark.parametrize("case", MANY, ids=lambda case: f"{case[0].kind}-{case[0].block}-{case[1].name}")
-def test_many_rows_are_rounded_in_every_path(case: tuple[EightBitScheme, GpuTraits], device: str) -> None:
+def test_many_rows_are_quantized_in_every_path(case: tuple[EightBitScheme, GpuTraits], device: str) -> None:
     found = linear(*case, 80, device)
     if found.input_scale is not None:
         found.input_scale.fill_(0.01)
@@ -125,9 +125,9 @@ def test_many_rows_are_rounded_in_every_path(case: tuple[EightBitScheme, GpuTrai
 def network_of(
     scheme: EightBitScheme, gpu: GpuTraits, device: str
 ) -> tuple[TritonEightBitLinear, TritonEightBitLinear]:
-    """A gate with its up projection, and what follows.
+    """A gate with its up projection, and the next layer.
 
-    Scales of inputs differ so much that numbers rounded with the other's are cut off, or are not.
+    Their input scales differ so much that values quantized with the wrong one are clamped, or not.
     """
     gate_up, down = linear(scheme, gpu, 512, device), linear(scheme, gpu, 48, device)
     for part, scale in ((gate_up, 0.02), (down, 5e-4)):
@@ -138,7 +138,7 @@ def network_of(
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
-def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(
+def test_a_network_with_fused_quantization_equals_separate_kernels(
     scheme: EightBitScheme, activation: Activation, device: str
 ) -> None:
     gate_up, down = network_of(scheme, L4, device)
@@ -150,7 +150,7 @@ def test_a_network_whose_norm_and_gate_round_equals_separate_roundings(
     assert not fused.called
     normed, expected_stream = norm(x, x)
     hidden = torch_kernels().gated_activation(expected_of_rounded(gate_up, normed), activation)
-    # A last bit of the first product may move an input of the second to the next of few numbers.
+    # A last bit of the first matmul may move an input of the second to a neighboring quantized value.
     torch.testing.assert_close(found, expected_of_rounded(down, hidden), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(stream, expected_stream)
 
@@ -178,7 +178,7 @@ def test_wide_float8_weights_take_the_library(
     assert calls == [1]
 
 
-def test_inputs_that_no_kernel_divides_are_multiplied_by_numbers(device: str) -> None:
+def test_unsupported_numbers_of_inputs_use_dequantized_weights(device: str) -> None:
     x = torch.randn(MANY_ROWS, 144, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
     rounded = linear(FP8, L4, 32, device, 144)
     torch.testing.assert_close(rounded.apply(x), expected_of_rounded(rounded, x), atol=4e-3, rtol=2e-3)
@@ -208,7 +208,7 @@ def test_scales_of_whole_blocks_are_found_where_every_eighth_is_repeated(device:
 
 
 def close_bytes(found: QuantizedActivation, expected: QuantizedActivation) -> bool:
-    """Tell whether rows stand for the same numbers but for few that are rounded to their neighbour."""
+    """Return whether rows have the same dequantized values except for few at a rounding boundary."""
     assert (found.values.shape, found.scales.shape) == (expected.values.shape, expected.scales.shape)
     difference = (found.dequantize() - expected.dequantize()).square().mean().sqrt()
     return bool(difference < 0.02 * expected.dequantize().square().mean().sqrt())
@@ -220,10 +220,10 @@ def hidden_rows(device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
-def test_a_wide_network_gates_and_rounds_in_its_product(
+def test_a_wide_network_fuses_gate_and_quantization(
     scheme: EightBitScheme, activation: Activation, device: str
 ) -> None:
-    """Wide for a GPU of one multiprocessor; blocks of unequal scales, and of half of one, stay apart."""
+    """Wide for a GPU with one SM; blocks of unequal scales, and of half of one, use separate kernels."""
     gate_up, down = network_of(scheme, replace(L4, multiprocessors=1), device)
     x, to = hidden_rows(device), down.input_format(MANY_ROWS)
     assert to is not None
@@ -244,7 +244,7 @@ def test_a_wide_network_gates_and_rounds_in_its_product(
     assert close_bytes(rows, expected)
 
 
-def test_a_gate_rounds_in_groups_for_what_follows_though_its_weight_has_scales_of_outputs(device: str) -> None:
+def test_a_gate_quantizes_in_groups_for_the_next_layer_despite_output_scales(device: str) -> None:
     gate_up, _ = network_of(FP8, replace(L4, multiprocessors=1), device)
     x, to = hidden_rows(device), linear(BLOCKS, L4, 48, device).input_format(MANY_ROWS)
     assert to is not None and to.group == 128
@@ -258,10 +258,10 @@ def test_a_gate_rounds_in_groups_for_what_follows_though_its_weight_has_scales_o
 
 
 @pytest.mark.parametrize(("multiprocessors", "fused"), [(5, True), (10, False)])
-def test_a_gate_rounds_in_its_product_where_tiles_of_its_width_keep_a_gpu_busy(
+def test_gate_and_quantization_are_fused_if_tiles_keep_the_gpu_busy(
     multiprocessors: int, fused: bool, device: str
 ) -> None:
-    """Four tiles of 64 outputs, where all outputs of gate and up would be eight."""
+    """Four tiles of 64 outputs; all outputs of gate and up would be eight."""
     gate_up, down = network_of(STATIC, replace(L4, multiprocessors=multiprocessors), device)
     x, to = hidden_rows(device), down.input_format(MANY_ROWS)
     assert to is not None
@@ -271,7 +271,7 @@ def test_a_gate_rounds_in_its_product_where_tiles_of_its_width_keep_a_gpu_busy(
 
 
 @pytest.mark.parametrize("gpu", [L4, H200], ids=lambda gpu: gpu.name)
-def test_a_gate_in_its_product_is_chained_where_the_gpu_can(gpu: GpuTraits, device: str) -> None:
+def test_a_fused_gate_uses_pdl_if_supported(gpu: GpuTraits, device: str) -> None:
     gate_up, down = network_of(STATIC, replace(gpu, multiprocessors=1), device)
     x, to = hidden_rows(device), down.input_format(MANY_ROWS)
     assert to is not None

@@ -1,4 +1,4 @@
-"""Weights of four bits on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
+"""Int4 weights on a GPU equal those on any device, up to the rounding of 16-bit inputs."""
 
 from copy import copy
 
@@ -44,7 +44,7 @@ def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonInt4Linear,
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 65])
-def test_products_equal_those_of_any_device(rows: int, ordered: bool, device: str) -> None:
+def test_matmuls_equal_the_torch_implementation(rows: int, ordered: bool, device: str) -> None:
     found, plain = linears(72, ordered, device)
     x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
     torch.testing.assert_close(found.apply(x), plain.apply(x), atol=8e-3, rtol=4e-3)
@@ -68,7 +68,7 @@ def test_norm_and_gate_equal_those_of_any_device(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 65])
-def test_products_with_an_order_equal_those_of_inputs_sorted_beforehand(rows: int, device: str) -> None:
+def test_matmuls_with_an_order_equal_those_of_presorted_inputs(rows: int, device: str) -> None:
     found, _ = linears(72, True, device)
     usual = copy(found)
     usual.order = None

@@ -1,4 +1,4 @@
-"""One row behind one norm and behind two, by the kernels that a GPU's plans choose, against plain torch in float32."""
+"""One row after one norm and after two, using the kernels of a GPU's plans, against plain torch in float32."""
 
 import pytest
 import torch

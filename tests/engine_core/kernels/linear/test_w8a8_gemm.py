@@ -1,4 +1,4 @@
-"""Products of bytes with bytes for many rows, against their oracle."""
+"""W8A8 GEMMs for many rows, against their oracle."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ def space(device: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("kind", "plan"), list(product(KINDS, [PLAN, SPLIT])))
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_product_equals_its_oracle(kind: str, plan: W8A8GemmPlan, with_bias: bool, device: str) -> None:
+def test_the_gemm_equals_its_oracle(kind: str, plan: W8A8GemmPlan, with_bias: bool, device: str) -> None:
     x, values, scales, scale_rows = case_of(kind, 69, 80, 512, device)
     bias = torch.randn(80, device=device) if with_bias else None
     partials, counters = space(device)
@@ -71,13 +71,13 @@ def test_padding_changes_no_row(device: str) -> None:
 
 
 def rows_with_room(x: QuantizedActivation) -> QuantizedActivation:
-    """The same rows in memory that ends far behind them."""
+    """The same rows, with readable memory far past their end."""
     room = 64 * x.values.shape[1]
     return replace(x, values=with_room(x.values, room), scales=with_room(x.scales, room))
 
 
 def strays_of(multiply: Callable[..., Tensor], kind: str, plan: W8A8GemmPlan) -> int:
-    """Return how many reads of a product are not of its operands, of which the last rows and outputs fill no tile."""
+    """Return the number of reads outside of the operands, whose last rows and outputs fill no tile."""
     x, values, scales, _ = case_of(kind, 5, 80, 512, "cpu")
     bias = with_room(torch.randn(80), 64)
     x, values, scales = rows_with_room(x), with_room(values, 64 * 512), with_room(scales, 64 * 512)
@@ -93,7 +93,7 @@ def test_nothing_but_the_operands_is_read(kind: str, plan: W8A8GemmPlan) -> None
     assert strays_of(w8a8_gemm, kind, plan) == 0
 
 
-def test_no_rows_have_no_product_and_wrong_operands_are_refused(device: str) -> None:
+def test_no_rows_give_an_empty_result_and_wrong_operands_are_refused(device: str) -> None:
     x, values, scales, _ = case_of("int8 outputs", 3, 64, 256, device)
     none = QuantizedActivation(x.values[:0], x.scales[:0], 0, x.dtype)
     assert w8a8_gemm(none, values, scales, None, PLAN, *space(device)).shape == (0, 64)

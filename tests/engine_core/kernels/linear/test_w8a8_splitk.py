@@ -1,4 +1,4 @@
-"""Products of few rows of bytes with bytes, against their oracle."""
+"""Split-K W8A8 GEMMs for few rows, against their oracle."""
 
 from dataclasses import replace
 from itertools import product
@@ -18,7 +18,7 @@ WIDE = replace(PLAN, block_m=32, block_n=32, split=3)
 
 @pytest.mark.parametrize(("kind", "plan"), list(product(KINDS, [PLAN, WIDE])))
 @pytest.mark.parametrize("rows", [2, 16])
-def test_a_product_equals_its_oracle(kind: str, plan: W8A8GemmPlan, rows: int, device: str) -> None:
+def test_the_gemm_equals_its_oracle(kind: str, plan: W8A8GemmPlan, rows: int, device: str) -> None:
     x, values, scales, scale_rows = case_of(kind, rows, 80, 512, device)
     bias = torch.randn(80, device=device) if rows == 2 else None
     partials, counters = space(device)

@@ -1,4 +1,4 @@
-"""The oracle of paged attention, against torch's attention over the same keys and values laid out densely."""
+"""The oracle of paged attention, against torch's attention over the same keys and values in dense tensors."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tandem.engine_core.kernels.reference.attention import paged_decode, paged_p
 
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_prompts_over_pages_equal_dense_causal_attention(window: int | None) -> None:
-    """Rows that begin at 0 and behind what is cached, on pages out of order."""
+    """Rows that begin at 0 and after cached tokens, on pages out of order."""
     torch.manual_seed(1)
     kv_heads, group, dim, page_size = 2, 3, 8, 4
     pages = torch.tensor([[4, 1, 6], [2, 7, 3]], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Drawing tokens: the right distribution, the same token for the same request whatever shares its batch."""
+"""Sampling draws: the right distribution, and tokens independent of the rest of the batch."""
 
 from dataclasses import fields
 
@@ -87,7 +87,7 @@ def test_draws_follow_what_truncation_leaves() -> None:
 def test_draws_from_several_segments_follow_every_truncation(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Flat logits with ties at every rank, so that most rows need more draws than those from all tokens."""
+    """Flat logits with ties at every rank, so that most rows need resampling."""
     logits = (torch.randn(40, generator=torch.Generator().manual_seed(8)) * 1.2).mul(4).round() / 4
     count, ones = 20000, torch.ones(20000)
     truncation = Truncation((ones * top_k).long(), ones * top_p, ones * min_p)
@@ -103,7 +103,7 @@ def test_draws_from_several_segments_follow_every_truncation(
 
 @pytest.mark.parametrize("varied", ["seed", "choice", "position"])
 def test_draws_of_neighbours_are_independent(varied: str) -> None:
-    """Seeds, choices of a request and positions of a sequence that follow each other, under truncation that redraws."""
+    """Consecutive seeds, choices and positions, under truncation that resamples."""
     count, ones = 20000, torch.ones(20000)
     key = {name: torch.full((count,), 7, dtype=torch.int64) for name in ("seed", "choice", "position")}
     key[varied] = torch.arange(count)
@@ -154,7 +154,7 @@ def test_top_k_of_one_is_greedy() -> None:
 
 
 def full_rows(count: int, vocab: int) -> tuple[Tensor, SamplingRows, Tensor]:
-    """Logits, rows that use every group, and a mask."""
+    """Logits, rows that use every parameter group, and a mask."""
     generator = torch.Generator().manual_seed(9)
 
     def number(low: float, high: float) -> Tensor:

@@ -17,7 +17,7 @@ from tandem.engine_core.kernels.reference.layer import (
 
 
 def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return angles, and the cosines and signed sines that the kernels take."""
+    """Return angles, and the cosines and signed sines of the kernels."""
     angles = torch.rand(tokens, head_dim // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     return angles, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
@@ -132,7 +132,7 @@ def test_norm_add_rms_norm_normalises_the_update_before_it_is_added() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_soft_cap_bounds_logits_in_place_with_the_operations_of_transformers(dtype: torch.dtype) -> None:
+def test_soft_cap_is_in_place_with_the_operations_of_transformers(dtype: torch.dtype) -> None:
     logits = torch.linspace(-400, 400, 801).to(dtype)
     expected = torch.tanh(logits / 30.0) * 30.0
     assert soft_cap(logits, 30.0) is logits

@@ -1,4 +1,4 @@
-"""The random numbers against the known answers of the Random123 library, and the noise made of them."""
+"""The random numbers against the known answers of the Random123 library, and their Gumbel noise."""
 
 import math
 
@@ -20,7 +20,7 @@ KNOWN = [
 
 
 def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
-    """The same function in Python integers."""
+    """The same function with Python integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57

@@ -1,4 +1,4 @@
-"""The oracle of products of bytes, against arithmetic on the numbers that bytes stand for."""
+"""The oracle of W8A8 matmuls, against arithmetic on dequantized values."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from tandem.engine_core.kernels.reference.quantized_activation import quantize, 
 FP8 = torch.float8_e4m3fn
 
 
-def test_the_largest_number_of_a_row_or_group_comes_to_the_top() -> None:
-    """A row of zeros stays zeros, and a known scale clips what is past the top."""
+def test_a_scale_maps_the_amax_of_a_row_or_group_to_the_largest_value() -> None:
+    """A row of zeros stays zero, and values out of range of a static scale are clamped."""
     x = torch.tensor([[1.0, -4.0, 2.0, 0.5], [0.0, 0.0, 0.0, 0.0]])
     rows = quantize(x, ActivationFormat(torch.int8))
     assert rows.values.tolist() == [[32, -127, 64, 16], [0, 0, 0, 0]], "halves round to even: 31.75, 63.5, 15.875"
@@ -23,7 +23,7 @@ def test_the_largest_number_of_a_row_or_group_comes_to_the_top() -> None:
 
 
 @pytest.mark.parametrize("scale_rows", [None, 128])
-def test_products_weigh_each_block_of_the_weight(scale_rows: int | None) -> None:
+def test_quantized_matmul_applies_each_block_scale(scale_rows: int | None) -> None:
     """The last blocks of outputs and inputs are not full; the bias is added before the sum is rounded."""
     torch.manual_seed(2)
     outputs, inputs, rows = 130, 200, 3

@@ -1,4 +1,4 @@
-"""What is done to logits, against the same rules written out row by row in plain Python."""
+"""Logit processing, against the same rules in plain Python, row by row."""
 
 import math
 
@@ -11,7 +11,7 @@ from tandem.engine_core.kernels.reference.sampling import add_bias, apply_bitmas
 
 
 def naive_truncate(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Ids that stay, ranked by logit and then id."""
+    """Kept ids, ranked by logit and then id."""
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranked = ranked[:top_k] if top_k else ranked
     weights = [math.exp(logits[i] - logits[ranked[0]]) for i in ranked]
@@ -40,7 +40,7 @@ def naive_truncate(logits: list[float], top_k: int, top_p: float, min_p: float) 
     )
 )
 def test_truncate_equals_naive(rows: list[tuple[list[int], int, float, float]]) -> None:
-    # Thirds and sevenths keep sums and ratios away from the thresholds; whole ones give ties.
+    # Thirds and sevenths keep sums and ratios away from the thresholds; integers give ties.
     logits = [[value / 2.1 for value in row[0]] for row in rows]
     top_k, top_p, min_p = (torch.tensor([row[i] for row in rows]) for i in (1, 2, 3))
     before = torch.tensor(logits)

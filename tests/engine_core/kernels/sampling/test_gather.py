@@ -1,4 +1,4 @@
-"""The gather of the tokens that are sampled from, against its oracle: copies, so they must be equal."""
+"""The gather of the sampled tokens, against its oracle: copies, so they must be equal."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_gathered_samples_equal_the_oracle(places: int, width: int, device: str)
         assert torch.equal(ours, wanted)
 
 
-def test_a_free_place_is_padding(device: str) -> None:
+def test_an_unused_slot_is_padding(device: str) -> None:
     hidden = torch.arange(6.0, device=device).view(3, 2)
     rows, positions = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([4, 5, 6], [7, 8, 9]))
     index = torch.tensor([2, -1, 1, -1], dtype=torch.int32, device=device)

@@ -44,7 +44,7 @@ def test_equal_logits_yield_the_lowest_id(device: str) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.GREEDY, Mode.UNTRUNCATED, Mode.FULL])
 def test_rows_without_a_distribution_yield_no_token_in_any_mode(mode: Mode, device: str) -> None:
-    """Every way for a row to be broken, each beside a sound row, and with the rows' own parameters in full mode."""
+    """Every kind of invalid row, each next to a valid one, and with the rows' own parameters in full mode."""
     case = make_case(12, 150)
     truncations(case, [0, 5, 0, 200], [0.9, 1.0], [0.0, 0.05])
     case.floats[:6, TEMPERATURE] = 0
@@ -66,7 +66,7 @@ def test_rows_without_a_distribution_yield_no_token_in_any_mode(mode: Mode, devi
 
 
 def test_a_nan_is_found_behind_masks_suppression_and_bias(device: str) -> None:
-    """Only the model's own logits decide: a mask that leaves nothing yields id 0, which the grammar rejects."""
+    """Only the model's own logits matter: a mask that leaves nothing yields id 0, which the grammar rejects."""
     vocab = 300
     case = make_case(6, vocab)
     for row in case.rows[:3].tolist():

@@ -1,4 +1,4 @@
-"""Noise in Triton: the oracle's integers, and noise as accurate as its bound says."""
+"""Noise in Triton: the oracle's integers, and noise within its error bound."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def _gumbel_kernel(words, noise, BLOCK: tl.constexpr):  # noqa: N803
 
 
 def test_noise_is_accurate_at_both_ends(device: str) -> None:
-    """Where the noise is largest a careless logarithm would be off by a tenth."""
+    """Where the noise is largest a naive logarithm would be off by 10 %."""
     near = torch.arange(512, device=device) << 9
     words = torch.cat((near, MASK - near))
     noise = torch.zeros(1024, device=device)
@@ -64,8 +64,8 @@ def _words_kernel(words, start, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(words + tl.arange(0, BLOCK), values.to(tl.int64))
 
 
-def test_a_place_has_the_same_word_wherever_a_block_begins(device: str) -> None:
-    """A draw takes the words of one segment, which the oracle cuts out of the row's."""
+def test_an_index_has_the_same_word_wherever_a_block_begins(device: str) -> None:
+    """A draw uses the words of one segment, a slice of the oracle's row."""
     row, part = (torch.zeros(size, dtype=torch.int64, device=device) for size in (256, 16))
     _words_kernel[(1,)](row, 0, BLOCK=256)
     for start in (0, 4, 96, 240):

@@ -1,4 +1,4 @@
-"""Positions that only the device knows, and parts of a batch."""
+"""Positions known only to the device, and parts of a batch."""
 
 from dataclasses import fields
 
@@ -14,7 +14,7 @@ def column(*values: int) -> Tensor:
 
 
 def test_negative_positions_become_those_of_the_newest_tokens() -> None:
-    """Of a row that has all of its tokens that of the last but one, of a row without any the first, of padding 0."""
+    """The second to last for a row with all tokens computed, the first for an empty row, 0 for padding."""
     tables = make_case(3, 10).tables
     tables.lengths[:] = column(1, 7, 9, 0, 10, 1)
     tables.ints[:, INT_COLUMNS.index("total_len")] = column(0, 9, 9, 9, 12, 9)

@@ -1,4 +1,4 @@
-"""Log-probabilities and the most probable tokens in Triton against the oracle, and the oracle against torch."""
+"""Log-probabilities and top tokens in Triton against the oracle, and the oracle against torch."""
 
 import pytest
 import torch

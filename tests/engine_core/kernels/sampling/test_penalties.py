@@ -1,4 +1,4 @@
-"""Penalties of long histories in Triton: as the oracle's, however many programs share a row."""
+"""Penalties of long histories in Triton equal the oracle's, however many programs share a row."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_penalties_of_a_history_of_many_blocks_equal_the_oracle(device: str) -> 
     assert history_parts(len(case.rows), case.tokens.shape[1]) == 16
     ask_everything(case)
     case.floats[:, REPETITION], case.floats[:, PRESENCE] = 1.2, 0.4
-    # Some tokens are in the prompt alone, some in the output alone, some in both, and some in neither.
+    # Some tokens are only in the prompt, some only in the output, some in both, and some in neither.
     case.tokens[:] %= 100
     case.positions[:] = torch.tensor([17 * MARK_BLOCK + 5, 17 * MARK_BLOCK - 1, 3])
     for row, prompt in zip(case.rows.tolist(), (17 * MARK_BLOCK, 900, 2), strict=True):

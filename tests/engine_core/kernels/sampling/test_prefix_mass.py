@@ -17,10 +17,10 @@ TILE = 64
 
 
 def weighed(case: Case, candidates: Tensor, adjusted: Tensor | None = None) -> SamplingScratch:
-    """Weigh the candidates of each row in scratch that holds NaN otherwise.
+    """Run `prefix_mass` for the candidates of each row, with scratch that is NaN otherwise.
 
-    candidates: [S, CANDIDATES] ids, the first -1 for a row that is settled; adjusted: [S, V], rows of logits after
-    adjustments, of which those without NaN take the place of the model's.
+    candidates: [S, CANDIDATES] ids, the first -1 for a row that is done; adjusted: [S, V], rows of adjusted logits;
+    those without NaN replace the model's.
     """
     count, vocab = case.logits.shape
     scratch = SamplingScratch.allocate(vocab, count, TILE, 32, 8, 32, case.logits.device)
@@ -46,9 +46,9 @@ def weighed(case: Case, candidates: Tensor, adjusted: Tensor | None = None) -> S
 
 
 def check(case: Case, candidates: Tensor, adjusted: Tensor | None = None) -> None:
-    """Assert that the tokens ahead of candidates are counted exactly and weighed right, tile by tile.
+    """Assert that the tokens ahead of candidates have exact counts and accurate masses, tile by tile.
 
-    Nothing is written of a candidate that ranks behind one before it, nor of a tile of which no token is ahead.
+    Nothing is written for a candidate that ranks behind an earlier one, nor for a tile without a token ahead.
     """
     scratch = weighed(case, candidates, adjusted)
     logits = case.logits if adjusted is None else adjusted
@@ -74,19 +74,19 @@ def with_top_k(case: Case) -> Case:
 
 
 def pick(logits: Tensor, places: list[int]) -> Tensor:
-    """Return the tokens at these places of each row's order, as candidates."""
+    """Return the tokens at these ranks of each row, as candidates."""
     return order_of(logits)[:, places].int()
 
 
 @pytest.mark.parametrize("vocab", [64, 65, 129, 201])
 def test_tokens_ahead_of_a_candidate_are_counted_and_weighed(vocab: int, device: str) -> None:
-    """Of the last in rank, the first, and others, in tiles that lie before, at, and behind the candidate's own."""
+    """Of the last in rank, the first, and others, in tiles before, of, and after the candidate's own."""
     case = with_top_k(make_case(3, vocab, seed=vocab)).to(device)
     check(case, pick(case.logits, [vocab - 1, vocab // 2, 3, 0]))
 
 
 def test_a_candidate_behind_an_earlier_one_is_not_weighed(device: str) -> None:
-    """It would be dropped like that one. A token that is drawn again is none ahead either."""
+    """It would be dropped like that one. A token that is drawn again is not ahead either."""
     case = with_top_k(make_case(4, 150, seed=2)).to(device)
     order = order_of(case.logits).int()
     places = [[9, 60, 4, 8], [60, 9, 9, 60], [0, 1, 2, 0], [3, 100, 5, 1]]
@@ -112,7 +112,7 @@ def test_equal_logits_are_ahead_by_lower_id(device: str) -> None:
 
 
 def test_a_tile_behind_all_candidates_has_nothing_ahead(device: str) -> None:
-    """Its tokens are not even read, and nothing is written. Nor is it of a tile without any probability."""
+    """Its tokens are not even read, and nothing is written. The same holds for a tile without any probability."""
     case = with_top_k(make_case(2, 200, seed=3))
     case.logits[:, 64:128] -= 100.0
     case.logits[1, 128:] = -torch.inf
@@ -135,7 +135,7 @@ def test_logits_after_adjustments_are_weighed_where_a_row_has_them(device: str) 
 
 
 def test_only_what_truncation_needs_is_written(device: str) -> None:
-    """Rows that are settled, rows with min-p alone, rows with top-p alone, rows with top-k, and padding."""
+    """Rows that are done, rows with only min-p, rows with only top-p, rows with top-k, and padding."""
     case = make_case(6, 130, seed=6)
     rows = case.rows.long()
     case.ints[rows[[0, 3]], TOP_K] = 4

@@ -1,4 +1,4 @@
-"""Sampling with everything in Triton: the oracle's kept tokens and the oracle's draw."""
+"""Full-mode sampling in Triton: the oracle's kept tokens and the oracle's draw."""
 
 from dataclasses import replace
 
@@ -130,7 +130,7 @@ def test_a_fully_masked_row_samples_id_0_and_changes_no_other_row(device: str) -
 
 @pytest.mark.parametrize("vocab", [140])
 def test_masks_for_some_rows(vocab: int, device: str) -> None:
-    """Rows without a constraint are masked by all ones and draw what they draw in a step without masks."""
+    """Rows without a constraint have all-ones masks and draw the same tokens as in a step without masks."""
     case = make_case(4, vocab, seed=12).to(device)
     tokens, sampler = case.tokens.clone(), case.sampler(**SIZES)
     free = run(sampler, case, Mode.FULL)
@@ -172,9 +172,9 @@ def test_neither_the_batch_nor_another_step_changes_a_row(device: str) -> None:
 
 @pytest.mark.parametrize("left", [torch.nan, 1000.0])
 def test_nothing_that_earlier_steps_left_in_the_scratch_is_read(left: float, device: str) -> None:
-    """Rows with and without each truncation leave out different buffers, and the padding leaves out all."""
+    """Rows with and without each truncation skip different buffers, and padding skips all."""
     case = make_case(9, 200, seed=14, scale=0.5)
-    case.logits[1::2, :128] -= 40.0  # The tile ranks behind every token that is drawn.
+    case.logits[1::2, :128] -= 40.0  # The tile ranks behind every drawn token.
     ask_everything(case)
     truncations(case, [0, 0, 20, 3], [0.3, 1.0, 0.9], [0.0, 0.2])
     case.rows[4], case.positions[4] = 0, 0
@@ -194,7 +194,7 @@ def test_nothing_that_earlier_steps_left_in_the_scratch_is_read(left: float, dev
 
 
 def test_only_rows_with_a_mask_of_their_own_are_adjusted(device: str) -> None:
-    """What is allowed to the others is not even looked at."""
+    """The masks of the others are not read."""
     case = make_case(5, 150, seed=4)
     case.floats[case.rows[4].long(), REPETITION] = 1.5
     case.allowed = torch.full((5, 5), -1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Sizes of the scratch memory, and of the launches that share it."""
+"""Sizes of the scratch buffers, and of the launches that share them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def allocate(vocab: int, rows: int, tile: int = 64, segment: int = 16, pdl: bool
 
 
 @pytest.mark.parametrize(("vocab", "tiles"), [(1, 1), (64, 1), (65, 2), (191, 3), (257, 5)])
-def test_every_token_of_an_odd_vocabulary_has_its_place(vocab: int, tiles: int) -> None:
+def test_every_token_of_an_odd_vocabulary_has_its_index(vocab: int, tiles: int) -> None:
     scratch = allocate(vocab, 3)
     assert (scratch.num_tiles, scratch.max_batch, scratch.grid(2)) == (tiles, 3, (tiles, 2))
     assert vocab <= scratch.marks.shape[1] == scratch.adjusted.shape[1] < vocab + 64

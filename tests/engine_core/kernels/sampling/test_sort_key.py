@@ -1,4 +1,4 @@
-"""Ranks of tokens: their order, what they hold, and the ranks that mark tiles as unusable."""
+"""Ranks of tokens: their order, their contents, and the ranks that mark tiles as unusable."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def judged(logits: Tensor, keep: Tensor) -> tuple[list[int], list[float], list[i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tiles_without_a_usable_logit_are_marked_before_what_is_kept_of_them(dtype: torch.dtype, device: str) -> None:
-    """The vocabulary fills neither the tile nor a row of memory: what lies behind it must not be read."""
+    """The vocabulary fills neither the tile nor a row of memory: elements past it must not be read."""
     vocab = 99
     memory = torch.full((8, 104), torch.nan, dtype=dtype, device=device)
     logits = memory[:, :vocab]
@@ -133,7 +133,7 @@ def _best_kernel(logits_ptr, tile_ranks_ptr, ranks_ptr, largest_ptr, vocab, BLOC
 
 @pytest.mark.parametrize("vocab", [1, 8, 64, 65, 187])
 def test_the_best_of_a_tile_is_its_largest_logit_at_the_lowest_id(vocab: int, device: str) -> None:
-    """Where one token has it, where several do, in one group of neighbours or more, and where all do."""
+    """One token with the maximum, several in one group of adjacent ones or more, and all of them."""
     logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)).to(device)
     logits[1], logits[2] = logits[1].round(), 0.0
     logits[2, 1::2] = -0.0
@@ -155,7 +155,7 @@ def _write_kernel(sampled_ptr, tokens_ptr, lengths_ptr, rows_ptr, positions_ptr,
 
 
 def test_tokens_are_written_within_their_rows_alone(device: str) -> None:
-    """The last place, one past it, no token, padding at its own place, and padding elsewhere."""
+    """The last position, one past it, no token, padding at its own position, and padding elsewhere."""
 
     def column(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

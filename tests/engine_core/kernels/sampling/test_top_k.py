@@ -48,9 +48,9 @@ def _kth_kernel(
 def found(
     logits: Tensor, top_k: list[int], temperatures: Tensor, sizes: Sizes, touched: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the ranks and masses, [S] int64 each, in scratch that holds garbage.
+    """Return the ranks and masses, [S] int64 each, with garbage in the scratch.
 
-    touched: [S] int32, nonzero for rows whose logits are read as adjusted ones; the others are the model's.
+    touched: [S] int32, nonzero for rows with adjusted logits; the others are the model's.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -85,7 +85,7 @@ def check(
     ordered = logits.double().gather(1, order)
     weights = ((ordered - ordered[:, :1]) / temperature).exp()
     exact = weights.masked_fill(torch.arange(logits.shape[1], device=logits.device) > last, 0).sum(1)
-    # Each weight is right to some 2^-22 and loses less than a unit in fixed point.
+    # The relative error of a weight is about 2^-22, and rounding to fixed point loses less than a unit.
     units = torch.tensor(top_k, device=logits.device) / ONE.value
     assert ((mass.double() / ONE.value - exact).abs() <= 2e-6 * exact + units).all()
     return mass
@@ -102,7 +102,7 @@ def test_the_kth_token_is_that_of_a_sort(vocab: int, device: str) -> None:
 
 
 def test_equal_logits_at_the_boundary_stay_by_lower_id(device: str) -> None:
-    """Also where both zeros are equal, where all are, and where the boundary lies between tiles."""
+    """Including equal zeros of both signs, all equal logits, and a boundary between tiles."""
     logits = randoms(5, 201).round()
     logits[1] = 1.5
     logits[2] = torch.where(torch.arange(201) % 2 == 0, 0.0, -0.0)
@@ -121,7 +121,7 @@ def test_a_row_of_few_tokens_keeps_the_first_that_are_left(device: str) -> None:
 
 
 def test_masses_do_not_depend_on_where_the_tokens_are_found(device: str) -> None:
-    """They are equal to the last bit whether a few are gathered or the whole row is searched."""
+    """They are bitwise equal whether few tokens are gathered or the whole row is searched."""
     logits = randoms(4, 333, 1.0).to(device)
     top_k = [1, 30, 33, 332]
     masses = [check(logits, top_k, Sizes(64, group, capacity)) for group, capacity in ((8, 512), (8, 2), (64, 64))]
@@ -130,7 +130,7 @@ def test_masses_do_not_depend_on_where_the_tokens_are_found(device: str) -> None
 
 
 def test_more_than_2048_tokens_are_found_over_the_whole_row(device: str) -> None:
-    """With the sizes of production: no more tokens than that are gathered."""
+    """With the production sizes, the tokens fit in the gathered buffer."""
     assert CAPACITY == 2048
     logits = randoms(2, 4501).to(device)
     logits[1] = logits[1].round()

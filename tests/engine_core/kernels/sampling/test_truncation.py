@@ -1,4 +1,4 @@
-"""Parameters of a row's truncation as the kernels read them, and the tokens down to a rank."""
+"""Truncation parameters of a row as read by the kernels, and the mask of kept tokens."""
 
 import math
 
@@ -28,7 +28,7 @@ def _load_kernel(ints_ptr, floats_ptr, top_k_ptr, found_ptr, vocab):
 
 
 def test_parameters_that_drop_nothing_are_0_and_minus_infinity(device: str) -> None:
-    """Top-k from the vocabulary's size on, and min-p of 0; a min-p below all weights has a bound all the same."""
+    """Top-k from the vocabulary's size on, and min-p of 0; a min-p below all weights still has a bound."""
     top_k = [0, 1, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1]
     min_p = [0.0, 2.0**-149, 0.05, 0.5, 1.0, 1 - 2**-24]
     top_p = [1.0, 0.0, 0.5, 2.0**-149, 1 - 2**-24, 0.9]
@@ -57,7 +57,7 @@ def _ranks_kernel(x_ptr, least_ptr, stays_ptr, BLOCK: tl.constexpr):  # noqa: N8
 
 
 def test_tokens_down_to_a_rank_are_those_whose_ranks_compare_so(device: str) -> None:
-    """With many equal values, both zeros, and values next to each other; each token's rank, and those of tiles."""
+    """With many equal values, both zeros, and adjacent floats; each token's rank, and those of tiles."""
     values = torch.tensor([1.0, 1.0 + 2**-23, -0.0, 0.0, 2.0**-149, -2.0, -torch.inf, 3e38, torch.inf])
     x = values[torch.randint(0, 9, (1, 128), generator=torch.Generator().manual_seed(2))].to(device)
     ranks = rank_of(x)[0]

@@ -1,4 +1,4 @@
-"""Weights of tokens, the sums of them, and what kernels hand each other of a tile."""
+"""Weights of tokens, their sums, and the per-tile data passed between kernels."""
 
 import math
 
@@ -42,8 +42,8 @@ def _slopes_kernel(temperatures_ptr, slopes_ptr, y_ptr):
     tl.store(y_ptr + 4 * index + 3, log_weights(float("-inf"), 2.0, slope))
 
 
-def test_no_temperature_makes_a_weight_that_is_no_number(device: str) -> None:
-    """The best token weighs 1 however cold it is, and no other one more."""
+def test_no_temperature_makes_a_nan_weight(device: str) -> None:
+    """The best token has weight 1 at any temperature, and no other token more."""
     temperatures = [1.0, 0.5, 2.0, 1e-6, 1e-38, 2.0**-149, 3e38]
     slopes, y = torch.zeros(len(temperatures), device=device), torch.zeros(len(temperatures), 4, device=device)
     _slopes_kernel[(len(temperatures),)](torch.tensor(temperatures, device=device), slopes, y)
@@ -65,7 +65,7 @@ def _row_best_kernel(tile_best_ptr, best_ptr, infinite_ptr, tiles, TILES_PAD: tl
 
 @pytest.mark.parametrize("tiles", [1, 3, 4])
 def test_the_best_rank_of_a_row_is_that_of_its_own_tiles(tiles: int, device: str) -> None:
-    """One unusable tile marks the row; one that is empty does not."""
+    """One unusable tile invalidates the row; an empty one does not."""
     sound = (5 << 20) | 7
     rows = [[sound] * tiles, [EMPTY.value] * tiles, [ALL_MASKED.value] * tiles, [sound] * tiles, [EMPTY.value] * tiles]
     rows[3][-1], rows[4][0] = INVALID.value, sound
@@ -105,7 +105,7 @@ def _masses_kernel(weights, masses, COUNT: tl.constexpr, SEGMENT: tl.constexpr):
 
 
 def test_masses_of_segments_are_exact_sums_of_four_weights_each(device: str) -> None:
-    """So no order of addition can change them. A full segment of ones is the most that a sum has to hold."""
+    """So sums are independent of order. A full segment of ones is the maximum of a sum."""
     weights = torch.rand(4, 1024, device=device).pow(8)
     weights[0], weights[1, 5:], weights[2, ::2] = 1, 2.0**-40, 2.0**-60
     masses = torch.zeros(4, dtype=torch.int64, device=device)
@@ -142,7 +142,7 @@ def _load_kernel(
 
 
 def stored(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Store the tiles of rows into memory that holds garbage, in which one row more has room."""
+    """Store the tiles of rows into memory that holds garbage, with capacity for one more row."""
     rows, tiles = len(logits), triton.cdiv(logits.shape[1], TILE)
     tile_best = torch.full((rows + 1, tiles), GARBAGE, device=logits.device)
     masses = torch.full((rows + 1, tiles * PER_TILE), GARBAGE, device=logits.device)
@@ -152,7 +152,7 @@ def stored(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("vocab", [1, 64, 65, 190])
 def test_stored_masses_are_the_softmax_of_each_segment(vocab: int, device: str) -> None:
-    """Of tiles that hold the best token, that are far behind it, that are empty, and of those that do not exist."""
+    """Tiles with the best token, far behind it, empty ones, and nonexistent ones."""
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)).to(device) * 4
     logits[1, : vocab // 2] -= 300.0
     logits[2, vocab // 3 :] = -torch.inf

@@ -1,4 +1,4 @@
-"""Kernels take a device's table where it has an entry, and the rules everywhere else."""
+"""Kernels use a device's table where it has an entry, and the rules otherwise."""
 
 import json
 from collections.abc import Callable
@@ -37,8 +37,8 @@ EXPECTED: dict[str, list[list[int] | None]] = json.loads((Path(__file__).parent 
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_an_h200_has_the_measured_plans_and_the_rules_beside_them(name: str) -> None:
-    """The plans of 16 bits are those that stood in the code before there were tables."""
+def test_an_h200_has_measured_plans_and_rules_for_the_rest(name: str) -> None:
+    """The plans of 16 bits are those from before there were tables."""
     kind, _, shape = name.rpartition(" ")
     outputs, inputs = map(int, shape.split("x"))
     found = [CHOOSERS[kind](rows, outputs, inputs, H200) for rows in BUCKETS]
@@ -53,7 +53,7 @@ def test_an_h200_has_the_measured_plans_and_the_rules_beside_them(name: str) -> 
 
 
 def fields_of(plan: Plan) -> list[int] | None:
-    """The numbers of a plan."""
+    """The fields of a plan."""
     return None if plan is None else list(astuple(plan))
 
 
@@ -62,7 +62,7 @@ def with_table(gpu: GpuTraits, key: MatmulKey, plan: Plan) -> GpuTraits:
 
 
 @pytest.mark.parametrize("kind", CHOOSERS)
-def test_every_product_takes_a_plan_of_the_table(kind: str) -> None:
+def test_every_matmul_takes_a_plan_of_the_table(kind: str) -> None:
     operation: Operation = "gated" if kind.startswith("gated") else "product"
     bits = BITS[kind.rpartition(" ")[2]]
     for rows, bucket in ((1, 1), (2, 16), (16, 16), (17, 32), (64, 64)):
@@ -112,7 +112,7 @@ def test_scales_and_zero_points_of_a_stage_count_too() -> None:
     assert [found_plan.stages for found_plan in found if isinstance(found_plan, SplitKPlan)] == [3, 4]
 
 
-def test_small_groups_of_nibbles_do_without_a_plan_of_large_blocks() -> None:
+def test_small_int4_groups_do_not_use_a_plan_of_large_blocks() -> None:
     gpu = with_table(H200, MatmulKey("product", 4, 3072, 2048, 16), SplitKPlan(64, 128, 3))
     large, small = (choose_int4(16, 3072, 2048, group, gpu) for group in (128, 32))
     assert large == SplitKPlan(64, 128, 3)

@@ -1,4 +1,4 @@
-"""Tiles of a product of bytes and the room that their shared sums need."""
+"""Tiles of a W8A8 GEMM and the workspace of their split sums."""
 
 import pytest
 
@@ -14,5 +14,5 @@ def test_tiles_cover_rows_and_outputs(rows: int, outputs: int, tiles: int) -> No
     assert plan.workspace(rows, outputs) == (tiles * 3 * 16 * 64, tiles)
 
 
-def test_a_product_that_is_not_split_needs_no_workspace() -> None:
+def test_a_gemm_without_splits_needs_no_workspace() -> None:
     assert W8A8GemmPlan(block_m=16, block_n=64, split=1, stages=2, warps=4).workspace(100, 200) == (0, 0)

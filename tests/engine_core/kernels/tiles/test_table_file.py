@@ -1,4 +1,4 @@
-"""Tile tables survive being written and read, and what is wrong with one is said by file and entry."""
+"""Tile tables round-trip through files, and errors name file and entry."""
 
 import json
 from importlib.resources import files
@@ -101,7 +101,7 @@ def test_a_written_table_is_read_back(
 
 
 def test_only_plans_that_load_early_write_it() -> None:
-    """So files written before there were such plans stay valid."""
+    """Files from before there were such plans stay valid."""
     key, plan = DecodeKey(128, 16, 512), DecodePlan(Tile(64, 4, 2), 1024)
     plain, early = (
         json.loads(table_text(TileTable("a", {}, {key: one}), {}))["decode"][0]["plan"]
@@ -111,8 +111,8 @@ def test_only_plans_that_load_early_write_it() -> None:
     assert early == plain | {"early": True}
 
 
-def test_only_gated_products_of_bytes_write_it() -> None:
-    """So files written before there were such entries stay valid."""
+def test_only_gated_w8a8_gemms_write_it() -> None:
+    """Files from before there were such entries stay valid."""
     key = W8A8GemmKey("fp8", "block", 14336, 4096, 64)
     plain, gated = (
         json.loads(table_text(TileTable("a", byte_products={one: None}), {}))["byte_products"][0]
@@ -189,7 +189,7 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
         (entry(), "the same key as an earlier entry"),
     ],
 )
-def test_a_malformed_product_is_named_by_file_and_entry(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_malformed_matmul_is_named_by_file_and_entry(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
     path = written(tmp_path / "nvidia-test.json", entry(), wrong)
     with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
         read_table(path)
@@ -247,7 +247,7 @@ def of_bytes(**changes: object) -> dict[str, object]:
         (of_bytes(), "the same key as an earlier entry"),
     ],
 )
-def test_a_malformed_product_of_bytes_is_named_by_file_and_entry(
+def test_a_malformed_w8a8_gemm_is_named_by_file_and_entry(
     wrong: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     head = {"device": "NVIDIA Test", "kernel_version": KERNEL_VERSION, "measured_with": {}}
@@ -259,7 +259,7 @@ def test_a_malformed_product_of_bytes_is_named_by_file_and_entry(
     assert "$.byte_products[1]" in str(raised.value)
 
 
-def test_a_file_without_products_of_bytes_is_read(tmp_path: Path) -> None:
+def test_a_file_without_w8a8_gemms_is_read(tmp_path: Path) -> None:
     assert dict(read_table(written(tmp_path / "a.json", entry())).byte_products) == {}
 
 
@@ -273,7 +273,7 @@ def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_table_of_other_kernels_is_ignored_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever else an old file holds, it is not read."""
+    """The rest of an old file is not read."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"kernel_version": KERNEL_VERSION - 1, "tiles": [1]}))
     assert read_table(path) is NO_TABLE
@@ -285,7 +285,7 @@ def test_a_table_of_other_kernels_is_ignored_with_one_line(tmp_path: Path, caplo
 def test_a_table_of_another_device_is_ignored_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Names that differ in their signs alone share a file name."""
+    """Names that differ only in punctuation share a file name."""
     path = written(tmp_path / "nvidia-test.json", entry())
     monkeypatch.setattr(table_file, "packaged", lambda _device: path)
     assert load_table("NVIDIA Test").count == 1

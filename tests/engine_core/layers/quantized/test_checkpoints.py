@@ -1,4 +1,4 @@
-"""Quantized checkpoints equal the same numbers unquantized."""
+"""Quantized checkpoints equal their dequantized weights."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.parity import random_tokens
 from tests.support.quantized_checkpoint import GROUP, LAYOUTS, gptq, quantize_checkpoint, set_quantization
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # Several blocks, of which the last ones are not full, and parts that end within one.
+    # Several blocks, the last ones partial, and parts that end within one.
     "fp8_block": {"hidden_size": 160, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
                   "intermediate_size": 208},
 }  # fmt: skip
@@ -35,7 +35,7 @@ def logits(directory: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_quantized_model_equals_the_same_numbers_unquantized(name: str, tmp_path: Path) -> None:
+def test_a_quantized_model_equals_its_dequantized_weights(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, SHAPES.get(name, USUAL))
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
@@ -71,7 +71,7 @@ def test_a_model_without_norms_before_its_projections_sorts_them_too(tmp_path: P
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, tmp_path: Path) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, SHAPES.get(name, USUAL))
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     tokens = random_tokens((9, 9), BASE["vocab_size"], seed=2)
@@ -80,7 +80,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str, tmp_path: Path) 
     torch.testing.assert_close(together[9:], alone, atol=1e-5, rtol=0)
 
 
-def test_weights_of_zeros_and_of_the_largest_number_stay_what_they_are(tmp_path: Path) -> None:
+def test_zero_weights_and_the_largest_float8_are_unchanged(tmp_path: Path) -> None:
     save_random(tmp_path, USUAL)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -143,7 +143,7 @@ def test_a_part_with_groups_that_do_not_exist_is_refused(tmp_path: Path, change:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, layout: str, value: float) -> None:
+def test_non_finite_scales_are_refused(tmp_path: Path, layout: str, value: float) -> None:
     save_random(tmp_path, USUAL)
     quantize_checkpoint(tmp_path, LAYOUTS[layout])
     path, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj."
@@ -185,7 +185,7 @@ def test_a_width_that_is_not_whole_groups_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "int8", "gptq_act_order", "packed"])
-def test_dummy_weights_are_finite_numbers(name: str, tmp_path: Path) -> None:
+def test_dummy_weights_are_finite(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, SHAPES.get(name, USUAL))
     set_quantization(tmp_path, LAYOUTS[name].config)
     config = read_config(tmp_path)
@@ -198,7 +198,7 @@ def test_dummy_weights_are_finite_numbers(name: str, tmp_path: Path) -> None:
 
 
 def static_model(directory: Path, scales: dict[str, float]) -> Any:
-    """A model whose first query, key and value projections have some scales of inputs, and the rest 0.01."""
+    """A model with given input scales of the first query, key and value projections, and 0.01 for the rest."""
     save_random(directory, USUAL)
     quantize_checkpoint(directory, LAYOUTS["fp8_tensor_static"])
     path = directory / "model.safetensors"
@@ -218,15 +218,15 @@ def test_static_scales_of_inputs_are_read_and_parts_share_the_largest(tmp_path: 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("inf"), float("nan")])
 @pytest.mark.parametrize("others", [0.5, 0.0])
-def test_a_static_scale_that_is_no_positive_number_is_refused(scale: float, others: float, tmp_path: Path) -> None:
-    """In any part, though the largest of the parts is taken."""
+def test_a_static_scale_must_be_a_positive_number(scale: float, others: float, tmp_path: Path) -> None:
+    """In any part, though only the maximum of the parts is used."""
     message = rf"self_attn\.qkv_proj: its input_scale is {others:g}, {scale:g}, {others:g}; it must be a positive"
     with pytest.raises(ConfigError, match=message):
         static_model(tmp_path, {"q": others, "k": scale, "v": others})
 
 
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_not_quantized(damage: float, tmp_path: Path) -> None:
+def test_nan_weights_are_not_quantized(damage: float, tmp_path: Path) -> None:
     save_random(tmp_path, USUAL)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Weights of four bits with act-order equal the same weights, sorted, with inputs that were sorted beforehand."""
+"""Int4 weights with act-order equal the same weights, sorted, with presorted inputs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CONTEXT = torch_build_context(torch.device("cpu"), torch.float32, Int4Scheme("gp
 
 
 def loaded(ordered: bool) -> tuple[Int4Linear, torch.Tensor]:
-    """Weights as they are loaded, whose groups are shuffled or not, and the order of their sorted inputs."""
+    """Weights as loaded, with shuffled groups or not, and the order of their sorted inputs."""
     generator = torch.Generator().manual_seed(1)
     linear = CONTEXT.linear_method.build(OUTPUTS, INPUTS, True, CONTEXT)
     assert isinstance(linear, Int4Linear) and linear.bias is not None
@@ -39,7 +39,7 @@ def test_an_order_is_kept_in_four_bytes_a_column_and_sorts_the_weights() -> None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_products_equal_those_of_sorted_weights(rows: int) -> None:
+def test_matmuls_equal_those_of_sorted_weights(rows: int) -> None:
     (found, order), (usual, _) = loaded(True), loaded(False)
     x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(2))
     out = torch.empty(rows, OUTPUTS)
@@ -51,7 +51,7 @@ def test_products_equal_those_of_sorted_weights(rows: int) -> None:
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_products_behind_norms_equal_those_of_sorted_weights(rows: int, activation: Activation | None) -> None:
+def test_matmuls_after_norms_equal_those_of_sorted_weights(rows: int, activation: Activation | None) -> None:
     (found, order), (usual, _) = loaded(True), loaded(False)
     generator = torch.Generator().manual_seed(3)
     x, residual = torch.randn(2, rows, INPUTS, generator=generator).unbind(0)

@@ -1,4 +1,4 @@
-"""Products of bytes with bytes in a library, against their oracle."""
+"""W8A8 matmuls of a library, against their oracle."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = (torch.float8_e4m3fn, torch.int8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_product_equals_its_oracle(dtype: torch.dtype, with_bias: bool, static: bool) -> None:
+def test_the_gemm_equals_its_oracle(dtype: torch.dtype, with_bias: bool, static: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(70, 64, generator=generator).bfloat16()
     weight = quantize(torch.randn(48, 64, generator=generator), ActivationFormat(dtype))
