@@ -5,7 +5,7 @@ because planning writes into pinned memory that the device still reads (I6). Eve
 a pinned buffer of the planner: copies from pageable memory would synchronize (I7).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,6 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention, Span
-from tandem.engine_core.attention.row_lengths import RowLengths
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
@@ -42,6 +41,20 @@ class HeadShape:
 
 Wrappers = dict[LayerAttention, BatchPrefillWithPagedKVCacheWrapper]
 """One wrapper per kind of layer, since each is planned for one scale, window and soft cap."""
+
+
+class RowLengths(Tensor):
+    """Host tensor [B] that iterates over its largest element only.
+
+    FlashInfer's `plan` calls Python's `max` on the lengths, which compares elements one by one as tensors: 0.3 ms for
+    the 64 rows of a graph, longer than the rest of planning. With torch functions disabled for this class, anything
+    computed from it is an ordinary tensor; `cpu` and `flatten`, which are no-ops, return it unchanged.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.amax(),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,3 +85,20 @@ def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flas
     assert held.tolist() == [7, 5, 9] + [0] * 13
     with pytest.raises(AssertionError, match="17 pages of the planned rows in memory of 16"):
         graph.plan([Span(1, 0, 0, 17 * PAGE)])
+
+
+@pytest.mark.parametrize("values", [[7], [3, 9, 4], [0] * 63 + [131_072]])
+def test_row_lengths_iterate_over_their_maximum(flashinfer: ModuleType, values: list[int]) -> None:
+    host = torch.tensor([1_000_000, *values], dtype=torch.int32)
+    lengths = host[1:].as_subclass(flashinfer.RowLengths).cpu().flatten()
+    assert [int(value) for value in lengths] == [max(values)], "what `max` compares"
+    assert max(lengths).item() == max(values)
+
+
+def test_row_lengths_are_ordinary_tensors_otherwise(flashinfer: ModuleType) -> None:
+    lengths = torch.tensor([3, 9, 4], dtype=torch.int32).as_subclass(flashinfer.RowLengths)
+    copied = torch.zeros(3, dtype=torch.int32)
+    copied.copy_(lengths)
+    assert copied.tolist() == lengths.tolist() == [3, 9, 4]
+    assert len(lengths) == 3
+    assert type(lengths + 1) is torch.Tensor, "results have no subclass"
