@@ -4,15 +4,14 @@
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.1-8b --weights fp8-blocks --prompt 8192
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b --max-len 4096 131072 [--batches 1 8 64]
 
-Prompts of 256 random tokens, random weights, greedy; measured in milliseconds per step while the context grows from
-320 to 576. Reported with every step: the floor (weights and KV read once at the read bandwidth measured in the same
-run); the linear layers through cuBLAS in a CUDA graph; the GPU's own time of a step (F: its graphs replayed back to
-back, with nothing from the host between them, at the middle of the range); the CPU time of a tick (C; without the wire,
-which is a test double here); and the GPU's idle time: the step minus F, and by timed events only the gap between two
-steps. Of quantized weights (--weights, --quantize) the time to read them once stands for the linear layers. --prompt
-measures a lone prompt too, from its submission to its first token; --max-len allows longer contexts, which should cost
-these steps nothing: with two lengths the steps of two engines are timed in turns instead, greedy and with penalties,
-and the loss of the second against the first is told.
+Prompts of 256 random tokens, random weights, greedy; milliseconds per step while the context grows from 320 to 576.
+Reported with every step: the floor (weights and KV read once at the bandwidth measured in the same run); the linear
+layers using cuBLAS in a CUDA graph; the GPU time of a step (F: its graphs replayed back to back at the middle of the
+range); the CPU time of a tick (C, with a test double for the mailbox); and the GPU's idle time: the step minus F, and
+by CUDA events only the gap between two steps. For quantized weights (--weights, --quantize), the time to read them once
+replaces the linear layers. --prompt also measures a single prompt from submission to its first token. --max-len allows
+longer contexts, which should not slow these steps down: with two values, the steps of two engines are timed
+alternately, greedy and with penalties, and the slowdown of the second is reported.
 """
 
 import argparse
@@ -51,17 +50,17 @@ from tests.fakes.mailbox import FakeMailbox
 PROMPT, FIRST, LAST = 256, 64, 320
 ALLOWANCES_MS = {"llama-3.2-1b": 0.2}
 ALLOWANCE_MS = 0.4
-"""Milliseconds allowed for a step's norms, rotations, launches and sampling, in addition to linears and KV."""
+"""Milliseconds allowed for norms, RoPE, launches and sampling, in addition to linears and KV."""
 CLIENT, EPOCH = b"bench", 1
 GREEDY = SamplingParams(LAST + 40, temperature=0.0, ignore_eos=True)
 SAMPLED_ROWS = (64, 256)
-"""Rows that are measured with temperature and top-p too."""
+"""Row counts that are also measured with temperature and top-p."""
 SAMPLED = SamplingParams(LAST + 40, temperature=0.8, top_p=0.95, ignore_eos=True, seed=1)
 
 
 @dataclass
 class Figures:
-    """Figures of one batch size in one mode; times are in milliseconds per step."""
+    """Figures of a batch size in a mode; times are in milliseconds per step."""
 
     rows: int
     mode: str
@@ -69,28 +68,25 @@ class Figures:
     gpu: float
     cpu: float
     over_slower: float
-    """Time of the step over the slower of CPU and GPU: step / max(C, F)."""
+    """Step time relative to the slower of CPU and GPU: step / max(C, F)."""
     gpu_idle_percent: float
-    """Idle share of the step, by F; what the replay misses, such as copies and host updates, counts as idle."""
+    """Idle share of the step, by F; copies and host updates, which the replay lacks, count as idle."""
     gap_percent: float
-    """Idle share of the step between the end of one and the first work of the next, by events."""
+    """Idle share between the end of a step and the first work of the next, by CUDA events."""
     tokens_per_second: float
     floor: float
     linears: float
     accepted: float
-    """Lower bound of a step: linears + KV bytes / bandwidth + an allowance for everything else."""
+    """Lower bound of a step: linears + KV bytes / bandwidth + an allowance for the rest."""
     gain: float | None
-    """Gain of pipelining: blocking over pipelined time, minus 1."""
+    """Gain of pipelining: blocking / pipelined time - 1."""
     gain_ideal: float
-    """Largest possible gain, (C + F) / max(C, F) - 1, if the overlap were perfect and free."""
+    """Maximum gain with perfect overlap: (C + F) / max(C, F) - 1."""
     stages_us: dict[str, float]
 
 
 class Bench:
-    """One engine and its mailbox.
-
-    The pipeline's depth changes between runs, the runtime stays.
-    """
+    """Engine and its mailbox. The pipeline's depth changes between runs."""
 
     def __init__(
         self,
@@ -134,7 +130,7 @@ class Bench:
         return engine
 
     def run(self, rows: int, depth: int, params: SamplingParams) -> dict[str, float]:
-        """Fill the batch, wait until the context reaches 320 and measure until 576."""
+        """Fill the batch, and measure while the context grows from 320 to 576."""
         engine = self.with_depth(depth)
         rng = random.Random(rows)
         first = self.requests + 1
@@ -163,7 +159,7 @@ class Bench:
         return figures
 
     def prompt_seconds(self, length: int, repeats: int = 5) -> float:
-        """Return the median seconds from a lone prompt to its only token."""
+        """Return the median seconds from a single prompt to its only token."""
         engine, found = self.with_depth(2), []
         rng = random.Random(length)
         for _ in range(repeats):
@@ -180,16 +176,13 @@ class Bench:
 
 
 def read_bandwidth() -> float:
-    """Measure the read bandwidth in bytes/s, with `torch.sum` over 8 GB."""
+    """Measure the read bandwidth in bytes/s, using `torch.sum` over 8 GB."""
     data = torch.ones(2 * 2**30, dtype=torch.float32, device="cuda")
     return data.nbytes / graph_seconds(lambda: data.sum())
 
 
 def linear_seconds(model: Any, rows: int) -> float:
-    """Time all linear layers of the model through cuBLAS, in seconds.
-
-    The head is included, and the inputs are random.
-    """
+    """Time all linear layers of the model and the head using cuBLAS, in seconds, on random inputs."""
     weights = [layer.attention.qkv.weight for layer in model.layers]
     weights += [layer.attention.output.weight for layer in model.layers]
     weights += [layer.mlp.gate_up.weight for layer in model.layers]
@@ -204,10 +197,9 @@ def linear_seconds(model: Any, rows: int) -> float:
 
 
 def replayed_seconds(runtime: TorchRuntime, rows: int, mode: Mode, repeats: int = 60) -> float:
-    """Time one step's graphs over the context of the middle of a run, in seconds.
+    """Time a step's graphs at the middle context of a run, in seconds.
 
-    They are replayed often enough to keep the device busy. Called after a run: the rows' pages and parameters are those
-    that it left.
+    They are replayed often enough to keep the device busy, after a run, with the pages and parameters it left.
     """
     assert runtime.graphs is not None
     bucket = next(size for size in runtime.graphs.rows if size >= rows)
@@ -232,7 +224,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     slots = bench.runtime.model.weight_slots()
     projections = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if "_proj." in slot.name}
     weights = sum(projections.values()) + sum(slot.target.nbytes for slot in slots if "_proj." not in slot.name)
-    # Of the embedding a step reads a row a token; tied, it is the head, which is counted once.
+    # A step reads one row of the embedding per token. A tied one is the head, counted once.
     weights -= config.vocab_size * config.hidden_size * 2
     kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     context = PROMPT + (FIRST + LAST) / 2
@@ -266,7 +258,7 @@ class Bounds:
 def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocking: float | None) -> Figures:
     """Convert the measurements of a run to figures.
 
-    blocking: the step's time with one step in flight, in milliseconds, if it is known.
+    blocking: milliseconds per step with one step in flight, if known.
     """
     cpu, gpu = sum(f[f"stage {name}"] for name in STAGES if name != "collect"), f["alone"]
     return Figures(
@@ -322,7 +314,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def compare_lengths(arguments: argparse.Namespace) -> None:
-    """Time the steps of two engines in turns, and tell the loss of the second."""
+    """Time the steps of two engines alternately, and print the slowdown of the second."""
     batches, lengths = arguments.batches or [1, 8, 64], arguments.max_len
     if min(lengths) < two_lengths.LEAST:
         raise SystemExit(f"--max-len {min(lengths)}: the rows to be timed need {two_lengths.LEAST}")

@@ -91,7 +91,7 @@ def loads(arguments: argparse.Namespace) -> list[Load]:
 
 
 class Run:
-    """Measurement of the loads of one command line, one after the other."""
+    """Measurement of a command's loads in order."""
 
     def __init__(self, arguments: argparse.Namespace, clients: Clients) -> None:
         self._clients = clients
@@ -107,7 +107,7 @@ class Run:
     def level(self, load: Load) -> Level:
         """Warm up, then measure one load.
 
-        Raises ConnectionError if the warm-up shows that nothing can be measured.
+        Raises ConnectionError if the warm-up fails.
         """
         if self._warmup > 0:
             warm = self._send(Load(f"warmup {load.label}", load.streams or 1, requests=self._warmup))
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         planned = loads(arguments)
         reference = load_reference(arguments.reference) if arguments.reference else None
         if arguments.plot:
-            # Known now rather than after minutes of measuring.
+            # Fail now rather than after minutes of measuring.
             pyplot()
         clients = Clients(arguments.clients)
         run = Run(arguments, clients)

@@ -1,13 +1,13 @@
-"""Profile steps of an engine: a Chrome trace, time by operation, kernels.
+"""Profile the steps of an engine: Chrome traces, time by operation and by kernel.
 
     python -m benchmarks.profile_generation --model FOLDER [--rows 8] [--phase prompt]
     python -m benchmarks.profile_generation --model benchmarks/shapes/llama-3.2-1b --dummy
 
-The operations (norm, qkv, rotary with the write of keys and values, attention and its output, mlp, embedding, head,
-sampling) are those of eager steps, because a CUDA graph is replayed without the Python that names them. On a GPU the
-times are of the kernels that an operation launched; a norm that is fused with the projection behind it counts as qkv
-or mlp. The table of kernels is of steps as they are served, with graphs where the engine has them. On a CPU both
-tables come from the same steps, and torch operators take the place of kernels.
+Operations (norm, qkv, RoPE with the KV write, attention and its output projection, mlp, embedding, head, sampling) are
+those of eager steps, since CUDA graphs replay without the Python that names them. On a GPU their times are of the
+kernels they launch; a norm fused with the next projection counts as qkv or mlp. The table of kernels is for steps as
+served, using graphs where the engine has them. On a CPU both tables are for the same steps, with torch operators
+instead of kernels.
 
 Two traces are written to --out: `operations.json.gz` and, with graphs, `steps.json.gz`; open them in
 https://ui.perfetto.dev or chrome://tracing.
@@ -32,13 +32,13 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 
 WARM_STEPS = 4
-"""Steps before those that are profiled."""
+"""Warm-up steps."""
 MAX_NAME = 60
-"""Characters of a kernel's name that are printed."""
+"""Printed characters of a kernel's name."""
 
 
 class Workload:
-    """Requests on an engine, and the steps of them that are profiled."""
+    """Requests on an engine with profiled steps."""
 
     def __init__(self, engine: LocalEngine, arguments: argparse.Namespace) -> None:
         self.engine = engine
@@ -52,7 +52,7 @@ class Workload:
     def run(self, trace: Path) -> tuple[int, float]:
         """Profile steps and write their trace.
 
-        Return their number and their seconds in all.
+        Return their number and total seconds.
         """
         keys = self._submit()
         received = self.engine.mailbox.received
@@ -84,7 +84,7 @@ class Workload:
 
 @contextmanager
 def profiled(trace: Path) -> Iterator[None]:
-    """Write a Chrome trace of what runs inside."""
+    """Context manager that writes a Chrome trace."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities, acc_events=True) as found:
         yield
@@ -92,7 +92,7 @@ def profiled(trace: Path) -> Iterator[None]:
 
 
 def table(title: str, totals: Totals, steps: int, most: int | None = None) -> str:
-    """Format times a step, the longest first, with their shares."""
+    """Format times per step with their shares, the longest first."""
     everything = sum(total.microseconds for total in totals.values()) or 1.0
     lines = [f"{title:<{MAX_NAME}} {'ms/step':>9} {'share':>7} {'calls/step':>11}"]
     for name, total in list(totals.items())[:most]:

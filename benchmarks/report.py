@@ -1,4 +1,4 @@
-"""Report on the results of `run_matrix`, in Markdown with charts.
+"""Write a Markdown report with charts on the results of `run_matrix`.
 
     python -m benchmarks.report benchmarks/results/NAME.json          # needs the extra `bench`
 
@@ -31,7 +31,7 @@ class Saved(Struct):
 
 
 def ratios(measured: Measured) -> Iterator[str]:
-    """Yield sentences that compare one configuration with another."""
+    """Yield sentences that compare two configurations."""
     cells = {(cell.configuration, cell.scenario): cell for cell in measured.matrix}
     warm = cells.get(("prefix", "W3 warm"))
     for server, load in (("prefix", "W3 cold"), ("chunked", "W3 warm")):
@@ -69,7 +69,7 @@ def _origin(saved: Saved) -> Iterator[str]:
 
 
 def _reading(saved: Saved) -> Iterator[str]:
-    """Yield the remarks that a reader needs for judging the columns."""
+    """Yield remarks for interpreting the columns."""
     if saved.figures.hardware.get("device") == "cpu":
         yield (
             "Measured on a few cores of a processor that other work shares, with a small model and short lengths: only "
@@ -111,7 +111,7 @@ HELD = (
 def markdown(saved: Saved, charts: dict[str, str]) -> str:
     """Format the report as Markdown.
 
-    charts: file names by part, for parts that have one.
+    charts: file names by part.
     """
     measured = saved.figures
     lines = ["# Ways of batching and of keeping KV", "", *_origin(saved), ""]

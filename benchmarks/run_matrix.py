@@ -1,4 +1,4 @@
-"""Comparison of batching and KV configurations: one server each, the same loads.
+"""Compare batching and KV configurations: a server each, the same loads.
 
     python -m benchmarks.run_matrix --save NAME                                   # CPU, default model, an eighth
     python -m benchmarks.run_matrix --save NAME --shape benchmarks/shapes/llama-3.2-1b     # CUDA, random weights
@@ -8,9 +8,9 @@ Parts, each with figures that are medians over `--trials`, and `--scale N`, whic
 - matrix: servers static contiguous, continuous, paged, chunked, prefix (`benchmarks/matrix/configurations.py`), each
   with the same rows, KV tokens and positions per step. Loads (`scenarios.py`): W1 256 in and 256 out; W2 32 to 1,024
   in and 64 to 256 out; W3 chats that share a system prompt of 1,024 tokens, first new (cold), then cached (warm).
-- policies: every policy under W2 and W3, with half as many rows as streams and requests of three priorities.
-- capacity: the number of sequences of W2's lengths that run at once in equal memory while others wait for it.
-- long-prompts: the gaps between tokens of running streams while prompts of 8,192 tokens are computed.
+- policies: every policy under W2 and W3, with half as many rows as streams and three request priorities.
+- capacity: the number of concurrent sequences of W2's lengths in equal memory while others wait.
+- long-prompts: the ITL of running streams during the prefill of prompts of 8,192 tokens.
 
 `python -m benchmarks.report benchmarks/results/NAME.json` writes the report.
 """
@@ -56,10 +56,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def hardware(shape: Path | None) -> dict[str, str]:
-    """Describe the machine: cores, memory, and GPU and driver if one is used.
-
-    `results.origin` has the rest.
-    """
+    """Describe the machine: cores, memory, GPU and driver. See also `results.origin`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"cores": str(len(os.sched_getaffinity(0))), "memory": f"{memory:.0f} GiB"}
     if shape is None:

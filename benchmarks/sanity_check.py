@@ -1,13 +1,13 @@
-"""Check every family against transformers with one prompt, one line each.
+"""Compare every family with transformers using a prompt, with a line each.
 
     python -m benchmarks.sanity_check                       # a tiny random checkpoint of each family
     python -m benchmarks.sanity_check --family Qwen3ForCausalLM
     python -m benchmarks.sanity_check FOLDER [FOLDER ...] [--device cuda] [--dtype bfloat16]
 
-A line gives the greedy tokens that equal those of `generate`, and the largest error of the logits at all positions of
-prompt and answer, prefilled and decoded. A token that differs is a failure unless both candidates are within twice that
-error of each other. transformers runs in the same dtype on the same device (the extra `dev` has it). The exit code is 1
-if a check failed.
+A line has the number of greedy tokens equal to those of `generate`, and the largest error of the logits over prompt and
+answer, prefilled and decoded. A different token is a failure unless the logits of both candidates are within twice that
+error. transformers (in the extra `dev`) runs in the same dtype on the same device. The exit code is 1 if a check
+failed.
 """
 
 import argparse
@@ -29,23 +29,23 @@ from benchmarks.porting.tiny import save_tiny
 from tandem.engine_core.models.registry import FAMILIES
 
 PROMPT = 40
-"""Tokens of a random prompt, more than the windows of the tiny checkpoints."""
+"""Tokens of a random prompt, longer than the windows of the tiny checkpoints."""
 TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 2e-1}
-"""Largest error of a logit over the standard deviation of the logits."""
+"""Tolerated error of a logit, relative to the standard deviation of the logits."""
 
 
 class Check(Struct, frozen=True):
-    """Outcome of one checkpoint."""
+    """Result of a checkpoint."""
 
     equal: int
-    """Tokens before the first that differs."""
+    """Tokens before the first difference."""
     tokens: int
     error: float
     """Largest absolute error of a logit."""
     scale: float
     """Standard deviation of the reference's logits."""
     near: bool
-    """True if the first token that differs is as likely as the reference's, within the error."""
+    """True if the first different token is as likely as the reference's, within the error."""
 
     def passed(self, tolerance: float) -> bool:
         return self.error <= tolerance * self.scale and (self.equal == self.tokens or self.near)
@@ -59,7 +59,7 @@ class Check(Struct, frozen=True):
 
 
 def check(folder: Path, prompt: list[int], count: int, device: str, dtype: str) -> Check:
-    """Generate `count` greedy tokens with both, and compare."""
+    """Generate `count` greedy tokens using both, and compare."""
     reference = load_reference(folder, device, dtype)
     expected = reference_tokens(reference, prompt, count)
     whole = prompt + expected
@@ -87,7 +87,7 @@ def judge(found: list[int], expected: list[int], mine: Tensor, reference: Tensor
 def checkpoints(folders: list[Path], families: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield the name and the folder of each checkpoint.
 
-    Tiny ones are removed afterwards.
+    Tiny checkpoints are removed afterwards.
     """
     for folder in folders:
         yield folder.name, folder
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             prompt = token_ids(folder, arguments.prompt, PROMPT, seed=1)
             found = check(folder, prompt, arguments.tokens, device, arguments.dtype)
             passed, text = found.passed(TOLERANCES[arguments.dtype]), str(found)
-        except Exception as error:  # one family that cannot be built must not hide the others
+        except Exception as error:  # a family that cannot be built must not hide the others
             passed, text = False, f"{type(error).__name__}: {error}".partition("\n")[0]
         failed += not passed
         verdict = "ok  " if passed else "FAIL"

@@ -1,1 +1,1 @@
-"""Parts that the tools for porting a model share."""
+"""Shared code of the model porting tools."""

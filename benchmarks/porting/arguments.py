@@ -1,4 +1,4 @@
-"""Command-line arguments that the comparisons with transformers share."""
+"""Command-line arguments of the comparisons with transformers."""
 
 import argparse
 
@@ -13,7 +13,7 @@ def add_device_and_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def device_name(device: str) -> str:
-    """Return the device that `--device` names: with "auto", a GPU if any."""
+    """Return the device for `--device`; "auto" is a GPU if available."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device

@@ -1,7 +1,4 @@
-"""An engine core in this process, without sockets.
-
-Its model can also be run step by step.
-"""
+"""In-process engine core without sockets, whose model can also run step by step."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,16 +22,13 @@ from tests.fakes.mailbox import FakeMailbox
 
 CLIENT, EPOCH = b"porting", 1
 ROW = 1
-"""Row of the tables that steps outside the loop use; row 0 is padding."""
+"""Table row used by steps outside the loop; row 0 is padding."""
 
 
 def small_options(
     folder: Path, device: str, dtype: str, *, positions: int, rows: int = 4, load_format: str = "auto"
 ) -> EngineOptions:
-    """Return the options of an engine that captures no graphs.
-
-    It holds `rows` sequences of `positions` positions each.
-    """
+    """Return the options of an engine without graphs, for `rows` sequences of `positions` positions."""
     return EngineOptions(
         model=str(folder),
         device=device,
@@ -51,7 +45,7 @@ def small_options(
 
 
 class LocalEngine:
-    """An engine core, called by the program that holds it."""
+    """In-process engine core."""
 
     def __init__(self, engine: Engine, mailbox: FakeMailbox) -> None:
         self.engine = engine
@@ -73,7 +67,7 @@ class LocalEngine:
         return runtime
 
     def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[tuple[bytes, int]]:
-        """Queue requests and return their keys in the mailbox."""
+        """Queue requests; return their keys in the mailbox."""
         first = self._requests
         for ids in prompts:
             self._requests += 1
@@ -91,8 +85,8 @@ class LocalEngine:
     def logits(self, ids: Sequence[int], singles: int = 0) -> Tensor:
         """Return the logits after every token, [T, vocab] in float32 on the host.
 
-        The last `singles` tokens are computed one a step, as in decoding, the others in one step. Nothing may run in
-        the loop meanwhile.
+        The last `singles` tokens are computed one per step, as in decoding, the others in one step. The loop must be
+        idle.
         """
         parts = []
         for start, count in _steps(len(ids), singles):

@@ -1,4 +1,4 @@
-"""A model folder in transformers."""
+"""Run a model folder in transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ from tandem.engine_core.models.config_fields import ConfigSource
 
 
 def load_reference(folder: Path, device: str, dtype: str) -> Any:
-    """Load the language model of a folder, with attention in plain torch.
+    """Load the language model of a folder, with eager attention.
 
-    Its class is the architecture that config.json names: transformers' AutoModelForCausalLM lacks some multimodal ones.
+    Uses the architecture in config.json, since AutoModelForCausalLM lacks some multimodal ones.
     """
     import transformers
     from transformers.utils import logging
@@ -33,7 +33,7 @@ def reference_logits(model: Any, ids: Sequence[int]) -> Tensor:
 
 @torch.inference_mode()
 def reference_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """Return `count` greedy tokens after a prompt, by `generate`."""
+    """Return `count` greedy tokens after a prompt, using `generate`."""
     ids = torch.tensor([list(prompt)], device=model.device)
     whole = model.generate(
         ids,

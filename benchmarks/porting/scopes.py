@@ -1,4 +1,4 @@
-"""Profiler scopes around the parts of a model, by operation."""
+"""Profiler scopes around the modules of a model, by operation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch.profiler import record_function
 from tandem.engine_core.runtime.runtime import TorchRuntime
 
 PREFIX = "tandem:"
-"""Beginning of the names of scopes in a trace."""
+"""Prefix of scope names in a trace."""
 STEP = "step"
 
 
 class Scoped:
-    """A part of a model whose calls are profiler scopes."""
+    """Proxy of a module that runs calls in a profiler scope."""
 
     def __init__(self, part: Any, operation: str) -> None:
         self._part = part
@@ -31,7 +31,7 @@ class Scoped:
 
 
 class ScopedPlanner:
-    """A planner of attention whose steps are profiler scopes."""
+    """Proxy of an attention planner that runs steps in a profiler scope."""
 
     def __init__(self, planner: Any) -> None:
         self._planner = planner
@@ -43,9 +43,9 @@ class ScopedPlanner:
 
 @contextmanager
 def scoped(runtime: TorchRuntime) -> Iterator[None]:
-    """Put every part of a runtime's model into a scope of its operation.
+    """Wrap every module of a runtime's model in the scope of its operation.
 
-    Scopes see eager steps only: a graph is replayed without the Python that it was captured from.
+    Affects eager steps only: graphs replay without Python.
     """
     kept: list[tuple[Any, str, Any]] = []
 
@@ -74,6 +74,6 @@ def scoped(runtime: TorchRuntime) -> Iterator[None]:
 
 
 def _norms(owner: Any) -> list[str]:
-    """Return the names of a part's norms, of whatever kind."""
+    """Return the attribute names of a module's norms."""
     names = getattr(type(owner), "__slots__", None) or vars(owner)
     return [name for name in names if hasattr(getattr(owner, name), "eps")]

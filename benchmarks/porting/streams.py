@@ -1,7 +1,6 @@
-"""Residual streams of a model at each layer, from Tandem and transformers.
+"""Residual streams of a model at each layer, in Tandem and transformers.
 
-The points have the same names on both sides: what enters the first layer, what each attention and each feed-forward
-network leave, the final norm, and the logits.
+The points have the same names in both: input of the first layer, output of each attention and MLP, final norm, logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +15,16 @@ from benchmarks.porting.local_engine import LocalEngine, small_options
 from benchmarks.porting.reference import load_reference
 
 Streams = dict[str, Tensor]
-"""Tensors by the name of their point, [T, width] in float32 on the host, in the order in which they are computed."""
+"""Tensors by point, [T, width] in float32 on the host, in the order of computation."""
 NEEDED = ("layers", "norm")
 
 
 class StructureError(Exception):
-    """A model is not built as `engine_core/models/README.md` says."""
+    """Raised for a model not built as described in `engine_core/models/README.md`."""
 
 
 class Tap:
-    """A part of a model that shows its results to a function."""
+    """Proxy of a module that passes its outputs to a function."""
 
     def __init__(self, part: Any, see: Callable[[Any], None]) -> None:
         self._part = part
@@ -55,14 +54,14 @@ class Recorder:
 
 
 def after(layer: int) -> str:
-    """Return the name of the point behind a layer, -1 for the embedding."""
+    """Return the name of the point after a layer, -1 for the embedding."""
     return "embedding" if layer < 0 else f"layer {layer} mlp"
 
 
 def of_tandem(folder: Path, ids: Sequence[int], *, device: str, dtype: str, singles: int = 0) -> Streams:
     """Run a model folder in Tandem.
 
-    The last `singles` tokens are computed one a step, the others in one step.
+    The last `singles` tokens are computed one per step, the others in one step.
     """
     engine = LocalEngine.open(small_options(folder, device, dtype, positions=len(ids)))
     recorder = Recorder()
@@ -111,7 +110,7 @@ def _see_norm(recorder: Recorder, layers: int) -> Callable[[Any], None]:
 
 
 def of_transformers(folder: Path, ids: Sequence[int], *, device: str, dtype: str) -> Streams:
-    """Run a model folder in transformers, all tokens at once."""
+    """Run a model folder in transformers, all tokens in one pass."""
     model = load_reference(folder, device, dtype)
     recorder = Recorder()
     decoder = model.get_decoder()
@@ -135,6 +134,6 @@ def _watch_layer(layer: Any, index: int, recorder: Recorder) -> None:
         recorder.add(f"layer {index} attention", entered[0] + update)
 
     layer.register_forward_pre_hook(enter, with_kwargs=True)
-    # With norms behind its parts (Gemma, OLMo 2), a layer adds what the norm behind attention returns.
+    # With post-norms (Gemma, OLMo 2), a layer adds the output of the norm after attention.
     part = layer.post_attention_layernorm if hasattr(layer, "post_feedforward_layernorm") else layer.self_attn
     part.register_forward_hook(attended)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers."""
+"""Save tiny random checkpoints of every family using transformers."""
 
 import warnings
 from pathlib import Path
@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Fields of all families. The layers are enough for two local and two global ones."""
+"""Config fields of all families, with layers for two local and two global ones."""
 TINY: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"},
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 24},
@@ -48,13 +48,13 @@ TINY: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
     "Phi3ForCausalLM": {"model_type": "phi3", "partial_rotary_factor": 0.5},
 }
-"""Fields by architecture; windows are shorter than the prompt of a check."""
+"""Config fields by architecture; windows are shorter than the prompt of a check."""
 
 
 def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> None:
     """Save a checkpoint of an architecture in float32.
 
-    Weights, norms and biases are random. fields: of config.json, in place of the tiny ones.
+    Weights, norms and biases are random. fields: override those of config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -65,15 +65,15 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> 
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(**(COMMON | TINY[architecture] | fields))
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Gemma's factors are stored less 1.
+        # Gemma stores norm weights minus 1.
         randomize_vectors(model, (-0.5, 0.5) if "Gemma" in architecture else (0.5, 1.5))
         model.save_pretrained(folder)
 
 
 def randomize_vectors(model: Any, norms: tuple[float, float]) -> None:
-    """Give the norms and biases of a model random values.
+    """Randomize the norms and biases of a model.
 
-    transformers makes them ones and zeros. norms: range of the norms' weights.
+    transformers initializes them to ones and zeros. norms: range of the norm weights.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Times out of a Chrome trace of torch.profiler: by operation, and by kernel."""
+"""Read times by operation and by kernel from a Chrome trace of torch.profiler."""
 
 import bisect
 import gzip
@@ -13,13 +13,13 @@ from msgspec import Struct
 from benchmarks.porting.scopes import PREFIX, STEP
 
 OTHER = "other"
-"""Operation of whatever is in a step and in no scope: the loop, copies, tables."""
+"""Operation of everything in a step outside scopes: the loop, copies, tables."""
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Total(Struct):
-    """Time and number of the events of one name."""
+    """Total time and number of events of a name."""
 
     microseconds: float = 0.0
     count: int = 0
@@ -33,7 +33,7 @@ Totals = dict[str, Total]
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a trace, which may be compressed with gzip."""
+    """Return the complete events of a trace, possibly gzipped."""
     data = path.read_bytes()
     events = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
@@ -42,8 +42,8 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 def operations(events: Iterable[dict[str, Any]]) -> Totals:
     """Return the time of each operation.
 
-    If the trace has kernels, it is theirs, counted for the innermost scope that launched them; otherwise the time on
-    the CPU without that of nested scopes.
+    If the trace has kernels, their time counts for the innermost scope that launched them; otherwise CPU time counts,
+    excluding nested scopes.
     """
     events = list(events)
     scopes = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX)]
@@ -69,7 +69,7 @@ def operations(events: Iterable[dict[str, Any]]) -> Totals:
 def kernels(events: Iterable[dict[str, Any]]) -> Totals:
     """Return the time of each kernel.
 
-    Without a GPU, that of each torch operator, less that of the operators within it.
+    Without a GPU, return the time of each torch operator, excluding nested operators.
     """
     events = list(events)
     totals: Totals = defaultdict(Total)
@@ -83,10 +83,7 @@ def kernels(events: Iterable[dict[str, Any]]) -> Totals:
 
 
 def self_times(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each event with its own duration, in microseconds.
-
-    That is its duration less that of the events directly within it.
-    """
+    """Yield each event with its self time in microseconds, excluding nested events."""
     open_events: dict[Any, list[tuple[dict[str, Any], list[float]]]] = defaultdict(list)
     found = []
     for event in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
@@ -103,7 +100,7 @@ def self_times(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any
 
 
 class _Innermost:
-    """Finder of the innermost scope at a time on a thread."""
+    """Lookup of the innermost scope at a time on a thread."""
 
     def __init__(self, scopes: Iterable[dict[str, Any]]) -> None:
         self._scopes: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -112,9 +109,9 @@ class _Innermost:
         self._starts = {tid: [scope["ts"] for scope in scopes] for tid, scopes in self._scopes.items()}
 
     def find(self, tid: Any, when: float) -> dict[str, Any] | None:
-        """Return the scope that began last of those that are open, None outside all."""
+        """Return the innermost open scope, None outside all."""
         scopes = self._scopes.get(tid, [])
-        # Scopes are nested, so the last open one before `when` is the innermost.
+        # Scopes nest, so the last one opened before `when` is the innermost.
         for scope in reversed(scopes[: bisect.bisect_right(self._starts.get(tid, []), when)]):
             if when <= scope["ts"] + scope["dur"]:
                 return scope

@@ -1,4 +1,4 @@
-"""Text tables of a run, with a line per figure and a column per level."""
+"""Text tables of a run: a line per figure, a column per level."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,7 @@ from tandem.frontend.cli.bench.level import Level
 
 COLUMN, NAME = 14, 30
 CPU_WARNING = 85.0
-"""Per cent of a core at which a client process is likely to hold the figures down."""
+"""CPU percentage above which a client process is likely the bottleneck."""
 
 Figure = Callable[[Level], float]
 
@@ -15,7 +15,7 @@ Figure = Callable[[Level], float]
 def number(value: float | None) -> str:
     """Format a number.
 
-    A count is shown in full, a measurement with three or four digits, None as a dash.
+    Counts are shown in full, measurements with three or four digits, None as a dash.
     """
     if value is None:
         return "-"
@@ -69,7 +69,7 @@ def table(levels: list[Level]) -> str:
 
 
 def reference_table(levels: list[Level], reference: Reference) -> str:
-    """Format the reference's figures in the columns of these levels."""
+    """Format the reference's figures in the columns of the levels."""
     lines = [f"{reference.engine}, {reference.model}, {reference.machine}", reference.note]
     for frontends in reference.frontends():
         rows = [reference.row(level.load.streams, frontends) for level in levels]
@@ -81,7 +81,7 @@ def reference_table(levels: list[Level], reference: Reference) -> str:
 
 
 def remarks(levels: list[Level]) -> Iterator[str]:
-    """Yield the remarks that a reader needs for judging a column."""
+    """Yield remarks for interpreting the columns."""
     for level in levels:
         label = level.load.label
         if level.errors:

@@ -1,10 +1,10 @@
-"""Model folder with weights of noise, in a published shape.
+"""Make a model folder with random weights in a published shape.
 
     python -m benchmarks.shapes.make_checkpoint benchmarks/shapes/llama-3.1-8b OUT [--shard-gib 5]
 
-It is the folder of `make_folder`, and safetensors of the names and shapes that published checkpoints of the
-architecture have, with an index if there are several files. Norms are ones; all other tensors repeat one block of
-normal noise, so that a file is written as fast as the disk takes it.
+Adds to the folder of `make_folder` safetensors with the tensor names and shapes of published checkpoints, and an index
+if there are several files. Norms are ones; all other tensors repeat a block of normal noise, so that files are written
+at the speed of the disk.
 """
 
 import argparse
@@ -28,12 +28,12 @@ BLOCK_BYTES = 2**25
 GIB = 2**30
 THREADS = 8
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""The words of safetensors for dtypes of a config.json."""
+"""Safetensors names of config.json dtypes."""
 DEVIATION = 0.02
 
 
 class Region(NamedTuple):
-    """Bytes of a file that are written at once."""
+    """Bytes per write."""
 
     path: Path
     start: int
@@ -44,7 +44,7 @@ class Region(NamedTuple):
 def published_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a published checkpoint's tensors, by name.
 
-    Projections are split, tied tensors there once, and scales of keys and values left out.
+    Projections are split, tied tensors appear once, and KV scales are left out.
     """
     model = build_model(config, torch_build_context(torch.device("meta"), torch.bfloat16), max_positions=1)
     kept: dict[int, list[WeightSlot]] = {}
@@ -60,10 +60,7 @@ def published_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(shape: Path, out: Path, shard_bytes: int = 5 * GIB) -> int:
-    """Write the folder of a shape with weights.
-
-    Return the bytes of its safetensors.
-    """
+    """Write the folder of a shape with weights; return the bytes of its safetensors."""
     make_folder(shape, out)
     config = read_config(shape)
     dtype = config.dtype or "bfloat16"
@@ -101,8 +98,8 @@ def _write_header(path: Path, tensors: dict[str, tuple[int, ...]], dtype: str, i
     regions = []
     for name, entry in header.items():
         start, end = (8 + len(text) + offset for offset in entry["data_offsets"])
-        for place in range(start, end, BLOCK_BYTES):
-            regions.append(Region(path, place, min(BLOCK_BYTES, end - place), "norm" in name))
+        for offset in range(start, end, BLOCK_BYTES):
+            regions.append(Region(path, offset, min(BLOCK_BYTES, end - offset), "norm" in name))
     return regions
 
 

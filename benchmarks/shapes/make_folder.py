@@ -1,11 +1,10 @@
-"""Model folder without weights, in a published shape.
+"""Make a model folder without weights in a published shape.
 
     python -m benchmarks.shapes.make_folder benchmarks/shapes/llama-3.2-1b OUT [--tokenizer-of FOLDER]
 
-It has the shape's config.json and a made-up tokenizer of its vocabulary. `tandem serve --model OUT --load-format dummy`
-then serves it over HTTP. Each id has a text of its own, six characters long on average, so that frontends do the work
-that a real vocabulary would ask of them. With --tokenizer-of it has the tokenizer of another model instead, which may
-have fewer ids than the shape.
+It has the shape's config.json and a synthetic tokenizer for its vocabulary, and can be served using `tandem serve
+--model OUT --load-format dummy`. Each id has a different text, six characters on average, so that frontends do the same
+work as with a real vocabulary. --tokenizer-of uses another model's tokenizer, which may have fewer ids than the shape.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 def build_tokenizer(vocab_size: int) -> Tokenizer:
-    """Build a byte-level BPE without merges: the bytes, then invented words."""
+    """Build a byte-level BPE without merges: the bytes, then synthetic words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"Ġw{number:x}" for number in range(vocab_size - len(alphabet)))
     vocabulary = {text: index for index, text in enumerate([*alphabet, *words])}
@@ -28,10 +27,10 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def make_folder(shape: Path, out: Path, tokenizer_of: Path | None = None) -> None:
-    """Write the model folder of a shape, which has a config.json.
+    """Write the model folder of a shape.
 
-    tokenizer_of: folder of a model whose tokenizer it gets, with the ids that begin and end its texts; None to make one
-    up.
+    shape: directory with a config.json; tokenizer_of: model folder to copy the tokenizer and its BOS and EOS ids from;
+    None for a synthetic one.
     """
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((shape / "config.json").read_text())
