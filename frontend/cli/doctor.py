@@ -117,9 +117,13 @@ def _machine() -> Section:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = next(
-        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines()
-         if line.startswith("MemAvailable:")), 0
-    )  # fmt: skip
+        (
+            int(line.split()[1]) * 1024
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemAvailable:")
+        ),
+        0,
+    )
     return {
         "system": platform.platform(),
         "CPU cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",

@@ -127,9 +127,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_argument(frontend)
     _add_config_argument(frontend)
     frontend.add_argument(
-        "--model", "--model-dir", dest="model_dir", metavar="MODEL",
+        "--model",
+        "--model-dir",
+        dest="model_dir",
+        metavar="MODEL",
         help="directory with the model's tokenizer.json, or name on the Hugging Face hub (default: the built-in model)",
-    )  # fmt: skip
+    )
     add_flags(frontend, HUB_FLAGS)
     add_child_arguments(frontend)
     add_http_arguments(frontend)
@@ -172,9 +175,15 @@ def _add_command(
     """
     text = COMMANDS[name]
     command = commands.add_parser(
-        name, rare=rare, foreign=foreign, check=_wrong_numbers, help=text.summary, usage=f"tandem {name} {text.usage}",
-        description=text.description, epilog=text.epilog,
-    )  # fmt: skip
+        name,
+        rare=rare,
+        foreign=foreign,
+        check=_wrong_numbers,
+        help=text.summary,
+        usage=f"tandem {name} {text.usage}",
+        description=text.description,
+        epilog=text.epilog,
+    )
     command.set_defaults(run=run)
     return command
 
@@ -195,14 +204,17 @@ def _add_model_argument(command: argparse.ArgumentParser) -> None:
 def _add_config_argument(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("configuration")
     group.add_argument(
-        "--config", type=Path, metavar="FILE",
+        "--config",
+        type=Path,
+        metavar="FILE",
         help="TOML file of flags by their names, such as max-len = 4096; flags of the command line win over it",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--check", action="store_true",
+        "--check",
+        action="store_true",
         help="say whether the command would start, with every problem that shows before weights are read, and exit "
         "with 0 or 2; nothing is started",
-    )  # fmt: skip
+    )
 
 
 def _add_client_commands(commands: "argparse._SubParsersAction[CommandParser]") -> None:

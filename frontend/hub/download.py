@@ -141,8 +141,12 @@ class Download:
         total = sum(file.size for file in files)
         logger.info(
             "downloading %s, commit %s: %d files, %s, to %s",
-            self._model.name, self._listing.commit, len(files), size_text(total), self._snapshot,
-        )  # fmt: skip
+            self._model.name,
+            self._listing.commit,
+            len(files),
+            size_text(total),
+            self._snapshot,
+        )
         progress = _new_progress(files)
         weights = [file for file in files if _is_weights(file)]
         config = [file for file in files if file.name == CONFIG]
@@ -154,8 +158,10 @@ class Download:
             progress.clear()
             logger.warning(
                 "interrupted: %s of %s are kept in %s, and the same command continues there",
-                size_text(progress.bytes_done), size_text(total), self._model.cache.folder,
-            )  # fmt: skip
+                size_text(progress.bytes_done),
+                size_text(total),
+                self._model.cache.folder,
+            )
             raise
         finally:
             progress.clear()

@@ -42,12 +42,18 @@ class Collected(Protocol):
 def snapshot(source: Collected) -> tuple[Family, ...]:
     """Return the current values of a registry's metrics."""
     return tuple(
-        Family(metric.name, metric.documentation, metric.type, tuple(
-            Sample(sample.name, tuple(sorted(sample.labels.items())), sample.value)
-            for sample in metric.samples if not sample.name.endswith(_PER_LIFE)
-        ))
+        Family(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            tuple(
+                Sample(sample.name, tuple(sorted(sample.labels.items())), sample.value)
+                for sample in metric.samples
+                if not sample.name.endswith(_PER_LIFE)
+            ),
+        )
         for metric in source.collect()
-    )  # fmt: skip
+    )
 
 
 def added(families: Iterable[Family]) -> list[Family]:

@@ -62,9 +62,13 @@ def create_app(service: Service) -> ASGIApp:
                 await asyncio.to_thread(tracer.close)
 
     app = FastAPI(
-        title="Tandem", version=distribution_version(), lifespan=lifespan, docs_url=None, redoc_url=None,
+        title="Tandem",
+        version=distribution_version(),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
-    )  # fmt: skip
+    )
     routers = build_routers(service)
     for router in routers:
         # Added directly, since include_router() would rebuild each route for a prefix and dependencies that it lacks.

@@ -139,8 +139,10 @@ class SupervisedEngine:
         except OSError as error:
             logger.error(
                 "the %s keeps its log level: %s cannot be written (%s)",
-                self._process.name, self._level_file, error.strerror,
-            )  # fmt: skip
+                self._process.name,
+                self._level_file,
+                error.strerror,
+            )
 
     async def stop(self, timeout: float) -> None:
         """Stop the process for good; kill it if it runs longer than `timeout` seconds."""

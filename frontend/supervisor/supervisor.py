@@ -115,8 +115,9 @@ class Supervisor:
         if not is_first and now - self._signaled_at <= REPEATED_SIGNAL_SECONDS:
             logger.info(
                 "a signal within %.10g s of the one before counts as the same, which some programs send twice; "
-                "interrupt again if it was meant", REPEATED_SIGNAL_SECONDS,
-            )  # fmt: skip
+                "interrupt again if it was meant",
+                REPEATED_SIGNAL_SECONDS,
+            )
             return
         self._signaled_at = now
         if is_first:
@@ -156,8 +157,9 @@ class Supervisor:
         if self._frontends is not None and open_sequences:
             logger.info(
                 "stopping: waiting up to %.10g s for %d sequences in progress; interrupt again to stop at once",
-                self._stop_times.shutdown_delay + self._stop_times.drain_timeout, open_sequences,
-            )  # fmt: skip
+                self._stop_times.shutdown_delay + self._stop_times.drain_timeout,
+                open_sequences,
+            )
         else:
             logger.info("stopping")
 

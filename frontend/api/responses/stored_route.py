@@ -101,9 +101,10 @@ def stored_responses_router(service: Service) -> APIRouter:
 
     @router.post(
         "/v1/responses/{response_id}/cancel",
-        openapi_extra={"responses": {"200": json_response("Never: no response runs in the background.", _RESPONSE),
-                                     **_ERRORS}},
-    )  # fmt: skip
+        openapi_extra={
+            "responses": {"200": json_response("Never: no response runs in the background.", _RESPONSE), **_ERRORS}
+        },
+    )
     async def cancel(request: Request, response_id: str) -> Response:
         """Refuse to cancel a response: it ended before it was stored."""
         with contextlib.suppress(StoredTooLargeError):

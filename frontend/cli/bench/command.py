@@ -44,9 +44,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         )
         percentiles = arguments.metric_percentiles
         level = measure(job, min(arguments.clients, load.in_flight or arguments.clients), slo, (50, *percentiles))
-        result = Result(
-            model, arguments.request_rate, arguments.max_concurrency, percentiles, bool(objectives), level
-        )  # fmt: skip
+        result = Result(model, arguments.request_rate, arguments.max_concurrency, percentiles, bool(objectives), level)
         if (path := result_path(arguments, result)) is not None:
             _write(path, result)
     except (OSError, ValueError, ClientDiedError) as error:

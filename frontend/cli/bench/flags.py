@@ -60,23 +60,34 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("serve", nargs="?", choices=["serve"], help=argparse.SUPPRESS)  # as in `vllm bench serve`
     parser.add_argument("--model", metavar="NAME", help="name of the model (default: the first one of the server)")
     parser.add_argument(
-        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="generate the whole length; off for servers without this field, such as OpenAI's (default: on)",
-    )  # fmt: skip
+    )
     results = next(group for group in parser._action_groups if group.title == "results")
     results.add_argument(
-        "--percentile-metrics", type=_latencies, metavar="LIST", default=("ttft", "tpot", "itl"),
+        "--percentile-metrics",
+        type=_latencies,
+        metavar="LIST",
+        default=("ttft", "tpot", "itl"),
         help=f"latencies to print, of {','.join(LATENCIES)} (default: ttft,tpot,itl)",
-    )  # fmt: skip
+    )
     results.add_argument(
-        "--metric-percentiles", type=_percentiles, metavar="LIST", default=(99.0,),
+        "--metric-percentiles",
+        type=_percentiles,
+        metavar="LIST",
+        default=(99.0,),
         help="percentiles of each latency, such as 50,90,99 (default: 99)",
-    )  # fmt: skip
+    )
     results.add_argument(
-        "--goodput", nargs="+", type=_objective, metavar="NAME:MS",
+        "--goodput",
+        nargs="+",
+        type=_objective,
+        metavar="NAME:MS",
         help="most milliseconds that a request may take, such as ttft:500 tpot:50 e2el:9000; prints how many requests "
         "a second keep to all of them",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--wait", dest="ready_check_timeout_sec", type=float, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )

@@ -23,9 +23,11 @@ TANDEM = CommandHelp(
     "",
     "Serve large language models over OpenAI's and Anthropic's APIs. Each command has its own --help.",
     "COMMAND ...",
-    ("tandem serve                      # the small model that ships with Tandem, on 127.0.0.1:8000",
-     "tandem chat                       # in another terminal"),
-)  # fmt: skip
+    (
+        "tandem serve                      # the small model that ships with Tandem, on 127.0.0.1:8000",
+        "tandem chat                       # in another terminal",
+    ),
+)
 COMMANDS = {
     "serve": CommandHelp(
         "start an engine core and HTTP frontends",

@@ -86,9 +86,13 @@ class CommandParser(argparse.ArgumentParser):
                 self._add_action(twin)
             else:
                 self.add_argument(
-                    word, dest=action.dest, action="store_const", const=alias.value, default=argparse.SUPPRESS,
+                    word,
+                    dest=action.dest,
+                    action="store_const",
+                    const=alias.value,
+                    default=argparse.SUPPRESS,
                     help=argparse.SUPPRESS,
-                )  # fmt: skip
+                )
             self._aliases[word] = alias
 
     def format_help(self) -> str:
@@ -191,9 +195,8 @@ class CommandParser(argparse.ArgumentParser):
         known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         elsewhere: dict[str, ForeignFlag | Alias] = {**FOREIGN_FLAGS, **ALIASES}
         foreign = {
-            name: answer for name, answer in elsewhere.items()
-            if (answer.ours or "--device").partition(" ")[0] in known
-        } | dict(self._foreign)  # fmt: skip
+            name: answer for name, answer in elsewhere.items() if (answer.ours or "--device").partition(" ")[0] in known
+        } | dict(self._foreign)
         dashed = flag[:2] + flag[2:].replace("_", "-")
         if dashed in foreign:
             return foreign[dashed].explain(flag)
