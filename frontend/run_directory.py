@@ -25,8 +25,8 @@ def run_directory() -> Iterator[Path]:
 
     Directories left behind by killed processes of this user are removed first.
     """
-    place = tempfile.gettempdir()
-    parent = Path(place if len(os.fsencode(place)) < MAX_PARENT_BYTES else "/tmp")
+    temporary = tempfile.gettempdir()
+    parent = Path(temporary if len(os.fsencode(temporary)) < MAX_PARENT_BYTES else "/tmp")
     remove_stale(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     lock = _lock_new(folder)

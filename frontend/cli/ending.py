@@ -28,8 +28,8 @@ def write_out(run: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        place = error.filename or "the output"
-        print(f"tandem: {place} cannot be written: {error.strerror}; free space there", file=sys.stderr)
+        name = error.filename or "the output"
+        print(f"tandem: {name} cannot be written: {error.strerror}; free space there", file=sys.stderr)
         _discard_output()
         return 1
 

@@ -139,8 +139,8 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
     options = engine_options(arguments)
     wrong = wrong_numbers(options)
     # Some flags are shared with the frontends and have the same bounds.
-    told = {text.partition(" ")[0] for text in found.problems}
-    found.problems += [text for name, text in wrong.items() if flag_name(name) not in told]
+    reported = {text.partition(" ")[0] for text in found.problems}
+    found.problems += [text for name, text in wrong.items() if flag_name(name) not in reported]
     model, weight_bytes = _find_model(options.model, arguments, True, found)
     installed: list[bool] = []
     with found.caught():

@@ -79,11 +79,11 @@ class StreamedAnswer:
         if self._finish_reason != "length":
             return 0
         count = self._usage.get("completion_tokens")
-        place = "at the limit on tokens" if count is None else f"at {count} tokens"
+        limit = "at the limit on tokens" if count is None else f"at {count} tokens"
         if as_json and not _is_json(self.content):
-            print(f"tandem: the JSON was cut {place} and is not complete; raise --max-tokens", file=sys.stderr)
+            print(f"tandem: the JSON was cut {limit} and is not complete; raise --max-tokens", file=sys.stderr)
             return 1
-        print(f"tandem: cut {place}; raise --max-tokens", file=sys.stderr)
+        print(f"tandem: cut {limit}; raise --max-tokens", file=sys.stderr)
         return 0
 
     def _end_line(self) -> None:

@@ -79,19 +79,19 @@ class ModelCache:
         Where the file system has no links, the blob is moved. name: path relative to the snapshot. Raises OSError on
         failure.
         """
-        blob, place = self.blob(digest), self.snapshot(commit) / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        unnamed = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
+        blob, link = self.blob(digest), self.snapshot(commit) / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        unnamed = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
         try:
-            unnamed.symlink_to(os.path.relpath(blob, place.parent))
+            unnamed.symlink_to(os.path.relpath(blob, link.parent))
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            os.replace(blob, place)
+            os.replace(blob, link)
             return
-        os.replace(unnamed, place)
+        os.replace(unnamed, link)
 
     def free_bytes(self) -> int:
         """Return the free bytes of the disk that holds the cache."""
-        place = next(place for place in (self.root, *self.root.parents) if place.exists())
-        return shutil.disk_usage(place).free
+        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
+        return shutil.disk_usage(existing).free

@@ -108,8 +108,8 @@ def is_transport_error(error: BaseException) -> bool:
 
 def explain_file_error(error: OSError, root: Path | None) -> str:
     """Explain why the cache at `root` is not writable."""
-    place = f"{error.filename or root}: " if error.filename or root else ""
+    prefix = f"{error.filename or root}: " if error.filename or root else ""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.ENOSPC:
-        return f"{place}the disk is full; free some space, or give a folder on another disk with --download-dir"
-    return f"{place}{reason}; give a folder that can be written with --download-dir or HF_HOME"
+        return f"{prefix}the disk is full; free some space, or give a folder on another disk with --download-dir"
+    return f"{prefix}{reason}; give a folder that can be written with --download-dir or HF_HOME"

@@ -55,13 +55,13 @@ class EngineProcess:
             return
         await self._read_rest()
         # Only a logged error gives the reason, and a killed process has not logged one.
-        told = [line for line in self._last_lines if _NAME.match(line) or not _LOG_LINE.match(line)]
-        lines = [line for line in told if line.strip()]
+        relevant = [line for line in self._last_lines if _NAME.match(line) or not _LOG_LINE.match(line)]
+        lines = [line for line in relevant if line.strip()]
         first = len(lines) - 1
         if status == describe_exit(
             ExitCode.CONFIG
         ):  # a refusal may have several lines; a traceback has its message last
-            first = min((place for place, line in enumerate(lines) if _NAME.match(line)), default=first)
+            first = min((index for index, line in enumerate(lines) if _NAME.match(line)), default=first)
         reason = "".join(_NAME.sub("", line) for line in lines[first:]).strip()
         said = f": {reason}" if lines and "SIGKILL" not in status else ""
         raise EngineError(f"the engine core ended with {status}{said}")

@@ -143,8 +143,8 @@ class DrainingServer(uvicorn.Server):
         status = "draining" if self._service.draining else "serving" if self._is_serving else "starting"
         slots = self._listeners.slots if self._listeners is not None else ()
         engine = self._service.client.health()
-        told = (engine.status, engine.reason)
-        return Beat(status, slots, self._service.client.num_open, len(self.connections), engine=told)
+        state = (engine.status, engine.reason)
+        return Beat(status, slots, self._service.client.num_open, len(self.connections), engine=state)
 
     def metrics(self) -> Report:
         return self._service.metrics.registry.report()
@@ -323,8 +323,9 @@ def _build_connections(config: FrontendConfig, service: Service) -> Connections:
     if wanted > allowed or allowed < config.max_concurrent:
         logger.warning(
             "the limit of open files has room for %d connections, fewer than --limit-concurrency or --max-concurrent "
-            "ask for; raise ulimit -n (LimitNOFILE of systemd)", allowed,
-        )  # fmt: skip
+            "ask for; raise ulimit -n (LimitNOFILE of systemd)",
+            allowed,
+        )
     shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout, limits.send_timeout)
     interval = min(_CHECK_SECONDS, shortest / _CHECKS_PER_TIMEOUT)
     log = RateLimitedLog(logger, at_interval_end=True)

@@ -85,8 +85,8 @@ def _generation_attributes(record: RequestRecord, admitted: Admitted) -> dict[st
 
 def _engine_latencies(record: RequestRecord) -> dict[str, Value | None]:
     """Return the latencies of the first sequence of the successful attempt."""
-    told = record.attempts[-1].sequences if record.attempts else []
-    times = told[0].times if told else None
+    sequences = record.attempts[-1].sequences if record.attempts else []
+    times = sequences[0].times if sequences else None
     if times is None or times.admitted is None:
         return {}
     queued, first, ended = times.admitted, times.first_token, times.ended

@@ -87,7 +87,7 @@ class Announcement:
 
     async def _announce_frontends(self, frontends: Frontends) -> None:
         announce(f"tandem frontend waits for the engine at {self._endpoint}")
-        while not frontends.was_heard:
+        while not frontends.has_reported:
             await asyncio.sleep(_POLL_SECONDS)
         announce(f"tandem frontend listens on {self._addresses}")
         await self._until_ready(frontends)

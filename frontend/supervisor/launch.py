@@ -142,13 +142,13 @@ def check_unused(endpoint: str) -> None:
     A second engine would take over an ipc endpoint unnoticed, and its supervisor would mistake the first one's
     heartbeat for its own.
     """
-    scheme, _, place = endpoint.partition("://")
+    scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
         with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(place) == 0:
+            if probe.connect_ex(address) == 0:
                 raise AddressInUseError(f"another engine serves at {endpoint}; stop it, or choose another --endpoint")
     elif scheme == "tcp":
-        host, _, port = place.rpartition(":")
+        host, _, port = address.rpartition(":")
         # The heartbeat uses the next port.
         for number in (int(port), int(port) + 1):
             try:

@@ -70,15 +70,15 @@ class ServiceManager:
             return
         limit = self.watchdog_seconds
         interval = STATUS_SECONDS if limit is None else min(STATUS_SECONDS, limit / 2)
-        told = ""
+        sent = ""
         while True:
             is_ready, words = status()
             lines: Sequence[str] = ["WATCHDOG=1"] if limit is not None else []
-            if words != told:
+            if words != sent:
                 lines = [*lines, f"STATUS={' '.join(words.split())}"]
             if is_ready and not self._was_ready:
                 lines = ["READY=1", *lines]
             if lines:
                 self.notify(*lines)
-            self._was_ready, told = self._was_ready or is_ready, words
+            self._was_ready, sent = self._was_ready or is_ready, words
             await asyncio.sleep(interval)

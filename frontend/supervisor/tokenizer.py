@@ -107,12 +107,12 @@ def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
     for path in sources:
         content = path.read_bytes()
         digest.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
-    place = cache / "tokenizers" / digest.hexdigest()
-    if (place / TOKENIZER).is_file():
-        return place / TOKENIZER
-    place.parent.mkdir(parents=True, exist_ok=True)
+    converted = cache / "tokenizers" / digest.hexdigest()
+    if (converted / TOKENIZER).is_file():
+        return converted / TOKENIZER
+    converted.parent.mkdir(parents=True, exist_ok=True)
     logger.info("converting %s of %s to %s, once", sources[0].name, folder, TOKENIZER)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as name:
+    with tempfile.TemporaryDirectory(dir=converted.parent, prefix="new-") as name:
         work = Path(name)
         (work / "in").mkdir()
         for path in sources:  # the child sees these files only, and no code
@@ -121,8 +121,8 @@ def _converted(folder: Path, sources: list[Path], cache: Path) -> Path:
         (work / "done").mkdir()
         os.replace(work / "out" / TOKENIZER, work / "done" / TOKENIZER)
         with suppress(OSError):  # another process has created it
-            os.rename(work / "done", place)
-    return place / TOKENIZER
+            os.rename(work / "done", converted)
+    return converted / TOKENIZER
 
 
 def _run(folder: Path, sources: list[Path], work: Path) -> None:
@@ -160,15 +160,15 @@ def _linked(folder: Path, tokenizer: Path, cache: Path) -> Path:
     """Create a folder with links to a model's files and its converted tokenizer."""
     whole = folder.resolve()
     key = hashlib.sha256(f"{whole}\0{tokenizer.parent.name}".encode()).hexdigest()
-    place = cache / "models" / key
-    place.mkdir(parents=True, exist_ok=True)
+    linked = cache / "models" / key
+    linked.mkdir(parents=True, exist_ok=True)
     targets = {path.name: path for path in whole.iterdir()} | {TOKENIZER: tokenizer}
-    for link in place.iterdir():
+    for link in linked.iterdir():
         if link.name not in targets:
             link.unlink(missing_ok=True)
     for name, target in targets.items():
-        if not (place / name).is_symlink() or (place / name).readlink() != target:
-            unnamed = place / f".{name}.{os.getpid()}"
+        if not (linked / name).is_symlink() or (linked / name).readlink() != target:
+            unnamed = linked / f".{name}.{os.getpid()}"
             unnamed.symlink_to(target)
-            os.replace(unnamed, place / name)
-    return place
+            os.replace(unnamed, linked / name)
+    return linked

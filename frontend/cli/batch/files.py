@@ -95,20 +95,22 @@ def _list_lines(bad: list[str], path: Path) -> str:
     return "\n".join(bad[:MAX_REPORTED]) + total
 
 
-def _parse(line: bytes, place: str) -> BatchRequest:
+def _parse(line: bytes, location: str) -> BatchRequest:
     try:
         request = msgspec.json.decode(line, type=BatchRequest)
         body = msgspec.json.decode(request.body, type=_Body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise BatchError(f"{place}: {error}") from None
+        raise BatchError(f"{location}: {error}") from None
     if not 1 <= len(request.custom_id) <= MAX_ID_CHARS:
-        raise BatchError(f"{place}: custom_id must have 1 to {MAX_ID_CHARS} characters, not {len(request.custom_id)}")
+        raise BatchError(
+            f"{location}: custom_id must have 1 to {MAX_ID_CHARS} characters, not {len(request.custom_id)}"
+        )
     if request.method != "POST":
-        raise BatchError(f"{place}: method must be POST, not {request.method!r}")
+        raise BatchError(f"{location}: method must be POST, not {request.method!r}")
     if request.url not in URLS:
-        raise BatchError(f"{place}: url must be one of {', '.join(URLS)}, not {request.url!r}")
+        raise BatchError(f"{location}: url must be one of {', '.join(URLS)}, not {request.url!r}")
     if body.stream:
-        raise BatchError(f"{place}: a batch does not support streaming; remove 'stream' from the body")
+        raise BatchError(f"{location}: a batch does not support streaming; remove 'stream' from the body")
     # Copy, as the body would otherwise keep the whole line in memory.
     return msgspec.structs.replace(request, body=request.body.copy())
 

@@ -63,7 +63,9 @@ class Client:
         for index in firsts:
             self._prepared[index] = self._build(index)
         # Connection errors are counted with the requests.
-        await asyncio.gather(*(self._pool.connect(self._pool.place(i)) for i in self._streams), return_exceptions=True)
+        await asyncio.gather(
+            *(self._pool.connect(self._pool.endpoint_of(i)) for i in self._streams), return_exceptions=True
+        )
 
     async def run(self, start: float) -> list[Record]:
         """Run from the start time, on the monotonic clock, to the last response."""
@@ -88,16 +90,16 @@ class Client:
                 await asyncio.sleep(ERROR_PAUSE)
 
     async def _open_loop(self, start: float) -> None:
-        places = None if self._in_flight is None else asyncio.Semaphore(self._in_flight)
+        slots = None if self._in_flight is None else asyncio.Semaphore(self._in_flight)
         async with asyncio.TaskGroup() as tasks:
             for index, due in self._arrivals:
                 if (wait := start + due - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
-                tasks.create_task(self._arrive(index, start + due, places))
+                tasks.create_task(self._arrive(index, start + due, slots))
 
-    async def _arrive(self, index: int, due: float, places: asyncio.Semaphore | None) -> None:
+    async def _arrive(self, index: int, due: float, slots: asyncio.Semaphore | None) -> None:
         """Send a request that is due, once a slot is free."""
-        async with places or nullcontext():
+        async with slots or nullcontext():
             await self._request(index, due)
 
     def _build(self, index: int) -> tuple[Record, bytes]:

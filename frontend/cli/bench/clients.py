@@ -49,8 +49,8 @@ class Clients:
         self._pipes = [ours for ours, _ in ends]
         self._far_ends = [theirs for _, theirs in ends]
         self._processes = [
-            context.Process(target=serve_jobs, args=(far_end, place, processes, self._counts), daemon=True)
-            for place, far_end in enumerate(self._far_ends)
+            context.Process(target=serve_jobs, args=(far_end, rank, processes, self._counts), daemon=True)
+            for rank, far_end in enumerate(self._far_ends)
         ]
 
     def __enter__(self) -> "Clients":
@@ -82,17 +82,17 @@ class Clients:
             pipe.send(start)
         shares: dict[int, Share] = {}
         while len(shares) < len(self._pipes):
-            pending = [pipe for place, pipe in enumerate(self._pipes) if place not in shares]
+            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in shares]
             ready = wait(pending, timeout=progress.interval)
             for pipe in (pipe for pipe in pending if pipe in ready):
                 shares[self._pipes.index(pipe)] = msgspec.msgpack.decode(self._receive(pipe), type=Share)
             progress.draw(sum(self._counts), time.monotonic() - start)
-        return [shares[place] for place in range(len(self._pipes))]
+        return [shares[rank] for rank in range(len(self._pipes))]
 
     def _receive(self, pipe: Connection) -> bytes:
         try:
             return pipe.recv_bytes()
         except EOFError:
-            place = self._pipes.index(pipe)
-            self._processes[place].join()
-            raise ClientDiedError(f"client process {place} exited with {self._processes[place].exitcode}") from None
+            rank = self._pipes.index(pipe)
+            self._processes[rank].join()
+            raise ClientDiedError(f"client process {rank} exited with {self._processes[rank].exitcode}") from None

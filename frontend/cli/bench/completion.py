@@ -144,8 +144,8 @@ async def complete(pool: ConnectionPool, body: bytes, record: Record) -> None:
 
     Raises RequestFailedError, and the connection's errors.
     """
-    place = pool.place(record.index)
-    connection = await pool.post(place, body)
+    endpoint = pool.endpoint_of(record.index)
+    connection = await pool.post(endpoint, body)
     try:
         if connection.status != 200:
             said = await connection.read_all()
@@ -157,4 +157,4 @@ async def complete(pool: ConnectionPool, body: bytes, record: Record) -> None:
                 meter.take(payload, now)
         meter.finish()
     finally:
-        pool.release(place, connection)
+        pool.release(endpoint, connection)

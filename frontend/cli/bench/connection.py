@@ -161,20 +161,20 @@ class ConnectionPool:
     def __len__(self) -> int:
         return sum(map(len, self._idle))
 
-    def place(self, index: int) -> int:
+    def endpoint_of(self, index: int) -> int:
         """Choose the endpoint of a request, round-robin by its index."""
         return index % len(self._endpoints)
 
-    async def connect(self, place: int) -> None:
+    async def connect(self, endpoint: int) -> None:
         """Open a connection before its first request."""
-        self._idle[place].append(await self._open(place))
+        self._idle[endpoint].append(await self._open(endpoint))
 
-    async def post(self, place: int, body: bytes) -> Connection:
+    async def post(self, endpoint: int, body: bytes) -> Connection:
         """Send a request and return its connection after the response headers.
 
         Return the connection with `release`.
         """
-        if idle := self._idle[place]:
+        if idle := self._idle[endpoint]:
             connection = idle.pop()
             try:
                 await connection.post(body)
@@ -185,7 +185,7 @@ class ConnectionPool:
             except BaseException:
                 connection.close()
                 raise
-        connection = await self._open(place)
+        connection = await self._open(endpoint)
         try:
             await connection.post(body)
         except BaseException:
@@ -193,12 +193,12 @@ class ConnectionPool:
             raise
         return connection
 
-    async def _open(self, place: int) -> Connection:
-        return await Connection.open(self._endpoints[place], self._contexts[place])
+    async def _open(self, endpoint: int) -> Connection:
+        return await Connection.open(self._endpoints[endpoint], self._contexts[endpoint])
 
-    def release(self, place: int, connection: Connection) -> None:
+    def release(self, endpoint: int, connection: Connection) -> None:
         if connection.reusable:
-            self._idle[place].append(connection)
+            self._idle[endpoint].append(connection)
         else:
             connection.close()
 

@@ -13,7 +13,7 @@ class Record(Struct):
     start: float = 0.0
     """Before the connection is taken, so that waiting for one counts."""
     lag: float = 0.0
-    """Open loop: how late the client itself was, or how long the request waited for a place in flight."""
+    """Open loop: how late the client itself was, or how long the request waited for a slot in flight."""
     first: float | None = None
     """Arrival of the first chunk with output."""
     last: float | None = None

@@ -29,7 +29,7 @@ class Result(Struct):
     percentiles: Sequence[float]
     """Percentiles to tell of each latency."""
     has_objectives: bool
-    """True if goodput is told."""
+    """True to report goodput."""
     level: Level
 
     def lines(self, metrics: Sequence[str]) -> Iterator[str]:
@@ -104,9 +104,7 @@ class Result(Struct):
         }
         for metric in _HEADINGS:
             words = ("mean", "median", *(_word(percent).lower() for percent in self.percentiles))
-            found |= {
-                f"{word}_{metric}_ms": value for word, value in zip(words, self._figures(metric), strict=True)
-            }  # fmt: skip
+            found |= {f"{word}_{metric}_ms": value for word, value in zip(words, self._figures(metric), strict=True)}
         return found
 
     def default_name(self, now: datetime) -> str:

@@ -67,8 +67,8 @@ def config_words(
                 setattr(values, action.dest, action.type(str(value)) if callable(action.type) else value)
     if wrong:
         lines = _lines_of_names(text)
-        told = [f"{path}:{lines[name]}: {what}" for name, what in wrong]
-        raise ValueError("\n".join([*told, *(f"{path}: {problem}" for problem in check(values))]))
+        errors = [f"{path}:{lines[name]}: {what}" for name, what in wrong]
+        raise ValueError("\n".join([*errors, *(f"{path}: {problem}" for problem in check(values))]))
     return words
 
 

@@ -49,8 +49,8 @@ def port_clash(api: Addresses | None, ops_host: str, ops_port: int | None, endpo
 
 def _endpoint_uses(endpoint: str) -> list[PortUse]:
     """Return the two ports of a TCP endpoint; none for a host that only ZMQ can resolve."""
-    scheme, _, place = endpoint.partition("://")
-    host, _, port = place.rpartition(":")
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
     if scheme == "tcp":
         with suppress(LaunchError):
             addresses = tcp_addresses([host.replace("*", "0.0.0.0")], "--endpoint")

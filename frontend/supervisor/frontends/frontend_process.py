@@ -35,7 +35,7 @@ class FrontendProcess:
         self.child = child
         self.beat = Beat("starting")
         """Last heartbeat; a placeholder before the first."""
-        self.was_heard = False
+        self.has_reported = False
         """True once the process has sent a message."""
         self.was_ready = False
         """True once the process has served."""
@@ -48,10 +48,10 @@ class FrontendProcess:
         self._killed_for = ""
         self._end_at: float | None = None
 
-    def hear(self, message: FromFrontend) -> None:
+    def record(self, message: FromFrontend) -> None:
         """Record a message."""
         self._heard_at = self._clock()
-        self.was_heard = True
+        self.has_reported = True
         if isinstance(message, Beat):
             self.beat = message
             self.was_ready |= message.status == "serving"
@@ -82,7 +82,7 @@ class FrontendProcess:
         if self.is_draining:
             return
         self.is_draining = True
-        if self.was_heard:
+        if self.has_reported:
             self._end_at = self._clock() + delay + timeout + EXTRA_STOP_SECONDS
             self.child.send(Drain(delay, timeout))
         else:
@@ -94,7 +94,7 @@ class FrontendProcess:
         Kill it if it has sent no message yet.
         """
         self.is_draining = True
-        if self.was_heard:
+        if self.has_reported:
             self.child.send(End())
         else:
             self.kill()

@@ -55,7 +55,7 @@ class Frontends:
             )
             for number in range(count)
         ]
-        self.was_heard = False
+        self.has_reported = False
         """True once a frontend has accepted its settings and sent a heartbeat."""
         self._is_stopping = False
 
@@ -71,7 +71,7 @@ class Frontends:
         `ready` if any of them sees it as ready, otherwise the status of the first.
         """
         seen = [process.beat.engine for slot in self.slots for process in slot.processes if process.is_serving]
-        return next((told for told in seen if told[0] == "ready"), seen[0] if seen else ("ready", ""))
+        return next((state for state in seen if state[0] == "ready"), seen[0] if seen else ("ready", ""))
 
     @property
     def was_ready(self) -> bool:
@@ -104,7 +104,7 @@ class Frontends:
         self._clock.tick()
         for slot in self.slots:
             slot.check(self._hang_timeout)
-            if not self.was_heard:
+            if not self.has_reported:
                 break
         self._assign()
 
@@ -151,7 +151,9 @@ class Frontends:
 
     def _assign(self) -> None:
         """Assign the sockets that each process accepts from."""
-        self.was_heard = self.was_heard or any(process.was_heard for slot in self.slots for process in slot.processes)
+        self.has_reported = self.has_reported or any(
+            process.has_reported for slot in self.slots for process in slot.processes
+        )
         if self.was_ready:
             for slot in self.slots:
                 slot.policy.mark_ready()

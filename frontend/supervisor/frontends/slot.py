@@ -117,7 +117,7 @@ class FrontendSlot:
             self._on_metrics(process, message)
             return
         was_ready = process.was_ready
-        process.hear(message)
+        process.record(message)
         if process.was_ready and not was_ready:
             logger.debug("%s, process %s, is ready", self.name, process.child.pid)
         if isinstance(message, Leaving) and process is self.current and not process.is_draining:

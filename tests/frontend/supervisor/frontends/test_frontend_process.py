@@ -13,7 +13,7 @@ def started() -> tuple[FrontendProcess, FakeFrontendChild]:
 
 def test_process_that_was_heard_is_told_to_end_also_while_it_drains() -> None:
     process, child = started()
-    process.hear(Beat("serving", (0,)))
+    process.record(Beat("serving", (0,)))
     process.drain(0.0, 25.0)
     process.end()
     assert (child.sent, child.is_killed) == ([Drain(0.0, 25.0), End()], False)
@@ -28,6 +28,6 @@ def test_process_that_was_not_heard_yet_is_killed() -> None:
 
 def test_process_that_may_serve_since_its_last_beat_is_drained() -> None:
     process, child = started()
-    process.hear(Beat("starting"))
+    process.record(Beat("starting"))
     process.drain(0.0, 25.0)
     assert (child.sent, child.is_killed) == ([Drain(0.0, 25.0)], False)
