@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from openai.types.shared_params import FunctionDefinition
 
 from tests.support.serving import ABORTS, Serving, until
 from tests.support.thinned import thinned
@@ -34,6 +35,15 @@ TOOLS: list[ChatCompletionToolParam] = [
     }
     for name in ("forecast", "history")
 ]  # fmt: skip
+GET_WEATHER: FunctionDefinition = {
+    "name": "get_weather",
+    "description": "Get the current weather in a given location",
+    "parameters": {
+        "type": "object",
+        "properties": {"location": {"type": "string", "description": "The city, e.g. San Francisco"}},
+        "required": ["location"],
+    },
+}
 
 
 def test_a_trained_question_gets_the_trained_answer(client: openai.OpenAI) -> None:
@@ -127,7 +137,39 @@ def test_a_required_tool_call_is_generated(client: openai.OpenAI, serving: Servi
     until(serving.rows_and_pages_are_free, "rows and pages to come back")
 
 
-def test_tools_are_part_of_the_prompt_though_the_template_renders_none(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_a_first_tool_call_is_right_and_its_result_is_answered(
+    client: openai.OpenAI, choice: str, stream: bool
+) -> None:
+    """The model writes the call with the city of the question, ends its string, and then repeats the result."""
+    tools: list[ChatCompletionToolParam] = [{"type": "function", "function": GET_WEATHER}]
+    wanted: Any = choice if choice != "named" else {"type": "function", "function": {"name": "get_weather"}}
+    turns: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    fields: dict[str, Any] = {"model": MODEL, "messages": turns, "tools": tools, "tool_choice": wanted}
+    if stream:
+        with client.chat.completions.stream(**fields) as chunks:
+            message = chunks.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.create(**fields).choices[0].message
+    (call,) = message.tool_calls or []
+    assert call.type == "function" and call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"location": "Paris"}
+    assert message.content is None
+    result: ChatCompletionMessageParam = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees and cloudy"}
+    said: Any = message.model_dump(include={"role", "content", "tool_calls"})
+    reply = client.chat.completions.create(model=MODEL, messages=[*turns, said, result], tools=tools)
+    assert reply.choices[0].message.content == "get_weather returned 18 degrees and cloudy."
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_a_question_that_needs_no_tool_is_answered_in_text(client: openai.OpenAI) -> None:
+    tools: list[ChatCompletionToolParam] = [{"type": "function", "function": GET_WEATHER}]
+    reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=tools)
+    assert reply.choices[0].message.content == ANSWER
+
+
+def test_tools_are_part_of_the_prompt(client: openai.OpenAI) -> None:
     def prompt_tokens(**fields: Any) -> int:
         reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, **fields)
         assert reply.usage is not None

@@ -25,6 +25,12 @@ FORECAST: dict[str, Any] = {
     },
 }
 
+GET_WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Get the current weather in a given location",
+    "input_schema": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+}
+
 
 @pytest.fixture
 def anthropic_client(serving: Serving) -> "Iterator[Anthropic]":
@@ -69,3 +75,20 @@ def test_a_tool_is_called_and_its_result_read(anthropic_client: "Anthropic") -> 
     second = anthropic_client.messages.create(messages=turns, **fields)
     assert prompt_size(second) > prompt_size(first)
     assert second.content
+
+
+@pytest.mark.parametrize("choice", ["auto", "any"])
+def test_a_first_tool_call_is_right_and_its_result_is_answered(anthropic_client: "Anthropic", choice: str) -> None:
+    from anthropic.types import TextBlock, ToolUseBlock
+
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 128, "tools": [GET_WEATHER]}
+    question: MessageParam = {"role": "user", "content": "What is the weather in Paris?"}
+    first = anthropic_client.messages.create(messages=[question], tool_choice={"type": choice}, **fields)
+    (call,) = first.content
+    assert isinstance(call, ToolUseBlock) and call.name == "get_weather" and call.input == {"location": "Paris"}
+    result: MessageParam = {
+        "role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "18 degrees"}],
+    }  # fmt: skip
+    turns: list[MessageParam] = [question, {"role": "assistant", "content": first.content}, result]
+    (block,) = anthropic_client.messages.create(messages=turns, **fields).content
+    assert isinstance(block, TextBlock) and block.text == "get_weather returned 18 degrees."

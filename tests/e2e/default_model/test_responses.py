@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.responses import FunctionToolParam, ResponseInputParam
 
-from tests.e2e.default_model.test_chat import ANSWER, FORECAST, MODEL, Weather
+from tests.e2e.default_model.test_chat import ANSWER, FORECAST, GET_WEATHER, MODEL, Weather
 from tests.support.serving import GUARD_SECONDS, Serving, until
 
 QUESTION = "What does textwrap.dedent do?"
@@ -45,6 +45,17 @@ def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     assert last.response.output_text == ANSWER
     with client.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
         assert stream.get_final_response().output_text == ANSWER
+
+
+def test_a_first_tool_call_is_right_and_its_result_is_answered(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **GET_WEATHER}
+    first = client.responses.create(model=MODEL, input="What is the weather in Paris?", tools=[tool])
+    (call,) = first.output
+    assert call.type == "function_call" and call.name == "get_weather"
+    assert json.loads(call.arguments) == {"location": "Paris"}
+    result: ResponseInputParam = [{"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}]
+    second = client.responses.create(model=MODEL, previous_response_id=first.id, input=result, tools=[tool])
+    assert second.output_text == "get_weather returned 18 degrees."
 
 
 def test_an_output_cut_by_max_tokens_is_incomplete(client: openai.OpenAI) -> None:
