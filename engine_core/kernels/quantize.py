@@ -85,9 +85,7 @@ def store_quantized(
 
 
 @triton.jit
-def store_quantized_tile(
-    values_ptr, scales_ptr, offs_m, first, x, M, width, scale_stride, GROUP: tl.constexpr
-):  # fmt: skip
+def store_quantized_tile(values_ptr, scales_ptr, offs_m, first, x, M, width, scale_stride, GROUP: tl.constexpr):
     """Quantize and store part of several rows, like `store_quantized`.
 
     The scale is static, or each row's part is a group. x: [rows, columns] float32, of rows `offs_m` below M; first:

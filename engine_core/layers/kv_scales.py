@@ -43,9 +43,15 @@ class KVScales:
         shapes = ((), (1,), (1, 1), (heads,), (heads, 1), (heads, 1, 1))
         return [
             WeightSlot(
-                prefix + name, self._flat, 0, 2 * layer + kind, 1, shapes=shapes, is_optional=True,
+                prefix + name,
+                self._flat,
+                0,
+                2 * layer + kind,
+                1,
+                shapes=shapes,
+                is_optional=True,
                 transform=lambda stored: stored.float().amax().view(1),
             )
             for kind, names in enumerate((KEY_NAMES, VALUE_NAMES))
             for name in names
-        ]  # fmt: skip
+        ]

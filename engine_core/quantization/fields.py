@@ -8,9 +8,16 @@ from typing import Any
 from tandem.engine_core.errors import ConfigError
 
 PROJECTIONS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.down_proj",
-)  # fmt: skip
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.qkv_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.gate_up_proj",
+    "mlp.down_proj",
+)
 """Names of a layer's linear projections, including those of fused checkpoints."""
 _ROOTS = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of layer names, including those of multimodal checkpoints."""

@@ -59,10 +59,17 @@ def build(
     checkpoint: Checkpoint, dtype: Dtype, page_size: PageSize = 16, graph_tokens: str | None = None
 ) -> TorchRuntime:
     options = EngineOptions(
-        model=str(checkpoint.directory), device=DEVICE, dtype=dtype, max_rows=ROWS, max_len=LONGEST + 16,
-        max_step_tokens=ROWS * 32, kv_tokens=ROWS * 256, graph_rows="1,4,6", page_size=page_size,
+        model=str(checkpoint.directory),
+        device=DEVICE,
+        dtype=dtype,
+        max_rows=ROWS,
+        max_len=LONGEST + 16,
+        max_step_tokens=ROWS * 32,
+        kv_tokens=ROWS * 256,
+        graph_rows="1,4,6",
+        page_size=page_size,
         graph_tokens=graph_tokens,
-    )  # fmt: skip
+    )
     return runtime_of(DrivenEngine.build(options))
 
 

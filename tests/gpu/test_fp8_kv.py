@@ -131,9 +131,13 @@ def test_rows_of_any_lengths_equal_the_oracle(
     query = randn(offset, heads, head_dim, dtype=dtype)
     scale = head_dim**-0.5
     ragged = RaggedPlanner.allocate(
-        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"), read_gpu_traits(),
-        tile_queries(heads, kv_heads, head_dim, dtype), len(spans), offset,
-    )  # fmt: skip
+        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True),
+        torch.device("cuda"),
+        read_gpu_traits(),
+        tile_queries(heads, kv_heads, head_dim, dtype),
+        len(spans),
+        offset,
+    )
     layer, own_scales = LayerAttention(scale), scales() if narrow else None
     found = ragged.plan(spans, page_table).run(query / factor, keys, values, layer, own_scales)
     exact = reference_attention.paged_prefill(query, read_keys, read_values, WORK, page_table, scale)

@@ -113,9 +113,12 @@ def test_gemv_behind_a_norm_and_before_an_activation_is_exact_enough(
 @pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
 @pytest.mark.parametrize(
     ("inputs", "dtype", "norms"),
-    [*((2560, torch.bfloat16, norms) for norms in range(3)), *((2560, dtype, 2) for dtype in DTYPES[1:]),
-     (3072, torch.bfloat16, 1)],
-)  # fmt: skip
+    [
+        *((2560, torch.bfloat16, norms) for norms in range(3)),
+        *((2560, dtype, 2) for dtype in DTYPES[1:]),
+        (3072, torch.bfloat16, 1),
+    ],
+)
 def test_rmsnorm_gemv_is_exact_enough(
     inputs: int, dtype: torch.dtype, norms: int, activation: Activation | None
 ) -> None:

@@ -66,9 +66,13 @@ def spans_of(work: Work, first_row: int = 0) -> list[Span]:
 
 def ragged(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int, tokens: int) -> RaggedPlanner:
     return RaggedPlanner.allocate(
-        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True), torch.device("cuda"), read_gpu_traits(),
-        tile_queries(heads, kv_heads, head_dim, dtype), rows, tokens,
-    )  # fmt: skip
+        lambda *of: torch.zeros(of, dtype=torch.int32, pin_memory=True),
+        torch.device("cuda"),
+        read_gpu_traits(),
+        tile_queries(heads, kv_heads, head_dim, dtype),
+        rows,
+        tokens,
+    )
 
 
 @pytest.mark.parametrize(("dtype", "pdl"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)])

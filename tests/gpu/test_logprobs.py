@@ -79,9 +79,16 @@ def test_cuda_logprobs_agree_with_those_of_the_cpu(dtype: Dtype, bound: float) -
 def driven() -> DrivenEngine:
     """Steps of up to 8 rows fit a graph, steps of 9 to 12 do not."""
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", pipeline="on", max_rows=12, max_step_tokens=600, prefill_chunk=600,
-        max_len=1024, kv_tokens=12288, graph_rows="1,2,4,8",
-    )  # fmt: skip
+        device="cuda",
+        dtype="bfloat16",
+        pipeline="on",
+        max_rows=12,
+        max_step_tokens=600,
+        prefill_chunk=600,
+        max_len=1024,
+        kv_tokens=12288,
+        graph_rows="1,2,4,8",
+    )
     return DrivenEngine.build(options)
 
 

@@ -39,9 +39,14 @@ def test_an_engine_takes_its_share_of_the_memory(
     total = torch.cuda.mem_get_info()[1]
     before = free()
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_rows=64, max_len=512, page_size=page_size, gpu_memory=share,
+        device="cuda",
+        dtype="bfloat16",
+        max_rows=64,
+        max_len=512,
+        page_size=page_size,
+        gpu_memory=share,
         graph_rows=graph_rows,
-    )  # fmt: skip
+    )
     with caplog.at_level(logging.INFO):
         driven = DrivenEngine.build(options)
     runtime = runtime_of(driven)

@@ -69,8 +69,13 @@ def test_attention_that_rotates_equals_the_oracles(
             part[rotation.slot_mapping] = torch.nan
         found = paged_decode(
             *(qkv, *given[1:], head_dim**-0.5, splits),
-            window=window, tile=tile, least=32, early=early, pdl=True, rotation=rotation,
-        )  # fmt: skip
+            window=window,
+            tile=tile,
+            least=32,
+            early=early,
+            pdl=True,
+            rotation=rotation,
+        )
         tolerance = 4 * STEP[dtype]
         torch.testing.assert_close(found.float(), attended, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(given.keys[rotation.slot_mapping].float(), keys, atol=tolerance, rtol=tolerance)
@@ -91,8 +96,13 @@ def test_8_bit_keys_and_values_equal_the_oracles(early: bool) -> None:
     exact = reference_attention.paged_decode(query.float() / scales[0], *read, *given[3:], 128**-0.5)
     found = paged_decode(
         *(qkv, *pools, *given[3:], 128**-0.5, 3),
-        tile=Tile(32, 1, 3), least=32, early=early, pdl=True, scales=scales, rotation=rotation,
-    )  # fmt: skip
+        tile=Tile(32, 1, 3),
+        least=32,
+        early=early,
+        pdl=True,
+        scales=scales,
+        rotation=rotation,
+    )
     torch.testing.assert_close(found.float(), exact, atol=2**-6, rtol=2**-6)
     assert torch.equal(pools[1].float(), wide[1].float())
     keys, stored = pools[0].float(), wide[0].float()
@@ -107,8 +117,9 @@ def test_matmuls_and_attention_with_pdl_change_no_bit(batch: int, head_dim: int,
     lengths = [37 + 31 * i for i in range(batch)]
     layers = [paged(lengths, 32, 8, head_dim, 16, torch.bfloat16) for _ in range(4)]
     rotation = rotation_for(layers[0], head_dim, head_dim, False, torch.bfloat16)
-    rotations = [rotation._replace(slot_mapping=one.page_table.slots(one.rows.long(), one.positions.long()))
-                 for one in layers]  # fmt: skip
+    rotations = [
+        rotation._replace(slot_mapping=one.page_table.slots(one.rows.long(), one.positions.long())) for one in layers
+    ]
     start = randn(batch, 48 * head_dim, dtype=torch.bfloat16)
     weights = [randn(48 * head_dim, 32 * head_dim, dtype=torch.bfloat16) / 64 for _ in layers]
 

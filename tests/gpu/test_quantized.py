@@ -289,9 +289,17 @@ def test_an_engine_with_fused_gate_and_quantization_generates_like_16_bits(name:
 
 def test_steps_with_prompts_from_graphs_have_the_bits_of_the_same_kernels_run_eagerly() -> None:
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", quantize="fp8", pipeline="on", max_rows=12, max_step_tokens=128, max_len=256,
-        kv_tokens=4096, prefill_chunk=96, graph_rows="1,2,4,8,12",
-    )  # fmt: skip
+        device="cuda",
+        dtype="bfloat16",
+        quantize="fp8",
+        pipeline="on",
+        max_rows=12,
+        max_step_tokens=128,
+        max_len=256,
+        kv_tokens=4096,
+        prefill_chunk=96,
+        graph_rows="1,2,4,8,12",
+    )
     driven = DrivenEngine.build(options)
     runtime = runtime_of(driven)
     forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table, read_gpu_traits())

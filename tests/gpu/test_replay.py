@@ -43,9 +43,16 @@ VOCAB = 4096
 def driven() -> DrivenEngine:
     """Steps of up to 8 rows fit a graph, steps of 9 to 12 do not."""
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", pipeline="on", max_rows=12, max_step_tokens=128, prefill_chunk=48,
-        max_len=512, kv_tokens=4096, graph_rows="1,2,4,8",
-    )  # fmt: skip
+        device="cuda",
+        dtype="bfloat16",
+        pipeline="on",
+        max_rows=12,
+        max_step_tokens=128,
+        prefill_chunk=48,
+        max_len=512,
+        kv_tokens=4096,
+        graph_rows="1,2,4,8",
+    )
     driven = DrivenEngine.build(options)
     constraining(driven.engine)
     return driven

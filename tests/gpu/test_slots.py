@@ -25,9 +25,15 @@ EVERYTHING = SamplingParams(64, top_k=9, top_p=0.9, repetition_penalty=1.2, seed
 @pytest.fixture(scope="module")
 def shared() -> TorchRuntime:
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", pipeline="on", max_rows=ROWS, max_step_tokens=256, max_len=256,
-        kv_tokens=2048, graph_rows="1,2,4,8",
-    )  # fmt: skip
+        device="cuda",
+        dtype="bfloat16",
+        pipeline="on",
+        max_rows=ROWS,
+        max_step_tokens=256,
+        max_len=256,
+        kv_tokens=2048,
+        graph_rows="1,2,4,8",
+    )
     return runtime_of(DrivenEngine.build(options))
 
 

@@ -34,9 +34,17 @@ DEVICE: Device = "cuda"
 def build(device: Device = DEVICE) -> DrivenEngine:
     """Less capacity than the traffic needs: rows and pages run out, and requests wait."""
     options = EngineOptions(
-        device=device, dtype="bfloat16", pipeline="on", max_rows=24, max_step_tokens=256, prefill_chunk=100,
-        max_len=512, kv_tokens=6144, max_waiting=40, graph_rows="1,2,4,8,16",
-    )  # fmt: skip
+        device=device,
+        dtype="bfloat16",
+        pipeline="on",
+        max_rows=24,
+        max_step_tokens=256,
+        prefill_chunk=100,
+        max_len=512,
+        kv_tokens=6144,
+        max_waiting=40,
+        graph_rows="1,2,4,8,16",
+    )
     return DrivenEngine.build(options)
 
 

@@ -37,9 +37,16 @@ MODES = {
 @pytest.fixture(scope="module")
 def driven() -> DrivenEngine:
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", pipeline="on", max_rows=12, max_step_tokens=128, prefill_chunk=48,
-        max_len=1024, kv_tokens=12288, graph_rows="1,2,4,8",
-    )  # fmt: skip
+        device="cuda",
+        dtype="bfloat16",
+        pipeline="on",
+        max_rows=12,
+        max_step_tokens=128,
+        prefill_chunk=48,
+        max_len=1024,
+        kv_tokens=12288,
+        graph_rows="1,2,4,8",
+    )
     driven = DrivenEngine.build(options)
     constraining(driven.engine)
     return driven

@@ -14,9 +14,21 @@ from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 
 @triton.jit
 def store_heads(
-    out_ptr, scales_ptr, token, head, acc, g, d, scale_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, WIDE: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    scales_ptr,
+    token,
+    head,
+    acc,
+    g,
+    d,
+    scale_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    QUANT: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """Store the query heads of a token's KV head.
 
     acc: [heads, WIDE] float32, rows past GROUP and elements past D unused; g, d: their indices; out: [T, KV_HEADS *

@@ -41,9 +41,15 @@ def _scatter(locations_ptr, inputs_ptr, table_ptr, FIELD: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _write_rows(
-    locations_ptr, inputs_ptr, rows_ptr, table_ptr, FIELD: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    locations_ptr,
+    inputs_ptr,
+    rows_ptr,
+    table_ptr,
+    FIELD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write consecutive rows of WIDTH words of a field to the rows of a table.
 
     rows_ptr: row indices, STEP words apart.

@@ -124,9 +124,22 @@ def int4_splitk_kernel(
     if GATED:
         gate, ups = tl.split(tl.permute(tl.reshape(sums, [2, BLOCK_N, BLOCK_M]), (1, 2, 0)))
     finish_tile(
-        gate, ups, bias_ptr, bias_ptr, y_ptr, partials_ptr, counters_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT, HAS_BIAS,
-        ACTIVATION, 0,
-    )  # fmt: skip
+        gate,
+        ups,
+        bias_ptr,
+        bias_ptr,
+        y_ptr,
+        partials_ptr,
+        counters_ptr,
+        M,
+        N,
+        BLOCK_M,
+        BLOCK_N,
+        SPLIT,
+        HAS_BIAS,
+        ACTIVATION,
+        0,
+    )
 
 
 def int4_splitk(

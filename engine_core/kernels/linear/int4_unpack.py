@@ -54,9 +54,13 @@ def unpack_int4(words, zeros, dtype: tl.constexpr):
         less = zeros + (0xC300 if BFLOAT else 0xE400)
         less = less | (less << 16)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            SUBTRACT_BFLOAT16 if BFLOAT else SUBTRACT_FLOAT16, "=r,=r,=r,=r,r,r,r,r",
-            [tl.join(words, words), tl.join(less, less)], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2,
-        )  # fmt: skip
+            SUBTRACT_BFLOAT16 if BFLOAT else SUBTRACT_FLOAT16,
+            "=r,=r,=r,=r,r,r,r,r",
+            [tl.join(words, words), tl.join(less, less)],
+            (tl.int16, tl.int16, tl.int16, tl.int16),
+            True,
+            2,
+        )
     if not INTERPRETED and dtype != tl.float32:
         p0, p1 = p0.to(dtype, bitcast=True), p1.to(dtype, bitcast=True)
         p2, p3 = p2.to(dtype, bitcast=True), p3.to(dtype, bitcast=True)

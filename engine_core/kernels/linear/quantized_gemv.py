@@ -42,9 +42,22 @@ _ROW_SCALES = 0
 
 @triton.jit
 def load_tile(
-    word_ptr, scale_ptr, zero_ptr, first, step, end, height, within, K: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
+    word_ptr,
+    scale_ptr,
+    zero_ptr,
+    first,
+    step,
+    end,
+    height,
+    within,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     """Load one step of a tile.
 
     Returns words, [ROWS, words], and for int4 the scales and zero points of their spans, [ROWS, spans]; for 8-bit
@@ -77,9 +90,18 @@ def load_tile(
 
 @triton.jit
 def current_scales(
-    scales, scale_ptr, first, step, end, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
+    scales,
+    scale_ptr,
+    first,
+    step,
+    end,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     """Return the scales of one step of a tile, right before its dot products.
 
     Those of int4 come from `load_tile`; 8-bit ones are loaded here: of blocks, [1, spans], or of rows, [ROWS].
@@ -99,9 +121,16 @@ def current_scales(
 
 @triton.jit
 def tile_sums(
-    words, scales, zeros, x, back, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    words,
+    scales,
+    zeros,
+    x,
+    back,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
     COUNT: tl.constexpr,
-):  # fmt: skip
+):
     """Return the sums of a tile's spans, [ROWS, spans].
 
     They are scaled, except by row scales.
@@ -181,11 +210,11 @@ def quantized_gemv_kernel(
     mask_k = offs_k < K
     words, scales, zeros = load_tile(
         word_ptr, scale_ptr, zero_ptr, first, 0, N, height, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
-    )  # fmt: skip
+    )
     if GATED:
         up_words, up_scales, up_zeros = load_tile(
             word_ptr, scale_ptr, zero_ptr, N + first, 0, height, height, True, K, ROWS, BLOCK_K, KIND, GROUP, RUN, SPAN
-        )  # fmt: skip
+        )
     if MODE > 0:
         norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
         x_weight = norm_weight
@@ -210,20 +239,46 @@ def quantized_gemv_kernel(
             now, now_zeros = words, zeros
             now_scales = current_scales(
                 scales, scale_ptr, first + tile * ROWS, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN
-            )  # fmt: skip
+            )
             words, scales, zeros = load_tile(
-                word_ptr, scale_ptr, zero_ptr, following, 0, N, height, within, K, ROWS, BLOCK_K, KIND, GROUP, RUN,
+                word_ptr,
+                scale_ptr,
+                zero_ptr,
+                following,
+                0,
+                N,
+                height,
+                within,
+                K,
+                ROWS,
+                BLOCK_K,
+                KIND,
+                GROUP,
+                RUN,
                 SPAN,
-            )  # fmt: skip
+            )
             if GATED:
                 up_now, up_now_zeros = up_words, up_zeros
                 up_now_scales = current_scales(
                     up_scales, scale_ptr, N + first + tile * ROWS, 0, height, K, ROWS, BLOCK_K, KIND, GROUP, SPAN
-                )  # fmt: skip
+                )
                 up_words, up_scales, up_zeros = load_tile(
-                    word_ptr, scale_ptr, zero_ptr, N + following, 0, height, height, within, K, ROWS, BLOCK_K, KIND,
-                    GROUP, RUN, SPAN,
-                )  # fmt: skip
+                    word_ptr,
+                    scale_ptr,
+                    zero_ptr,
+                    N + following,
+                    0,
+                    height,
+                    height,
+                    within,
+                    K,
+                    ROWS,
+                    BLOCK_K,
+                    KIND,
+                    GROUP,
+                    RUN,
+                    SPAN,
+                )
             parts = tile_sums(now, now_scales, now_zeros, x, back, KIND, GROUP, SPAN, COUNT)
             result = finish_tile(parts, now_scales, bias_ptr, rows, N, GROUP, HAS_BIAS, dtype)
             if GATED:
@@ -242,9 +297,22 @@ def quantized_gemv_kernel(
             if GROUP > 0:
                 now_scales = current_scales(scales, scale_ptr, first, step, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN)
             words, scales, zeros = load_tile(
-                word_ptr, scale_ptr, zero_ptr, first, step + 1, N, height, step + 1 < STEPS, K, ROWS, BLOCK_K, KIND,
-                GROUP, RUN, SPAN,
-            )  # fmt: skip
+                word_ptr,
+                scale_ptr,
+                zero_ptr,
+                first,
+                step + 1,
+                N,
+                height,
+                step + 1 < STEPS,
+                K,
+                ROWS,
+                BLOCK_K,
+                KIND,
+                GROUP,
+                RUN,
+                SPAN,
+            )
             ahead = offs_k + (step + 1) * BLOCK_K
             indices = load_column_order(order_ptr, ahead, K, ORDERED)
             vector = tl.load(x_ptr + indices, mask=ahead < K, other=0.0).to(tl.float32)

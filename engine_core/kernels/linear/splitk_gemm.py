@@ -159,9 +159,22 @@ def splitk_gemm_kernel(
             else:
                 ups = tl.dot(weights, vectors, ups, input_precision=precision)
     finish_tile(
-        sums, ups, bias_ptr, scale_ptr, y_ptr, partials_ptr, counters_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT, HAS_BIAS,
-        ACTIVATION, SCALES,
-    )  # fmt: skip
+        sums,
+        ups,
+        bias_ptr,
+        scale_ptr,
+        y_ptr,
+        partials_ptr,
+        counters_ptr,
+        M,
+        N,
+        BLOCK_M,
+        BLOCK_N,
+        SPLIT,
+        HAS_BIAS,
+        ACTIVATION,
+        SCALES,
+    )
 
 
 def splitk_gemm(

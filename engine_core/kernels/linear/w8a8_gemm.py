@@ -23,9 +23,19 @@ from tandem.engine_core.kernels.tiles.plan_types import W8A8GemmPlan
 
 @triton.jit
 def scaled_tile(
-    sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+    sums,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    offs_m,
+    offs_n,
+    M,
+    N,
+    BLOCKS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """Apply the remaining scales to the sums of a tile, add the bias and round.
 
     sums: [BLOCK_M, BLOCK_N]; scale_ptr, bias_ptr: of all outputs, or of the half that offs_n indexes.
@@ -43,14 +53,34 @@ def scaled_tile(
 
 @triton.jit
 def store_tile(
-    sums, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS: tl.constexpr, ROW_SCALES: tl.constexpr,
+    sums,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    offs_m,
+    offs_n,
+    M,
+    N,
+    BLOCKS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """Finish the sums of a tile as in `scaled_tile`, and store them."""
     result = scaled_tile(
-        sums, x_scale_ptr, scale_ptr, bias_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES, HAS_BIAS,
+        sums,
+        x_scale_ptr,
+        scale_ptr,
+        bias_ptr,
+        offs_m,
+        offs_n,
+        M,
+        N,
+        BLOCKS,
+        ROW_SCALES,
+        HAS_BIAS,
         y_ptr.dtype.element_ty,
-    )  # fmt: skip
+    )
     y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, result, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
 
@@ -133,9 +163,19 @@ def w8a8_gemm_kernel(
             sums = tl.dot(left, right, sums, out_dtype=sum_dtype)
     if SPLIT == 1:
         store_tile(
-            sums, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, offs_m, offs_n, M, N, BLOCKS, ROW_SCALES,
+            sums,
+            x_scale_ptr,
+            scale_ptr,
+            bias_ptr,
+            y_ptr,
+            offs_m,
+            offs_n,
+            M,
+            N,
+            BLOCKS,
+            ROW_SCALES,
             HAS_BIAS,
-        )  # fmt: skip
+        )
     else:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         tile_ptr = partials_ptr + tile.to(tl.int64) * (SPLIT * SIZE) + rows[:, None] * BLOCK_N + columns[None, :]

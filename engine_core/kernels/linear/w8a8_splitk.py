@@ -91,9 +91,22 @@ def w8a8_splitk_kernel(
         else:
             total *= tl.load(x_scale_ptr)
     finish_tile(
-        total, total, bias_ptr, scale_ptr, y_ptr, partials_ptr, counters_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT, HAS_BIAS,
-        0, 0 if BLOCKS else 1,
-    )  # fmt: skip
+        total,
+        total,
+        bias_ptr,
+        scale_ptr,
+        y_ptr,
+        partials_ptr,
+        counters_ptr,
+        M,
+        N,
+        BLOCK_M,
+        BLOCK_N,
+        SPLIT,
+        HAS_BIAS,
+        0,
+        0 if BLOCKS else 1,
+    )
 
 
 def w8a8_splitk(

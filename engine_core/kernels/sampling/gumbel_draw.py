@@ -53,9 +53,17 @@ DRAW_WARPS = 4
 
 @triton.jit
 def _tile_best_kernel(
-    logits_ptr, rows_ptr, floats_ptr, tile_best_ptr, masses_ptr, logit_stride, vocab, BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    rows_ptr,
+    floats_ptr,
+    tile_best_ptr,
+    masses_ptr,
+    logit_stride,
+    vocab,
+    BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)
@@ -74,9 +82,21 @@ def _tile_best_kernel(
 
 @triton.jit
 def draw_token(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, log_masses, top, slope, least, least_y, seed, choice, position, draw,
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    vocab,
+    log_masses,
+    top,
+    slope,
+    least,
+    least_y,
+    seed,
+    choice,
+    position,
+    draw,
     SEGMENT: tl.constexpr,
-):  # fmt: skip
+):
     """Draw a token of a row, and return its id and its logit.
 
     logits_ptr, adjusted_ptr: of the row; log_masses: [PAD], base-2 logarithms of its segments' masses, counting tokens
@@ -96,11 +116,34 @@ def draw_token(
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, tile_best_ptr, masses_ptr, adjusted_ptr, touched_ptr,
-    row_best_ptr, candidates_ptr, mass_mode_ptr, sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride,
-    token_stride, max_len, vocab, tiles, TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    rows_ptr,
+    positions_ptr,
+    ints_ptr,
+    floats_ptr,
+    tile_best_ptr,
+    masses_ptr,
+    adjusted_ptr,
+    touched_ptr,
+    row_best_ptr,
+    candidates_ptr,
+    mass_mode_ptr,
+    sampled_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    logit_stride,
+    adjusted_stride,
+    token_stride,
+    max_len,
+    vocab,
+    tiles,
+    TILES_PAD: tl.constexpr,
+    PAD: tl.constexpr,
+    PER_TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FULL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     number = tl.program_id(0)
     index = tl.program_id(1)
     wait_for_previous(PDL)
@@ -132,9 +175,21 @@ def _draw_kernel(
     changed = adjusted_ptr + index.to(tl.int64) * adjusted_stride
     is_adjusted = (tl.load(touched_ptr + index) != 0) if FULL else False
     token, x = draw_token(
-        raw, changed, is_adjusted, vocab, y + tl.log2(masses), top, slope, tl.full([], EMPTY, tl.int64), float("-inf"),
-        seed, choice, position + 1, number, SEGMENT,
-    )  # fmt: skip
+        raw,
+        changed,
+        is_adjusted,
+        vocab,
+        y + tl.log2(masses),
+        top,
+        slope,
+        tl.full([], EMPTY, tl.int64),
+        float("-inf"),
+        seed,
+        choice,
+        position + 1,
+        number,
+        SEGMENT,
+    )
     settled = True
     if FULL:
         # Truncation always keeps the first token in rank.

@@ -131,9 +131,16 @@ def _apply_marks(x, bias, mark_bits, repetition, presence, frequency):
 
 @triton.jit
 def _adjust_tile(
-    logits_ptr, marks_ptr, adjusted_ptr, allowed_ptr, float_ptrs, start, vocab, BLOCK: tl.constexpr,
+    logits_ptr,
+    marks_ptr,
+    adjusted_ptr,
+    allowed_ptr,
+    float_ptrs,
+    start,
+    vocab,
+    BLOCK: tl.constexpr,
     HAS_MASK: tl.constexpr,
-):  # fmt: skip
+):
     """Store a tile's adjusted logits, and zero its marks.
 
     The tile is processed in parts, because a thread's share of a whole tile would take too many registers from rows
@@ -204,9 +211,16 @@ def _adjust_kernel(
     if touched:
         offset = index.to(tl.int64) * mark_stride
         _adjust_tile(
-            raw, marks_ptr + offset, adjusted_ptr + offset, allowed_ptr + index.to(tl.int64) * allowed_stride,
-            float_ptrs, tile * BLOCK, vocab, BLOCK, HAS_MASK,
-        )  # fmt: skip
+            raw,
+            marks_ptr + offset,
+            adjusted_ptr + offset,
+            allowed_ptr + index.to(tl.int64) * allowed_stride,
+            float_ptrs,
+            tile * BLOCK,
+            vocab,
+            BLOCK,
+            HAS_MASK,
+        )
         x = load_logits(adjusted_ptr + offset, ids, ids < vocab)
         best, _ = best_of_tile(x, adjusted_ptr + offset, tile * BLOCK, vocab)
     store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT)

@@ -47,10 +47,23 @@ def _is_ahead(x, rank, start):
 
 @triton.jit
 def _prefix_mass_kernel(
-    logits_ptr, rows_ptr, ints_ptr, floats_ptr, adjusted_ptr, tile_best_ptr, row_best_ptr, candidates_ptr,
-    mass_mode_ptr, ahead_ptr, counts_ptr, logit_stride, adjusted_stride, vocab, BLOCK: tl.constexpr,
+    logits_ptr,
+    rows_ptr,
+    ints_ptr,
+    floats_ptr,
+    adjusted_ptr,
+    tile_best_ptr,
+    row_best_ptr,
+    candidates_ptr,
+    mass_mode_ptr,
+    ahead_ptr,
+    counts_ptr,
+    logit_stride,
+    adjusted_stride,
+    vocab,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     tile = tl.program_id(0)
     index = tl.program_id(1)
     tiles = tl.num_programs(0)

@@ -42,9 +42,19 @@ MAX_WARPS = 16
 
 @triton.jit
 def _first_kept(
-    drawn_ptr, tile_best_ptr, ahead_ptr, counts_ptr, tiles, top, slope, top_k, top_p, least_y, target,
+    drawn_ptr,
+    tile_best_ptr,
+    ahead_ptr,
+    counts_ptr,
+    tiles,
+    top,
+    slope,
+    top_k,
+    top_p,
+    least_y,
+    target,
     TILES_PAD: tl.constexpr,
-):  # fmt: skip
+):
     """Return the first candidate that truncation keeps, and the best rank of all.
 
     It is -1 if truncation keeps none. All pointers are those of the row; target: mass that top-p keeps.
@@ -69,9 +79,18 @@ def _first_kept(
 
 @triton.jit
 def _store_prefix_masses(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, top, slope, least, least_y, SEGMENT: tl.constexpr,
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    vocab,
+    ahead_ptr,
+    top,
+    slope,
+    least,
+    least_y,
+    SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """Store the masses of a row's segments, restricted to some tokens.
 
     These have rank `least` or better, and y of at least least_y. Returns their sum in fixed point.
@@ -92,9 +111,26 @@ def _store_prefix_masses(
 
 @triton.jit
 def _draw_again(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, ahead_ptr, num_segments, top, slope, least, foremost, least_y, top_p,
-    target, seed, choice, position, PAD: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    vocab,
+    ahead_ptr,
+    num_segments,
+    top,
+    slope,
+    least,
+    foremost,
+    least_y,
+    top_p,
+    target,
+    seed,
+    choice,
+    position,
+    PAD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Draw from the tokens ahead of the best rejected one until truncation keeps one, and return it.
 
     least: the last rank that top-k keeps.
@@ -115,9 +151,21 @@ def _draw_again(
         else:
             masses = tl.load(ahead_ptr + offsets, mask=offsets < num_segments, other=0.0)
             drawn, x = draw_token(
-                logits_ptr, adjusted_ptr, is_adjusted, vocab, tl.log2(masses), top, slope, least, least_y, seed, choice,
-                position, number, SEGMENT,
-            )  # fmt: skip
+                logits_ptr,
+                adjusted_ptr,
+                is_adjusted,
+                vocab,
+                tl.log2(masses),
+                top,
+                slope,
+                least,
+                least_y,
+                seed,
+                choice,
+                position,
+                number,
+                SEGMENT,
+            )
             foremost = to_rank(x, drawn)
             number += 1
             if top_p >= 1.0:
@@ -129,12 +177,41 @@ def _draw_again(
 
 @triton.jit
 def _rejection_resample_kernel(
-    logits_ptr, rows_ptr, positions_ptr, ints_ptr, floats_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, row_best_ptr,
-    masses_ptr, candidates_ptr, ahead_ptr, counts_ptr, retry_masses_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr,
-    sampled_ptr, tokens_ptr, lengths_ptr, logit_stride, adjusted_stride, token_stride, max_len, vocab, tiles,
-    TILES_PAD: tl.constexpr, PAD: tl.constexpr, PER_TILE: tl.constexpr, SEGMENT: tl.constexpr, GROUPS: tl.constexpr,
-    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    rows_ptr,
+    positions_ptr,
+    ints_ptr,
+    floats_ptr,
+    adjusted_ptr,
+    touched_ptr,
+    tile_best_ptr,
+    row_best_ptr,
+    masses_ptr,
+    candidates_ptr,
+    ahead_ptr,
+    counts_ptr,
+    retry_masses_ptr,
+    peaks_ptr,
+    found_ids_ptr,
+    found_logits_ptr,
+    sampled_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    logit_stride,
+    adjusted_stride,
+    token_stride,
+    max_len,
+    vocab,
+    tiles,
+    TILES_PAD: tl.constexpr,
+    PAD: tl.constexpr,
+    PER_TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     index = tl.program_id(0)
     wait_for_previous(PDL)
     drawn_ptr = candidates_ptr + index * CANDIDATES
@@ -156,28 +233,77 @@ def _rejection_resample_kernel(
     # Top-p after top-k is relative to the mass that top-k keeps, which is not known yet: this result is recomputed
     # then.
     token, foremost = _first_kept(
-        drawn_ptr, tile_best_ptr + index * tiles, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope, top_k,
-        top_p, least_y, target, TILES_PAD,
-    )  # fmt: skip
+        drawn_ptr,
+        tile_best_ptr + index * tiles,
+        ahead_ptr + offset,
+        counts_ptr + offset,
+        tiles,
+        top,
+        slope,
+        top_k,
+        top_p,
+        least_y,
+        target,
+        TILES_PAD,
+    )
     if (top_k > 0) & ((top_p < 1.0) | (token < 0)):
         least, mass = find_kth(
-            raw, changed, is_adjusted, vocab, tile_best_ptr + index * tiles, peaks_ptr + index * tiles * GROUPS,
-            found_ids_ptr + index * CAPACITY, found_logits_ptr + index * CAPACITY, best, slope, top_k, tiles * GROUPS,
-            TILES_PAD * GROUPS, CAPACITY, BLOCK,
-        )  # fmt: skip
+            raw,
+            changed,
+            is_adjusted,
+            vocab,
+            tile_best_ptr + index * tiles,
+            peaks_ptr + index * tiles * GROUPS,
+            found_ids_ptr + index * CAPACITY,
+            found_logits_ptr + index * CAPACITY,
+            best,
+            slope,
+            top_k,
+            tiles * GROUPS,
+            TILES_PAD * GROUPS,
+            CAPACITY,
+            BLOCK,
+        )
         if top_p < 1.0:
             target = top_p_mass(top_p, mass)
             token, foremost = _first_kept(
-                drawn_ptr, tile_best_ptr + index * tiles, ahead_ptr + offset, counts_ptr + offset, tiles, top, slope,
-                top_k, top_p, least_y, target, TILES_PAD,
-            )  # fmt: skip
+                drawn_ptr,
+                tile_best_ptr + index * tiles,
+                ahead_ptr + offset,
+                counts_ptr + offset,
+                tiles,
+                top,
+                slope,
+                top_k,
+                top_p,
+                least_y,
+                target,
+                TILES_PAD,
+            )
     if token < 0:
         seed = tl.load(ints_ptr + row * NUM_INTS + SEED)
         choice = tl.load(ints_ptr + row * NUM_INTS + CHOICE)
         token = _draw_again(
-            raw, changed, is_adjusted, vocab, retry_masses_ptr + index * tiles * PER_TILE, tiles * PER_TILE, top, slope,
-            least, foremost, least_y, top_p, target, seed, choice, position + 1, PAD, SEGMENT, BLOCK,
-        )  # fmt: skip
+            raw,
+            changed,
+            is_adjusted,
+            vocab,
+            retry_masses_ptr + index * tiles * PER_TILE,
+            tiles * PER_TILE,
+            top,
+            slope,
+            least,
+            foremost,
+            least_y,
+            top_p,
+            target,
+            seed,
+            choice,
+            position + 1,
+            PAD,
+            SEGMENT,
+            BLOCK,
+        )
     write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
 
 

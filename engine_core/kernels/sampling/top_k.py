@@ -91,9 +91,17 @@ def _kth_peak(peaks_ptr, count, k, PEAKS_PAD: tl.constexpr):
 
 @triton.jit
 def _gather(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, tile_best_ptr, found_ids_ptr, found_logits_ptr, bound,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    vocab,
+    tile_best_ptr,
+    found_ids_ptr,
+    found_logits_ptr,
+    bound,
+    CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Gather the tokens whose logits are at least a bound, and return their number.
 
     Tokens beyond CAPACITY are only counted.
@@ -121,9 +129,22 @@ def _fixed_mass(x, ids, mask, least, top, slope):
 
 @triton.jit
 def find_kth(
-    logits_ptr, adjusted_ptr, is_adjusted, vocab, tile_best_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr, best,
-    slope, k, num_peaks, PEAKS_PAD: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    adjusted_ptr,
+    is_adjusted,
+    vocab,
+    tile_best_ptr,
+    peaks_ptr,
+    found_ids_ptr,
+    found_logits_ptr,
+    best,
+    slope,
+    k,
+    num_peaks,
+    PEAKS_PAD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Return the rank of a row's k-th token, and the mass of the first k.
 
     All pointers are those of the row; best: rank of its first token; k: less than vocab; CHUNK: tokens per tile. Masses
@@ -132,9 +153,17 @@ def find_kth(
     top = rank_value(best)
     bound = _kth_peak(peaks_ptr, num_peaks, k, PEAKS_PAD)
     count = _gather(
-        logits_ptr, adjusted_ptr, is_adjusted, vocab, tile_best_ptr, found_ids_ptr, found_logits_ptr, bound, CAPACITY,
+        logits_ptr,
+        adjusted_ptr,
+        is_adjusted,
+        vocab,
+        tile_best_ptr,
+        found_ids_ptr,
+        found_logits_ptr,
+        bound,
+        CAPACITY,
         CHUNK,
-    )  # fmt: skip
+    )
     low = tl.where(bound == float("-inf"), EMPTY, sortable_bits(bound).to(tl.int64) << ID_BITS)
     if count <= CAPACITY:
         slots = tl.arange(0, CAPACITY)

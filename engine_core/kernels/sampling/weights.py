@@ -117,9 +117,7 @@ def store_masses(masses_ptr, x, best, temperature, tile, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT: tl.constexpr
-):  # fmt: skip
+def store_tile(tile_best_ptr, masses_ptr, index, tile, tiles, x, best, largest, temperature, SEGMENT: tl.constexpr):
     """Store a tile's best rank and, if its row draws, the masses of its segments.
 
     x: logits of the tile's tokens; best: rank of the best one; largest: as in `classify_tile`.

@@ -182,8 +182,10 @@ def read_table(path: Traversable, device: str | None = None) -> TileTable:
             logger.warning(
                 "%s is ignored: its tiles were measured with version %d of the kernels, these are version %d; "
                 "measure again with python -m benchmarks.tune",
-                path, version, KERNEL_VERSION,
-            )  # fmt: skip
+                path,
+                version,
+                KERNEL_VERSION,
+            )
             return NO_TABLE
         found = msgspec.json.decode(text, type=TableFile)
     except msgspec.DecodeError as error:
@@ -191,8 +193,10 @@ def read_table(path: Traversable, device: str | None = None) -> TileTable:
     if device is not None and found.device != device:
         logger.warning(
             "%s is ignored: its tiles were measured on %s, this GPU is %s; measure with python -m benchmarks.tune",
-            path, found.device, device,
-        )  # fmt: skip
+            path,
+            found.device,
+            device,
+        )
         return NO_TABLE
     return _table(path, found)
 

@@ -102,10 +102,16 @@ class EightBitLinear(QuantizedLinear):
             first, length = (0, count) if index == len(parts or {}) else (index, 1)
             slots.append(
                 WeightSlot(
-                    f"{projection}.input_scale", found, 0, first, length, shapes=((), (1,), (1, 1)), on_filled=keep,
+                    f"{projection}.input_scale",
+                    found,
+                    0,
+                    first,
+                    length,
+                    shapes=((), (1,), (1, 1)),
+                    on_filled=keep,
                     transform=partial(_spread, length=length),
                 )
-            )  # fmt: skip
+            )
         return slots
 
     def _keep_input_scale(self, found: Tensor, name: str) -> None:
@@ -157,9 +163,14 @@ class EightBitLinear(QuantizedLinear):
             )
         rows = ceil_div(length, SCALE_ROWS)
         return WeightSlot(
-            name, self.scales, 0, start // SCALE_ROWS, rows, shapes=((ceil_div(length, high), self.scales.shape[1]),),
+            name,
+            self.scales,
+            0,
+            start // SCALE_ROWS,
+            rows,
+            shapes=((ceil_div(length, high), self.scales.shape[1]),),
             transform=reject_nonfinite(name, lambda stored: stored.repeat_interleave(high // SCALE_ROWS, 0)[:rows]),
-        )  # fmt: skip
+        )
 
 
 def _spread(scale: Tensor, length: int) -> Tensor:

@@ -178,9 +178,16 @@ class Int4Linear(QuantizedLinear):
         """
         name = "weight_g_idx" if self.scheme.packing == "compressed-tensors" else "g_idx"
         return WeightSlot(
-            f"{projection}.{name}", groups, 0, start, count, transform=lambda stored: stored.expand(count, -1),
-            dtypes=("I32", "I64"), shapes=((groups.shape[1],),), is_optional=not self.scheme.ordered,
-        )  # fmt: skip
+            f"{projection}.{name}",
+            groups,
+            0,
+            start,
+            count,
+            transform=lambda stored: stored.expand(count, -1),
+            dtypes=("I32", "I64"),
+            shapes=((groups.shape[1],),),
+            is_optional=not self.scheme.ordered,
+        )
 
 
 class Int4Method:

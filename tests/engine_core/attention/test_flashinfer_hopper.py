@@ -46,10 +46,15 @@ def test_the_library_plans_a_full_step_first(monkeypatch: pytest.MonkeyPatch) ->
         assert [len(buffer) for buffer in wrapper.buffers] == [ROWS + 1, ROWS + 1, table.pages.numel(), ROWS]
         assert wrapper.given == ([0, *[TOKENS] * ROWS], [0] * (ROWS + 1), [], [1] * ROWS, 4, 2, 64, PAGE)
         assert wrapper.options == {
-            "causal": True, "sm_scale": kind.scale, "window_left": window, "logits_soft_cap": kind.softcap,
-            "q_data_type": torch.bfloat16, "kv_data_type": None, "seq_lens": [TOKENS, 0, 0, 0],
+            "causal": True,
+            "sm_scale": kind.scale,
+            "window_left": window,
+            "logits_soft_cap": kind.softcap,
+            "q_data_type": torch.bfloat16,
+            "kv_data_type": None,
+            "seq_lens": [TOKENS, 0, 0, 0],
             "max_token_per_sequence": TOKENS,
-        }  # fmt: skip
+        }
         assert wrapper.planned == []
 
 

@@ -25,8 +25,12 @@ def compiled(*arguments: str, **settings: str) -> Lines:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | settings
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.compiled_kernels", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -35,9 +35,18 @@ CONSTRAINED = 1
 def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_dense_model(tmp_path: Path) -> None:
     write_model(tmp_path, MODEL)
     options = EngineOptions(
-        model=str(tmp_path), device="cuda", dtype="float32", pipeline="off", max_rows=3, max_len=64,
-        max_step_tokens=12, prefill_chunk=8, kv_tokens=256, graph_rows="2", graph_tokens="8",
-    )  # fmt: skip
+        model=str(tmp_path),
+        device="cuda",
+        dtype="float32",
+        pipeline="off",
+        max_rows=3,
+        max_len=64,
+        max_step_tokens=12,
+        prefill_chunk=8,
+        kv_tokens=256,
+        graph_rows="2",
+        graph_tokens="8",
+    )
     smaller = {"TILE": 1024, "GROUP": 32, "CAPACITY": 64}
     cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda")
     with cuda, patch.multiple(triton_sampler, **smaller):

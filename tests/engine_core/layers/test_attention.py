@@ -72,9 +72,7 @@ def assert_same_result(
             keys, values = (pool.clone() for pool in pools)
             positions = given.positions.long()
             batch = ForwardBatch(positions, positions, rotation.slot_mapping, None, step, fused)
-            y = attend_and_project(
-                qkv, rotation, batch, keys, values, LayerAttention(0.2), output, kernels, scales
-            )  # fmt: skip
+            y = attend_and_project(qkv, rotation, batch, keys, values, LayerAttention(0.2), output, kernels, scales)
             found.append((y, keys.float(), values.float()))
     (y, keys, values), (expected, *written) = found
     torch.testing.assert_close(y, expected, atol=1e-2, rtol=1e-2)

@@ -120,8 +120,12 @@ def test_8_bit_keys_and_values_are_divided_by_their_scales(early: bool, device: 
     wanted = reference.paged_decode(query / scales[0], *wide, *given[3:], 0.2)
     found = paged_decode(
         *(qkv, *pools, *given[3:], 0.2, 3),
-        tile=TILES[1], least=BLOCK, early=early, scales=scales, rotation=rotation,
-    )  # fmt: skip
+        tile=TILES[1],
+        least=BLOCK,
+        early=early,
+        scales=scales,
+        rotation=rotation,
+    )
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
     for part, stored in zip(pools, exact, strict=True):
         assert torch.equal(part.float(), stored.float())

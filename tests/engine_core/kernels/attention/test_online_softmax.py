@@ -1,4 +1,5 @@
 """The running softmax of the attention kernels, against a softmax over all keys at once."""
+# ruff: noqa: N803
 
 import pytest
 import torch
@@ -15,9 +16,19 @@ QUERIES, DIM, BLOCK, BLOCKS = 16, 32, 16, 3
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, seen_ptr, out_ptr, sums_ptr, scale, CAP: tl.constexpr, BLOCKS: tl.constexpr,  # noqa: N803
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seen_ptr,
+    out_ptr,
+    sums_ptr,
+    scale,
+    CAP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+):
     rows, d = tl.arange(0, QUERIES), tl.arange(0, DIM)
     q = tl.load(q_ptr + rows[:, None] * DIM + d[None, :])
     seen = tl.load(seen_ptr + rows)
@@ -46,9 +57,19 @@ def test_blocks_one_after_another_give_the_softmax_over_all_of_them(
     seen = torch.linspace(1, BLOCK * BLOCKS, QUERIES).int().to(device)
     out, sums = torch.zeros(QUERIES, DIM, device=device), torch.zeros(QUERIES, device=device)
     _attend_kernel[(1,)](
-        q, k, v, seen, out, sums, kernel_scale(scale, softcap), CAP=kernel_cap(softcap), BLOCKS=BLOCKS,
-        QUERIES=QUERIES, BLOCK=BLOCK, DIM=DIM,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        seen,
+        out,
+        sums,
+        kernel_scale(scale, softcap),
+        CAP=kernel_cap(softcap),
+        BLOCKS=BLOCKS,
+        QUERIES=QUERIES,
+        BLOCK=BLOCK,
+        DIM=DIM,
+    )
     scores = q.double() @ k.double().t() * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()

@@ -1,4 +1,5 @@
 """Division of blocks among programs and combination of partial results, against plain arithmetic."""
+# ruff: noqa: N803
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ BLOCK = 16
 
 
 @triton.jit
-def _split_kernel(cases_ptr, found_ptr, BLOCK: tl.constexpr):  # noqa: N803
+def _split_kernel(cases_ptr, found_ptr, BLOCK: tl.constexpr):
     case = tl.program_id(0)
     length, lowest = tl.load(cases_ptr + 4 * case), tl.load(cases_ptr + 4 * case + 1)
     splits, least = tl.load(cases_ptr + 4 * case + 2), tl.load(cases_ptr + 4 * case + 3)
@@ -48,9 +49,19 @@ def test_programs_in_use_share_the_blocks_of_a_row_without_gap_or_overlap(device
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, log_sums_ptr, out_ptr, used, splits, beyond, EXTRA: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    partial_ptr,
+    log_sums_ptr,
+    out_ptr,
+    used,
+    splits,
+    beyond,
+    EXTRA: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     out = combine_splits(partial_ptr, log_sums_ptr, used, splits, beyond, EXTRA, GROUP, ROWS, D, WIDE, CHUNK)
     tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :], out)
 
@@ -73,9 +84,19 @@ def test_outputs_are_weighed_by_their_sums(used: int, splits: int, beyond: int, 
         log_sums[places[1], 0] = -torch.inf
     out = torch.full((rows, wide), torch.nan, device=device)
     _combine_kernel[(1,)](
-        partial.to(device), log_sums.to(device), out, used, splits, beyond, EXTRA=beyond > 0, GROUP=group, ROWS=rows,
-        D=head_dim, WIDE=wide, CHUNK=4,
-    )  # fmt: skip
+        partial.to(device),
+        log_sums.to(device),
+        out,
+        used,
+        splits,
+        beyond,
+        EXTRA=beyond > 0,
+        GROUP=group,
+        ROWS=rows,
+        D=head_dim,
+        WIDE=wide,
+        CHUNK=4,
+    )
     shares = (log_sums[places].double() * torch.tensor(2.0).double().log()).softmax(0)
     expected = (partial[places].double() * shares[..., None]).sum(0)
     torch.testing.assert_close(out[:group, :head_dim].cpu().double(), expected, atol=1e-5, rtol=1e-5)

@@ -61,7 +61,7 @@ def test_four_bits_by_the_chosen_plan(inputs: int, group: int, gated: bool, norm
 )
 def test_8_bit_weights_with_the_chosen_plan(
     kind: str, scales: str, inputs: int, gated: bool, norm: bool, device: str
-) -> None:  # fmt: skip
+) -> None:
     outputs = 32 if gated and scales == "blocks" else 24
     stored, scale, numbers = test_scaled_weights.weights(kind, scales, outputs * (1 + gated), inputs, device)
     for gpu in (H200, A100):

@@ -122,8 +122,11 @@ def test_a_measured_plan_comes_before_the_rules_where_the_workspace_holds_it() -
     assert choose_w8a8_gemm(8192, 6144, 4096, "int8", "output", gpu) == plan
     assert uses_library_matmul(256, 6144, 4096, "fp8", "output", gpu)
     others: list[tuple[int, int, Scaling]] = [
-        (64, 6144, "output"), (129, 6144, "output"), (128, 28672, "output"), (128, 6144, "block"),
-    ]  # fmt: skip
+        (64, 6144, "output"),
+        (129, 6144, "output"),
+        (128, 28672, "output"),
+        (128, 6144, "block"),
+    ]
     for rows, outputs, scaling in others:
         by_rule = choose_w8a8_gemm(rows, outputs, 4096, "fp8", scaling, bare)
         assert choose_w8a8_gemm(rows, outputs, 4096, "fp8", scaling, gpu) == by_rule
@@ -173,9 +176,13 @@ def test_gate_and_quantization_are_separate_for_one_row_many_rows_and_small_netw
     assert choose_gated_w8a8_gemm(16, 14336, 4096, *gated_format(-1), bare) == W8A8GemmPlan(16, 64, 1, 4, 4)
     assert choose_gated_w8a8_gemm(16, 14336, 4096, *gated_format(128), bare) == W8A8GemmPlan(16, 128, 1, 4, 4)
     for rows, width, inputs, group in (
-        (1, 14336, 4096, -1), (65, 14336, 4096, -1), (64, 3072, 1024, -1), (64, 14336, 4096 + 64, -1),
-        (64, 14336, 4096, 64), (64, 8192, 2048, 128),
-    ):  # fmt: skip
+        (1, 14336, 4096, -1),
+        (65, 14336, 4096, -1),
+        (64, 3072, 1024, -1),
+        (64, 14336, 4096 + 64, -1),
+        (64, 14336, 4096, 64),
+        (64, 8192, 2048, 128),
+    ):
         assert choose_gated_w8a8_gemm(rows, width, inputs, *gated_format(group), bare) is None
 
 
@@ -194,9 +201,11 @@ def test_a_measured_plan_of_a_gated_gemm_is_used_for_groups_of_its_tiles() -> No
     assert choose_gated_w8a8_gemm(16, 14336, 4096, "int8", "output", 0, gpu) is None
     assert choose_gated_w8a8_gemm(65, 14336, 4096, "fp8", "tensor", -1, gpu) is None
     others: list[tuple[int, int, EightBitKind, Scaling]] = [
-        (32, 14336, "fp8", "tensor"), (17, 14336, "int8", "output"), (64, 12288, "fp8", "tensor"),
+        (32, 14336, "fp8", "tensor"),
+        (17, 14336, "int8", "output"),
+        (64, 12288, "fp8", "tensor"),
         (64, 14336, "fp8", "output"),
-    ]  # fmt: skip
+    ]
     for rows, width, kind, scaling in others:
         by_rule = choose_gated_w8a8_gemm(rows, width, 4096, kind, scaling, 0, bare)
         assert choose_gated_w8a8_gemm(rows, width, 4096, kind, scaling, 0, gpu) == by_rule is not None

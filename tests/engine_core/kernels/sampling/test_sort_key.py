@@ -70,8 +70,15 @@ def test_ranks_order_by_value_then_by_lower_id_and_hold_both(device: str) -> Non
 
 @triton.jit
 def _judge_kernel(
-    logits_ptr, kept_ptr, ranks_ptr, values_ptr, tokens_ptr, logit_stride, vocab, BLOCK: tl.constexpr  # noqa: N803
-):  # fmt: skip
+    logits_ptr,
+    kept_ptr,
+    ranks_ptr,
+    values_ptr,
+    tokens_ptr,
+    logit_stride,
+    vocab,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
     index = tl.program_id(0)
     ids = tl.arange(0, BLOCK)
     x = load_logits(logits_ptr + index * logit_stride, ids, ids < vocab)

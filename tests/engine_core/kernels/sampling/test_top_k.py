@@ -1,4 +1,5 @@
 """Rank of a row's k-th token and the mass of the first k, against a sort."""
+# ruff: noqa: N803
 
 from dataclasses import dataclass
 
@@ -29,18 +30,45 @@ class Sizes:
 
 @triton.jit
 def _kth_kernel(
-    logits_ptr, adjusted_ptr, touched_ptr, tile_best_ptr, peaks_ptr, found_ids_ptr, found_logits_ptr, top_k_ptr,
-    temperatures_ptr, least_ptr, mass_ptr, logit_stride, vocab, tiles, num_peaks, TILES_PAD: tl.constexpr,  # noqa: N803
-    PEAKS_PAD: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    logits_ptr,
+    adjusted_ptr,
+    touched_ptr,
+    tile_best_ptr,
+    peaks_ptr,
+    found_ids_ptr,
+    found_logits_ptr,
+    top_k_ptr,
+    temperatures_ptr,
+    least_ptr,
+    mass_ptr,
+    logit_stride,
+    vocab,
+    tiles,
+    num_peaks,
+    TILES_PAD: tl.constexpr,
+    PEAKS_PAD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     index = tl.program_id(0)
     best = load_row_best(tile_best_ptr, index, tiles, TILES_PAD)
     least, mass = find_kth(
-        logits_ptr + index * logit_stride, adjusted_ptr + index * logit_stride, tl.load(touched_ptr + index) != 0,
-        vocab, tile_best_ptr + index * tiles, peaks_ptr + index * num_peaks, found_ids_ptr + index * CAPACITY,
-        found_logits_ptr + index * CAPACITY, best, log2_slope(tl.load(temperatures_ptr + index)),
-        tl.load(top_k_ptr + index), num_peaks, PEAKS_PAD, CAPACITY, CHUNK,
-    )  # fmt: skip
+        logits_ptr + index * logit_stride,
+        adjusted_ptr + index * logit_stride,
+        tl.load(touched_ptr + index) != 0,
+        vocab,
+        tile_best_ptr + index * tiles,
+        peaks_ptr + index * num_peaks,
+        found_ids_ptr + index * CAPACITY,
+        found_logits_ptr + index * CAPACITY,
+        best,
+        log2_slope(tl.load(temperatures_ptr + index)),
+        tl.load(top_k_ptr + index),
+        num_peaks,
+        PEAKS_PAD,
+        CAPACITY,
+        CHUNK,
+    )
     tl.store(least_ptr + index, least)
     tl.store(mass_ptr + index, mass)
 
@@ -65,11 +93,26 @@ def found(
     values = torch.full((rows, sizes.capacity), torch.nan, device=device)
     least, mass = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in "12")
     _kth_kernel[(rows,)](
-        memory[0], memory[1], touched, tile_best, peaks, ids, values, torch.tensor(top_k, device=device), temperatures,
-        least, mass, memory.stride(1), vocab, tiles, num_peaks, TILES_PAD=triton.next_power_of_2(tiles),
-        PEAKS_PAD=triton.next_power_of_2(tiles) * (sizes.tile // sizes.group), CAPACITY=sizes.capacity,
+        memory[0],
+        memory[1],
+        touched,
+        tile_best,
+        peaks,
+        ids,
+        values,
+        torch.tensor(top_k, device=device),
+        temperatures,
+        least,
+        mass,
+        memory.stride(1),
+        vocab,
+        tiles,
+        num_peaks,
+        TILES_PAD=triton.next_power_of_2(tiles),
+        PEAKS_PAD=triton.next_power_of_2(tiles) * (sizes.tile // sizes.group),
+        CAPACITY=sizes.capacity,
         CHUNK=sizes.tile,
-    )  # fmt: skip
+    )
     return least, mass
 
 

@@ -1,4 +1,5 @@
 """Weights of tokens, their sums, and the per-tile data passed between kernels."""
+# ruff: noqa: N803
 
 import math
 
@@ -56,7 +57,7 @@ def test_no_temperature_makes_a_nan_weight(device: str) -> None:
 
 
 @triton.jit
-def _row_best_kernel(tile_best_ptr, best_ptr, infinite_ptr, tiles, TILES_PAD: tl.constexpr):  # noqa: N803
+def _row_best_kernel(tile_best_ptr, best_ptr, infinite_ptr, tiles, TILES_PAD: tl.constexpr):
     index = tl.program_id(0)
     best = load_row_best(tile_best_ptr, index, tiles, TILES_PAD)
     tl.store(best_ptr + index, best)
@@ -78,7 +79,7 @@ def test_the_best_rank_of_a_row_is_that_of_its_own_tiles(tiles: int, device: str
 
 
 @triton.jit
-def _adjusted_kernel(logits_ptr, adjusted_ptr, touched_ptr, out_ptr, vocab, BLOCK: tl.constexpr):  # noqa: N803
+def _adjusted_kernel(logits_ptr, adjusted_ptr, touched_ptr, out_ptr, vocab, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     ids = tl.arange(0, BLOCK)
     is_adjusted = tl.load(touched_ptr + index) != 0
@@ -99,7 +100,7 @@ def test_logits_are_read_from_where_they_are_and_nothing_behind_them(device: str
 
 
 @triton.jit
-def _masses_kernel(weights, masses, COUNT: tl.constexpr, SEGMENT: tl.constexpr):  # noqa: N803
+def _masses_kernel(weights, masses, COUNT: tl.constexpr, SEGMENT: tl.constexpr):
     values = tl.load(weights + tl.arange(0, COUNT * SEGMENT))
     tl.store(masses + tl.arange(0, COUNT), segment_masses(values, COUNT, SEGMENT))
 
@@ -119,8 +120,14 @@ def test_masses_of_segments_are_exact_sums_of_four_weights_each(device: str) -> 
 
 @triton.jit
 def _store_kernel(
-    logits_ptr, temperatures_ptr, tile_best_ptr, masses_ptr, vocab, TILE: tl.constexpr, SEGMENT: tl.constexpr  # noqa: N803
-):  # fmt: skip
+    logits_ptr,
+    temperatures_ptr,
+    tile_best_ptr,
+    masses_ptr,
+    vocab,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
     tile, index, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     ids = tile * TILE + tl.arange(0, TILE)
     x = load_logits(logits_ptr + index * vocab, ids, ids < vocab)
@@ -131,8 +138,15 @@ def _store_kernel(
 
 @triton.jit
 def _load_kernel(
-    tile_best_ptr, masses_ptr, temperatures_ptr, found_ptr, y_ptr, tiles, PER_TILE: tl.constexpr, PAD: tl.constexpr  # noqa: N803
-):  # fmt: skip
+    tile_best_ptr,
+    masses_ptr,
+    temperatures_ptr,
+    found_ptr,
+    y_ptr,
+    tiles,
+    PER_TILE: tl.constexpr,
+    PAD: tl.constexpr,
+):
     index = tl.program_id(0)
     top = rank_value(load_row_best(tile_best_ptr, index, tiles, PAD))
     slope = log2_slope(tl.load(temperatures_ptr + index))
@@ -182,7 +196,7 @@ def test_rows_that_do_not_draw_have_ranks_and_no_masses(device: str) -> None:
 
 
 @triton.jit
-def _totals_kernel(masses_ptr, top_p_ptr, total_ptr, kept_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _totals_kernel(masses_ptr, top_p_ptr, total_ptr, kept_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     total = fixed_total(tl.load(masses_ptr + tl.arange(0, BLOCK)))
     tl.store(total_ptr, total)
     for index in range(COUNT):

@@ -125,8 +125,11 @@ def test_decode_takes_a_plan_of_the_table_for_its_range_of_pairs() -> None:
     gpu = replace(H200, tiles=TileTable(H200.name, {}, {DecodeKey(64, 16, 512): plan}))
     half = torch.bfloat16
     assert [choose_plan(64, pairs, half, half, gpu) == plan for pairs in (511, 512, 1023, 1024)] == [
-        False, True, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+    ]
     assert choose_plan(64, 512, half, torch.float8_e4m3fn, gpu) != plan
     assert choose_plan(128, 512, half, half, gpu) != plan
     assert choose_plan(64, 512, torch.float32, torch.float32, gpu).tile == Tile(16, 4, 1)

@@ -23,9 +23,14 @@ from tests.support.quantized_checkpoint import GROUP, LAYOUTS, gptq, quantize_ch
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Several blocks, the last ones partial, and parts that end within one.
-    "fp8_block": {"hidden_size": 160, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-                  "intermediate_size": 208},
-}  # fmt: skip
+    "fp8_block": {
+        "hidden_size": 160,
+        "head_dim": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 208,
+    },
+}
 USUAL = {"hidden_size": 64, "intermediate_size": 96}
 
 
