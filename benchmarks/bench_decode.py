@@ -316,8 +316,8 @@ def arguments_parser() -> argparse.ArgumentParser:
 def compare_lengths(arguments: argparse.Namespace) -> None:
     """Time the steps of two engines alternately, and print the slowdown of the second."""
     batches, lengths = arguments.batches or [1, 8, 64], arguments.max_len
-    if min(lengths) < two_lengths.LEAST:
-        raise SystemExit(f"--max-len {min(lengths)}: the rows to be timed need {two_lengths.LEAST}")
+    if min(lengths) < two_lengths.MIN_LEN:
+        raise SystemExit(f"--max-len {min(lengths)}: the rows to be timed need {two_lengths.MIN_LEN}")
     with tempfile.TemporaryDirectory() as directory:
         folder = write_shape(arguments.shape, arguments.weights, Path(directory))
         engines = two_lengths.build(folder, lengths, max(batches), arguments.quantize)

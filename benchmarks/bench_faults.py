@@ -82,8 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             if real is not None and name in (*SCRIPTED_ONLY, *LINKS):
                 continue
             with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-                place = Path(folder)
-                found.append(LINKS[name](setup, place) if name in LINKS else measure(name, setup, place))
+                path = Path(folder)
+                found.append(LINKS[name](setup, path) if name in LINKS else measure(name, setup, path))
             print(text(found[-1]), flush=True)
     if arguments.save:
         config = {"streams": arguments.streams, "frontends": arguments.frontends, "real": real, "cores": os.cpu_count()}

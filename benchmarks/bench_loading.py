@@ -47,13 +47,13 @@ STAGE = re.compile(r"start: (.+) took (\d+\.\d+) s")
 
 def read_bandwidth(files: list[Path], threads: int) -> float:
     """Measure the bandwidth of reading files in bytes/s, with a buffer per thread."""
-    places = [(path, start) for path in files for start in range(0, path.stat().st_size, READ_BYTES)]
+    blocks = [(path, start) for path in files for start in range(0, path.stat().st_size, READ_BYTES)]
     descriptors = {path: os.open(path, os.O_RDONLY) for path in files}
     total = [0] * threads
 
     def work(number: int) -> None:
         buffer = bytearray(READ_BYTES)
-        for path, start in places[number::threads]:
+        for path, start in blocks[number::threads]:
             total[number] += os.preadv(descriptors[path], [buffer], start)
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]

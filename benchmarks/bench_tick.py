@@ -41,7 +41,7 @@ from msgspec import Struct
 
 from benchmarks.measuring.grammars import ENDLESS
 from benchmarks.measuring.results import save
-from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, settle
+from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, reach_steady_state
 from tandem.engine_core.constraints.compiler import GrammarCompiler, compile_lanes
 from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import Grammars
@@ -229,7 +229,7 @@ def measure(rows: int, options: Options) -> dict[str, float]:
         requests = Requests(rows, LONGEST, options.length, options.constrained, options.grammar, VOCAB)
         frontend = BetweenTicks(dealer, engine.stats, requests)
         frontend.begin(EPOCH)
-        settle(engine, frontend)
+        reach_steady_state(engine, frontend)
         found = measure_ticks(engine, frontend, options)
         stats = engine.stats
         assert options.length or stats.running == rows, "the run ended before its measurement"

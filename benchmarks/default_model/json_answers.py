@@ -113,7 +113,7 @@ def json_about(rng: random.Random, row: Function) -> dict[str, Any]:
             answer.setdefault(_key(rng, ANSWER_KEYS, 0.3), row.answer)
             texts += 1
         elif kind in ("text", "sentence") and texts < 2:
-            # A second text does not say the first one again.
+            # A second text does not repeat the first.
             answer.setdefault(_key(rng, SENTENCE_KEYS, 0.1 if kind == "sentence" else 0.5), row.sentence)
             texts += 1
         elif kind == "name":

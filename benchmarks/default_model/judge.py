@@ -183,7 +183,7 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
 
 
 def summary(named: Sequence[Verdict], tasks: Sequence[Verdict]) -> dict[str, Any]:
-    """Summarise the counts, and tell whether they reach the required ones."""
+    """Summarize the counts; return them and whether they reach the required ones."""
     passes, ends = sum(v.passed for v in named), sum(v.ended for v in named)
     return {
         "seed": SEED,

@@ -75,12 +75,12 @@ def parsed(text: str | None) -> Any:
 
 
 def has_required(value: Any, schema: dict[str, Any]) -> bool:
-    """Tell whether a value is an object with the keys that its schema requires."""
+    """Return whether a value is an object with the required keys of its schema."""
     return isinstance(value, dict) and set(schema.get("required", ())) <= value.keys()
 
 
 def about(question: Question, text: str) -> bool:
-    """Tell whether a text says what the function does, or at least names the function."""
+    """Return whether a text describes the function, or at least names it."""
     return share_held(text, question.row.sentence) >= 0.5 or question.row.dotted in text
 
 
@@ -142,7 +142,7 @@ def outcomes(ask: Ask, questions: Sequence[Question]) -> Iterator[Outcome]:
 
 
 def summary(results: Sequence[Outcome]) -> dict[str, Any]:
-    """Count the results of each set, and tell whether enough of all are complete."""
+    """Count the results of each set; return them and whether enough are complete."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: {"asked": 0, "complete": 0, "right": 0})
     for result in results:
         counts[result.kind]["asked"] += 1

@@ -1,25 +1,20 @@
-"""Measure what the default model loses by quantization.
-
-That is of its weights in each format, and of keys and values in 8 bits.
+"""Measure the accuracy of the default model with quantized weights and with FP8 keys and values.
 
     python -m benchmarks.default_model.quantization [--only weights|kv] [--save NAME]
 
-The weights are rounded to the nearest number of a format, without the calibration of GPTQ's and AWQ's own tools, and
-read as a checkpoint of that format; groups have 32 inputs. There are two texts. One is what the judge of the default
-model asks, in wordings that training never used, with the answers it expects; the model knows nearly all of them, so
-that only large errors change a token. The other is the project's licence, which the model has never seen, in windows of
-256 tokens: there small errors show. All numbers are of the answers' tokens, or of all but the first of a window,
-computed in float32 on a CPU: the perplexity (which says nothing of the licence: the model is wrong about most of it),
-the share of tokens whose most probable one is that of the 16-bit weights, and the mean and largest difference of a
-logit over the standard deviation of the logits.
+Weights are rounded to the nearest number of a format, without the calibration of GPTQ's and AWQ's own tools, and read
+as a checkpoint of that format, with group size 32. There are two texts. One has the judge's questions in held-out
+wordings with the expected answers: the model knows nearly all of them, so that only large errors change a token. The
+other is the project's licence in windows of 256 tokens, which the model has never seen: small errors show there.
+Figures cover the answers' tokens, or all but the first of a window, in float32 on a CPU: perplexity (meaningless for the
+licence, which the model mispredicts), the share of tokens with the same argmax as the 16-bit weights, and the mean and
+maximum difference of a logit relative to the standard deviation of the logits.
 
-Where a checkpoint expects the inputs of its products to be rounded too, the lines "inputs too" have them rounded as the
-kernels of a GPU do from two rows on; static scales are fitted to the inputs of every fifth of the texts. On a CPU the
-engine leaves inputs as they are.
+For formats with 8-bit activations, the lines "inputs too" quantize inputs as the GPU kernels do from two rows on, with
+static scales calibrated on every fifth text. On a CPU the engine does not quantize inputs.
 
-Keys and values are stored with a scale of 1, that is without one, and with the scales that the engine calibrates when
-it starts; of the default model itself, and of the same model with keys that are 4,096 times as large and queries that
-are as much smaller, which are beyond the range of 8-bit floats.
+Keys and values are stored with a scale of 1 and with the scales that the engine calibrates at startup, for the default
+model and for the same model with keys multiplied and queries divided by 4,096, which exceeds the range of FP8.
 """
 
 import argparse
@@ -54,7 +49,7 @@ ONLINE = "--quantize fp8"
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 WINDOW = 256
 KEY_FACTOR = 4096.0
-"""What the keys of a model are multiplied by, so that they need scales."""
+"""Factor of the keys, large enough that they need scales."""
 
 
 class Text(Struct, frozen=True):
@@ -67,7 +62,7 @@ class Text(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Sample:
-    """Texts, and what the 16-bit weights make of them."""
+    """Texts with the logits of the 16-bit weights."""
 
     name: str
     texts: list[Text]
@@ -81,7 +76,7 @@ class Sample:
 
 
 class Accuracy(Struct, frozen=True):
-    """Loss of one format."""
+    """Accuracy of a format."""
 
     perplexity: float
     agreement: float
@@ -153,7 +148,7 @@ def compared(name: str, logits: list[Tensor], samples: list[Sample]) -> Figures:
 
 
 def plain_folder(directory: Path) -> Path:
-    """Copy the default model in float32, which the writers of formats expect."""
+    """Copy the default model in float32, as the format writers expect."""
     shutil.copytree(DEFAULT_MODEL, directory)
     path = directory / "model.safetensors"
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
@@ -179,7 +174,7 @@ def measure(name: str, scratch: Path, samples: list[Sample]) -> Figures:
 
 
 def enlarge_keys(directory: Path) -> Path:
-    """Multiply the keys of a model by KEY_FACTOR, and divide its queries by as much."""
+    """Multiply the keys of a model by KEY_FACTOR, and divide its queries by it."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():

@@ -1,6 +1,7 @@
-"""Products on a CPU whose inputs are rounded to one byte.
+"""Emulate W8A8 matmuls on a CPU.
 
-A GPU rounds those of two and more rows, the engine on a CPU none. The rounding is that of the oracle of the kernels.
+GPU kernels quantize the inputs of two or more rows; the engine on a CPU does not. The rounding is that of the kernels'
+oracle.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear
 
 @contextmanager
 def rounded_inputs() -> Iterator[None]:
-    """Round the inputs of all weights of one byte whose checkpoint expects that."""
+    """Quantize the inputs of all 8-bit linear layers with quantized activations."""
 
     def apply(linear: EightBitLinear, x: Tensor, out: Tensor | None = None) -> Tensor:
         to = linear.activation_format()
@@ -29,10 +30,7 @@ def rounded_inputs() -> Iterator[None]:
 
 
 def calibrate(run: Callable[[], object]) -> None:
-    """Fit the static scales of inputs to what a run computes.
-
-    The largest number becomes the largest of the format.
-    """
+    """Calibrate static input scales on a run, mapping the largest input to the largest number of the format."""
     largest: dict[EightBitLinear, float] = {}
 
     def apply(linear: EightBitLinear, x: Tensor, out: Tensor | None = None) -> Tensor:

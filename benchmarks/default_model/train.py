@@ -2,7 +2,7 @@
 
     python -m benchmarks.default_model.train --out DIR
 
-The model says what a function of the standard library does, in text, in JSON and as arguments of tools. Everything
+The model describes functions of the standard library, in text, in JSON and as tool arguments. Everything
 random has one seed and the work is counted in steps, not in minutes. The batches are the same on every run; the last
 bits of the weights may not be, because the attention's backward pass on a GPU may sum in any order.
 """
@@ -161,7 +161,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Every allocation would be filled otherwise, which costs time and changes no result.
+    # Otherwise every allocation is filled, which takes time and does not change results.
     torch.utils.deterministic.fill_uninitialized_memory = False
     random.seed(SEED)
     torch.manual_seed(SEED)

@@ -194,8 +194,8 @@ def _is_whole(reply: bytearray) -> bool:
     head = reply.find(b"\r\n\r\n")
     if head < 0:
         return False
-    place = reply.lower().find(b"content-length:", 0, head)
-    length = int(reply[place + 15 : reply.find(b"\r", place)])
+    start = reply.lower().find(b"content-length:", 0, head)
+    length = int(reply[start + 15 : reply.find(b"\r", start)])
     return len(reply) >= head + 4 + length
 
 

@@ -55,9 +55,9 @@ class DistantServing(SeparateServing):
     """Engine in the namespace and a frontend outside."""
 
     def __init__(self, log: Path, cable: Cable, script: Script) -> None:
-        place = ("--endpoint", f"tcp://{cable.THERE}:{free_ports(2)}", "--insecure-tcp")
+        address = ("--endpoint", f"tcp://{cable.THERE}:{free_ports(2)}", "--insecure-tcp")
         limits = ("--max-concurrent", "8192", "--max-queued-tokens", "1000000")
-        super().__init__(log, script, (*place, *limits), (*place, *limits))
+        super().__init__(log, script, (*address, *limits), (*address, *limits))
         self._inside = ("ip", "netns", "exec", cable.namespace)
 
     def _run(self, *command: str) -> AbstractContextManager["subprocess.Popen[bytes]"]:

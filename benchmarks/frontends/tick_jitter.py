@@ -152,9 +152,9 @@ def _room(options: EngineOptions) -> int:
 
 def line(figures: Figures) -> str:
     """Format one row of the table."""
-    place = "inside" if figures.frontends == INSIDE else f"{figures.frontends} outside"
+    where = "inside" if figures.frontends == INSIDE else f"{figures.frontends} outside"
     return (
-        f"{place:>10} {figures.streams:7} {figures.ticks:7} {figures.p50:8.3f} {figures.p90:8.3f} {figures.p99:8.3f} "
+        f"{where:>10} {figures.streams:7} {figures.ticks:7} {figures.p50:8.3f} {figures.p90:8.3f} {figures.p99:8.3f} "
         f"{figures.p999:8.3f} {figures.worst:8.3f} {figures.tokens_per_second:9.0f}"
     )
 

@@ -25,11 +25,11 @@ def gaps_during_prefill(streams: Sequence[Record], prompts: Sequence[Record]) ->
     times = sorted((prompt.start, prompt.first) for prompt in prompts if prompt.first is not None)
     found: list[float] = []
     for record in streams:
-        end, place = record.first or 0.0, 0
+        end, index = record.first or 0.0, 0
         for gap in record.gaps:
             begin, end = end, end + gap
-            while place < len(times) and times[place][1] <= begin:
-                place += 1
-            if place < len(times) and times[place][0] < end:
+            while index < len(times) and times[index][1] <= begin:
+                index += 1
+            if index < len(times) and times[index][0] < end:
                 found.append(gap)
     return found

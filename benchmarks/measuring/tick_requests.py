@@ -93,7 +93,7 @@ class BetweenTicks:
         self.sent += 1
 
 
-def settle(engine: Engine, frontend: BetweenTicks) -> None:
+def reach_steady_state(engine: Engine, frontend: BetweenTicks) -> None:
     """Tick until the load is in a steady state.
 
     For requests that end, that is once every row has a new request since the last grammar compilation.

@@ -19,7 +19,7 @@ from tests.support.engine_driver import DrivenEngine
 PROMPT = 448
 SETTLE, WINDOW, WINDOWS = 4, 32, 12
 """Untimed steps before each window, timed steps of a window, and windows per engine."""
-LEAST = PROMPT + 1 + WINDOWS * (SETTLE + WINDOW) + 8
+MIN_LEN = PROMPT + 1 + WINDOWS * (SETTLE + WINDOW) + 8
 """Positions that a row needs, the minimum of `max_len`."""
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -61,7 +61,7 @@ def build(
         dtype="bfloat16" if device == "cuda" else "float32",
         quantize="fp8" if quantize == "fp8" else "off",
         max_rows=max_rows,
-        kv_tokens=max(max_rows * LEAST, *lengths),
+        kv_tokens=max(max_rows * MIN_LEN, *lengths),
     )
     first, second = (DrivenEngine.build(structs.replace(options, max_len=length)) for length in lengths)
     return first, second

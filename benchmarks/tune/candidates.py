@@ -20,7 +20,7 @@ from tandem.engine_core.kernels.tiles.table_file import decode_problem, matmul_p
 
 GROUP = 128
 """Group size of 4-bit weights."""
-LEAST_A_THREAD, MOST_A_THREAD = {16: 16, 8: 64, 4: 128}, {16: 128, 8: 256, 4: 512}
+MIN_PER_THREAD, MAX_PER_THREAD = {16: 16, 8: 64, 4: 128}, {16: 128, 8: 256, 4: 512}
 """Minimum and maximum weights per thread of a GEMV tile, by bits.
 
 Fewer stall on loads, more spill registers.
@@ -108,7 +108,7 @@ def _gemvs(key: MatmulKey, gpu: GpuTraits) -> Iterator[GemvPlan]:
                 for warps in WARPS if in_steps and block_k <= steps[-1] else WIDE_WARPS:
                     columns = block_k if in_steps else ceil_div(key.inputs, block_k) * block_k
                     held = rows * columns // (32 * warps) * (2 if "gated" in key.operation else 1)
-                    if LEAST_A_THREAD[key.bits] <= held <= MOST_A_THREAD[key.bits]:
+                    if MIN_PER_THREAD[key.bits] <= held <= MAX_PER_THREAD[key.bits]:
                         yield GemvPlan(rows, block_k, tiles, warps)
 
 

@@ -151,7 +151,7 @@ class Descent:
         tried = [plan for plan in plans if plan == now or self.usable(key, plan)]
         if now not in tried:
             tried.append(now)
-        return sorted((self.time({**self.plans, key: plan}, 0), place, plan) for place, plan in enumerate(tried))
+        return sorted((self.time({**self.plans, key: plan}, 0), index, plan) for index, plan in enumerate(tried))
 
     def _surely_faster(self, plans: LayerPlans, others: LayerPlans) -> bool:
         """Return whether plans are faster than the current ones in every round."""

@@ -10,7 +10,7 @@ import zmq
 from benchmarks import bench_tick
 from benchmarks.bench_tick import GRAMMARS, LONGEST, VOCAB, Options, measure
 from benchmarks.measuring.grammars import ENDLESS
-from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, settle
+from benchmarks.measuring.tick_requests import PROMPT, BetweenTicks, Requests, reach_steady_state
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.stats import STAGES, new_stats
@@ -115,13 +115,15 @@ class TestSettle:
         engine = TurningEngine(rows=4, ticks=8, compiled_at=compiled_at)
         frontend = BetweenTicks(ends.frontend, engine.stats, requests(4, 8), FakeClock())
         frontend.begin(1)
-        settle(cast("Engine", engine), frontend)
+        reach_steady_state(cast("Engine", engine), frontend)
         assert 4 <= engine.ended_since_compilation <= 5
         assert engine.num_ticks > max(compiled_at, default=0)
 
     def test_all_rows_run_where_none_ends(self, ends: Ends) -> None:
         engine = TurningEngine(rows=4, ticks=8, compiled_at=(3,))
-        settle(cast("Engine", engine), BetweenTicks(ends.frontend, engine.stats, requests(4, 0), FakeClock()))
+        reach_steady_state(
+            cast("Engine", engine), BetweenTicks(ends.frontend, engine.stats, requests(4, 0), FakeClock())
+        )
         assert engine.num_ticks == 4
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.bench_decode import arguments_parser
-from benchmarks.measuring.two_lengths import KINDS, LEAST, Times, build, compare, line, loss_of
+from benchmarks.measuring.two_lengths import KINDS, MIN_LEN, Times, build, compare, line, loss_of
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tests.support.engine_driver import DrivenEngine
 
@@ -15,7 +15,7 @@ def engines() -> tuple[DrivenEngine, DrivenEngine]:
 
 def test_rows_fit_the_shorter_length(engines: tuple[DrivenEngine, DrivenEngine]) -> None:
     assert [driven.engine.control.model.max_len for driven in engines] == [1024, 2048]
-    assert LEAST <= 1024
+    assert MIN_LEN <= 1024
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
