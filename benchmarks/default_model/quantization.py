@@ -6,9 +6,9 @@ Weights are rounded to the nearest number of a format, without the calibration o
 as a checkpoint of that format, with group size 32. There are two texts. One has the judge's questions in held-out
 wordings with the expected answers: the model knows nearly all of them, so that only large errors change a token. The
 other is the project's licence in windows of 256 tokens, which the model has never seen: small errors show there.
-Figures cover the answers' tokens, or all but the first of a window, in float32 on a CPU: perplexity (meaningless for the
-licence, which the model mispredicts), the share of tokens with the same argmax as the 16-bit weights, and the mean and
-maximum difference of a logit relative to the standard deviation of the logits.
+Figures cover the answers' tokens, or all but the first of a window, in float32 on a CPU: perplexity (meaningless for
+the licence, which the model mispredicts), the share of tokens with the same argmax as the 16-bit weights, and the mean
+and maximum difference of a logit relative to the standard deviation of the logits.
 
 For formats with 8-bit activations, the lines "inputs too" quantize inputs as the GPU kernels do from two rows on, with
 static scales calibrated on every fifth text. On a CPU the engine does not quantize inputs.
