@@ -140,10 +140,10 @@ class Download:
         self.check_space(files)
         total = sum(file.size for file in files)
         logger.info(
-            "downloading %s, commit %s: %d files, %s, to %s",
+            "downloading %s, commit %s: %s, %s, to %s",
             self._model.name,
             self._listing.commit,
-            len(files),
+            "1 file" if len(files) == 1 else f"{len(files)} files",
             size_text(total),
             self._snapshot,
         )

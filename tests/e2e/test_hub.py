@@ -53,7 +53,7 @@ def test_server_downloads_once_continues_after_a_cut_and_serves_from_the_cache(h
         until(lambda: server.said(f"(model {NAME}, commit {COMMIT}, cpu"), "the line that the server is ready")
         log = (tmp_path / "log").read_text()
         assert f"downloading {NAME}, commit {COMMIT}: 4 files, 266 kB" in log
-        assert f"downloading {NAME}, commit {COMMIT}: 1 files, 11 MB" in log
+        assert f"downloading {NAME}, commit {COMMIT}: 1 file, 11 MB" in log
         assert "downloaded 100 %" in log
     assert len(hub.lists()) == 1
     assert [len(hub.bodies(name)) for name in ("config.json", "tokenizer.json", WEIGHTS)] == [1, 1, 2]
