@@ -170,7 +170,7 @@ def main() -> int:
 def leave(code: int) -> None:
     """End the process.
 
-    After a CUDA error it exits without destructors: those of pinned memory would abort it.
+    After a CUDA error it exits without destructors: destructors of pinned memory would abort it.
     """
     if code == ExitCode.FATAL:
         logging.shutdown()

@@ -60,7 +60,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     page_size: int
     max_waiting: int
     max_prefill_chunks_per_step: int = 0
-    """Largest number of prompts that one step computes a part of; 0: any number."""
+    """Maximum number of prompts per step; 0: any number."""
     max_itl: float | None = None
     """Maximum milliseconds of a step with decode rows; None: derived from the duration of those rows."""
     policy: Policy = "fcfs"
@@ -76,7 +76,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     graph_tokens: tuple[int, ...] = ()
     """Prompt positions for which mixed steps are captured in CUDA graphs, ascending."""
     max_mixed_tokens: int = MIXED_GRAPH_TOKENS
-    """Most prompt positions that are captured together with decode rows."""
+    """Maximum prompt positions that are captured together with decode rows."""
     options: EngineOptions = EngineOptions()
     """The options as given; settings that need no decision are read from here."""
 
@@ -103,7 +103,7 @@ class StepConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def max_uploads(self) -> int:
-        """Largest number of cached tokens that one step copies to the device."""
+        """Maximum number of cached tokens uploaded per step."""
         return min(self.max_rows * self.max_len, max(self.max_len, STEP_UPLOADS))
 
 

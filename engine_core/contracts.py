@@ -24,14 +24,14 @@ class TokenDelta(Struct, frozen=True):
     request_ids: list[int]
     """Request of each token; a request with several tokens is listed several times."""
     tokens: list[int]
-    """Token ids, those of one request in order."""
+    """Token ids; the tokens of one request are in order."""
     logprobs: list[TokenLogprobs] = []
 
 
 class StepLogprobs(Struct, frozen=True):
     """Log-probabilities of one step, as packed records.
 
-    The format is the one of `TokenLogprobs` with `top` alternatives.
+    Same format as `TokenLogprobs` with `top` alternatives.
     """
 
     top: int
@@ -93,7 +93,7 @@ class Constraint(Protocol):
 
     @property
     def problem(self) -> str:
-        """Reason for the rejection of a token, in words for the client; empty before."""
+        """Reason for the rejection of a token, for the client; empty before."""
 
     def is_end(self, token: int) -> bool:
         """Return True if a token only marks the end and is not part of the text."""

@@ -229,8 +229,8 @@ class Control:
     def _check_load(self, client: bytes, submit: Submit) -> None:
         """Raise RequestError if one more sequence would exceed a limit on load.
 
-        The limits are those over all frontends. A request of any length is taken while no other prompt waits, with all
-        sequences of its group.
+        The limits apply to all frontends together. A request of any length is taken while no other prompt waits, with
+        all sequences of its group.
         """
         num_open, queued, limits = self.scheduler.num_open, self.scheduler.queued.num_tokens, self.limits
         if num_open >= limits.max_concurrent:

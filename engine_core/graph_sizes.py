@@ -13,8 +13,7 @@ less padding."""
 WIDE_STEP = 256
 """Rows from one captured row count to the next above the largest of these."""
 MIXED_GRAPH_TOKENS = 2048
-"""Most prompt positions for which steps are captured that decode rows too: few prompts get more in a step with
-decode rows."""
+"""Maximum prompt positions of captured steps with decode rows: few prompts get more in a step with decode rows."""
 GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 

@@ -26,7 +26,7 @@ class KeyAccount:
     def __init__(self) -> None:
         self.max_concurrent = self.tokens_per_minute = 0
         self.used = 0
-        """Tokens of the last minute, as of the last `roll_forward`."""
+        """Tokens of the last minute at the time of the last `roll_forward`."""
         self.open: dict[Sequence, tuple[int, int]] = {}
         """Open sequences: the second in which each was taken, and its generated tokens that were counted."""
         self._num_ended = 0

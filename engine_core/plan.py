@@ -33,7 +33,7 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     samples: bool = True
     """True if the row reaches the end of the known tokens, so that its last position yields a token."""
     constrained: bool = False
-    """True if sampling has to wait for a mask that depends on the tokens of the step before."""
+    """True if sampling has to wait for a mask that depends on the tokens of the previous step."""
     tokens: bytes = b""
     """Packed int32 ids of positions that the device does not know yet (prompt tokens), from `start - skipped` on."""
     new_pages: tuple[int, ...] = ()
@@ -154,8 +154,8 @@ class StepPlan(Struct, frozen=True):
     ) -> "StepPlan":
         """Build the plan of a step with one sampled position per row.
 
-        The result equals `of(step_id, rows, (), logprobs)` without a look at the rows: the
-        caller knows which of them are constrained and which bring pages.
+        The result equals `of(step_id, rows, (), logprobs)` without inspecting the rows: the caller knows which rows are
+        constrained and which bring pages.
         """
         return cls(
             step_id,

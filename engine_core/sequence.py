@@ -19,7 +19,7 @@ class CacheState:
     namespace: bytes
     """Namespace of the prefix cache: KV is shared only between sequences of the same one."""
     nodes: list[int]
-    """Nodes of the tree that the sequence reads and has locked: those of the first pages of its page table."""
+    """Nodes of the tree that the sequence reads and has locked: they hold the first pages of its page table."""
     matched: list[int]
     """Nodes that hold the sequence's first tokens, as found while it waited; it does not lock them."""
     matched_epoch: int

@@ -11,7 +11,7 @@ MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
 """Longest session name, cache salt or HTTP request id, in bytes of UTF-8."""
 MAX_ABORTS = 2**20
-"""Most requests that one command can abort."""
+"""Maximum number of requests per `Abort`."""
 RENEW_SECONDS = 1.0
 """Interval at which a frontend renews its lease, in seconds."""
 LEASE_SECONDS = 5.0
@@ -45,9 +45,9 @@ class KeyClaim(Struct, frozen=True, array_like=True):
     name: str
     """Name of the key, which is the scope of its sessions, cache salts and limits."""
     max_concurrent: int = 0
-    """Most open sequences of the key; 0 for no limit."""
+    """Maximum open sequences of the key; 0 for no limit."""
     tokens_per_minute: int = 0
-    """Most tokens a minute of the key, of prompts and outputs; 0 for no limit."""
+    """Maximum tokens per minute of the key, prompts and outputs together; 0 for no limit."""
     num_sequences: int = 1
     """Number of sequences of the group."""
     prompt_tokens: int = 0
@@ -172,7 +172,7 @@ class Pause(Command, frozen=True, array_like=True, tag=8):
 
 
 class Resume(Command, frozen=True, array_like=True, tag=9):
-    """End of a pause: everything goes on where it stood.
+    """End of a pause: everything continues where it stopped.
 
     Answered by an `Answer`, also without a pause.
     """

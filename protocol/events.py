@@ -283,7 +283,7 @@ class Closed(Event, frozen=True, array_like=True, tag=6):
     """
 
     message: str
-    """Reason, in words for the frontend's log."""
+    """Reason, for the frontend's log."""
 
 
 class Launched(Event, frozen=True, array_like=True, tag=9):

@@ -35,7 +35,7 @@ def install_packages(*requirements: str) -> str:
 
 
 def _installer() -> str:
-    """Return the command up to what to install; an environment that uv made has no pip."""
+    """Return the command without the packages to install; an environment that uv made has no pip."""
     python = shlex.quote(sys.executable or "python3")
     if importlib.util.find_spec("pip") is None and shutil.which("uv") is not None:
         return f"uv pip install --python {python}"

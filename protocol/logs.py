@@ -213,7 +213,7 @@ def line_handler() -> LineHandler | None:
 
 
 def announce(text: str, rows: Mapping[str, str] | None = None, **fields: object) -> None:
-    """Print what people and scripts wait for; in the log if that is JSON.
+    """Print a line for people and scripts that wait for it; in the log if that is JSON.
 
     rows: names and texts of further lines, which are fields of the JSON object; fields: more of them.
     """

@@ -2,7 +2,7 @@
 
 The engine has a ROUTER, each frontend a DEALER; heartbeats use PUB and SUB. `ipc://` endpoints live in a directory of
 mode 0700, so only their owner can reach them. `tcp://` endpoints are encrypted and authenticate both sides with CURVE;
-plain tcp has to be asked for by name.
+plain tcp must be requested explicitly.
 """
 
 import logging
@@ -36,8 +36,8 @@ frontend refuses such a request itself. A prompt has four bytes for each positio
 ENCRYPTION_BYTES = 64
 """Bytes by which CURVE makes a message longer, at most."""
 MAX_OUTPUT_BYTES = 2**30
-"""Largest message that a frontend accepts. One step's output is below 2 MiB; that of many steps can be merged into one
-message while the frontend does not read."""
+"""Largest message that a frontend accepts. One step's output is below 2 MiB; output of many steps can be merged into
+one message while the frontend does not read."""
 
 PING_INTERVAL_MS, PING_TIMEOUT_MS = 1000, 4000
 """Interval of ZMTP's own heartbeats, and time without an answer after which libzmq closes a connection.

@@ -19,7 +19,7 @@ class Metric(Struct, frozen=True):
     name: str
     help: str
     label: str = ""
-    """Label whose values are the keys of a field that is a dict; "" for other fields."""
+    """Label with the keys of a dict field as values; "" for other fields."""
 
 
 class Histogram(Struct, array_like=True):
@@ -34,7 +34,7 @@ class Histogram(Struct, array_like=True):
     total: float = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one observation in the first bucket whose bound is at least `value`."""
+        """Count one observation in the first bucket with a bound of at least `value`."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

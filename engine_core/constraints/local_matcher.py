@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 LEAST_TOKENS = 64
 """Tokens for which new tables must have lasted to be replaced by newer ones."""
 MOST_RENEWALS = 2
-"""Times that the tables are replaced for one token. Those of others may come to their limit meanwhile."""
+"""Times that the tables are replaced for one token. Other tables may reach their limit meanwhile."""
 REFUEL_TOKENS = 64
 """Tokens that are followed from one mask to the next. A lexer has fuel for one step (LEXER_STEP_FUEL), which only masks
 renew: 1,300 tokens of a long string use it up."""

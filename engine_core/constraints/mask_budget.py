@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 FREE_SECONDS = 0.003
-"""CPU time of a mask that counts for nothing; a cheaper mask pays off some of what the request's earlier ones took."""
+"""CPU time of a mask that counts for nothing; a cheaper mask pays back part of the request's earlier excess."""
 REQUEST_SECONDS = 0.5
 """CPU time beyond it that the masks of a request may take."""
 KEY_SECONDS, KEY_RATE = 0.5, 0.05
@@ -36,10 +36,10 @@ class MaskBudget:
     """Budgets of all requests and keys. Used by one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Keep the clock, in seconds, by which keys get back what they spent."""
+        """Set the clock, in seconds, with which keys regain their budget."""
         self.clock = clock
         self._debts: dict[str, tuple[float, float]] = {}
-        """What the masks of a key took of KEY_SECONDS, and when that was counted."""
+        """Seconds of KEY_SECONDS that the masks of a key have used, and the time of that count."""
 
     def charge(self, cost: MaskCost, seconds: float) -> str:
         """Count one mask, and return the `problem` of its request."""
@@ -53,7 +53,7 @@ class MaskBudget:
         return self.problem(cost)
 
     def problem(self, cost: MaskCost) -> str:
-        """Return why a request must end, in words for the client.
+        """Return the reason why a request must end, for the client.
 
         Empty if its masks may go on.
         """

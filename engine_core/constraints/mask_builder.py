@@ -86,7 +86,7 @@ class MaskBuilder:
     def begin(self, masks: IndexedMasks, out: Ints) -> None:
         """Implement `runtime.masks.MaskFiller.begin`.
 
-        The workers get what was added to their batches before, too.
+        Operations that were added to their batches before are sent too.
         """
         if self.workers is not None and masks:
             first = self.memory.first_index(out)
@@ -107,7 +107,7 @@ class MaskBuilder:
         """Implement `runtime.masks.MaskFiller.fill` with the constraints' matchers.
 
         A matcher that has failed allows the end ids only, and one whose masks took too long everything; `accept`
-        rejects what either allows.
+        rejects those tokens.
         """
         start = self.clock()
         pairs = cast("Pairs", masks)
@@ -189,7 +189,7 @@ class MaskBuilder:
     ) -> tuple[list[tuple[GrammarConstraint, int]], list[tuple[GrammarConstraint, int]]]:
         """Have the workers begin the masks that they have not begun yet.
 
-        Return those of this process, and of these apart the ones that a worker may still write.
+        Return the masks of this process, and separately the ones among them that a worker may still write.
         """
         ids, indices = _matchers(pairs)
         writers = np.full(len(out), -1, dtype=np.int32)

@@ -30,9 +30,9 @@ class Matchers:
 
     Every method may run on any thread.
 
-    The tokenizer is built once, on first use. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on
-    one slow core, and llguidance holds the interpreter lock meanwhile, so `prepare` should run on
-    another thread while the weights load, before there are streams to hold up.
+    The tokenizer is built once, on first use. That takes 30 ms for 4,096 tokens and 1.3 s for 128,000 on one slow core,
+    and llguidance holds the interpreter lock meanwhile, so `prepare` should run on another thread while the weights
+    load, before there are streams to delay.
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:

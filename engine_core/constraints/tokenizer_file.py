@@ -66,7 +66,7 @@ def _cut(tokenizer: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 def _is_kept(merge: Any, prefix: str, vocab: dict[str, int]) -> bool:
     """Return whether both parts of a merge and its result are in the vocabulary.
 
-    merge: two texts, in older files one with a space in between; prefix: what a part within a word begins with.
+    merge: two texts, in older files one with a space in between; prefix: the prefix of a token within a word.
     """
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left in vocab and right in vocab and left + right.removeprefix(prefix) in vocab

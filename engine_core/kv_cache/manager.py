@@ -1,10 +1,10 @@
 """The KV pool as sequences see it: own pages, shared pages, and their release.
 
-The page table of a sequence begins with the pages of nodes of the prefix cache, which it locks, and goes on with pages
-of its own. A page moves from the second kind to the first when the step that fills it has been launched: later steps
-run after it on the device (I1), so they may read it at once, and it is never written again. For the same reason a page
-that a sequence no longer needs is free at once, even if a step in flight reads or writes it: its next owner writes it
-in a later step. Only work outside the compute stream, such as a copy to host memory, would have to hold it.
+The page table of a sequence begins with the pages of nodes of the prefix cache, which it locks, followed by pages of
+its own. A page moves from the second kind to the first when the step that fills it has been launched: later steps run
+after it on the device (I1), so they may read it at once, and it is never written again. For the same reason a page that
+a sequence no longer needs is free at once, even if a step in flight reads or writes it: its next owner writes it in a
+later step. Only work outside the compute stream, such as a copy to host memory, would have to hold it.
 """
 
 from collections.abc import Iterable, Mapping

@@ -22,9 +22,8 @@ class PendingPages:
         return key in self._producers
 
     def blocks(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence has to wait for its next page.
-
-        It has to if the page that it awaits has a producer of at least its own priority.
+        """Return True if a waiting sequence has to wait for its next page, because a producer of at least its own
+        priority computes that page.
         """
         producer = self._producers.get(seq.cache.awaited_key)
         return producer is not None and producer.priority >= seq.priority

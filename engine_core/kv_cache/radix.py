@@ -229,7 +229,7 @@ class RadixTree:
         self._offer(nodes)
 
     def evict(self, count: int) -> list[int]:
-        """Evict nodes until at least `count` pages are given up; return the pages.
+        """Evict nodes until at least `count` pages are released; return the pages.
 
         Nodes in use stay, so there may be fewer pages than `count`. Leaves go first, the least recently used first. The
         pages of a node go together, so there may also be a few more.

@@ -62,8 +62,8 @@ class KVStorage:
     All that a page holds is one run of bytes, and all pages have the same size.
 
     A layer is addressed by slots of head vectors from its own first slot on, `page_stride` slots a page, so that a slot
-    is the same number in every layer. Between two pages of a layer are those of the others: a layer's view must only be
-    indexed by slots of a page table, never written as a whole.
+    is the same number in every layer. Pages of all layers are interleaved: a layer's view must only be indexed by slots
+    of a page table, never written as a whole.
 
     Page 0 is reserved: padding reads and writes there, and no sequence ever owns it. The pool is zero-initialized,
     because attention multiplies masked slots by 0, and 0 times NaN is NaN. Which sequence owns which page is decided by

@@ -30,7 +30,7 @@ class Piece:
 def cut(shape: tuple[int, ...], source: SourceSlice | None, most: int) -> Iterator[Piece]:
     """Yield the pieces of a part of a tensor, in the order of the file.
 
-    A piece has at most `most` elements, a positive number. If the part is cut along an inner dimension, neighbouring
+    most: maximum number of elements of a piece, positive. If the part is cut along an inner dimension, neighbouring
     elements are read too.
 
     shape: of the whole tensor; source: the part, None for all.

@@ -88,7 +88,7 @@ class WeightSlot:
     def check(self, shape: Sequence[int]) -> None:
         """Raise ConfigError unless a shape equals the region's.
 
-        shape: of what was read, or of what the transform made of it.
+        shape: of the data that was read, or of the transform's result.
         """
         if tuple(shape) != tuple(self.target.shape):
             raise ConfigError(

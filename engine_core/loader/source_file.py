@@ -15,7 +15,7 @@ from tandem.engine_core.errors import ConfigError
 class BufferAddressError(ConfigError):
     """The kernel does not read into this memory.
 
-    That of a sandbox may refuse pinned memory.
+    A sandbox's kernel may refuse pinned memory.
     """
 
 

@@ -19,7 +19,8 @@ PIECE_BYTES = 2**24
 """Largest piece. For a GPU, each thread holds two in pinned memory; for a CPU one, unless it can read directly into
 the parameter."""
 MAX_THREADS = 16
-"""Most threads that read: the copies to an H200 take what 16 of them read, and pinned memory stays at 512 MiB."""
+"""Maximum number of reading threads: the copies to an H200 keep up with 16 of them, and pinned memory stays at 512
+MiB."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and with all."""

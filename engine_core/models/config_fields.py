@@ -65,7 +65,7 @@ _OUTER_FIELDS = ("eos_token_id", "dtype", "torch_dtype", *_QUANTIZATION_FIELDS)
 class ConfigFields(Struct, kw_only=True):
     """The fields of config.json that all families have.
 
-    A family adds fields of its own, and replaces the defaults in which its configuration differs in transformers.
+    A family adds its own fields, and overrides defaults that differ in transformers.
     """
 
     vocab_size: Count

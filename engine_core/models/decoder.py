@@ -42,7 +42,7 @@ class Block(Protocol):
         """Return the update of the residual stream, and the stream, both [T, hidden].
 
         update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
-        first block; rotary, keys, values, scales: those of `Attention.__call__`.
+        first block; rotary, keys, values, scales: as in `Attention.__call__`.
         """
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -74,7 +74,7 @@ class Olmo2Attention(Attention):
     ) -> Tensor:
         """Return the update of a stream, both [T, hidden].
 
-        rotary, keys, values, scales: those of `Attention.__call__`.
+        rotary, keys, values, scales: as in `Attention.__call__`.
         """
         assert self.q_norm is not None and self.k_norm is not None
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -97,7 +97,7 @@ def resolve_source(source: ConfigSource) -> ModelConfig:
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     """Open the checkpoint of a model.
 
-    Of a multimodal one only the tensors of the text half are there.
+    For a multimodal checkpoint, only the tensors of the text backbone are included.
 
     Raises ConfigError as `Checkpoint.open` does.
     """
@@ -118,8 +118,8 @@ def build_model(
 ) -> Model:
     """Allocate a model without weights.
 
-    max_positions: largest number of positions of a sequence, if below that of the config. checkpoint: the one that will
-    be loaded; if it holds an output head that differs from the embedding, the model is built untied regardless of the
+    max_positions: maximum number of positions of a sequence, if below the config's. checkpoint: the one that will be
+    loaded; if it holds an output head that differs from the embedding, the model is built untied regardless of the
     config, as transformers does.
     """
     if checkpoint is not None and config.tie_embeddings:

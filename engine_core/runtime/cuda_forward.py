@@ -47,8 +47,8 @@ class CudaForward:
         """Compute one token per row and return its logits, [B, V], in `samples.logits`.
 
         samples: B slots, written; has_long_rows: False to launch no spare programs, which rows of at most
-        `max_short_len` positions do not need. rows, positions: [B] int32; negative positions are replaced by those of
-        the rows' newest tokens.
+        `max_short_len` positions do not need. rows, positions: [B] int32; negative positions are replaced by the
+        positions of the rows' newest tokens.
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
         step = self._decode_step(rows, positions, has_long_rows)

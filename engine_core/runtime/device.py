@@ -168,7 +168,7 @@ class Device(Protocol):
         """Return the bytes that this process holds."""
 
     def release_unused(self) -> None:
-        """Give back the memory that the allocator keeps for later."""
+        """Release the memory that the allocator caches."""
 
     def instant(self) -> Instant:
         """Return a new mark of time, not recorded yet."""

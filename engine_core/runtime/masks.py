@@ -48,7 +48,7 @@ def mask_indices(plan: StepPlan) -> dict[int, int]:
 def index_masks(masks: Masks, indices: Mapping[int, int]) -> IndexedMasks:
     """Return each constraint with the index of its mask.
 
-    indices: as of `mask_indices`. Where all of them are wanted, equal masks are the same object for all steps.
+    indices: result of `mask_indices`. If all masks are wanted, equal masks are the same object in all steps.
     """
     if len(masks) < len(indices):
         return [(constraint, indices[row]) for row, constraint in masks]

@@ -320,7 +320,7 @@ class TorchRuntime:
         s.masks_done.wait()
         index = field(s.device_inputs, s.packed, "mask_index")
         if not in_order or len(index) > s.num_in_order:
-            # Those of a step in which every row has a mask are the same each time.
+            # If every row of a step has a mask, the indices are the same each time.
             torch.add(index, 0, out=s.masked[: len(index)])
             s.num_in_order = len(index) if in_order else 0
         return allowed if in_order else torch.index_select(s.device_masks, 0, index, out=allowed)

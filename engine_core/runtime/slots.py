@@ -25,7 +25,7 @@ from tandem.protocol.params import MAX_TOP_LOGPROBS
 HEAD_WORDS = 32
 """Words before a step's inputs: of `StepSlot.locations_view`, filled up so that the inputs are aligned."""
 RECORD_WORDS = 1 + 2 * MAX_TOP_LOGPROBS
-"""Most words of one record of log-probabilities."""
+"""Maximum words of one record of log-probabilities."""
 
 
 @dataclass(slots=True)

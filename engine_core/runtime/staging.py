@@ -60,7 +60,7 @@ class Packed:
     sample_positions: Ints
     """[S], position of each token whose logits are sampled from, as the host counts it."""
     longest: int
-    """Most positions that any row's attention covers."""
+    """Maximum positions that any row attends to."""
     fields: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and length of each field, in words, by name."""
     total: int = 0
@@ -115,7 +115,7 @@ class Packed:
 
 
 def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> int:
-    """Return the most int32 words that a step can need.
+    """Return the maximum number of int32 words that a step can need.
 
     pages: entries of page tables that it can bring; uploads: tokens that it can bring beyond those that it computes.
     """
@@ -170,7 +170,7 @@ def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packe
 
 
 def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, sample_capacity: int) -> Packed:
-    """Pack the tokens of a step of rows of any length, some of which may not sample.
+    """Pack the tokens of a step with rows of any length, sampled or not.
 
     The steady rows have the first slots and the first samples. Single tokens are written at once; the few longer rows
     follow one by one.
@@ -262,7 +262,7 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
         if a.end_ids:
-            # Requests beyond this limit, as beyond that of biases, are refused on arrival.
+            # Requests beyond this limit, and beyond the limit of biases, are refused on arrival.
             assert len(a.end_ids) <= MAX_SUPPRESSED, f"{len(a.end_ids)} end ids"
             suppressed[index, : len(a.end_ids)] = a.end_ids
     packed.add_wide("ints", np.frombuffer(ints, dtype=np.int64))

@@ -34,9 +34,9 @@ class DeviceTables:
         self.free_lens = np.zeros(len(sampling.tokens), dtype=np.int32)
         """[rows] on the host: length of each row from which it suppresses no ids."""
         self.needs_logprobs = np.zeros(len(sampling.tokens), dtype=bool)
-        """[rows] on the host: True for rows whose tokens' log-probabilities are wanted."""
+        """[rows] on the host: True for rows with log-probabilities."""
         self.biased = np.zeros(len(sampling.tokens), dtype=bool)
-        """[rows] on the host: True for rows whose biased ids on the device are not all -1."""
+        """[rows] on the host: True for rows with biased ids other than -1 on the device."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_len: int, pages_per_row: int, device: torch.device) -> "DeviceTables":

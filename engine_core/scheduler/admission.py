@@ -110,7 +110,7 @@ class PageGate:
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:
     """Pass a sequence through all gates or none.
 
-    If a gate declines, the resources acquired from the gates before it are given back.
+    If a gate declines, the resources acquired from earlier gates are released.
     """
     with ExitStack() as stack:
         for gate in gates:

@@ -15,7 +15,7 @@ def audit_lengths(sequences: Iterable[Sequence], lengths: Items[int], unsampled:
     problems = []
     for seq in sequences:
         if seq.outcome is not None or seq.num_scheduled_tokens < seq.device.upload_end:
-            continue  # What else it samples is dropped, or the device does not know all tokens yet.
+            continue  # Further samples are dropped, or the device does not know all tokens yet.
         length, least = lengths[seq.row], seq.min_device_len - (seq.id in unsampled)
         if not least <= length <= seq.max_device_len or not (seq.inflight or least == length == seq.max_device_len):
             problems.append(f"{seq} has {length} tokens on the device, not {least} to {seq.max_device_len}")

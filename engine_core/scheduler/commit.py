@@ -60,7 +60,7 @@ def append_tokens(
     """Append tokens to a sequence and to the updates, up to the one that ends it.
 
     The sequence's constraint advances with each token, unless it has (`is_advanced`). Return the outcome, or None if
-    the sequence goes on; tokens after the one that ended it are dropped.
+    the sequence continues; tokens after the one that ended it are dropped.
     """
     constraint, known, delta = seq.constraint, seq.tokens, updates.delta(seq.client)
     for token in tokens:
@@ -112,7 +112,7 @@ class StepMasks:
         self._masks: Masks | None = None
         """The same as `of` returned it, until some are dropped."""
         self._before: Masks = ()
-        """What it returned last, unless a sequence has ended or jumped since: an ended one is kept by nothing."""
+        """Its last result, unless a sequence has ended or jumped since: an ended one is kept by nothing."""
 
     def of(self, plan: StepPlan) -> Masks:
         """Return the constraints of a step that is not sampled yet.
@@ -169,8 +169,8 @@ def jump_forward(seq: Sequence, updates: SchedulerUpdates, least: int) -> Finish
     The steps that would sample them are skipped; where they are fewer than `least`, nothing is appended. Forced tokens
     are generated tokens like any other: they go to the client, count against the limits and may end the sequence, whose
     outcome is returned. The device does not have them, so the next row uploads them. A sample in flight would be the
-    first of them: its row is not sampled yet, since it waits for its mask, and what it yields is dropped.
-    Log-probabilities come from sampling, so a sequence that wants them never jumps.
+    first of them: its row is not sampled yet, since it waits for its mask, and its sample is dropped. Log-probabilities
+    come from sampling, so a sequence that wants them never jumps.
     """
     constraint = seq.constraint
     assert constraint is not None and seq.num_inflight_samples <= 1, f"no jump for {seq}"
@@ -212,7 +212,7 @@ def _append_forced(
 def _grammar_error(seq: Sequence, constraint: Constraint) -> Failure:
     """Return the outcome of a sequence after its grammar rejected the newest token.
 
-    The mask excludes such a token, so the grammar is too complex to be followed further, or it allows nothing but what
+    The mask excludes such a token, so the grammar is too complex to be followed further, or it only allows tokens that
     `min_tokens` forbids.
     """
     message = f"the grammar cannot be followed any further after {seq.generated} tokens: {constraint.problem}"

@@ -38,7 +38,7 @@ class SchedulerLimits(Struct, frozen=True):
     """Limits of a scheduler, fixed at start."""
 
     max_step_tokens: int
-    """Positions that one step may compute."""
+    """Maximum positions per step."""
     prefill_chunk: int
     """Largest number of positions of one prompt in a step that also decodes; 0: prompts are computed whole."""
     max_waiting: int
@@ -46,7 +46,7 @@ class SchedulerLimits(Struct, frozen=True):
     prompts_a_step: int = 0
     """Largest number of prompts in one step; 0: any number."""
     max_uploads: int = 65_536
-    """Cached prompt tokens that one step may bring to the device; at least the length of the longest sequence."""
+    """Maximum cached prompt tokens uploaded per step; at least the length of the longest sequence."""
     static: bool = False
     """True for static batching: a batch runs to its end before the next is admitted."""
     max_itl: float | None = None

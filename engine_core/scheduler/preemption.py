@@ -36,7 +36,7 @@ class PageReserver:
         """Reserve pages for the positions of each candidate, in order of seniority.
 
         lengths: positions of each candidate, lowered here, to 0 at worst, where pages are missing. A row without pages
-        waits for those that steps in flight give back; if these are not enough, junior sequences are preempted.
+        waits for pages that steps in flight release; if these are not enough, junior sequences are preempted.
         """
         lacks_pages = self.memory.lacks_pages
         short = [
@@ -101,7 +101,7 @@ class Reclaim:
                 self.add(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Count the pages that a leaving sequence gives back.
+        """Count the pages that a leaving sequence releases.
 
         Its own pages are released, and shared pages without another reader.
         """
@@ -112,10 +112,9 @@ class Reclaim:
     def victim(self, seq: Sequence) -> Sequence | None:
         """Return the sequence to preempt for this one, or None.
 
-        None if more pages come back than others wait for, or if no running sequence is junior to this one.
-
-        The victim is the most junior sequence that would give back a page at once. If none would, it is the most junior
-        of all: the pages that it shares may become free with the next victim.
+        None if more pages are being released than others wait for, or if no running sequence is junior to this one. The
+        victim is the most junior sequence that would release a page at once, or else the most junior of all: the pages
+        that it shares may become free with the next victim.
         """
         if self.reclaimable > self.promised:
             return None

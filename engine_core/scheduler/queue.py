@@ -41,7 +41,7 @@ class RunningSequences:
 
     @property
     def min_jump(self) -> int:
-        """Fewest samples that forced tokens must save to be worth a step of another kind.
+        """Minimum number of samples that forced tokens must save to be worth a step of another kind.
 
         One is enough where the next step has a row of several positions anyway.
         """

@@ -301,7 +301,7 @@ class Scheduler:
 
     @property
     def min_jump(self) -> int:
-        """Fewest samples that forced tokens must save to be appended at once."""
+        """Minimum number of samples that forced tokens must save to be appended at once."""
         return self._running.min_jump
 
     def masks(self, plan: StepPlan) -> Masks:
@@ -358,7 +358,7 @@ class Scheduler:
             self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Stop a running sequence: it commits what is in flight, then waits again."""
+        """Stop a running sequence: it commits the steps in flight, then waits again."""
         assert seq.outcome is None and seq.id in self.running, f"preempted without running: {seq}"
         self._running.remove(seq)
         self.preemptions += 1

@@ -168,7 +168,7 @@ class StepCosts:
     def _base(self, rows: int, tokens: int) -> float:
         """Return the duration of a step without context.
 
-        It is that of the smallest size of the table that holds the step.
+        It is the duration of the smallest size in the table that holds the step.
         """
         if not rows or not tokens:
             return self._smallest(rows, tokens)

@@ -34,11 +34,11 @@ FLASHINFER_PAGE_ELEMENTS = 2**32
 PLANNED_VERSION = "0.6.18"
 """Version prefix of FlashInfer with a planning function that `flashinfer_hopper` can call."""
 MAX_PAGE_TABLE_ENTRIES = 2**31 - 1
-"""Most entries of a page table that FlashInfer's plans, of 32-bit numbers, can name."""
+"""Maximum number of page table entries that FlashInfer's plans, with 32-bit numbers, can address."""
 HOPPER = 9
 """Major compute capability of the GPUs whose 16-bit prompts FlashInfer serves with fa3."""
 FEW_TOKENS = 256
-"""Most tokens of prompts for which graphs use Triton.
+"""Maximum prompt tokens for which graphs use Triton.
 
 Its programs that share a tile's positions beat FlashInfer's, whose prompts of few queries leave most of the device
 idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels --only prompt-attention`).
@@ -274,6 +274,6 @@ def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
 
 
 def _max_page_entries(config: StepConfig) -> int:
-    """Return the most page table entries that the prompts in a graph can use."""
+    """Return the maximum number of page table entries that the prompts in a graph can use."""
     longest = config.num_pages(config.graph_tokens[-1])
     return max(min(MAX_PROMPTS, config.max_rows) * config.pages_per_row, longest)

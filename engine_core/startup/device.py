@@ -190,7 +190,7 @@ class CudaParts:
     def __init__(
         self, device: Device, gpu: GpuTraits, new_recorder: Callable[[], GraphRecorder] = CudaGraphRecorder
     ) -> None:
-        """Keep a device and what is known of it.
+        """Keep a device and its traits.
 
         new_recorder: makes a recorder of graphs with a memory pool of its own.
         """

@@ -42,7 +42,7 @@ class MemoryDemand(Struct, frozen=True):
 def weight_bytes(source: ModelSource) -> int:
     """Return the bytes of all tensors of the checkpoint as the engine stores them.
 
-    Numbers have the dtype of the engine, quantized weights that of the checkpoint.
+    Weights have the engine's dtype, quantized weights the checkpoint's.
     """
     tensors = open_checkpoint(source.directory, source.model).tensors.values()
     return sum(math.prod(tensor.shape) * _itemsize(tensor, source) for tensor in tensors)
@@ -77,8 +77,8 @@ def wait_for_memory(
 ) -> bool:
     """Wait until the memory that an engine asks for is free.
 
-    Return False if it is not in the end. For what it cannot start without it waits MAX_WAIT_SECONDS, for the rest until
-    nothing has changed for SETTLED_SECONDS. The heartbeat reports this meanwhile.
+    Return False if it is not in the end. It waits up to MAX_WAIT_SECONDS for the memory that it needs to start, and for
+    more until nothing has changed for SETTLED_SECONDS. The heartbeat reports this meanwhile.
     """
     start = changed = clock()
     before = free = device.free_bytes()

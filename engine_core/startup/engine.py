@@ -170,14 +170,14 @@ def build_engine(
 def _wait_for_memory(resolved: ResolvedEngine, parts: DeviceParts, status: Status) -> bool:
     """Wait until no other process holds memory that the engine asks for.
 
-    Return False if one goes on to hold some.
+    Return False if another process still holds some.
     """
     demand = memory_demand(resolved.config, resolved.source, parts.device.total_bytes())
     return wait_for_memory(parts.device, demand, status)
 
 
 def _formats(config: EngineConfig, source: ModelSource) -> str:
-    """Name the dtype, and what weights, keys and values are in if it is not that."""
+    """Name the dtype, and the dtypes of weights, keys and values if they differ."""
     names = [config.dtype]
     if source.model.quantization is not None:
         names.append(f"weights in {source.model.quantization}")

@@ -35,7 +35,7 @@ PAGE_SIZE = 16
 def calibrate_kv_scales(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -> None:
     """Check the scales that a checkpoint gave, and calibrate those that it lacks.
 
-    For a pool of the model's own dtype they are not used. layout: of the pool; dtype: of the model; max_len: most
+    For a pool of the model's own dtype they are not used. layout: of the pool; dtype: of the model; max_len: maximum
     positions of a sequence. Raises ConfigError for scales that are negative or not finite.
     """
     scales = model.kv_scales.values

@@ -13,8 +13,8 @@ from tandem.protocol.engine_options import EngineOptions
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
 """Bounds of the pool on a CPU: bytes, and share of the free memory. It takes no more than all rows could fill."""
 CONTEXT_BYTES = 640 * 2**20
-"""What CUDA may hold for a process before its first tensor; 0.58 GiB on an H200. Of the memory in use at start, at most
-this counts as the engine's own."""
+"""Memory that CUDA may hold for a process before its first tensor; 0.58 GiB on an H200. Of the memory in use at
+start, at most this counts as the engine's own."""
 GIB = 2**30
 
 

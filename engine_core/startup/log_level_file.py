@@ -11,7 +11,7 @@ from tandem.protocol.logs import LogLevel, set_log_level
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Time between two looks at the file."""
+"""Polling interval of the file in seconds."""
 
 
 class LogLevelFile:

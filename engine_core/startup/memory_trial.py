@@ -30,8 +30,8 @@ class GraphMemory(Struct, frozen=True):
     held: int
     """Bytes that the allocator holds for them: buffers and activations. Graphs of smaller shapes lie in the same."""
     driver: int
-    """Bytes of the device that the allocator does not hold: those of the graphs themselves, which no other graph
-    shares, and of all that was there before."""
+    """Bytes of the device that the allocator does not hold: the graphs themselves, which share nothing, and
+    everything allocated before."""
 
 
 def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> int:
@@ -46,9 +46,9 @@ def measure_step_bytes(device: Device, runtime: Runtime, config: StepConfig) -> 
 
 
 def measure_graph_bytes(device: Device, config: StepConfig, further: int, decode: Trial, mixed: Trial) -> int:
-    """Estimate the bytes of all graphs from those of the largest.
+    """Estimate the bytes of all graphs from the largest ones.
 
-    further: bytes that the attention of all mixed graphs holds beyond that of the largest token count in one slot.
+    further: bytes that the attention of all mixed graphs holds in addition to the largest token count in one slot.
     decode: captures the decode graph of the largest row count; mixed: captures that and the shapes of `mixed_trial`.
     """
     if not config.graph_rows:

@@ -106,7 +106,7 @@ def _gpu_line(gpu: Gpu) -> str:
 
 
 def _check_weights(source: ModelSource) -> None:
-    """Raise ConfigError for a checkpoint whose tensors do not fit the model.
+    """Raise ConfigError if the tensors of a checkpoint do not fit the model.
 
     Only headers are read, but for weights that may be tied, which are compared.
     """

@@ -1,7 +1,7 @@
 """The assembly of the runtime, in the order that device memory requires (I7).
 
 The order: weights; everything else that lives as long as the engine; a trial over a pool of one page, which measures
-steps and graphs; the pool, from what is left; graphs. Nothing is allocated on the device after that.
+steps and graphs; the pool, from the remaining memory; graphs. Nothing is allocated on the device after that.
 """
 
 import logging

@@ -26,9 +26,9 @@ Table = dict[tuple[int, int], float]
 _Size = TypeVar("_Size", bound=tuple[int, int])
 
 LONG_MS = 20.0
-"""Milliseconds of a step from which the next is timed at its first replay: what that takes longer is little then. Steps
-of rows and prompts that take as long are not timed: the device is so busy with their positions that it matters little
-whose these are."""
+"""Milliseconds of a step from which the next is timed at its first replay: the overhead of a first replay is small
+then. Steps of rows and prompts that take as long are not timed: the device is so busy that the kind of their
+positions matters little."""
 
 WORTH_PADDING, WORTH_PADDING_MS = 0.05, 0.2
 """Share of its time, and milliseconds, by which a graph must be slower than a larger one that is to take its steps."""
@@ -199,7 +199,7 @@ def _time_step(runtime: TorchRuntime, plan: StepPlan) -> tuple[int, float]:
 
 
 def _line(least: tuple[int, float], most: tuple[int, float]) -> list[tuple[int, float]]:
-    """Return sizes up to that of the second point, with their times.
+    """Return sizes up to the second point's, with their times.
 
     These lie on the line through both points, each a size and its time; the line does not fall.
     """

@@ -28,8 +28,8 @@ class Authenticator:
     """Thread that answers libzmq's authentication requests (ZAP).
 
     It binds before any socket of the engine does, and answers for all of them. Messages that arrive afterwards carry
-    the key of their sender as `User-Id`. libzmq refuses everybody while no answer comes (`zap_enforce_domain`); an
-    engine whose authenticator has died has to end, as no frontend could connect any more.
+    the key of their sender as `User-Id`. libzmq refuses everybody while no answer comes (`zap_enforce_domain`); if the
+    authenticator dies, the engine has to exit, because no frontend could connect any more.
     """
 
     def __init__(self, context: Any, keys: ClientKeys) -> None:

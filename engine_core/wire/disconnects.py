@@ -29,7 +29,7 @@ class Disconnects:
         self.router = router
         self.monitor = monitor
         self._left: dict[bytes, int] = {}
-        """Probes that each frontend still gets, the one that is next first."""
+        """Remaining probes of each frontend, in the order of probing."""
         self._check_at = 0.0
 
     @classmethod

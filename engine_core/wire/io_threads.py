@@ -16,7 +16,7 @@ def await_idle_threads(most: float) -> None:
     """Wait until libzmq has passed earlier sends to the kernel.
 
     A send wakes the thread of its connection at once, and the thread sleeps again when it has written everything, also
-    on a machine where it gets no core for a while. `most` is the longest wait, in seconds.
+    on a machine where it gets no core for a while. most: maximum wait, in seconds.
     """
     until = time.monotonic() + most
     if not (states := thread_states()):

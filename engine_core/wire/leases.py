@@ -7,15 +7,16 @@ from collections.abc import Callable
 from tandem.protocol.commands import LEASE_SECONDS
 
 MAX_GAP_SECONDS = 1.0
-"""Most that the time between two drains counts for, in seconds."""
+"""Maximum time between two drains that is counted, in seconds."""
 
 
 class Leases:
     """Last sign of life of each frontend, and those silent for too long.
 
-    Time passes only while the loop drains its mailbox: after a stall, a stopped process or a long load, what frontends
-    sent meanwhile may still wait in a socket that libzmq has not read either. A gap between two drains therefore counts
-    for at most MAX_GAP_SECONDS, and frontends are judged only after a drain that left nothing in the queue.
+    Time passes only while the loop drains its mailbox: after a stall, a stopped process or a long load, messages that
+    frontends sent meanwhile may still wait in a socket that libzmq has not read either. A gap between two drains
+    therefore counts for at most MAX_GAP_SECONDS, and frontends are judged only after a drain that left nothing in the
+    queue.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = LEASE_SECONDS) -> None:

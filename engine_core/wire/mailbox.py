@@ -57,9 +57,9 @@ class ZmqMailbox:
         """Take over the bound socket.
 
         authenticator: its keys decide which messages are accepted; None accepts the messages of every peer. launches:
-        record of the requests that are started, and of those that engines before this one started; None for none.
-        disconnects: watch of the socket's connections; with None a frontend is gone when a send to it fails, or its
-        lease expires. announce: sends a heartbeat at once.
+        record of the requests that this engine and earlier engines have started; None for none. disconnects: watch of
+        the socket's connections; with None a frontend is gone when a send to it fails, or its lease expires. announce:
+        sends a heartbeat at once.
         """
         self.router = router
         self.wakeup = wakeup

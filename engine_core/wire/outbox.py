@@ -4,7 +4,7 @@ from tandem.protocol.codec import encode, step_output
 from tandem.protocol.events import Failure, Finished, SequenceTimes, Started, TokenLogprobs, TracedOutput
 
 MAX_UNSENT_BYTES = 64 * 2**20
-"""Most output, in bytes, that is kept for a frontend that does not read."""
+"""Maximum output, in bytes, that is kept for a frontend that does not read."""
 MAX_UNSENT_SECONDS = 30.0
 """Longest time for which output is kept while a frontend takes no message at all. One that reads slowly takes them in
 batches: libzmq makes room when half of a queue has been read."""

@@ -1,4 +1,4 @@
-"""Requests for which the model computes NaN: they fail, and what they touched serves nobody else."""
+"""Requests for which the model computes NaN: they fail, and their KV is not shared."""
 
 from collections.abc import Sequence
 

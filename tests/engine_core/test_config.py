@@ -41,7 +41,7 @@ class TestDefaults:
         [({}, 1024), ({"max_concurrent": 4096}, 4096), ({"max_concurrent": 5}, 5), ({"max_waiting": 7}, 7),
          ({"max_waiting": 7, "max_concurrent": 4096}, 7)],
     )  # fmt: skip
-    def test_as_many_requests_may_wait_as_may_be_open(self, options: dict[str, int], most: int) -> None:
+    def test_the_limit_of_waiting_requests_is_the_limit_of_open_ones(self, options: dict[str, int], most: int) -> None:
         assert decide(**options).max_waiting == most
 
     def test_cuda_has_large_steps_and_two_in_flight(self) -> None:
@@ -65,7 +65,7 @@ class TestDefaults:
             (80, 15, {"max_step_tokens": 4096, "batching": "static"}, 1024),
         ],
     )
-    def test_rows_on_cuda_follow_the_memory_beside_the_weights(
+    def test_rows_on_cuda_follow_the_memory_that_the_weights_leave(
         self, gpu: float, weights: float, options: dict[str, Any], rows: int
     ) -> None:
         model = ModelShape("some", max_positions=2048, weight_bytes=int(weights * GIB))
@@ -159,7 +159,7 @@ def test_mixed_graphs_need_decode_graphs() -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 100, 256, 300, 512, 1024, 1500, 4096])
 def test_graphs_hold_steps_of_all_rows(max_rows: int) -> None:
-    """Padding takes at most half of the rows again, beside prompts as many again, or a few."""
+    """Padding adds at most half of the rows, with prompts the same number again, or a few."""
     config = decide("cuda", max_rows=max_rows, max_step_tokens=8192)
     for sizes, share, few in ((config.graph_rows, 1.5, 8), (config.mixed_graph_rows, 2.0, 32)):
         assert sizes[-1] == max_rows and list(sizes) == sorted(set(sizes))

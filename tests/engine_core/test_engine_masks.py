@@ -21,7 +21,7 @@ WAITS, ALONE = "begin least+1", "begin least"
 
 
 class RecordingAdvancer(FakeAdvancer):
-    """Fake advancer that records its calls beside those of the runtime."""
+    """Fake advancer that records its calls together with the runtime's."""
 
     def __init__(self, bench: Bench, is_remote: bool) -> None:
         super().__init__(is_remote=is_remote)
@@ -94,7 +94,7 @@ def test_steps_without_masks_are_committed_without_the_advancer(depth: int) -> N
 
 
 def test_step_without_masks_before_one_that_waits_for_them() -> None:
-    """Its tokens need nobody to accept them; they are collected before commands are read all the same."""
+    """Its tokens need no grammar; they are still collected before commands are read."""
     bench, advancer = recorded(2, is_remote=True)
     bench.submit(1, 8)
     assert bench.tick_calls() == ["drain", "launch 1", "sample 1"]

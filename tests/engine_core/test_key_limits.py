@@ -35,7 +35,7 @@ def claim(name: str = "alice", concurrent: int = 0, tokens: int = 0, count: int 
 def ask(
     control: Control, client: bytes, number: int, key: KeyClaim | None, group: int = 0, choice: int = 0, lost: int = 0
 ) -> Failure | None:
-    """Submit a prompt of as many tokens as the key's claim says."""
+    """Submit a prompt with the number of tokens in the key's claim."""
     prompt = pack_ids([5] * (key.prompt_tokens if key else 1))
     params = SamplingParams(4, choice=choice)
     answer = control.apply(client, Submit(number, prompt, params, group=group, lost_engines=lost, key=key))
@@ -133,7 +133,7 @@ def test_sessions_and_salts_of_two_keys_never_meet(control: Control) -> None:
 
 
 class Traffic:
-    """Sequences of one key, each with a token more at every step, beside an exact account of them."""
+    """Sequences of one key, each with one more token per step, and an exact account of them."""
 
     def __init__(self, limit: int) -> None:
         self.clock = FakeClock()
@@ -174,7 +174,7 @@ class Traffic:
         self.sums.append(self.sums[-1] + tokens)
 
     def last(self, seconds: float) -> int:
-        """Return the tokens of the last so many seconds."""
+        """Return the tokens of the last seconds."""
         return self.sums[-1] - self.sums[bisect_right(self.times, self.clock() - seconds)]
 
 

@@ -1,4 +1,4 @@
-"""Limits of load over all frontends: what is refused, what it says, what is counted."""
+"""Load limits over all frontends: refusals, their messages and counters."""
 
 import pytest
 from msgspec import structs

@@ -1,4 +1,4 @@
-"""Pause and resume of the loop: what stands still, what is refused, and that outputs stay the same."""
+"""Pause and resume of the loop: paused work, refusals, and unchanged outputs."""
 
 import random
 

@@ -78,7 +78,7 @@ def test_both_layouts_are_read(fields: dict[str, Any], expected: RopeConfig) -> 
     assert READER.read(**fields) == expected
 
 
-def test_the_original_positions_beside_the_rotary_fields_win() -> None:
+def test_the_original_positions_outside_the_rotary_fields_win() -> None:
     scaling = {"type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
     expected = RopeConfig(48, 1e4, LongRopeScaling((1.0,) * 24, (2.0,) * 24, 4096, math.sqrt(1 + 3 / 12)))
     assert PHI.read(rope_scaling=scaling) == expected

@@ -123,7 +123,7 @@ def gaps_of(driven: DrivenEngine) -> dict[tuple[int, int], float]:
     return gaps
 
 
-def test_default_model_says_the_same_under_every_switch() -> None:
+def test_default_model_answers_the_same_under_every_switch() -> None:
     """Check that where two answers part, the gap is within what batching may change; the rest is not compared."""
     threads = torch.get_num_threads()
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))

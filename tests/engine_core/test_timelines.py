@@ -1,4 +1,4 @@
-"""Times of traced sequences, as the engine tells them."""
+"""Times of traced sequences, as the engine reports them."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_times_come_with_the_first_token_and_with_the_end(depth: int) -> None:
     assert len(bench.engine.timelines) == 0
 
 
-def test_time_in_the_queue_is_told() -> None:
+def test_time_in_the_queue_is_reported() -> None:
     bench = ticking_bench(rows=1)
     submit(bench, 1, 3, is_traced=False)
     submit(bench, 2, 2)

@@ -133,7 +133,7 @@ class FakeAdvancer:
     def __init__(self, advances: Callable[[], bool] = lambda: True, is_remote: bool = False) -> None:
         self.advances = advances
         self.is_remote = is_remote
-        """Whether it says that others than the loop's thread are at work."""
+        """Return value of `expect`: whether other processes accept the tokens."""
         self.begun: list[tuple[int, Constraint, int]] | None = None
         self.least = 1
         self.num_advanced = 0

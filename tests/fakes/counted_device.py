@@ -8,7 +8,7 @@ TOTAL = 1_000_000
 class CountedDevice(CpuDevice):
     """CPU device whose allocator keeps freed memory until `release_unused`.
 
-    Its driver takes memory for graphs in pieces, beside the allocator, and may keep that of graphs that are gone.
+    Its driver allocates memory for graphs in pieces, outside the allocator, and may keep the memory of dropped graphs.
     """
 
     def __init__(self, piece: int = 1, driver_keeps: bool = False) -> None:

@@ -34,7 +34,7 @@ class FakeEvent:
 
 
 class FakeStreams:
-    """Stands in for what `torch.cuda` knows of streams and events: the default stream is current at first."""
+    """Fake of streams and events of `torch.cuda`: the default stream is current at first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0

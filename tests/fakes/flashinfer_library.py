@@ -1,4 +1,4 @@
-"""FlashInfer on a machine without it: a library that takes down what it is told to plan."""
+"""FlashInfer on a machine without it: a library that records its plans."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ def plain(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Wrapper:
-    """Stands in for `BatchPrefillWithPagedKVCacheWrapper`, with the private parts that `flashinfer_hopper` uses."""
+    """Fake of `BatchPrefillWithPagedKVCacheWrapper`, with the private parts that `flashinfer_hopper` uses."""
 
     def __init__(self, workspace: Tensor, kv_layout: str, for_graph: bool = False, *buffers: Tensor) -> None:
         assert kv_layout == "NHD"

@@ -6,7 +6,7 @@ from tandem.frontend.grammar.process import Checked, SlowGrammarError
 
 
 class FakeCompiler:
-    """Process that takes as many seconds as the grammar says."""
+    """Process that takes the number of seconds in the grammar."""
 
     def __init__(self, done: list[tuple[float, str]]) -> None:
         self.done = done

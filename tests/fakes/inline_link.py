@@ -13,7 +13,7 @@ from tests.fakes.clock import FakeClock
 
 
 class NoConnection:
-    """Connection that nobody uses."""
+    """Unused connection."""
 
     def close(self) -> None:
         return None
@@ -73,6 +73,6 @@ class InlineLink(WorkerLink):
         return len(self.compiled)
 
     def end(self) -> None:
-        """Let the process have ended, which nobody knows yet."""
+        """Let the process have ended without anyone having noticed."""
         self.process.code = 1
         self.inline.do_next = lambda: None

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class LaunchedKernel:
-    """Stands in for a Triton kernel."""
+    """Fake of a Triton kernel."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}

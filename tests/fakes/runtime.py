@@ -52,15 +52,16 @@ class FakeRuntime:
         """Folded state at the last position of each row of launched steps, by slot: computed by the forward, as logits
         are, since the pages may serve another sequence by the time that the step is sampled."""
         self.is_shared: Callable[[int], bool] = lambda _: False
-        """Function that says whether a page lies in the prefix cache, where no row may write."""
+        """Function that returns True for a page in the prefix cache, where no row may write."""
         self.uploads = 0
         """Tokens uploaded by the step launched last."""
         self.breaks: Callable[[ScheduledSequence], bool] = lambda _: False
-        """Function that says whether the model computes NaN for a row: it samples NO_TOKEN then, and the table gets 0.
+        """Function that returns True if the model computes NaN for a row: it samples NO_TOKEN then, and the table gets
+        0.
         """
 
         self.time_of: Callable[[StepPlan], float] = lambda _: 0.0
-        """Function that says how many milliseconds a step took; 0 if it was not timed."""
+        """Function that returns the milliseconds of a step; 0 if it was not timed."""
 
     def stage(self, slot: int, plan: StepPlan) -> None:
         assert slot not in self.launched and slot not in self.results, f"slot {slot} staged before it was collected"

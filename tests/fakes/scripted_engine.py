@@ -155,7 +155,7 @@ class ScriptedRuntime:
 
 
 class ScriptedEngine(Engine):
-    """The engine's loop with steps that take as long as the script says."""
+    """The engine's loop with steps of the durations in the script."""
 
     script = Script()
     due = 0.0

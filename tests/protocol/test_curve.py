@@ -83,7 +83,7 @@ class TestClients:
         (tmp_path / CLIENTS).rmdir()
         assert make_client(tmp_path, "a")[0].is_file()
 
-    def test_a_public_key_in_place_of_the_secret_one_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_public_key_instead_of_the_secret_one_is_an_error(self, tmp_path: Path) -> None:
         make_curve(tmp_path)
         accepted, folder = make_client(tmp_path, "a")
         (folder / "client.key_secret").write_bytes(accepted.read_bytes())

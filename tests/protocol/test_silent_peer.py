@@ -63,5 +63,5 @@ def pass_message(publisher: Any, subscriber: Any, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("open_socket", [bind_router, connect_dealer])
-def test_a_link_whose_data_is_not_acknowledged_is_ended_by_tcp(context: Any, target: int, open_socket: Any) -> None:
+def test_a_link_whose_data_is_not_acknowledged_is_closed_by_tcp(context: Any, target: int, open_socket: Any) -> None:
     assert open_socket(context, f"tcp://127.0.0.1:{target}", PLAIN).tcp_maxrt == UNACKNOWLEDGED_MS

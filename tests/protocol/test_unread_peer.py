@@ -36,7 +36,7 @@ time.sleep(0.5)  # many pings of libzmq's thread, which goes on
 print(sock.recv_multipart()[-1].decode(), flush=True)
 context.destroy(linger=0)
 """
-"""A process whose loop stands still until its peer has gone."""
+"""A process with a loop that is stopped until its peer has gone."""
 
 
 @pytest.mark.parametrize(

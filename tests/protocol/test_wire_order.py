@@ -1,4 +1,4 @@
-"""Fields on the wire keep their places: a peer of an earlier commit of the same protocol version still reads them."""
+"""Fields on the wire keep their order: a peer of an earlier commit of the same protocol version still reads them."""
 
 import inspect
 
@@ -64,7 +64,7 @@ def wire_structs() -> dict[str, type[msgspec.Struct]]:
     }
 
 
-def test_fields_keep_their_places_within_a_version() -> None:
+def test_fields_keep_their_order_within_a_version() -> None:
     assert PROTOCOL_VERSION == VERSION, "write the table anew"
     structs, seen = wire_structs(), set()
     for line in FIELDS.replace("\n    ", " ").strip().splitlines():

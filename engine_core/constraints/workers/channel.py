@@ -36,11 +36,11 @@ _FORCED = _HAS_MASK + MAX_SLOTS
 _SIZE = _FORCED + 4 * _FORCED_WORDS * MAX_SLOTS
 
 OPEN, CLOSE, ACCEPT, EXPECT, MASK, DROP, TAKE = range(7)
-"""Operations, each with two numbers, of which the first is a slot: put a copy of the matcher of a grammar, the second
-number, into the slot; empty it; let its matcher accept a token; let it accept the token that the device writes to an
-index of `MaskMemory`, once it has arrived; write its mask to such an index. DROP forgets a grammar, the first number.
-TAKE is ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the flags: members of an
-enumeration take a microsecond to combine.
+"""Operations, each with two numbers; the first is a slot: put a copy of the matcher of a grammar, the second number,
+into the slot; empty it; let its matcher accept a token; let it accept the token that the device writes to an index of
+`MaskMemory`, once it has arrived; write its mask to such an index. DROP forgets a grammar, the first number. TAKE is
+ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the flags: members of an enumeration take
+a microsecond to combine.
 """
 ACCEPTED, STOPPED, FAILED, FORCES, ENDS_FORCED, FORCES_MORE = 1, 2, 4, 8, 16, 32
 """Flags of a matcher after its last operation: it accepted the last token; nothing but an end may follow; it has a
@@ -54,7 +54,7 @@ class Channel:
     def __init__(self, memory: mmap.mmap, wake_fd: int) -> None:
         """Map the parts of the memory.
 
-        memory: as of `create_memory`; wake_fd: event that wakes a sleeping worker.
+        memory: created by `create_memory`; wake_fd: event that wakes a sleeping worker.
         """
         view = memoryview(memory)
         self._header = view[:_OPERATIONS].cast("q")
@@ -62,7 +62,7 @@ class Channel:
         self.flags = view[_FLAGS:_HAS_MASK]
         """Flags of each slot's matcher."""
         self.all_flags: NDArray[np.uint8] = np.frombuffer(self.flags, dtype=np.uint8)
-        """The same, to read those of many slots."""
+        """The same as an array, to read the flags of many slots."""
         self.has_mask = view[_HAS_MASK:_FORCED]
         """Whether each slot's last mask was written: the worker refuses those that take long."""
         self._forced = view[_FORCED:_SIZE].cast("i")
@@ -137,7 +137,7 @@ class Channel:
 
     @property
     def num_flagged(self) -> int:
-        """Number of flagged tokens of all batches, as of `add_flagged`."""
+        """Number of flagged tokens of all batches (see `add_flagged`)."""
         return self._header[_FLAGGED]
 
     @property

@@ -40,7 +40,7 @@ COMPILE_SECONDS = 10.0
 VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 """Variables of the environment that a worker gets, without secrets."""
 _CHECK_EVERY = 256
-"""Polls from one look at the clock and the process to the next."""
+"""Polls between two checks of the clock and the process."""
 
 
 class Process(Protocol):
@@ -83,7 +83,7 @@ class WorkerLink:
         self._free = list(range(MAX_SLOTS))
         self._closed: deque[int] = deque()
         self._dropped: deque[int] = deque()
-        """Slots and grammars that are given back. The garbage collector may do so on any thread, and at any time."""
+        """Released slots and grammars. The garbage collector may do so on any thread, and at any time."""
         self._is_silent = False
         """True once the worker has not answered in time, or is gone: it gets no more grammars."""
         self._compiling = threading.Lock()
@@ -260,7 +260,7 @@ class WorkerLink:
         self.channel.close()
 
     def _collect(self) -> None:
-        """Add the matchers that were given back to the batch."""
+        """Add the release of slots and grammars to the batch."""
         while self._dropped:
             self.pending.extend((DROP, self._dropped.popleft(), 0))
         while self._closed:

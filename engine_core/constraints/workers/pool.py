@@ -18,7 +18,7 @@ from tandem.protocol.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 30.0
-"""Time from one start to that of a worker for a missing one, so that one that cannot run keeps no core busy."""
+"""Minimum time between a start and the start of a replacement, so that a worker that cannot run keeps no core busy."""
 
 
 class Part(Struct, frozen=True):
@@ -92,12 +92,12 @@ class WorkerPool:
         self._starting = threading.Lock()
         self._is_closed = False
         self._shares: Shares | None = None
-        """The last ones: the matchers of a step are those of the step before, or nearly."""
+        """The last ones: the matchers of consecutive steps are nearly the same."""
 
     def compile(self, text: str, taken: Collection[WorkerLink]) -> RemoteGrammar | None:
         """Compile a grammar on another worker.
 
-        It is the one with the fewest matchers, and of several such the one that got the fewest grammars.
+        This is the worker with the fewest matchers, then the fewest grammars.
 
         Runs on any thread but the loop's. None if all that have room are taken, or do not answer.
 
@@ -130,7 +130,7 @@ class WorkerPool:
     def post_awaited(self) -> None:
         """Send the batches that have results which are waited for.
 
-        The rest can wait: a worker takes a batch only once it has done the one before.
+        The rest can wait: a worker accepts a batch only after finishing the previous one.
         """
         for link in self._links:
             if link.is_awaited:
@@ -139,8 +139,8 @@ class WorkerPool:
     def begin(self, operation: int, ids: Ints, values: Ints) -> list[Batch]:
         """Add an operation on many matchers to the workers' next batches.
 
-        ids: as of `RemoteMatcher.id`, of which negative ones belong to no worker; values: second number of each. Return
-        each worker's part.
+        ids: values of `RemoteMatcher.id`; negative ids belong to no worker; values: second number of each. Return each
+        worker's part.
         """
         shares = self._shares
         if shares is None or shares.key != ids.tobytes():

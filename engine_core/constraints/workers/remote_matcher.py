@@ -51,8 +51,8 @@ class RemoteMatcher:
     """Follow a grammar on a worker, like a `LocalMatcher`.
 
     `WorkerPool.begin` has the workers go on with many matchers at once; the methods here wait where they must. If the
-    worker is lost, refuses a mask or rejects a token, a matcher in this process follows the same tokens, and what it
-    makes of them counts.
+    worker is lost, refuses a mask or rejects a token, a matcher in this process follows the same tokens, and its
+    results are used.
     """
 
     def __init__(self, grammar: RemoteGrammar, tables: Tables) -> None:
@@ -130,7 +130,7 @@ class RemoteMatcher:
             return all(self.consume_token(token) for token in tokens)
         self.tokens.extend(tokens)
         for index, token in enumerate(tokens, start=1):
-            # What follows is of interest after the last one.
+            # The forced tokens matter only after the last token.
             self.link.pending.extend((ACCEPT if index == count else TAKE, self._slot, token))
         del self._forced[:count]
         return True

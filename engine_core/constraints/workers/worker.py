@@ -85,13 +85,13 @@ class Worker:
     def do_next(self) -> None:
         """Wait for a batch and do it."""
         num_refused = self.do(self.channel.next_batch().tolist())
-        # The masks are in this processor's cache, and not in that of the engine's.
+        # The masks are in this core's cache, not in the engine's.
         self.channel.finish_batch(num_refused, bool(self._written) and self.masks.may_end(self._written))
 
     def do(self, operations: Sequence[int]) -> int:
         """Do a batch, and return the number of masks that were refused.
 
-        The engine is notified when the first mask is due: it goes on with the tokens meanwhile.
+        The engine is notified when the first mask is due: it processes the tokens meanwhile.
         """
         matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
@@ -118,7 +118,7 @@ class Worker:
                     continue
                 matcher = matchers[slot]
                 accepted = matcher.consume_token(value)
-                # What follows a forced token is known, and takes long to compute.
+                # The tokens after a forced token are known, and expensive to compute.
                 if not accepted or not channel.drop_forced(slot, value):
                     self._write_state(slot, matcher, ACCEPTED if accepted else 0)
                 num_flagged += channel.flags[slot] != ACCEPTED

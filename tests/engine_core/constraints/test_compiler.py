@@ -107,7 +107,7 @@ def test_slow_grammars_wait_for_one_another_and_quick_ones_for_none_of_them(comp
     shop.compiler.close()
 
 
-def test_a_grammar_that_was_said_to_be_quick_and_is_not_gives_way_to_others(compiled_grammar: CompiledGrammar) -> None:
+def test_a_slow_grammar_that_was_measured_as_quick_gives_way_to_others(compiled_grammar: CompiledGrammar) -> None:
     shop = Workshop(compiled_grammar, CompileLane("lane", 1, spare_threads=2, overrun_seconds=0.25))
     for number in range(2):
         shop.start(number, f"slow {number}")

@@ -139,7 +139,8 @@ class TestManySequences:
         assert len(self.links[0].compiled) + len(self.links[1].compiled) == asked and held
 
     def compile_late(self) -> tuple[threading.Event, threading.Event]:
-        """Let the first worker compile only once the second event is set; the first tells that it was asked to."""
+        """Let the first worker compile only once the second event is set; the first event signals that it was asked
+        to."""
         compiling, go_on = threading.Event(), threading.Event()
         link, compile_there = self.links[0], self.links[0].compile
 
@@ -177,7 +178,7 @@ class TestManySequences:
         assert len(held) == CROWDED - 1
 
     @pytest.mark.parametrize("waiting", [[502, 503], []])
-    def test_a_grammar_whose_tables_are_full_is_compiled_anew(self, shop: Workshop, waiting: list[int]) -> None:
+    def test_a_grammar_with_full_tables_is_recompiled(self, shop: Workshop, waiting: list[int]) -> None:
         """Though a worker compiles it when its next requests arrive."""
         held = self.start_many(shop, 0, CROWDED - 1)
         compiling, go_on = self.compile_late()

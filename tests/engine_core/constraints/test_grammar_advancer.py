@@ -104,7 +104,7 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(
 def test_rows_on_which_few_tokens_are_forced_are_advanced(
     grammars: Grammars, advancer: BatchAdvancer, name: str, least: int
 ) -> None:
-    """Fewer than `least`; all have accepted their token, and what is said of the others is what they say."""
+    """Fewer than `least`; all have accepted their token, and the state of the others is theirs."""
     random, compiled, num_forced = Random(f"{name} {least}"), grammars.compile(WALKED[name]), 0
     for number in range(8):
         if number == 4 and advancer.workers is not None and advancer.workers.count:

@@ -160,7 +160,7 @@ def test_sequences_of_a_long_string_do_not_exhaust_its_grammar(
     assert (len(seen) > 1) == (length > 1)
 
 
-def test_a_slow_grammar_is_compiled_anew_for_the_next_request() -> None:
+def test_a_slow_grammar_is_recompiled_for_the_next_request() -> None:
     first = LimitedMatcher([1])
     compiled = CompiledGrammar(first, frozenset(ENDS))  # type: ignore[arg-type]
     one = compiled.constraint(ignore_ends=False)

@@ -1,4 +1,4 @@
-"""What a matcher says is forced after each token, which it does not compute where it is known."""
+"""Forced tokens after each token, which a matcher does not recompute if they are known."""
 
 from collections.abc import Sequence
 from random import Random
@@ -84,7 +84,7 @@ def test_forced_tokens_are_those_of_a_matcher_alone(compiled: dict[str, Compiled
 
 
 def test_a_forced_run_is_computed_once(compiled: dict[str, CompiledGrammar]) -> None:
-    """What its end forces is computed again, as is what follows a token beside it."""
+    """Tokens forced after its end are computed again, as after a token outside the run."""
     grammar = compiled["one text"]
     one, alone = LocalMatcher(grammar), grammar.first.deep_copy()
     counts, run = count_forced(one), alone.compute_ff_tokens()

@@ -56,7 +56,7 @@ class Site:
         self.last = InternedList[tuple[Constraint, int]]()
         """The last masks that were indexed; those that equal them are the same object."""
         self.posted: list[list[int]] = []
-        """Places of the masks in each batch that was posted."""
+        """Indices of the masks in each posted batch."""
         for link in self.links:
             self._record(link)
 
@@ -137,7 +137,7 @@ def test_masks_that_were_begun_are_not_asked_for_again(site: Site) -> None:
     assert (out[untouched] == UNTOUCHED).all()
 
 
-def test_masks_are_begun_anew_for_each_fill(site: Site) -> None:
+def test_masks_are_begun_again_for_each_fill(site: Site) -> None:
     """Those of the last step are not taken for the next one's."""
     held, out = mixed(site), site.outs[0]
     (letter,) = site.grammars.prepare().tokenize_str("b")
@@ -205,7 +205,7 @@ def step(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32], rand
 
 
 def test_masks_of_one_object_step_after_step(site: Site) -> None:
-    """They are sent as before, to the array of the step, and anew once a worker has lost a matcher."""
+    """They are sent as before, to the array of the step, and again once a worker has lost a matcher."""
     site.spread()
     site.spread()
     random = Random(1)

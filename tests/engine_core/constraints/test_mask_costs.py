@@ -1,4 +1,4 @@
-"""Requests that end because their masks take too long, and others beside them."""
+"""Requests that end because their masks take too long, and other requests in the same steps."""
 
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ WORDS = 4
 
 
 class Bench:
-    """A mask builder with fake clocks, and constraints whose masks take as long as is said."""
+    """A mask builder with fake clocks, and constraints with masks of given durations."""
 
     def __init__(self) -> None:
         self.cpu, self.wall = FakeClock(), FakeClock()

@@ -148,7 +148,7 @@ def test_prefix_match_ends_before_a_node_without_its_page() -> None:
 
 
 def test_pages_behind_a_node_without_its_page_are_kept_once() -> None:
-    """The node after the gap is still there: whoever fills the gap reads its page instead of its own."""
+    """The node after the gap is still there: the sequence that fills the gap reads its page instead of its own."""
     scheduler = new(step=64, chunk=64)
     run(scheduler, with_prompt(1, *SYSTEM, 1))
     memory = scheduler.memory
@@ -304,7 +304,8 @@ def test_declined_sequence_is_retried_when_pages_come_back() -> None:
 
 
 def test_declined_sequence_is_retried_when_pages_become_shared() -> None:
-    """A less urgent one computes the whole prompt, so nobody waits for it, and there is no room to compute it twice."""
+    """A less urgent one computes the whole prompt, so no sequence waits for it, and there is no room to compute it
+    twice."""
     scheduler = new(pages=1 + 6, chunk=0, step=32)
     low, urgent = with_prompt(1, *SYSTEM, 1, max_tokens=5), with_prompt(2, *SYSTEM, 2)
     low.priority = -1

@@ -298,7 +298,7 @@ class Prefixes(RuleBasedStateMachine):
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
-        """A reader leaves, and the pages of its path that nobody else uses go with it."""
+        """A reader leaves, and the pages of its path without another user are released."""
         tree, path = self.filled.tree, self.reading.pop(data.draw(st.integers(0, len(self.reading) - 1)))
         tree.unlock(path)
         pages = {node: {p for group in range(tree.num_groups) for p in tree.pages([node], group)} for node in path}

@@ -194,7 +194,7 @@ def test_turns_that_never_ran_evict_no_session() -> None:
 
 
 def test_a_turn_that_never_ran_after_its_pages_went_leaves_nothing() -> None:
-    """Its session was no idle one any more when memory was short, so it counts as ended by nobody."""
+    """Its session was no longer idle when memory was short, so it does not count as evicted."""
     scheduler, _ = after_one_turn(pages=1 + 6)
     scheduler.add(turn(2, *FIRST, 40))
     occupy(scheduler.memory, 6)

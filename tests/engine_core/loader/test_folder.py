@@ -80,7 +80,7 @@ def test_other_formats_are_named_with_what_to_do(files: list[str], remedy: str, 
         read_folder(tmp_path)
 
 
-def test_a_folder_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / SINGLE).mkdir()
     assert "neither" in refusal(tmp_path)
 

@@ -28,7 +28,7 @@ MUTATIONS = [b'"', b"{", b"}", b"[", b",", b":", b"9", b"-", b"\\", b"\xff"]
 A = entry("F32", [2], 0, 8)
 
 
-def test_names_shapes_dtypes_and_places_are_those_of_the_library(tmp_path: Path) -> None:
+def test_names_shapes_dtypes_and_offsets_match_the_library(tmp_path: Path) -> None:
     tensors = {name: torch.zeros(3, 2, dtype=dtype) for name, dtype in TORCH_DTYPES.items()}
     tensors |= {"scalar": torch.zeros(()), "empty": torch.zeros(0, 5), 'q"uo\\te ä\n': torch.zeros(1)}
     path = tmp_path / "model.safetensors"

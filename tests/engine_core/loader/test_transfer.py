@@ -84,7 +84,7 @@ def test_slices_and_transforms_of_one_tensor_are_filled_by_several_threads(tmp_p
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 6), (16, 16), (64, 16)])
-def test_as_many_threads_read_as_the_process_has_cores_up_to_sixteen(
+def test_one_thread_per_core_reads_up_to_sixteen(
     cores: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
@@ -168,7 +168,7 @@ def test_a_read_error_names_file_and_byte_and_ends_all_threads(
     assert threading.active_count() == before
 
 
-def test_memory_that_the_kernel_does_not_read_into_is_told_from_a_broken_file(tmp_path: Path) -> None:
+def test_memory_that_the_kernel_does_not_read_into_is_distinguished_from_a_broken_file(tmp_path: Path) -> None:
     """The page of a mapping beyond the end of its file has no memory."""
     opened(tmp_path)
     (tmp_path / "short").write_bytes(b"x" * mmap.PAGESIZE)

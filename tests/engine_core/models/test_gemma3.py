@@ -185,7 +185,7 @@ class CountedKernels:
         return run
 
 
-def test_a_layer_has_as_many_operations_as_one_without_norms_behind_its_parts(tmp_path: Path) -> None:
+def test_a_layer_has_no_more_operations_than_one_without_post_norms(tmp_path: Path) -> None:
     save(tmp_path, "window_of_half_a_page")
     config = read_config(tmp_path)
     context = torch_build_context(torch.device("cpu"), torch.float32)

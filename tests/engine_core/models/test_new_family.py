@@ -1,6 +1,6 @@
 """A family with norms and an activation of its own needs blocks, a line in the registry and its config's fields.
 
-Gemma (Gemma Team, 2024) stands for it: norms that multiply by 1 + weight, GELU's tanh approximation, and an embedding
+Gemma (Gemma Team, 2024) is the example: norms that multiply by 1 + weight, GELU's tanh approximation, and an embedding
 scaled by the square root of the hidden size.
 """
 

@@ -106,7 +106,7 @@ def rewrite(directory: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
 def test_the_published_layout_gives_the_same_model(kind: str, tmp_path: Path) -> None:
-    """Fields beside `rope_scaling`, as in Phi-4-mini, and the earlier names of LongRoPE."""
+    """Fields outside `rope_scaling`, as in Phi-4-mini, and the earlier names of LongRoPE."""
     rope = longrope(6, partial_rotary_factor=0.75)
     reference = save_random(tmp_path, config_of({"rope_parameters": rope, "original_max_position_embeddings": 16}))
     scaling = {"type": kind, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}

@@ -100,7 +100,7 @@ def test_malformed_windows_are_refused(fields: dict[str, Any], words: str, tmp_p
 
 
 @pytest.mark.parametrize("trained", [None, 262_144])
-def test_models_of_a_million_positions_are_served_without_dual_chunk_attention_and_say_so(
+def test_models_of_a_million_positions_are_served_without_dual_chunk_attention_and_log_it(
     trained: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = {name: value for name, value in SMALL.items() if name != "initializer_range"}

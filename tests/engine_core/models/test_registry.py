@@ -138,7 +138,7 @@ def test_a_config_names_one_architecture(found: Any, tmp_path: Path) -> None:
         ({"vocab_size": 2}, None, ()),
     ],
 )
-def test_the_end_id_of_the_family_holds_where_no_file_says_anything(
+def test_the_end_id_of_the_family_is_the_default(
     stated: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: Path
 ) -> None:
     fields = {name: value for name, value in SMALL.items() if name != "eos_token_id"}
@@ -181,7 +181,7 @@ def mistral(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("prefixes", PREFIXES)
-def test_the_text_half_of_a_multimodal_checkpoint_is_served_and_says_so(
+def test_the_text_backbone_of_a_multimodal_checkpoint_is_served_and_logged(
     prefixes: tuple[str, str], tmp_path: Path, mistral: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     nest(tmp_path, prefixes)

@@ -174,7 +174,7 @@ def test_a_step_with_masks_is_marked_before_it_waits_and_once_they_are_on_the_de
     assert all(one[:6] == ["started", "paused", "filled", "resumed", "sampled", "ended"] for one in timed), order
 
 
-def test_masks_are_copied_beside_the_forward_pass_and_sampling_waits_for_them(model: Decoder) -> None:
+def test_masks_are_copied_during_the_forward_pass_and_sampling_waits_for_them(model: Decoder) -> None:
     engine = TinyEngine(model, Shape())
     runtime, order = engine.runtime, list[str]()
 

@@ -1,4 +1,4 @@
-"""Places of masks on the host."""
+"""Indices of masks on the host."""
 
 from tandem.engine_core.contracts import InternedList
 from tandem.engine_core.runtime.masks import index_masks

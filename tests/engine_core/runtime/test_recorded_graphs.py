@@ -169,8 +169,9 @@ def test_without_graphs_of_prompts_the_longest_step_is_timed(tmp_path: Path) -> 
         answer(driven, [GREEDY, DRAWN, FULL])
 
 
-def test_where_no_size_is_captured_beside_rows_prompts_may_still_be_short(tmp_path: Path) -> None:
-    """As with `--graph-tokens 4096`: the limit by time would not hold if a step beside rows took at least so many."""
+def test_prompts_may_be_short_if_no_size_is_captured_with_decode_rows(tmp_path: Path) -> None:
+    """As with `--graph-tokens 4096`: the time limit would not hold if every step with decode rows had at least this
+    number of tokens."""
     configuration = startup_engine.configuration
     settings = configuration.resolve
     none_beside = patch.object(
@@ -220,7 +221,7 @@ def test_suppressed_ends_stay_suppressed_in_steps_from_graphs(driven: DrivenEngi
 
 
 def test_nothing_is_sampled_outside_of_graphs_that_hold_the_step(driven: DrivenEngine, runtime: TorchRuntime) -> None:
-    """Whatever one row asks for: min_tokens, a grammar, penalties, or a prompt beside rows that decode."""
+    """Whatever one row uses: min_tokens, a grammar, penalties, or a prompt in a step with decode rows."""
     eager, sampled = list[int](), list[int]()
     forward, sample = runtime.model.forward, runtime.sampler.sample
 
@@ -268,7 +269,7 @@ def test_steps_beyond_the_largest_graph_agree_with_those_from_graphs(
 def test_inputs_and_plans_are_uploaded_before_tables_are_updated_and_pages_read_after(
     driven: DrivenEngine, runtime: TorchRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is enqueued in `upload` runs beside the step before, which may still read the tables."""
+    """Work enqueued in `upload` runs concurrently with the previous step, which may still read the tables."""
     seen: list[tuple[str, bool]] = []
     uploading = [False]
 

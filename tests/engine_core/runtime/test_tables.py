@@ -145,7 +145,7 @@ def test_end_ids_are_suppressed_until_a_row_has_its_min_tokens() -> None:
     assert table.sampling_needs(decoding(table, 0)[1], False) == SUPPRESSES, "the next sequence of the row asks anew"
 
 
-def test_decode_rows_are_where_the_device_says() -> None:
+def test_decode_rows_are_at_the_devices_positions() -> None:
     table = tables()
     apply(table, first(1, GREEDY, [5, 6, 7], (1,)))
     apply(table, first(2, GREEDY, [5], (2,)))

@@ -72,7 +72,7 @@ def launched(scheduler: Scheduler, *step_ids: int) -> list[StepPlan]:
 
 
 class TestCompiling:
-    def test_compiling_sequence_blocks_no_other_and_keeps_its_place(self) -> None:
+    def test_compiling_sequence_blocks_no_other_and_keeps_its_position(self) -> None:
         scheduler = new(rows=1)
         for number, grammar in enumerate([None, None, "later", None]):
             scheduler.add(sequence(number, grammar))

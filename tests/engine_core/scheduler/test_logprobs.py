@@ -20,7 +20,7 @@ def sequence(number: int, logprobs: int | None = None, prompt_logprobs: int | No
 
 
 def step(top: int, count: int) -> StepLogprobs:
-    """Return records of which the i-th says i of its own token, then i + rank / 8 of id 1000 * i + rank."""
+    """Return records; the i-th has value i for its own token, then i + rank / 8 for id 1000 * i + rank."""
     records = b""
     for record in range(count):
         records += pack_floats([float(record), *[record + rank / 8 for rank in range(top)]])

@@ -46,7 +46,7 @@ def test_every_call_is_answered_once() -> None:
     assert pause.needs_report
 
 
-def test_calls_that_a_resume_overtakes_are_told() -> None:
+def test_calls_that_a_resume_overtakes_are_answered() -> None:
     pause = PauseSwitch()
     pause.begin(b"a", Pause(1, "wait", True))
     pause.end(b"b", 2)

@@ -1,4 +1,4 @@
-"""Steps of rows that decode beside prompts, planned with a choice among the prompts alone and among all rows."""
+"""Steps with decode rows and prompts, planned by choosing among the prompts only and among all rows."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Prompts beside streams, in simulated time: what a step may take, and who waits how long."""
+"""Prompts and streams in simulated time: durations of steps, and waiting times."""
 
 from collections.abc import Mapping
 
@@ -35,9 +35,8 @@ LONG = 16_384
 
 
 class Simulation:
-    """A scheduler with one step in flight, on a device that takes exactly as long as the table says.
-
-    slowdown: multiple of that which it takes really; grammar: of all sequences, if any.
+    """A scheduler with one step in flight, on a device with the durations of the table. slowdown: factor of the real
+    durations; grammar: of all sequences, if any.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ def test_max_itl_is_never_stretched(rows: int, prompts: int) -> None:
     assert allowed_milliseconds(costs, rows, 10_000, prompts, 7.0) == 7.0
 
 
-def test_steps_beside_streams_are_of_captured_sizes() -> None:
+def test_steps_with_streams_have_captured_sizes() -> None:
     run = Simulation(max_itl=1000.0)
     run.streams(4)
     run.run_until(*[run.add(LONG) for _ in range(3)])
@@ -223,8 +222,8 @@ def test_steps_beside_streams_are_of_captured_sizes() -> None:
 
 
 def test_an_engine_under_full_load_fills_up() -> None:
-    # Every decoding row needs 2 positions of prompts a step. Beside 64 rows a step may hold 128; were it limited by
-    # what the decoding rows alone take, 32 rows could not have 64, and half of the streams would always wait.
+    # Every decoding row needs 2 positions of prompts a step. With 64 rows a step may hold 128; were it limited by what
+    # the decoding rows alone take, 32 rows could not have 64, and half of the streams would always wait.
     rows, sizes = (1, *range(8, 65, 8)), (16, 32, 48, 64, 96, 128, 192, 256)
     decode = {(count, 0): 4.0 + count / 8 for count in rows}
     run = Simulation(
@@ -314,6 +313,6 @@ def test_chunks_and_their_number_remain_limits() -> None:
     assert sum(row.length > 1 for row in run.step().rows) == 1
 
 
-def test_limits_are_those_that_users_are_told() -> None:
+def test_limits_match_the_documented_ones() -> None:
     """The help of `--max-itl` and engine_core/MEMORY.md."""
     assert (MIN_STEP_MS, DECODE_STEP_RATIO, EFFICIENT_MS, IDLE_MS) == (5.0, 2.5, 40.0, 100.0)

@@ -38,7 +38,7 @@ def test_reorder_changes_the_order_at_run_time() -> None:
     assert order(queue) == [0, 1, 2]
 
 
-def test_returning_sequence_takes_its_old_place() -> None:
+def test_returning_sequence_takes_its_old_position() -> None:
     queue = filled(False, 0, 0, 0)
     first = next(iter(queue))
     queue.remove(first)

@@ -75,7 +75,7 @@ def test_removal_is_idempotent() -> None:
     assert queued.num_tokens == 0
 
 
-def test_choices_count_once_and_each_tells_of_its_first_token() -> None:
+def test_choices_count_once_and_each_reports_its_first_token() -> None:
     scheduler = new()
     params = [SamplingParams(3, ignore_eos=True, choice=choice) for choice in range(3)]
     added(scheduler, *[submitted(number, range(10, 16), one) for number, one in enumerate(params, 1)])

@@ -76,12 +76,12 @@ def test_the_bound_of_whole_prompts_of_one_length_is_exact() -> None:
     assert max_qk_pairs([(0, 256)] * 5, 512) == 2 * num_pairs(0, 256)
 
 
-def test_sizes_beside_rows_are_those_that_the_table_combines() -> None:
+def test_sizes_with_decode_rows_are_those_in_the_table() -> None:
     assert StepCosts(TABLE, SHARE).mixed_token_sizes == (64, 128)
     assert StepCosts({(1, 0): 1.0, (0, 64): 4.0, (0, 128): 6.0}, SHARE).mixed_token_sizes == (64, 128)
 
 
-def test_slow_steps_with_prompts_say_nothing_of_steps_without() -> None:
+def test_slow_steps_with_prompts_do_not_affect_steps_without() -> None:
     costs = StepCosts(TABLE, SHARE)
     for _ in range(50):
         costs.correct(StepWork(8, 0, 64), 7.5)

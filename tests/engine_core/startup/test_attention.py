@@ -149,7 +149,7 @@ def test_a_page_table_beyond_32_bits_is_not_given_to_flashinfer() -> None:
 def test_the_planning_function_is_called_in_the_versions_that_are_known(
     sorts: set[str], version: str, directly: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the kernels that have it, another version is told in the log."""
+    """Another version than the kernels support is logged."""
     caplog.set_level(logging.INFO, logger="tandem")
     assert can_plan_directly(sorts, version) == directly
     assert len(caplog.messages) == (sorts == {"fa3"} and not directly)

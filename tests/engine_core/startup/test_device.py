@@ -1,4 +1,4 @@
-"""A GPU is refused or accepted by its traits, which are read in one place."""
+"""A GPU is refused or accepted by its traits."""
 
 import ast
 from types import SimpleNamespace

@@ -43,7 +43,7 @@ class SharedDevice(CountedDevice):
 
 
 def waited(held: int, until: float, kept: int, demand: MemoryDemand) -> tuple[bool, float, list[str]]:
-    """Return whether the memory became free, after how many seconds, and what the heartbeat said."""
+    """Return whether the memory became free, after how many seconds, and the heartbeat's detail."""
     clock = FakeClock()
     begin = clock.now
     status, said = Status(1, new_stats()), list[str]()
@@ -64,7 +64,7 @@ def test_free_memory_is_not_waited_for() -> None:
     assert waited(8 * GIB, 0, 8 * GIB, DEMAND) == (True, 0.0, [])
 
 
-def test_memory_of_a_killed_predecessor_is_waited_for_and_the_heartbeat_says_so() -> None:
+def test_memory_of_a_killed_predecessor_is_waited_for_and_the_heartbeat_reports_it() -> None:
     found, seconds, said = waited(76 * GIB, 12.0, 0, DEMAND)
     assert (found, seconds) == (True, 12.0)
     assert set(said) == {"waiting for device memory: 4.00 of 72.00 GiB free"}
@@ -136,7 +136,7 @@ class TestStart:
             build(True)
 
 
-def test_exit_code_tells_a_busy_device_from_bad_settings(
+def test_exit_code_distinguishes_a_busy_device_from_bad_settings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sys.argv", ["engine", "--endpoint", "ipc:///nowhere"])

@@ -1,4 +1,4 @@
-"""An engine built from a model folder answers, and says why it cannot be built."""
+"""An engine built from a model folder answers, or reports why it cannot be built."""
 
 import hashlib
 import io
@@ -141,7 +141,7 @@ def test_ready_names_the_formats_of_weights_keys_and_values(folder: Path) -> Non
     assert (ready.model.dtype, ready.model.weight_format, ready.model.kv_dtype) == ("float32", "fp8", "float8_e4m3fn")
 
 
-def test_ready_tells_the_checkpoints_chat_template(folder: Path) -> None:
+def test_ready_has_the_checkpoints_chat_template(folder: Path) -> None:
     engine, _, _ = build(folder)
     assert engine.control.model.template_fingerprint == ""
     (folder / "chat_template.jinja").write_text("{{ messages }}")

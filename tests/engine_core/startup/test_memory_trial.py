@@ -163,7 +163,7 @@ def test_step_bytes_are_those_of_the_largest_step() -> None:
 @pytest.mark.parametrize(
     ("rows", "tokens", "max_len", "total"), [(16, 40, 64, 40), (16, 16, 64, 16), (4, 4096, 64, 4 * 63), (3, 10, 2, 3)]
 )
-def test_a_full_step_has_every_row_and_as_many_positions_as_fit(
+def test_a_full_step_has_every_row_and_the_maximum_of_positions(
     rows: int, tokens: int, max_len: int, total: int
 ) -> None:
     plan = full_step(config(max_rows=rows, max_step_tokens=tokens, max_len=max_len))

@@ -91,7 +91,7 @@ def test_problem_is_the_engine_s_reason(
     assert found.choices == {}
 
 
-def test_problems_of_all_settings_are_told_at_once(folder: Path) -> None:
+def test_problems_of_all_settings_are_reported_at_once(folder: Path) -> None:
     found = preflight_of(
         folder, None, GIB, device="cuda", kv_memory=1, kv_tokens=1, max_len=10**6, batching="static", policy="priority",
         prefix_cache="on", page_size=2**20, graph_rows="x", graph_tokens="0", max_step_tokens=3,
@@ -116,7 +116,7 @@ def test_memory_that_others_use_is_a_shortage_and_no_problem(
     assert "but 0.00 GiB are free" in found.shortage
 
 
-def test_models_that_are_not_supported_say_so(folder: Path) -> None:
+def test_models_that_are_not_supported_are_reported(folder: Path) -> None:
     write_config(folder, architectures=["GPT2LMHeadModel"])
     found = preflight_of(folder)
     assert "GPT2LMHeadModel is not supported" in found.problems[0]
@@ -150,7 +150,7 @@ def test_a_multimodal_model_is_checked_as_its_text_half(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 96}, {"num_hidden_layers": 9}, {"vocab_size": 77}])
-def test_tensors_that_do_not_fit_are_told_as_the_start_would(folder: Path, changes: dict[str, int]) -> None:
+def test_tensors_that_do_not_fit_are_reported_as_at_a_start(folder: Path, changes: dict[str, int]) -> None:
     write_config(folder, **changes)
     threads = torch.get_num_threads()
     with pytest.raises(ConfigError, match=r"does not fit the model of its config\.json") as refused:

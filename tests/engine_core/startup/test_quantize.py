@@ -20,7 +20,7 @@ from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 QUESTIONS = ("What does textwrap.dedent do?", "What is collections.Counter?")
 
 
-def test_the_default_model_in_fp8_says_the_same_and_the_log_names_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_model_in_fp8_answers_the_same_and_the_log_names_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tandem")
     tokenizer = Tokenizer.from_file(str(DEFAULT_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(question).ids for question in QUESTIONS]

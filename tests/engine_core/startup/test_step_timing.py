@@ -20,7 +20,7 @@ SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
 
 
 def test_attention_is_reckoned_from_the_sizes_of_a_model() -> None:
-    """A position of Llama 3.1 8B is 128 KiB beside 15 GB of weights; a pair is 32 heads of 128, twice, in 32 layers."""
+    """A position of Llama 3.1 8B is 128 KiB, its weights are 15 GB; a pair is 32 heads of 128, twice, in 32 layers."""
     model = read_config(SHAPES / "llama-3.1-8b")
     layout = KVLayout(
         group=KVGroup(tuple(range(model.layers))),

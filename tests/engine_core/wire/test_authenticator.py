@@ -234,7 +234,7 @@ def test_the_largest_command_passes_encrypted(engine: SecureEngine) -> None:
 
 
 class TestClientKeys:
-    def test_a_missing_folder_says_what_to_do(self, tmp_path: Path) -> None:
+    def test_a_missing_folder_is_reported_with_the_remedy(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"does not exist.*--client NAME.*--curve-any-client"):
             ClientKeys(tmp_path / "clients", b"own").load()
 

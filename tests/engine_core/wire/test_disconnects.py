@@ -13,7 +13,7 @@ FRONTENDS = [b"%d" % number for number in range(1000)]
 
 
 class Watched:
-    """Watch of a socket whose connections close when the test says so, on a clock of the test's."""
+    """Watch of a socket with connections that the test closes, on a fake clock."""
 
     def __init__(self, context: Any) -> None:
         self.monitored = context.socket(zmq.PAIR)
@@ -41,7 +41,7 @@ def watched() -> Iterator[Watched]:
         watched.disconnects.monitor.close(linger=0)
 
 
-def test_nobody_is_probed_while_no_connection_closes(watched: Watched) -> None:
+def test_no_frontend_is_probed_while_no_connection_closes(watched: Watched) -> None:
     assert [watched.take(FRONTENDS) for _ in range(3)] == [[], [], []]
 
 

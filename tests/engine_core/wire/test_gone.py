@@ -98,7 +98,7 @@ def test_a_silent_frontend_is_gone_and_one_that_renews_stays(wire: Wire) -> None
     assert isinstance(receive(other), StepOutput)
 
 
-def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_ends(wire: Wire) -> None:
+def test_a_frontend_that_dies_without_output_is_gone_before_its_lease_ends(wire: Wire) -> None:
     killed, client = wire.frontend()
     other, other_client = wire.frontend()
     killed.close(linger=0)
@@ -124,7 +124,7 @@ def test_a_frontend_whose_process_dies_without_output_is_gone_before_its_lease_e
 
 
 def test_a_frontend_that_has_disconnected_is_gone_once_all_that_it_sent_was_read(wire: Wire) -> None:
-    """Sends to it fail from the moment that it closes, and what it said last may still wait."""
+    """Sends to it fail from the moment that it closes, and its last messages may still wait."""
     leaving, client = wire.frontend()
     # A send to a full queue fails as one to a frontend that reads slowly does, for as long as its messages wait. Only
     # connections that exist take the option: those to come have the limit of the time of the bind.
@@ -173,7 +173,7 @@ def test_connections_that_close_unread_keep_no_message_from_the_engine(wire: Wir
     dealer, _ = wire.frontend()
     for _ in range(2500):
         with socket.socket(socket.AF_UNIX) as connection:
-            # A limit of Python's would not wait for a place in the queue of a listening socket.
+            # Python's own timeout would not wait for room in the backlog of a listening socket.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", WAIT_MS // 1000, 0))
             connection.connect(wire.endpoint.removeprefix("ipc://"))
     wire.say(dealer, Renew())

@@ -50,7 +50,7 @@ def test_the_own_requests_are_not_those_of_a_lost_engine(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("client", [b"", b"\0", b"short", b"f" * 255])
-def test_identities_of_any_length_are_told_apart_up_to_16_bytes(client: bytes, tmp_path: Path) -> None:
+def test_identities_are_distinct_up_to_16_bytes(client: bytes, tmp_path: Path) -> None:
     record = opened(tmp_path)
     record.note(client, 7)
     record.close()

@@ -192,7 +192,7 @@ class TestDrain:
 
 
 class TestLaunches:
-    def test_requests_of_a_lost_connection_are_told_to_its_owner_before_anything_else(
+    def test_requests_of_a_lost_connection_are_reported_to_its_owner_before_anything_else(
         self, wire: Wire, tmp_path: Path
     ) -> None:
         before = LaunchRecord(tmp_path)

@@ -64,7 +64,7 @@ def check_clean(engine: WiredEngine) -> None:
     engine.pass_time(LEASE_SECONDS + CLOSED_SECONDS + 2)
     engine.bench.finish()
     assert engine.bench.at_rest()
-    # What the Bench itself says goes to the mailbox that was replaced.
+    # The Bench's own messages go to the mailbox that was replaced.
     mailbox, control = engine.mailbox, engine.bench.control
     assert (len(mailbox._leases), mailbox._outboxes, mailbox._closed) == (0, {}, {})
     assert (control.clients, control._identities, control._refused, control._first_of_group) == ({}, {}, {}, {})

@@ -210,7 +210,7 @@ class TestDropForced:
         assert not worker.drop_forced(9, token)
         assert engine.forced(9) == [70, 71, 72] and engine.flags[9] == FORCES
 
-    def test_nothing_is_forced_where_the_flags_do_not_say_so(self, sides: tuple[Channel, Channel]) -> None:
+    def test_nothing_is_forced_without_the_flag(self, sides: tuple[Channel, Channel]) -> None:
         """What the slot's matcher had forced before is still in the memory."""
         engine, worker = sides
         worker.write_forced(9, [70, 71, 72])

@@ -103,7 +103,7 @@ def test_a_worker_outlives_failures_and_signals(
     assert not link.is_lost and remote.local is None
 
 
-def test_a_worker_tells_of_masks_that_allow_an_end(
+def test_a_worker_reports_masks_that_allow_an_end(
     link: WorkerLink, masks: MaskMemory, grammars: Grammars, compiled: CompiledGrammar
 ) -> None:
     remote, alone = RemoteMatcher(RemoteGrammar(link, compile_on(link)), compiled), LocalMatcher(compiled)
@@ -225,7 +225,7 @@ def test_descriptors_do_not_stay_where_a_start_fails(
     assert descriptors() == before
 
 
-def test_a_worker_without_a_tokenizer_says_so(facts: WorkerFacts, masks: MaskMemory) -> None:
+def test_a_worker_without_a_tokenizer_reports_it(facts: WorkerFacts, masks: MaskMemory) -> None:
     started = WorkerLink.start(structs.replace(facts, tokenizer_file="/nowhere/tokenizer.json"), masks)
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         started.compile(TEXT)

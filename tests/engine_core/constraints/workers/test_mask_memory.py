@@ -19,8 +19,8 @@ def test_arrays_are_zeroed_and_contiguous() -> None:
     array[:] = 7
 
 
-def test_each_mask_of_each_array_has_its_place() -> None:
-    """A worker writes what it knows by its place, and the engine reads it in its own mapping."""
+def test_each_mask_of_each_array_has_its_index() -> None:
+    """A worker writes by index, and the engine reads it in its own mapping."""
     memory = MaskMemory()
     arrays = [memory.allocate(rows, WORDS) for rows in (4, 1, 9)]
     mapped = MappedMasks(memory.fds, 4 * WORDS)
@@ -44,7 +44,7 @@ def test_what_the_engine_writes_is_seen_by_the_worker() -> None:
     assert ctypes.c_int32.from_address(address + 4 * 3).value == 42
 
 
-def test_first_rows_of_an_array_have_its_place() -> None:
+def test_first_rows_of_an_array_have_its_index() -> None:
     memory = MaskMemory()
     memory.allocate(4, WORDS)
     array = memory.allocate(4, WORDS)

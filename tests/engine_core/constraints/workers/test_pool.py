@@ -252,7 +252,7 @@ class TestReplacements:
         assert self.pool.compile(OTHER, []) is not None
         assert self.pool._links == self.made[2:4] and not self.pool.take_refused()
 
-    def test_one_takes_the_place_of_none_that_was_before_it(self) -> None:
+    def test_no_worker_replaces_an_earlier_one(self) -> None:
         """Matchers that a lost worker had are not taken for those of the one after it."""
         old = opened(self.pool.compile(TEXT, []), self.grammars, TEXT, 1)
         self.made[0].lose("is gone")

@@ -100,7 +100,7 @@ def check_equal(remote: RemoteMatcher, alone: LocalMatcher) -> None:
 
 
 def follow(random: Random, compiled: CompiledGrammar, follower: Follower, point: str) -> RemoteMatcher:
-    """Walk with a matcher on the worker beside one of this process; return it.
+    """Walk with a matcher on the worker and a local one in parallel; return it.
 
     point: of POINTS; the worker is lost there at some step of the walk.
     """

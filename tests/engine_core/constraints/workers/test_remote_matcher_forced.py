@@ -1,4 +1,4 @@
-"""Tokens that are forced on a matcher of a worker, which is told of them later."""
+"""Tokens that are forced on a matcher of a worker, which receives them later."""
 
 from array import array
 from random import Random
@@ -83,7 +83,7 @@ def test_start_of_a_grammar(compiled: dict[str, CompiledGrammar], grammars: Gram
 def test_forced_tokens_are_accepted_at_once(
     compiled: dict[str, CompiledGrammar], link: InlineLink, name: str, parts: int
 ) -> None:
-    """In whole or in parts, before the worker is told of any; it then computes what follows the last of each part."""
+    """In whole or in parts, before the worker receives any; it then computes the tokens after the last of each part."""
     remote, alone = both(link, compiled[name])
     run = remote.compute_ff_tokens()
     size = ceil_div(len(run), parts)
@@ -210,7 +210,7 @@ class Tenant:
 
 
 @pytest.mark.parametrize("reason", ["lost", "rejected", "refused"])
-def test_the_owner_is_told_once_when_a_matcher_of_this_process_takes_over(
+def test_the_owner_is_notified_once_when_a_matcher_of_this_process_takes_over(
     compiled: dict[str, CompiledGrammar], link: InlineLink, reason: str
 ) -> None:
     remote, tenant = RemoteMatcher(on(link, compiled["letters"]), compiled["letters"]), Tenant()
@@ -231,7 +231,7 @@ def test_the_owner_is_told_once_when_a_matcher_of_this_process_takes_over(
     assert len(tenant.given) == 1
 
 
-def test_an_owner_that_is_gone_is_not_told(compiled: dict[str, CompiledGrammar], link: InlineLink) -> None:
+def test_an_owner_that_is_gone_is_not_notified(compiled: dict[str, CompiledGrammar], link: InlineLink) -> None:
     remote, tenant = RemoteMatcher(on(link, compiled["letters"]), compiled["letters"]), Tenant()
     remote.owner = ref(tenant)
     link.post_and_wait()
@@ -260,7 +260,7 @@ def test_a_constraint_uses_the_matcher_that_takes_over(
     assert constraint.is_complete == alone.is_stopped() and constraint.problem == ""
 
 
-def test_what_ends_with_a_run_is_known_before_the_worker_is_told(
+def test_the_end_of_a_run_is_known_before_the_worker_receives_it(
     compiled: dict[str, CompiledGrammar], link: InlineLink
 ) -> None:
     remote, alone = both(link, compiled["one text"])

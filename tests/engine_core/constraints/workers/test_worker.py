@@ -273,7 +273,7 @@ class FailedMatcher(SlowMatcher):
 
 
 class EngineGoneError(BaseException):
-    """Raised in place of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 def test_each_grammar_gets_its_answer_until_the_engine_is_gone(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,8 +114,8 @@ def test_a_walk_leaves_a_matcher_where_one_alone_is(sides: Sides, grammars: Gram
         sides.do((CLOSE, SLOT, 0))
 
 
-def test_nothing_is_said_after_a_token_that_is_only_taken(sides: Sides, grammars: Grammars) -> None:
-    """What was forced before it is not said to be forced any more; the next token's state is computed."""
+def test_nothing_is_reported_after_a_token_that_is_only_taken(sides: Sides, grammars: Grammars) -> None:
+    """Tokens forced before it are not reported as forced any more; the next token's state is computed."""
     first = grammars.compile(WALKED["one text"]).first
     sides.worker.grammars[1], run = first, first.compute_ff_tokens()
     sides.do((OPEN, SLOT, 1), (TAKE, SLOT, run[0]))
@@ -155,7 +155,7 @@ class CountingMatcher(SlowMatcher):
 
 
 def test_a_run_is_computed_once(sides: Sides) -> None:
-    """Until its last token that is known, after which another computation says whether there are more."""
+    """Until its last token they are known; after it another computation finds further ones."""
     run = list(range(100, 100 + MAX_FORCED + 20))
     matcher = CountingMatcher(run)
     sides.worker.grammars[1] = cast("LLMatcher", matcher)
