@@ -16,10 +16,11 @@ EngineReply = Answer | Inspection
 
 
 class EngineCalls:
-    """Table of the open calls, which matches replies with calls by number.
+    """Table of open calls, which matches replies to calls by number.
 
     Numbers are never reused, so late replies are ignored. `send` sends a call or raises ApiError 503. Every method
     raises ApiError 503 if no reply arrives.
+
     """
 
     def __init__(self, send: Callable[[EngineCall], None], timeout: float = CALL_SECONDS) -> None:
@@ -56,7 +57,7 @@ class EngineCalls:
         return "" if reply.ok else reply.message
 
     async def resume(self) -> None:
-        """Have the engine go on after a pause, if there is one."""
+        """Resume the engine if it is paused."""
         await self._answer(Resume)
 
     async def inspect(self) -> Inspection:
@@ -66,13 +67,13 @@ class EngineCalls:
         return reply
 
     def answer(self, reply: EngineReply) -> None:
-        """Complete the call that this reply belongs to, if it is still open."""
+        """Complete the call of a reply, if it is still open."""
         future = self._open.get(reply.call)
         if future is not None and not future.done():
             future.set_result(reply)
 
     def fail_all(self, error: ApiError) -> None:
-        """Fail every open call, because the engine that received it is gone."""
+        """Fail all open calls, because their engine is gone."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)

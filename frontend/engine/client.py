@@ -1,6 +1,6 @@
-"""Client of the engine core, shared by the requests of one frontend.
+"""Client of the engine core, shared by all requests of a frontend.
 
-It finds the engine by its heartbeat, keeps one link to it and routes its events to streams.
+It discovers the engine by its heartbeat, keeps one link to it and routes its events to streams.
 """
 
 import asyncio
@@ -45,19 +45,19 @@ HELLO_TIMEOUT = 5.0
 """Seconds after which an unanswered Hello is sent again, on a new link."""
 
 STALE_SECONDS = 1.0
-"""Seconds after a broken connection during which heartbeats of that life are ignored: they may have been sent before it
-ended. An engine that is still heard afterwards is alive, and only the connection to it was lost."""
+"""Seconds after a broken connection during which heartbeats of that epoch are ignored, because they may have been sent
+before the engine exited. If heartbeats continue afterwards, the engine is alive and only the connection was lost."""
 
 WARNING_SECONDS = 20.0
-"""Seconds without any heartbeat after which, and after each of which, a warning says so."""
+"""Seconds without a heartbeat between two warnings."""
 
 
 class EngineClient:
     """Connection to the engine, shared by all requests of one event loop.
 
-    No method that concerns streams awaits. A stream is open from `submit` until its terminal event. That comes from the
-    engine or from its loss; after an `abort` there is none. A request that has lost its streams may be held until the
-    engine is back, for at most `hold_timeout` seconds.
+    No method for streams awaits. A stream is open from `submit` until its terminal event, which comes from the engine
+    or from its loss; there is none after `abort`. A request that has lost its streams may be held until the engine is
+    back, for at most `hold_timeout` seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineClient:
         hold_timeout: float = 0.0,
         name: str = "frontend",
     ) -> None:
-        """Connect to nothing yet; `name` is what the engine's log calls this process."""
+        """Initialize without connecting. name: name of this process in the engine's log."""
         self._name = name
         self._endpoint = endpoint
         self._transport = transport
@@ -80,41 +80,42 @@ class EngineClient:
         self._metrics = metrics
         self._clock = clock
         self._warn_at = clock() + WARNING_SECONDS
-        """Time from which the absence of any heartbeat is worth a warning."""
+        """Time from which missing heartbeats are warned about."""
         self._context: zmq.asyncio.Context | None = None
         self._link: EngineLink | None = None
         self._refusal: tuple[int, str] | None = None
         self._broken: tuple[int, float, str] | None = None
-        """Epoch, time and reason of the last broken connection, until there is a new one."""
+        """Epoch, time and reason of the last broken connection, until a new one is open."""
         self._lost_identity = b""
-        """Identity of the last link that was ready and was lost."""
+        """Identity of the last ready link that was lost."""
         self._streams = OpenStreams()
         self.num_links = 0
-        """Number of links that became ready: the number of the present one, or of the one before."""
+        """Number of links that became ready, which is the number of the current or last one."""
         self.facts: Ready | None = None
-        """Facts and limits of the engine of that link."""
+        """Facts and limits of that link's engine."""
         self.key_usage: dict[str, KeyUsage] = {}
-        """Last known usage of the API keys that have limits, by name."""
+        """Last reported usage of API keys with limits, by name."""
         self._load = EngineLoad(clock)
         self._held = HeldRequests(hold_timeout)
         self._is_ending = False
-        """True once requests are ended instead of held."""
+        """True once requests fail instead of being held."""
         self._ids = itertools.count(1)
         self.calls = EngineCalls(self._send_call)
         self._monitor = EngineMonitor(watch, self._on_heartbeat, self._tick)
         self._listener: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to listen for the engine.
+        """Start listening for the engine.
 
         Raises ValueError for an endpoint that the transport does not allow.
+
         """
         self._context = zmq.asyncio.Context()
         subscriber = connect_heartbeat(self._context, heartbeat_endpoint(self._endpoint), self._transport)
         self._listener = asyncio.create_task(self._monitor.run(subscriber))
 
     async def stop(self) -> None:
-        """End every open stream with an error, say goodbye and close the sockets."""
+        """Fail all open streams, send a Goodbye and close the sockets."""
         self.end_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
         if self._listener is not None:
             self._listener.cancel()
@@ -137,7 +138,7 @@ class EngineClient:
 
     @property
     def model_name(self) -> str:
-        """The engine's name of its model; "" before the first link."""
+        """Model name reported by the engine; "" before the first link."""
         return self.facts.model.name if self.facts is not None else ""
 
     @property
@@ -146,23 +147,23 @@ class EngineClient:
         return self._streams.queued_tokens
 
     def retry_after_end(self, excess: int, sequences: int) -> int:
-        """Return the seconds after which a refused request of this many sequences is to return.
+        """Return the Retry-After of a refused request with this many sequences, in seconds.
 
-        excess: sequences that have to end before.
+        excess: sequences that must finish first.
         """
         return 1 if self.facts is None else self._load.retry_after_end(excess, sequences, self.facts.limits)
 
     def retry_after_prefill(self, excess: int, tokens: int) -> int:
-        """Return the seconds after which a refused request of this many prompt tokens is to return.
+        """Return the Retry-After of a refused request with this many prompt tokens, in seconds.
 
-        excess: waiting prompt tokens that have to be admitted before.
+        excess: waiting prompt tokens that must be admitted first.
         """
         return 1 if self.facts is None else self._load.retry_after_prefill(excess, tokens, self.facts.limits)
 
     def load_limits(self, max_concurrent: int, max_queued_tokens: int) -> tuple[int, int]:
-        """Return these limits of one frontend, lowered to those of the engine.
+        """Return the limits of this frontend, lowered to those of the engine.
 
-        They are on sequences, and on prompt tokens that wait for their first output.
+        They apply to sequences, and to prompt tokens that wait for their first output.
         """
         if self.facts is None:
             return max_concurrent, max_queued_tokens
@@ -170,11 +171,11 @@ class EngineClient:
         return min(max_concurrent, limits.max_concurrent), min(max_queued_tokens, limits.max_queued_tokens)
 
     def retry_after(self, code: ErrorCode, sequences: int, tokens: int) -> int:
-        """Estimate the seconds after which a request that failed may succeed.
+        """Estimate the Retry-After of a failed request, in seconds.
 
-        It failed for the engine's reasons, not its own. It has this many sequences and prompt tokens.
+        It failed because of the engine. It has this many sequences and prompt tokens.
         """
-        if code is ErrorCode.ENGINE_PAUSED:  # which its heartbeat may not tell yet
+        if code is ErrorCode.ENGINE_PAUSED:  # its heartbeat may not report that yet
             return UNKNOWN_SECONDS
         if code is not ErrorCode.OVERLOADED:
             return self.seconds_until_ready()
@@ -183,7 +184,7 @@ class EngineClient:
     def health(self) -> EngineHealth:
         """Return the health of the engine, ready if a request would be accepted now.
 
-        A health that is not ready has the reason.
+        It has the reason if it is not ready.
         """
         health = self._watch.health()
         if not health.takes_requests:
@@ -220,13 +221,13 @@ class EngineClient:
         return self._link.ready
 
     def next_id(self) -> int:
-        """Return a request id that this process has never used."""
+        """Return a new request id."""
         return next(self._ids)
 
     def submit(self, command: Submit, choice: int, ready_set: ReadySet) -> TokenStream:
-        """Send a request and return the stream in which its output arrives.
+        """Submit a request and return its output stream.
 
-        Raises ApiError 503 while the engine is not ready, 413 for a command that is too large for it.
+        Raises ApiError 503 while the engine is not ready, 413 for a command that is too large.
         """
         self.ready()
         assert self._link is not None
@@ -246,10 +247,10 @@ class EngineClient:
             self._link.send(Abort(open_ids, reason))
 
     def hold(self, request: HeldRequest, link: int, since: float) -> bool:
-        """Keep a request until the engine is ready, then have it submitted again.
+        """Hold a request until the engine is ready, then have it submitted again.
 
-        `link` is the number of the link that it was lost or refused on, `since` the time from which its wait counts.
-        Returns False if nothing is held, or no longer.
+        link: number of the link on which it was lost or refused. since: start of its wait. Returns False if requests
+        are not held.
         """
         if self._is_ending or not self._held.timeout:
             return False
@@ -259,7 +260,7 @@ class EngineClient:
         return True
 
     def release(self, request: HeldRequest) -> None:
-        """Forget a request that may be held."""
+        """Remove a request that may be held."""
         self._held.discard(request)
 
     def _resubmit(self) -> None:
@@ -280,9 +281,9 @@ class EngineClient:
         self._link.send(call)
 
     def end_all(self, code: ErrorCode, message: str) -> None:
-        """End every open stream, call and held request with this error.
+        """Fail all open streams, calls and held requests.
 
-        No request is held from now on. Those of the streams are aborted in the engine.
+        Requests are no longer held. Sequences of the streams are aborted in the engine.
         """
         self._is_ending = True
         self._held.give_up_all(unavailable(message, code))
@@ -342,9 +343,10 @@ class EngineClient:
         self._lose(ErrorCode.ENGINE_UNAVAILABLE, reason)
 
     def _lose(self, code: ErrorCode, reason: str) -> None:
-        """Close the link and end its streams with an error.
+        """Close the link and fail its streams.
 
         The next heartbeat may open a new one.
+
         """
         link, self._link = self._link, None
         if link is None:
@@ -390,12 +392,12 @@ class EngineClient:
             if previous is not None and differ(previous.model, ready.model):
                 message = f"the engine came back with other facts of its model, {ready.model.name}; try again"
                 self._held.give_up_all(unavailable(message))
-            self._resubmit()  # before any new request
+            self._resubmit()  # before new requests
 
     def _refuse(self, reason: str) -> None:
-        """Close the link to an engine that does not fit this frontend.
+        """Close the link to an incompatible engine.
 
-        The client does not connect again to this life of the engine.
+        The client does not reconnect to this epoch.
         """
         assert self._link is not None
         self._refusal = (self._link.epoch, reason)

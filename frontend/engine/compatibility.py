@@ -1,4 +1,4 @@
-"""Comparison of an engine's model and protocol with this frontend's."""
+"""Check that an engine's model and protocol match this frontend's."""
 
 from msgspec import Struct, structs
 
@@ -7,9 +7,9 @@ from tandem.protocol.version import PROTOCOL_VERSION, protocol_remedy
 
 
 class Fingerprints(Struct, frozen=True):
-    """Fingerprints of the files that decide the token ids of a prompt.
+    """Fingerprints of the files that determine the token ids of a prompt.
 
-    Each is a SHA-256 in hex, or "" for what is not compared.
+    Each is a SHA-256 in hex, or "" if not compared.
     """
 
     tokenizer: str = ""
@@ -18,9 +18,9 @@ class Fingerprints(Struct, frozen=True):
 
 
 def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
-    """Say why this frontend cannot serve an engine, or return None.
+    """Return why this frontend cannot serve an engine, or None.
 
-    An empty fingerprint on either side fits any.
+    An empty fingerprint on either side matches any.
     """
     if ready.protocol_version != PROTOCOL_VERSION:
         remedy = protocol_remedy(PROTOCOL_VERSION, ready.protocol_version)
@@ -41,7 +41,7 @@ def mismatch(ready: Ready, ours: Fingerprints) -> str | None:
 
 
 def differ(before: ModelFacts, now: ModelFacts) -> bool:
-    """Tell whether a request that fits one engine's model may not fit the next one's."""
+    """Return True if a request for one engine's model may be invalid for the next one's."""
     return structs.replace(before, created=0) != structs.replace(now, created=0)
 
 

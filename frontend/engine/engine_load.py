@@ -1,4 +1,4 @@
-"""Estimate how long the requests of all frontends take to leave an engine's queues."""
+"""Estimate how long the requests of all frontends stay in an engine's queues."""
 
 import random
 import time
@@ -9,26 +9,26 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Heartbeat, Limits
 
 _ASSUMED_SEQUENCE_SECONDS = 20.0
-"""Time for which a sequence is assumed to hold its row before any overload was observed. Too long a time leaves rows
-empty once, too short a one has most clients refused a second time."""
+"""Assumed seconds that a sequence holds its row, before any overload was observed. If too long, rows stay empty once;
+if too short, most clients are refused a second time."""
 _ASSUMED_PREFILL_SECONDS = 60.0
 """The same of a full queue of prompt tokens."""
 
 
 class EngineLoad:
-    """Load of one engine by its heartbeats, and the clients that were refused for it."""
+    """Load of an engine from its heartbeats, and the clients refused because of it."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, uniform: Callable[[], float] = random.random
     ) -> None:
-        """`uniform` returns random numbers in [0, 1)."""
+        """uniform: returns random numbers in [0, 1)."""
         self._sequences = RetryQueue(clock, uniform)
         self._tokens = RetryQueue(clock, uniform)
         self._heartbeat: Heartbeat | None = None
         self._ended = 0
 
     def observe(self, heartbeat: Heartbeat, limits: Limits | None) -> None:
-        """Take a heartbeat of the engine with these limits into account, if they are known."""
+        """Update the load from a heartbeat, if the limits are known."""
         stats = heartbeat.stats
         failed = stats.requests_failed
         refused = failed.get(ErrorCode.OVERLOADED.value, 0) + failed.get(ErrorCode.RATE_LIMITED.value, 0)
@@ -46,7 +46,7 @@ class EngineLoad:
         self._tokens.observe(admitted_since, stats.queued_prompt_tokens > 0)
 
     def retry_after(self, sequences: int, tokens: int, limits: Limits) -> int:
-        """Return the seconds after which a request that the engine has refused is to return."""
+        """Return the Retry-After of a request refused by the engine, in seconds."""
         heartbeat = self._heartbeat
         if heartbeat is None:
             return 1
@@ -58,17 +58,17 @@ class EngineLoad:
         return self.retry_after_end(max(excess, excess_waiting), sequences, limits)
 
     def retry_after_end(self, excess: int, sequences: int, limits: Limits) -> int:
-        """Return the seconds after which a request of this many sequences is to return.
+        """Return the Retry-After of a request with this many sequences, in seconds.
 
-        excess: sequences that have to end before.
+        excess: sequences that must finish first.
         """
         assumed = limits.max_rows / _ASSUMED_SEQUENCE_SECONDS
         return self._sequences.refuse(excess, sequences, assumed, self._sharers)
 
     def retry_after_prefill(self, excess: int, tokens: int, limits: Limits) -> int:
-        """Return the seconds after which a request of this many prompt tokens is to return.
+        """Return the Retry-After of a request with this many prompt tokens, in seconds.
 
-        excess: waiting prompt tokens that have to be admitted before.
+        excess: waiting prompt tokens that must be admitted first.
         """
         assumed = limits.max_queued_tokens / _ASSUMED_PREFILL_SECONDS
         return self._tokens.refuse(excess, tokens, assumed, self._sharers)

@@ -1,4 +1,4 @@
-"""Log of failed handshakes with an engine, and retries where libzmq gives up."""
+"""Log failed handshakes with an engine, and retry where libzmq gives up."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tandem.protocol.sockets import CONNECTION_EVENTS
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 2.0
-"""Time after which a connection is tried again whose key was refused."""
+"""Seconds before a retry of a connection with a refused key."""
 REFUSED_KEY = (
     "the engine refuses this frontend's key; is there a client.key_secret in --curve-keys, and its public key in the "
     "folder `clients` of the engine's keys (`tandem keys DIR --client NAME`)?"
@@ -27,9 +27,9 @@ NO_KEY = "if it did not just end, it may have keys; then give --curve-keys here"
 async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[[str], None] = lambda _: None) -> None:
     """Log failed handshakes of a connected socket until cancelled.
 
-    `on_failure` is called with the reason of each.
+    on_failure: called with the reason of each.
 
-    libzmq gives up after an engine has refused a key; here the connection is tried again, for the key may be added.
+    libzmq gives up after an engine has refused a key; the connection is retried here, since the key may be added later.
     """
     log = RateLimitedLog(logger)
     monitor = subscriber.get_monitor_socket(CONNECTION_EVENTS)
@@ -47,7 +47,7 @@ async def watch_handshakes(subscriber: zmq.asyncio.Socket, on_failure: Callable[
             log.warning("key", "%s: %s", endpoint, REFUSED_KEY)
             on_failure(REFUSED_KEY)
             await asyncio.sleep(RETRY_SECONDS)
-            with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the endpoint
+            with contextlib.suppress(zmq.ZMQError):  # libzmq may have dropped the endpoint
                 subscriber.disconnect(endpoint)
             subscriber.connect(endpoint)
     finally:

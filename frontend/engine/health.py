@@ -1,6 +1,6 @@
-"""Health of the engine, judged by its heartbeats.
+"""Health of the engine, derived from its heartbeats.
 
-They tell which life the engine is in, and whether it runs and makes progress.
+They report the epoch of the engine, and whether it runs and makes progress.
 """
 
 import time
@@ -17,24 +17,24 @@ class EngineHealth(Struct, frozen=True):
 
     ready: bool
     status: str
-    """State for programs: ready, paused, waiting, loading, draining, failed, silent or hung; in a frontend also
+    """State as a keyword: ready, paused, waiting, loading, draining, failed, silent or hung; in a frontend also
     connecting, lost or refused."""
     reason: str = ""
-    """Explanation for people; "" when ready."""
+    """Human-readable reason; "" when ready."""
     percent: int | None = None
     """Progress of loading or warming up, 0 to 100."""
 
     @property
     def takes_requests(self) -> bool:
-        """True if the engine takes requests.
+        """True if the engine accepts requests.
 
-        It is ready, or paused: then they may have to wait.
+        It is ready, or paused, in which case requests may have to wait.
         """
         return self.ready or self.status == "paused"
 
 
 class _Pause(Struct, frozen=True):
-    """Newest word of an engine on whether it is paused."""
+    """Last report of an engine on whether it is paused."""
 
     epoch: int
     changes: int
@@ -45,11 +45,11 @@ _READY = EngineHealth(True, "ready")
 
 
 class EngineWatch:
-    """Assessment of one engine by its heartbeats, without I/O of its own.
+    """Assess an engine by its heartbeats. No I/O.
 
-    No heartbeat for `beat_timeout` seconds means a dead or stopped engine. Heartbeats without a step launched or
-    committed for `step_timeout` seconds, while requests are pending, mean a hung one; loading and warming up may take
-    any time. `clock` returns monotonic seconds.
+    No heartbeat for `beat_timeout` seconds means that the engine is dead or stopped. Heartbeats without a launched or
+    committed step for `step_timeout` seconds, while requests are pending, mean that it hangs; loading and warming up
+    may take any time. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class EngineWatch:
         self._hang_timeout = hang_timeout
         self.step_timeout = step_timeout
         self.heartbeat: Heartbeat | None = None
-        """Newest heartbeat of the current life; None before the first."""
+        """Last heartbeat of the current epoch; None before the first."""
         self._clock = clock
         self._starts = StartEstimate()
         self._heard_at = 0.0
         self._failed_handshake = ""
-        """Reason for which the last handshake failed; empty once the engine was heard after it."""
+        """Why the last handshake failed; empty once the engine was heard again."""
         self._was_heard = False
-        """True after the first heartbeat of any life."""
+        """True after the first heartbeat of any epoch."""
         self._progress_at = 0.0
         self._ended_epoch: int | None = None
         self._pause = _Pause(0, 0, False)
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat, unless its process is known to have ended."""
+        """Record a heartbeat, unless its process is known to have exited."""
         if heartbeat.engine_epoch == self._ended_epoch:
             return
         previous, self.heartbeat = self.heartbeat, heartbeat
@@ -94,10 +94,10 @@ class EngineWatch:
             self._progress_at = now
 
     def note_pause(self, epoch: int, changes: int) -> None:
-        """Record the engine's answer to a pause or a resume.
+        """Record the engine's reply to a pause or resume.
 
-        epoch: of the engine that answered; changes: `Answer.pause_changes`. Heartbeats that were sent before it count
-        no more. 0 tells nothing: the engine was never paused, or is of a version that does not count.
+        epoch: epoch of the engine. changes: `Answer.pause_changes`. Earlier heartbeats are ignored. 0 means that the
+        engine was never paused, or that its version does not count changes.
         """
         if changes and self.heartbeat is not None and self.heartbeat.engine_epoch == epoch:
             self._hear(_Pause(epoch, changes, changes % 2 == 1))
@@ -107,27 +107,28 @@ class EngineWatch:
             self._pause = pause
 
     def note_failure(self, reason: str) -> None:
-        """Record why a handshake failed, for the reason of the silence that follows."""
+        """Record why a handshake failed, to explain the silence that follows."""
         self._failed_handshake = reason
 
     def note_loss(self) -> None:
-        """Record the loss of the engine, from which on the time of a restart counts.
+        """Record the loss of the engine, which starts the time of a restart.
 
-        One that is silent without having closed its connection is stopped: it ends when its supervisor kills it.
+        An engine that is silent without having closed its connection is stopped, and exits when its supervisor kills
+        it.
         """
         self._starts.lose(self._heard_at + self._hang_timeout if self.is_silent else self._clock())
 
     def reset_timers(self) -> None:
-        """Start both timeouts afresh, after a delay of the listener itself.
+        """Restart both timeouts, after a stall of the listener itself.
 
         Heartbeats that it missed say nothing about the engine.
         """
         self._heard_at = self._progress_at = self._clock()
 
     def forget(self) -> None:
-        """Discard the engine, because its process has ended.
+        """Forget the engine, because its process has exited.
 
-        Its heartbeats that are still on their way are ignored.
+        Its heartbeats still in flight are ignored.
         """
         if self.heartbeat is not None:
             self._ended_epoch, self.heartbeat = self.heartbeat.engine_epoch, None
@@ -138,7 +139,7 @@ class EngineWatch:
         return self._clock() - self._heard_at if self.heartbeat is not None else 0.0
 
     def seconds_since_last_beat(self) -> float | None:
-        """Return the age of the last heartbeat of any life; None before the first."""
+        """Return the age of the last heartbeat of any epoch; None before the first."""
         return self._clock() - self._heard_at if self._was_heard else None
 
     @property
@@ -147,7 +148,7 @@ class EngineWatch:
         return self.silence() > self.beat_timeout
 
     def health(self) -> EngineHealth:
-        """Return the health of the engine at this moment."""
+        """Return the current health of the engine."""
         heartbeat = self.heartbeat
         why = self._failed_handshake
         if heartbeat is None:
@@ -171,20 +172,20 @@ class EngineWatch:
         return _READY
 
     def seconds_until_ready(self) -> int:
-        """Estimate the seconds until the engine is ready, from how long that took before.
+        """Estimate the seconds until the engine is ready, from previous starts.
 
-        The end of a pause is not known.
+        The end of a pause is unknown.
         """
         if self.health().status == "paused":
             return UNKNOWN_SECONDS
         return self._starts.seconds(self._clock())
 
     def should_restart(self, hang_timeout: float) -> str:
-        """Return the reason to kill the process and start it again; "" for none.
+        """Return why to kill and restart the process; "" for no reason.
 
-        One that was silent for `hang_timeout` seconds does not recover. A loading engine may be silent for longer,
-        because code that loads can hold the interpreter and with it the heartbeat. A process without any heartbeat yet
-        is left alone: it may be reading its programs from a slow disk.
+        A process that was silent for `hang_timeout` seconds does not recover. A loading engine may be silent for
+        longer, because loading can hold the GIL and thus stop heartbeats. A process without any heartbeat yet is left
+        alone, as it may be loading from a slow disk.
         """
         heartbeat, health = self.heartbeat, self.health()
         if heartbeat is None:
@@ -198,6 +199,6 @@ class EngineWatch:
 def _position(heartbeat: Heartbeat) -> tuple[int, int, int]:
     """Return the engine's epoch and its numbers of steps launched and committed.
 
-    Both numbers count from the start of that epoch.
+    Both are counted from the start of that epoch.
     """
     return heartbeat.engine_epoch, heartbeat.stats.steps_launched, heartbeat.stats.steps_committed

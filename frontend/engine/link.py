@@ -1,6 +1,6 @@
-"""Connection to one life of the engine.
+"""Connection to one epoch of the engine.
 
-It has a DEALER socket, a handshake, a lease that it renews, and a monitor that detects a disconnect.
+It consists of a DEALER socket, a handshake, a lease to renew, and a monitor that detects disconnects.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from tandem.protocol.version import PROTOCOL_VERSION
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 64
-"""Messages that are read in one turn of the event loop, before other work has its turn."""
+"""Messages read per event loop iteration."""
 
 _POLLIN = int(zmq.POLLIN)
-"""The flag as a number: the flag itself is combined in Python."""
+"""The flag as an int, since combining the enum is done in Python."""
 
 
 def encode_command(command: AnyCommand) -> bytes:
     """Encode a command for the engine.
 
-    Raises ApiError 413 for one that the engine's socket does not take: it would close the connection of all requests.
+    Raises ApiError 413 for a command above the engine's size limit, which would close the connection of all requests.
     """
     data = encode(command)
     if len(data) > MAX_COMMAND_BYTES:
@@ -51,8 +51,8 @@ def encode_command(command: AnyCommand) -> bytes:
 class EngineLink:
     """Connection to the engine of one epoch.
 
-    A lost connection is closed and replaced by a new one with a new identity. Step outputs go to `streams`, other
-    events to `on_event`; `on_break` gets the reason when the connection cannot go on. All run in the event loop.
+    A lost connection is closed and replaced by one with a new identity. Step outputs go to `streams`, other events to
+    `on_event`; `on_break` is called with the reason when the connection fails. All run in the event loop.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EngineLink:
         self.ready: Ready | None = None
         self.opened_at = 0.0
         self.identity = b""
-        """Name of the connection, which no other has ever had."""
+        """Unique name of the connection."""
         self._streams = streams
         self._on_event = on_event
         self._on_break = on_break
@@ -76,15 +76,15 @@ class EngineLink:
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._socket: zmq.Socket[bytes] | None = None
-        """The socket of `_dealer` without the futures of its own, which cost more than the messages."""
+        """Underlying socket of `_dealer`, as its futures cost more than the messages."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_reading = False
-        """True if the event loop is about to read."""
+        """True if a read is scheduled."""
 
     def open(self, endpoint: str, transport: Transport, name: str, now: float, lost_identity: bytes = b"") -> None:
-        """Connect and send a Hello; its answer arrives through `on_event`.
+        """Connect and send a Hello; the reply arrives via `on_event`.
 
-        `lost_identity` is the identity of the link before, of which the engine may know something.
+        lost_identity: identity of the previous link, which the engine may know.
         """
         self.opened_at = now
         self._dealer = connect_dealer(self._context, endpoint, transport)
@@ -99,9 +99,9 @@ class EngineLink:
         self.send(Hello(PROTOCOL_VERSION, self.epoch, name, lost_identity))
 
     def send(self, command: AnyCommand) -> None:
-        """Queue a command without waiting.
+        """Queue a command without blocking.
 
-        On a closed link it is dropped, as it would be on one about to break. Raises ApiError 413 as `encode_command`.
+        It is dropped on a closed link, as on one about to break. Raises ApiError 413 as `encode_command`.
         """
         self.send_encoded(encode_command(command))
 
@@ -110,16 +110,16 @@ class EngineLink:
         if self._socket is None or self._dealer is None or self._dealer.closed:
             return
         try:
-            self._socket.send(data, zmq.DONTWAIT)  # without a high-water mark it is never refused
+            self._socket.send(data, zmq.DONTWAIT)  # never fails without a high-water mark
         except zmq.ZMQError as error:
             self._on_break(f"cannot send to the engine: {error}")
         else:
             self._read_soon()
 
     def close(self, polite: bool = False) -> None:
-        """Close the connection and drop what is queued on it.
+        """Close the connection and drop queued messages.
 
-        A polite close sends a Goodbye first.
+        polite: send a Goodbye first.
         """
         if polite and self.ready is not None:
             self.send(Goodbye())
@@ -130,7 +130,7 @@ class EngineLink:
                 self._loop.remove_reader(self._socket.fileno())
             self._socket = None
             self._dealer.disable_monitor()
-            # A Goodbye gets a moment to be sent; a dead engine must not delay the close for longer.
+            # Linger briefly for the Goodbye; a dead engine must not delay the close.
             self._dealer.close(linger=200 if polite else 0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
@@ -138,7 +138,7 @@ class EngineLink:
     def _read(self) -> None:
         """Handle the messages that have arrived.
 
-        If there are many, some of them have to wait for the next turn of the event loop.
+        If there are many, some are left for the next event loop iteration.
         """
         self._is_reading = False
         for _ in range(MESSAGES_PER_TURN):
@@ -147,9 +147,9 @@ class EngineLink:
         self._read_soon()
 
     def _read_all(self) -> None:
-        """Handle what came before the connection was lost.
+        """Handle messages received before the connection was lost.
 
-        It may tell that a request has begun, which must not run in too many engines.
+        They may report that a request has started, which limits its retries.
         """
         while self._handle_next():
             pass
@@ -157,19 +157,19 @@ class EngineLink:
     def _handle_next(self) -> bool:
         """Handle a message, if there is one.
 
-        Return False if there is none, or if the link is closed, as an event may do.
+        Return False if there is none, or if the link is closed, possibly by the event itself.
         """
         if self._socket is None or self._socket.closed:
             return False
-        if not int(self._socket.get(zmq.EVENTS)) & _POLLIN:  # cheaper than the exception of a read
+        if not int(self._socket.get(zmq.EVENTS)) & _POLLIN:  # cheaper than the exception of an empty read
             return False
         self._handle(self._socket.recv(zmq.DONTWAIT))
         return True
 
     def _read_soon(self) -> None:
-        """Read in the next turn of the event loop.
+        """Read in the next event loop iteration.
 
-        The descriptor tells of new messages only once, and a send may be what it told.
+        The file descriptor is edge-triggered, and a send may consume its event.
         """
         if not self._is_reading and self._loop is not None:
             self._is_reading = True
@@ -186,7 +186,7 @@ class EngineLink:
                 self._on_event(event)
         except ProtocolError as error:
             self._on_break(f"the engine sent an unreadable message: {error}")
-        except Exception:  # a bug here must end the streams, not leave them waiting forever
+        except Exception:  # an exception must fail the streams instead of leaving them waiting
             logger.exception("an event of the engine could not be handled")
             self._on_break("an event of the engine could not be handled")
 
@@ -205,7 +205,7 @@ class EngineLink:
                 self._on_break(reasons[event])
 
     async def _renew(self) -> None:
-        """Renew the lease from the event loop, so that a loop that hangs loses it."""
+        """Renew the lease from the event loop, so that a hung loop loses it."""
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 await asyncio.sleep(RENEW_SECONDS)

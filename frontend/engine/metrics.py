@@ -1,6 +1,6 @@
 """Engine statistics as Prometheus metrics.
 
-Each scrape reads them from the newest heartbeat.
+Each scrape reads them from the last heartbeat.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,9 +19,9 @@ from tandem.protocol.stats import EngineStats, Histogram, Metric
 
 
 def _declared_metrics() -> dict[str, Metric]:
-    """Return the metrics that fields of `EngineStats` declare, by field name.
+    """Return the metrics declared by fields of `EngineStats`, by field name.
 
-    Fields without a metric are left out.
+    Fields without a metric are skipped.
     """
     hints = get_type_hints(EngineStats, include_extras=True)
     annotations = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
@@ -32,10 +32,10 @@ _METRICS = _declared_metrics()
 
 
 class EngineTotals(Collector):
-    """Collector of the statistics of one engine over all its lives.
+    """Collector of an engine's statistics over all its epochs.
 
-    Counters and histograms go on where the last life ended. While the engine is away everything keeps its last value;
-    before the first heartbeat there is nothing.
+    Counters and histograms continue across restarts. While the engine is away all values are kept; before the first
+    heartbeat there are none.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class EngineTotals(Collector):
         self._ended_epoch: int | None = None
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat, also one of an engine whose end is known already."""
+        """Record a heartbeat, even of an engine that is known to have exited."""
         if heartbeat.engine_epoch == self._ended_epoch:
             return
         newest, self._newest = self._newest, heartbeat
@@ -63,9 +63,9 @@ class EngineTotals(Collector):
 
 
 class LifeCollector(Collector):
-    """Collector of whether the engine lives, as its supervisor sees it.
+    """Collector of the engine's liveness, as seen by its supervisor.
 
-    `restarts` returns how often the engine's process was started again, by reason.
+    restarts: returns the number of restarts of the engine's process, by reason.
     """
 
     def __init__(self, watch: EngineWatch, restarts: Callable[[], Mapping[str, int]]) -> None:
@@ -94,7 +94,7 @@ class LifeCollector(Collector):
 
 
 class HeartbeatCollector(Collector):
-    """Collector of the numbers of one heartbeat."""
+    """Collector of the values of a heartbeat."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
@@ -108,8 +108,8 @@ class HeartbeatCollector(Collector):
 def _stats_metrics(stats: EngineStats) -> Iterator[MetricFamily]:
     """Yield the metric families of engine statistics.
 
-    There is one for each metric that `EngineStats` declares, and those that are made of several fields: the usage and
-    the size of the KV cache.
+    There is one for each metric declared in `EngineStats`, and some derived from several fields: usage and size of the
+    KV cache.
     """
     text = "1; the labels are the tokens of a KV page and the number of pages."
     size = GaugeMetricFamily("tandem_cache_config_info", text, labels=["block_size", "num_gpu_blocks"])
@@ -138,9 +138,9 @@ def _family(metric: Metric, value: Any) -> MetricFamily:
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return the cumulative buckets of a histogram, as Prometheus defines them.
+    """Return the cumulative buckets of a histogram, as in Prometheus.
 
-    Each bound comes with the number of all observations up to it.
+    Each upper bound has the number of observations up to it.
     """
     buckets: list[tuple[str, float]] = []
     total = 0

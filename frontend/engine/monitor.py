@@ -1,4 +1,4 @@
-"""Listener to an engine's heartbeats, without a connection to the engine itself."""
+"""Listen to an engine's heartbeats, without a connection to the engine itself."""
 
 import asyncio
 import contextlib
@@ -16,17 +16,17 @@ from tandem.protocol.events import Heartbeat
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
-"""Interval at which an engine is checked for silence."""
+"""Seconds between two checks for silence."""
 
 _MAX_LAG = 1.0
-"""Seconds by which a tick may be late before the listener counts as held up."""
+"""Seconds by which a tick may be late before the listener itself counts as stalled."""
 
 
 class EngineMonitor:
-    """Monitor that calls back with each heartbeat of an engine.
+    """Monitor with a callback for each heartbeat of an engine.
 
-    It also calls back at regular ticks, so that the engine's silence is noticed. `on_heartbeat` has to
-    pass the heartbeats that count on to the `EngineWatch`, which judges them.
+    It also calls back at regular ticks, to detect silence. `on_heartbeat` must pass relevant heartbeats on to the
+    `EngineWatch`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EngineMonitor:
             if isinstance(event, Heartbeat):
                 try:
                     self._on_heartbeat(event)
-                except Exception:  # a bug here must not make a living engine look silent
+                except Exception:  # an exception must not make a running engine look silent
                     logger.exception("a heartbeat could not be handled")
 
     async def _tick(self) -> None:
@@ -69,5 +69,5 @@ class EngineMonitor:
             expected = now
             try:
                 self._on_tick()
-            except Exception:  # a bug here must not stop the checks
+            except Exception:  # an exception must not stop the checks
                 logger.exception("a check of the engine failed")

@@ -1,6 +1,6 @@
-"""Estimate when a full queue has room for a request that was refused.
+"""Estimate when a full queue has capacity for a refused request.
 
-The requests refused before come back first, each when it was told to.
+Previously refused requests return first, at the times given to them.
 """
 
 import math
@@ -9,23 +9,23 @@ import time
 from collections.abc import Callable
 
 MAX_SECONDS = 60
-"""Longest time that a client is told. OpenAI's client gives up a request that is to wait for longer."""
+"""Maximum Retry-After in seconds. OpenAI's client does not retry if it is longer."""
 WINDOW_SECONDS = 30.0
-"""Time constant with which earlier departures are forgotten; only time in which the queue was full counts."""
+"""Time constant for forgetting earlier departures; only time with a full queue counts."""
 PRIOR_SECONDS = 3.0
 """Weight of the assumed rate, in seconds of observation."""
 _JITTER = 0.25
-"""Largest share by which a time is longer than the estimate: what leaves is not as even as the returns."""
+"""Maximum fraction of random jitter added to an estimate, as departures are burstier than returns."""
 
 
 class RetryQueue:
-    """Spread the returns of refused requests over the time in which a full queue empties.
+    """Spread the returns of refused requests over the time in which a full queue drains.
 
-    Amounts are in sequences or in tokens. Of clients that wait as long as they are told, few are refused again.
+    Amounts are sequences or tokens. Few of the clients that respect Retry-After are refused again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, uniform: Callable[[], float] | None = None) -> None:
-        """`uniform` returns random numbers in [0, 1)."""
+        """uniform: returns random numbers in [0, 1)."""
         self._clock = clock
         self._uniform = uniform or random.random
         self._departed = 0.0
@@ -33,12 +33,12 @@ class RetryQueue:
         self._observed_at = 0.0
         self._was_full = False
         self._returns: dict[int, int] = {}
-        """Amounts that were refused, by the second until which they return."""
+        """Refused amounts, by the second in which they return."""
 
     def observe(self, departed: int, is_full: bool) -> None:
-        """Take the amount into account that has left since the last call.
+        """Record the amount that has left since the last call.
 
-        A queue that is not full empties at the rate at which it is filled, which tells nothing.
+        A queue that is not full drains at its arrival rate, which is not informative.
         """
         now = self._clock()
         if self._was_full:
@@ -49,18 +49,18 @@ class RetryQueue:
         self._observed_at, self._was_full = now, is_full
 
     def refuse(self, excess: int, amount: int, assumed_rate: float, sharers: int = 1) -> int:
-        """Return the seconds after which a refused request is to return, between 1 and MAX_SECONDS.
+        """Return the Retry-After of a refused request, between 1 and MAX_SECONDS.
 
-        excess: what has to leave before there is room for its `amount`, if nothing else returns. assumed_rate: amount
-        that leaves in a second, as far as nothing was observed. sharers: processes that refuse as many requests as this
-        one does, for the same queue.
+        excess: amount that must leave before `amount` fits, if nothing else returns. assumed_rate: amount per second
+        that leaves, used before any observation. sharers: number of processes that refuse as many requests for the same
+        queue.
         """
         now = self._clock()
         self._returns = {back: amount for back, amount in self._returns.items() if back > now}
         ahead = sum(self._returns.values()) * sharers
         rate = (self._departed + assumed_rate * PRIOR_SECONDS) / (self._full_seconds + PRIOR_SECONDS)
         seconds = (max(excess, 1) + ahead) / rate * (1 + _JITTER * self._uniform())
-        if seconds > MAX_SECONDS:  # these have no place in the queue yet, and must not come all at once
+        if seconds > MAX_SECONDS:  # beyond the horizon: not in the queue, but must not return all at once
             seconds = MAX_SECONDS * (1 - self._uniform() / 2)
         told = max(math.ceil(seconds), 1)
         back = math.ceil(now + told)

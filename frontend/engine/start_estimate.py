@@ -1,4 +1,4 @@
-"""Estimate of when an engine will be ready, from its last start."""
+"""Estimate when an engine will be ready, from its last start."""
 
 import math
 
@@ -6,47 +6,47 @@ from tandem.frontend.process import FIRST_BACKOFF, LAST_BACKOFF, STEADY_SECONDS
 from tandem.protocol.events import Heartbeat, Phase
 
 UNKNOWN_SECONDS = 5
-"""Estimate for an engine of whose starts nothing is known, or that takes longer than the last time."""
+"""Default estimate in seconds, without a previous start or if this one takes longer."""
 MAX_SECONDS = 60
-"""Longest time that is estimated."""
+"""Maximum estimate in seconds."""
 PREPARING = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
-"""Phases of an engine that is not ready yet."""
+"""Phases before an engine is ready."""
 _MIN_PERCENT = 5
-"""Progress of loading from which on the rest can be judged by it."""
+"""Minimum loading progress for extrapolating the rest."""
 
 
 class StartEstimate:
-    """Estimate of the seconds until an engine is ready.
+    """Estimator of the seconds until an engine is ready.
 
-    It is what is left of the time that the last start took. While no engine is heard, or where its first heartbeats
-    were not, it is what is left of a restart: of its supervisor's pause, and of the time since that in which the
-    process was ready the last time. Otherwise the percentage of this start is all that tells.
+    It is the remaining time according to the last start. While the engine is silent, or if its first heartbeats were
+    missed, it is the remaining time of a restart: the supervisor's pause plus the time from process start to readiness.
+    Otherwise it is extrapolated from the progress of this start.
     """
 
     def __init__(self) -> None:
         self._epoch = 0
         self._began_at = 0.0
-        """Time of the first heartbeat of this life."""
+        """Time of the first heartbeat of this epoch."""
         self._is_whole = False
-        """True if that heartbeat came from the beginning of the start."""
+        """True if that heartbeat was sent at the beginning of the start."""
         self._first_percent = 0
-        """Progress that this heartbeat told."""
+        """Progress in that heartbeat."""
         self._percent: int | None = None
-        """Progress of the start; None while the engine does not start."""
+        """Progress of the start; None while the engine is not starting."""
         self._ready_epoch = 0
         self._ready_since = 0.0
         self._ready_at = 0.0
-        """Time of the last heartbeat of an engine that was ready, or of its end."""
+        """Time of the last heartbeat of a ready engine, or of its exit."""
         self._lost_epoch = 0
         self._pause = 0.0
-        """Seconds between the end of the last engine and the start of the next."""
+        """Seconds between the exit of the last engine and the start of the next."""
         self._start: float | None = None
-        """Seconds from the first heartbeat to readiness, the last time."""
+        """Seconds from the first heartbeat to readiness, in the last start."""
         self._boot: float | None = None
-        """Seconds from the start of the process to readiness, the last time."""
+        """Seconds from the process start to readiness, in the last start."""
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
-        """Take a heartbeat into account that arrives at this time."""
+        """Update the estimate from a heartbeat received at this time."""
         self._percent = heartbeat.percent if heartbeat.phase in PREPARING else None
         if heartbeat.engine_epoch != self._epoch:
             self._epoch, self._began_at = heartbeat.engine_epoch, now
@@ -65,9 +65,9 @@ class StartEstimate:
         self._ready_at = now
 
     def lose(self, end: float) -> None:
-        """Note the end of the engine, which may be in the future.
+        """Record the exit of the engine, which may be in the future.
 
-        It may have been silent before, when its restart had not begun.
+        It may have been silent before its restart began.
         """
         if self._ready_epoch != self._epoch:
             return
@@ -85,9 +85,9 @@ class StartEstimate:
         return min(max(math.ceil(left), 1), MAX_SECONDS)
 
     def _left(self, now: float) -> float | None:
-        """Return the seconds that are left; None if nothing tells.
+        """Return the remaining seconds; None if unknown.
 
-        0 or less if they are over.
+        0 or less if the estimate has elapsed.
         """
         elapsed = now - self._began_at
         if self._percent is not None and self._start is not None:

@@ -1,4 +1,4 @@
-"""Token streams, from step outputs to the coroutine that answers a request."""
+"""Token streams from step outputs to the coroutines of requests."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ Terminal = Finished | Failure
 
 
 class Turn:
-    """Calls that are made together at the end of a turn of the event loop."""
+    """Callbacks run together at the end of an event loop iteration."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
 
     def add(self, call: Callable[[], None]) -> None:
-        """Make a call at the end of this turn."""
+        """Schedule a callback for the end of this iteration."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make)
         self._calls.append(call)
@@ -31,34 +31,33 @@ class Turn:
         for call in calls:
             try:
                 call()
-            except Exception:  # a bug in one must not cost the others their output
+            except Exception:  # an exception in one callback must not affect the others
                 logger.exception("output of the engine could not be handled")
 
 
 class ReadySet:
-    """Streams of one consumer that have an update.
+    """Set of a consumer's streams with updates.
 
-    Many become ready with one wake-up per turn of the event loop. A consumer waits for them, or is called (`listen`),
-    which saves the switches to its task and back.
+    Any number become ready with one wakeup per event loop iteration. A consumer waits for them, or registers a callback
+    (`listen`), which saves task switches.
     """
 
     __slots__ = ("_alarm", "_deadline", "_future", "_is_calling", "_listener", "_ready", "has_ended_stream", "turn")
 
     def __init__(self) -> None:
         self.turn = Turn()
-        """Calls of the present turn of the event loop, which sets of one client share."""
+        """Callbacks of the current iteration, shared by all sets of a client."""
         self.has_ended_stream = False
         """True if one of the ready streams has ended."""
         self._ready: list[TokenStream] = []
         self._listener: Callable[[], None] | None = None
         self._is_calling = False
-        """True if the listener will be called at the end of this turn of the event loop."""
+        """True if the listener is scheduled for the end of this iteration."""
         self._future: asyncio.Future[None] | None = None
         self._deadline = 0.0
-        """Time of the event loop at which the present wait ends without a stream."""
+        """Event loop time at which the current wait times out."""
         self._alarm: asyncio.TimerHandle | None = None
-        """Timer that outlives a wait and moves on to the deadline of a later one: most waits are too short to pay for a
-        timer of their own."""
+        """Timer that is reused by later waits, as most are too short to justify one of their own."""
 
     def add(self, stream: "TokenStream") -> None:
         """Add a stream that is not in the set, and wake the consumer."""
@@ -66,22 +65,22 @@ class ReadySet:
         self._wake()
 
     def add_end(self) -> None:
-        """Record that a stream of the set has ended, and wake the consumer once more."""
+        """Record that a stream in the set has ended, and wake the consumer again."""
         self.has_ended_stream = True
         self._wake()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call a function from now on, instead of ending waits.
+        """Register a listener, which replaces waiting.
 
-        It is called in the event loop at the end of each turn in which the first stream became ready, or one ended. It
-        may leave the streams in the set.
+        It is called at the end of each iteration in which the first stream became ready, or a stream ended. It may
+        leave streams in the set.
         """
         self._listener = listener
         if self._ready:
             self._wake()
 
     def take(self) -> "list[TokenStream]":
-        """Remove and return all streams that are ready."""
+        """Remove and return all ready streams."""
         ready, self._ready = self._ready, []
         self.has_ended_stream = False
         return ready
@@ -90,9 +89,9 @@ class ReadySet:
         return len(self._ready)
 
     async def wait(self, seconds: float | None = None) -> "list[TokenStream]":
-        """Wait until a stream is ready; remove and return all that are.
+        """Wait until a stream is ready; remove and return all ready streams.
 
-        After `seconds` without one return none. A consumer that limits its waits calls `close` at its end.
+        Return none after `seconds`. A consumer that uses a timeout must call `close` at its end.
         """
         if not self._ready:
             loop = asyncio.get_running_loop()
@@ -107,7 +106,7 @@ class ReadySet:
         return self.take()
 
     def close(self) -> None:
-        """End the timer of waits, and call no listener again. Idempotent."""
+        """Cancel the timer and unregister the listener. Idempotent."""
         self._listener = None
         self._end_alarm()
 
@@ -121,10 +120,10 @@ class ReadySet:
         self._alarm = loop.call_at(self._deadline, self._ring, loop)
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the present wait if it has come to its deadline; else ring again then."""
+        """End the current wait if its deadline has passed; otherwise rearm the timer."""
         self._alarm = None
         if self._future is None or self._deadline == math.inf:
-            return  # The next wait with a limit sets the alarm.
+            return  # The next wait with a timeout sets the timer.
         if loop.time() < self._deadline:
             self._set_alarm(loop)
         else:
@@ -147,8 +146,8 @@ class ReadySet:
 class TokenStream:
     """Output of one request, as a stream of tokens.
 
-    While the consumer lags, tokens collect in the stream, so memory is bounded by the length of the output and one
-    `take` gets everything. Whatever follows the one terminal event is ignored.
+    While the consumer lags, tokens accumulate in the stream, so memory is bounded by the output's length and one `take`
+    returns everything. Events after the terminal event are ignored.
     """
 
     __slots__ = (
@@ -159,16 +158,16 @@ class TokenStream:
     def __init__(self, request_id: int, choice: int, ready_set: ReadySet, prompt_len: int = 0) -> None:
         self.request_id = request_id
         self.choice = choice
-        """Index among the choices of the HTTP request."""
+        """Index of the choice in the HTTP request."""
         self.cached_tokens = 0
-        """Prompt tokens that the engine found in its cache; known when the first token arrives."""
+        """Prompt tokens found in the prefix cache; known when the first token arrives."""
         self.is_started = False
-        """True once the engine has said that it starts the request, or has sent output of it."""
+        """True once the engine has reported the start of the request or sent output."""
         self.queued_tokens = prompt_len
-        """Prompt tokens that wait for their first output; 0 from the first token on, and for a choice that shares its
+        """Prompt tokens that wait for their first output; 0 after the first token, and for a choice that shares its
         prompt with the first one."""
         self.times: SequenceTimes | None = None
-        """Times in the engine, of a request that is traced."""
+        """Times in the engine, for traced requests."""
         self._ready_set = ready_set
         self._pending: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -187,13 +186,13 @@ class TokenStream:
     def put_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Append log-probabilities, without waking the consumer.
 
-        The tokens that they belong to wake it.
+        The consumer is woken by their tokens.
         """
         if self._terminal is None:
             self._logprobs.append(logprobs)
 
     def end(self, terminal: Terminal) -> None:
-        """Record the terminal event, unless there was one."""
+        """Record the terminal event, unless there is one."""
         if self._terminal is None:
             self._terminal = terminal
             if not self._is_ready:
@@ -202,10 +201,10 @@ class TokenStream:
             self._ready_set.add_end()
 
     def take(self) -> tuple[list[int], Terminal | None, list[TokenLogprobs]]:
-        """Remove and return the tokens and log-probabilities since the last call.
+        """Remove and return new tokens and log-probabilities.
 
-        The terminal event comes with them if the stream has ended. The log-probabilities are those of these tokens, and
-        of the prompt ahead of the first, where requested.
+        The terminal event is included if the stream has ended. Log-probabilities are those of these tokens, preceded by
+        the prompt's if requested.
         """
         tokens, self._pending = self._pending, []
         logprobs, self._logprobs = self._logprobs, []
@@ -214,7 +213,7 @@ class TokenStream:
 
 
 class OpenStreams:
-    """Streams of one frontend without a terminal event, by request id."""
+    """Open streams of a frontend, by request id."""
 
     def __init__(self) -> None:
         self._streams: dict[int, TokenStream] = {}
@@ -242,9 +241,9 @@ class OpenStreams:
         return [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
 
     def deliver(self, output: StepOutput) -> None:
-        """Route a step output to its streams, ignoring requests that are not open.
+        """Route a step output to its streams, ignoring closed ones.
 
-        Raises ProtocolError if the columns of the output disagree.
+        Raises ProtocolError if the columns are inconsistent.
         """
         streams = self._streams
         if isinstance(output, TracedOutput):
@@ -267,7 +266,7 @@ class OpenStreams:
                 stream.end(terminal)
 
     def fail_all(self, code: ErrorCode, message: str) -> list[int]:
-        """End every stream with this error; return the ids of those that were open."""
+        """Fail all streams with this error; return their ids."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.end(Failure(stream.request_id, code, message))
