@@ -1,7 +1,4 @@
-"""Admission of requests: encoding, checks and sampling parameters.
-
-It encodes prompts, checks limits and builds what the engine needs.
-"""
+"""Admission of requests: encode prompts, check limits and set sampling parameters."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -31,25 +28,25 @@ MAX_SCORED = 1_048_576
 """Maximum number of log-probabilities of prompt tokens in one response."""
 _SEED_BITS = MAX_SEED.bit_length()
 MANY_IDS = 2048
-"""Number of ids above which a prompt is checked and packed in a thread."""
+"""Number of token ids above which a prompt is checked and packed in a thread."""
 
 
 class AdmittedPrompt(Struct, frozen=True):
-    """One prompt, encoded and checked."""
+    """Encoded and validated prompt."""
 
     text: str
-    """Text of the prompt; "" for a prompt of ids whose text is not needed (`echo`)."""
+    """Text of the prompt; "" for token ids whose text is not needed (`echo`)."""
     ids: list[int]
     packed: bytes
-    """`ids` as the engine receives them (`Submit.prompt_ids`)."""
+    """`ids` in the format of `Submit.prompt_ids`."""
     max_tokens: int
     """Maximum number of tokens of each output."""
 
 
 class Admitted(Struct, frozen=True):
-    """Request that was checked and that the engine can serve.
+    """Validated request that the engine can serve.
 
-    `sampling` is that of choice 0 of the first prompt.
+    `sampling` is for choice 0 of the first prompt.
     """
 
     options: GenerationOptions
@@ -57,11 +54,11 @@ class Admitted(Struct, frozen=True):
     prompts: list[AdmittedPrompt]
     sampling: SamplingParams
     constraint: Constraint | None = None
-    """Grammar of every choice; None for free text."""
+    """Grammar of all choices; None if unconstrained."""
     stages: tuple[Stage, ...] = ()
-    """Stages of the admission, with that of rendering the prompt."""
+    """Stages of the admission, including the rendering of the prompt."""
     tags: OutputTags = NO_TAGS
-    """The tags of a chat's output."""
+    """Tags of a chat's output."""
 
     @property
     def num_choices(self) -> int:
@@ -77,9 +74,9 @@ class Admitted(Struct, frozen=True):
 
 
 class Admission:
-    """Admission of requests to one server.
+    """Admission of requests.
 
-    It encodes prompts, and checks requests against the served model and the limits of this server.
+    It encodes prompts, and checks requests against the served model and the limits of the server.
     """
 
     def __init__(
@@ -101,9 +98,9 @@ class Admission:
         self._names = names
 
     def named(self, name: str | None, model: ModelFacts) -> ModelFacts:
-        """Return the facts of the model under the name that a request gave it.
+        """Return the model facts for the name in a request.
 
-        A request may leave the name out. Raises ApiError 404 for a name that the model does not have.
+        The name may be omitted. Raises ApiError 404 for an unknown name.
         """
         return structs.replace(model, name=self._names.resolve(name, model.name))
 
@@ -125,12 +122,11 @@ class Admission:
     ) -> Admitted:
         """Encode the prompts and check the request.
 
-        Raises ApiError for whatever this server cannot serve. `field` is the request field that the prompts came from,
-        for errors. A rendered chat contains its special tokens already (`add_special_tokens`). `with_text` decodes
-        prompts that came as ids. What cannot be enforced of a schema is recorded in `ignored`.
-        `syntax` is how the model writes calls of the tools in use, `tags` are those that its output may contain.
-        `stages` is what has been done before.
-        `client` is the name of the API key, which has a share of the time for grammars.
+        Raises ApiError for requests that this server cannot serve. field: request field of the prompts, for errors.
+        add_special_tokens: False for a rendered chat, which contains them. with_text: decode prompts given as ids.
+        ignored: records parts of a schema that cannot be enforced. syntax: format of tool calls, if tools are used.
+        tags: tags that outputs may contain. stages: stages before the admission. client: name of the API key, which has
+        a share of the time for grammars.
         """
         model = self.named(options.model, ready.model)
         self._limits.check(options)
@@ -164,9 +160,9 @@ class Admission:
         return Admitted(options, model, admitted, sampling, constraint, stages, tags)
 
     def _check_count(self, options: GenerationOptions, prompts: int, limits: Limits) -> None:
-        """Raise ApiError 400 for more sequences than this server can hold at once.
+        """Raise ApiError 400 for more sequences than this server can ever hold at once.
 
-        The server can never hold them, so a retry would not help.
+        A retry would not help.
         """
         wanted = options.n * prompts
         for most, flags in (
@@ -198,7 +194,7 @@ class Admission:
     def _pack(
         self, prompt: Prompt, ids: list[int], max_tokens: int, vocab_size: int, field: str, with_text: bool
     ) -> AdmittedPrompt:
-        # Ids of the tokenizer are checked as well: it may have more of them than the model.
+        # Ids from the tokenizer are checked too: it may have more ids than the model.
         check_ids(ids, vocab_size, field)
         guard = self._tokenizer.guard
         if isinstance(prompt, str):
@@ -213,8 +209,8 @@ class Admission:
 def check_overload(open_sequences: int, wanted: int, most: int, retry_after: Callable[[int, int], int]) -> None:
     """Raise ApiError 429 if this frontend would have too many open sequences.
 
-    `most` is the largest number that may be open, those of the new request included. `retry_after` returns the seconds
-    after which it is to return, given the number that has to end before and its own.
+    most: maximum number of open sequences, including the new request. retry_after: returns the Retry-After, given the
+    number that must finish first and the request's own.
     """
     if (excess := open_sequences + wanted - most) > 0:
         raise overloaded(
@@ -228,8 +224,8 @@ def check_overload(open_sequences: int, wanted: int, most: int, retry_after: Cal
 def check_queue(queued: int, wanted: int, most: int, retry_after: Callable[[int, int], int]) -> None:
     """Raise ApiError 429 if too many prompt tokens would wait in the engine.
 
-    At most `most` may wait; a request of any length is accepted while none do. `retry_after` returns the seconds after
-    which it is to return, given the number that has to leave the queue before and its own.
+    At most `most` may wait; a request of any length is accepted while none do. retry_after: returns the Retry-After,
+    given the number that must leave the queue first and the request's own.
     """
     if queued and (excess := queued + wanted - most) > 0:
         raise overloaded(
@@ -243,8 +239,8 @@ def check_queue(queued: int, wanted: int, most: int, retry_after: Callable[[int,
 def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
     """Return the `max_tokens` of one prompt.
 
-    It is the requested number, or the default as far as there is room for it. The room is what the model and the KV
-    pool have beside the prompt; the KV of the last token is never computed.
+    It is the requested number, or the default limited by the remaining context and KV cache. The KV of the last token
+    is never computed.
     """
     if not options.max_tokens_by_default:
         return options.max_tokens
@@ -255,7 +251,7 @@ def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
     """Raise ApiError 400 for an id outside the model's vocabulary.
 
-    `name` is the field at fault.
+    name: field at fault.
     """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
@@ -263,10 +259,10 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
 
 
 def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qualifier: str = "") -> None:
-    """Raise ApiError 400 for a request longer than the model or the KV pool takes.
+    """Raise ApiError 400 for a request that exceeds the context length or the KV cache.
 
-    The model limits prompt and output together, the pool the prompt. Whether the output fits into the pool as well is
-    checked by the engine.
+    The context length limits prompt and output together, the KV cache the prompt. The engine checks whether the output
+    fits into the cache as well.
     """
     total, max_len, pool = prompt_len + max_tokens, ready.model.max_len, ready.limits.kv_tokens
     if total > max_len:
@@ -293,7 +289,7 @@ def _check_length(prompt_len: int, max_tokens: int, ready: Ready, field: str, qu
 def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
     """Raise ApiError 400 for too many log-probabilities of prompt tokens.
 
-    One response reports at most `MAX_SCORED` of them.
+    A response reports at most `MAX_SCORED` of them.
     """
     if options.prompt_logprobs is None:
         return
@@ -309,7 +305,7 @@ def _check_scored(options: GenerationOptions, prompt_tokens: int) -> None:
 def _sampling(options: GenerationOptions, defaults: Mapping[str, float]) -> SamplingParams:
     """Complete the sampling parameters for choice 0.
 
-    What the request leaves out has the model's `defaults`. Without a seed in the request, draw one.
+    Omitted parameters have the model's `defaults`. A random seed is drawn if the request has none.
     """
     return structs.replace(
         options.sampling,

@@ -1,4 +1,4 @@
-"""Text of one sequence: detokenized, cut at a stop string, counted."""
+"""Convert the tokens of a sequence to the text of a choice: detokenize, match stop strings, count."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from tandem.protocol.events import Finished, TokenLogprobs
 
 
 class ChoiceDelta(Struct, frozen=True):
-    """Text and tokens that one update adds to a choice.
+    """Text and tokens added to a choice.
 
-    A whole choice is one delta as well.
+    A complete choice is a single delta.
     """
 
     index: int
@@ -24,13 +24,13 @@ class ChoiceDelta(Struct, frozen=True):
     token_ids: Sequence[int]
     finish_reason: str | None
     logprobs: Sequence[ScoredToken] = ()
-    """Log-probabilities of the tokens of `text`, if requested; those of an echoed prompt come with the first delta."""
+    """Log-probabilities of the tokens of `text`, if requested; those of an echoed prompt are in the first delta."""
     mean_logprob: float | None = None
-    """Mean log-probability of all tokens of the choice, in the delta that ends it."""
+    """Mean log-probability of all tokens, in the last delta of the choice."""
     stop_string: str | None = None
-    """The stop string that ended the choice, in the delta that ends it; None for any other end."""
+    """Matched stop string, in the last delta of the choice; None if there is none."""
     tags: Sequence[Tag] = ()
-    """The tags in `text` that are tokens."""
+    """Tags in `text` that are tokens."""
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +39,7 @@ class ChoiceDelta(Struct, frozen=True):
 
 
 def concatenated(index: int, parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    """Join consecutive deltas of one choice into one."""
+    """Join consecutive deltas of one choice."""
     if not parts:
         return ChoiceDelta(index, "", [], None)
     ids = [token_id for part in parts for token_id in part.token_ids]
@@ -57,7 +57,7 @@ def concatenated(index: int, parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
 def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
     """Join the deltas of each choice into one.
 
-    They are in the order in which the choices first appear.
+    Choices are in order of their first delta.
     """
     parts: dict[int, list[ChoiceDelta]] = {}
     for delta in deltas:
@@ -66,11 +66,11 @@ def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
 
 
 class Choice:
-    """Decoder of the tokens of one sequence to the text of a choice.
+    """Decoder of one sequence to the text of a choice.
 
-    Stop strings are matched from token `min_tokens` on, and from the end of the reasoning on unless they contain the
-    tag that closes it. With them, tokens are decoded one at a time, so that the count ends with the token that
-    completed the stop string. `include_stop` keeps the stop string or token that ended the text as its last part.
+    Stop strings are matched from token `min_tokens` on, and after the reasoning unless they contain its closing tag.
+    With them, tokens are decoded one at a time, so that the token count ends with the token that completed the stop
+    string. With `include_stop`, the matched stop string or token is kept in the text.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class Choice:
         self._scored = scored
         self._push = detokenizer.push if scored is None else self._push_scored
         self._is_plain = matcher is None and scored is None
-        """True if the text of tokens is all that a delta needs."""
+        """True if a delta needs only the text of tokens."""
         self._tokens = tags.tokens
         self._scanner = None if matcher is None else tags.scanner()
-        """What finds the reasoning, on which most stop strings do not act; None once the answer has begun."""
+        """Splitter of the reasoning, in which most stop strings are ignored; None once the answer has started."""
         self._tags: list[Tag] = []
         """Tags in the text that was not returned yet."""
         self._num_waiting = 0
-        """Characters of the text that was decoded and not returned yet."""
+        """Number of characters decoded but not returned yet."""
         self._rest = ""
-        """The beginning of a tag, which is returned together with the end of it."""
+        """Incomplete tag, which is returned together with its end."""
         self._shown = 0
         self._cut = False
-        """True once a stop string has cut the end of the text off."""
+        """True once a stop string has truncated the text."""
 
     def advance(
         self, tokens: Sequence[int], terminal: Terminal | None, logprobs: Sequence[TokenLogprobs] = ()
@@ -132,7 +132,7 @@ class Choice:
     def advance_singly(self, tokens: Sequence[int], terminal: Terminal | None) -> list[ChoiceDelta]:
         """Decode new tokens into one delta per token, without log-probabilities.
 
-        Tokens behind the end of the choice get none.
+        Tokens after the end of the choice get none.
         """
         deltas: list[ChoiceDelta] = []
         for token in tokens[:-1]:
@@ -143,7 +143,7 @@ class Choice:
 
     def _advance(self, tokens: Sequence[int], terminal: Terminal | None) -> ChoiceDelta:
         finished = terminal if isinstance(terminal, Finished) else None
-        # The id that ended a sequence counts, but is part of its text only on request.
+        # The stop token counts, but is in the text only on request.
         hidden = int(finished is not None and finished.stop_token_id is not None and not self._include_stop)
         shown = tokens[: len(tokens) - hidden]
         text, used, stop = self._decode(shown)
@@ -159,13 +159,13 @@ class Choice:
 
     def _ended(self, text: str, tokens: Sequence[int], reason: FinishReason, stop: str | None) -> ChoiceDelta:
         self._cut = stop is not None
-        # A tag that the stop string has cut is text.
+        # A tag truncated by the stop string is text.
         text = self._rest + text
         tags = [tag for tag in self._tags if tag.end <= len(text)]
         return ChoiceDelta(self.index, text, tokens, reason.value, stop_string=stop, tags=tags)
 
     def _returned(self, text: str) -> tuple[str, list[Tag]]:
-        """Return a text with its tags, without the beginning of a tag at its end."""
+        """Return text with its tags, without an incomplete tag at its end."""
         if not self._tags:
             self._num_waiting -= len(text)
             return text, []
@@ -181,7 +181,7 @@ class Choice:
     def _decode(self, tokens: Sequence[int]) -> tuple[str, int, str | None]:
         """Decode tokens, up to the end of a stop string.
 
-        Return their text, the number of tokens used, and the stop string that ended the text, or None.
+        Return their text, the number of tokens used, and the matched stop string or None.
         """
         if self._matcher is None:
             return "".join([self._decode_one(token) for token in tokens]), len(tokens), None
@@ -201,9 +201,9 @@ class Choice:
         return text
 
     def _match(self, text: str, tag: TagToken | None, is_matched: bool, parts: list[str]) -> str | None:
-        """Append the part of a text that is safe to return; return the stop string that it completes.
+        """Append the text that is safe to return; return the matched stop string.
 
-        A text that ends in a tag comes with its token.
+        Text that ends in a tag has its token.
         """
         if self._scanner is None:
             return self._match_part(text, False, is_matched, parts)
@@ -241,7 +241,7 @@ class Choice:
     def _close(self) -> tuple[str, str | None]:
         """Flush the decoder and the matcher at the end of the sequence.
 
-        Return the last text, and the stop string that ends it after all, or None.
+        Return the last text, and the stop string that it matches, or None.
         """
         tail = self._detokenizer.flush()
         if self._matcher is None:

@@ -1,6 +1,6 @@
 """Incremental detokenizer in constant time per token.
 
-A character that is split across tokens is returned whole.
+Characters split across tokens are returned whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +11,20 @@ from tokenizers.decoders import DecodeStream
 from tandem.frontend.generation.output_tags import TagToken
 
 MAX_HELD_IDS = 32
-"""Maximum number of ids held back while they end in an incomplete character. A character has at most four bytes, so
-more held ids are bytes that are not UTF-8, which would otherwise be decoded again for each token."""
+"""Maximum number of token ids held back because of an incomplete character. A character has at most four bytes, so more
+ids are invalid UTF-8, which would otherwise be decoded again for each token."""
 
 _TAIL_IDS = 8
-"""Ids that stay held when the others are flushed: enough for the start of any character."""
+"""Number of ids still held back after a flush: enough for the start of any character."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Incremental decoder of one sequence, of any tokenizer.
+    """Incremental decoder of a sequence, for any tokenizer.
 
-    The texts that it returns, joined, equal `decode` of all ids. `anchor` is decoded in front of the output and never
-    returned (see `tokenizer._anchor`). `_held` are the ids since the last text was returned; they begin at a character
-    boundary.
+    The concatenated texts equal `decode` of all ids. `anchor` is decoded in front of the output but not returned (see
+    `tokenizer._anchor`). `_held` are the ids since the last returned text; they start at a character boundary.
     """
 
     __slots__ = ("_anchor", "_held", "_raw", "_skip_special", "_stream")
@@ -40,7 +39,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Decode one more id and return the text that it completes.
 
-        The text may be empty or belong to several ids.
+        The text may be empty or come from several ids.
         """
         self._held.append(token_id)
         try:
@@ -65,7 +64,7 @@ class Detokenizer:
         return self._decode(held)
 
     def _restart(self) -> str:
-        """Continue from the held ids with a new stream."""
+        """Restart with a new stream from the held ids."""
         text = self._decode(self._held)
         if text.endswith(_REPLACEMENT) and len(self._held) < MAX_HELD_IDS:
             text = ""
@@ -77,7 +76,7 @@ class Detokenizer:
         return text
 
     def _force(self) -> str:
-        """Return the text of the held ids that cannot be in an unfinished character."""
+        """Return the text of the held ids that cannot be part of an incomplete character."""
         text, self._held = _settled(self._held, self._decode)
         self._stream = self._new_stream()
         for token_id in self._held:
@@ -100,24 +99,24 @@ class Detokenizer:
 
 
 class ByteDetokenizer:
-    """Incremental decoder of one sequence of a byte-level tokenizer.
+    """Incremental decoder of a sequence for a byte-level tokenizer.
 
-    Each call returns what the same call of `Detokenizer` returns. Ids that end at a character's end cost one lookup
-    each and one decoding together.
+    Each call returns the same as `Detokenizer`. Ids that end at a character boundary cost one lookup each and one
+    decoding together.
     """
 
     __slots__ = ("_bytes_of", "_held")
 
     def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
-        """Decode with the bytes of each id."""
+        """Initialize with the bytes of each id."""
         self._bytes_of = bytes_of
         self._held: list[int] = []
-        """Ids since the last text was returned. They begin at a character boundary."""
+        """Ids since the last returned text; they start at a character boundary."""
 
     def push(self, token_id: int) -> str:
         """Decode one more id and return the text that it completes.
 
-        The text may be empty or belong to several ids.
+        The text may be empty or come from several ids.
         """
         if not self._held:
             text = self._bytes_of[token_id].decode("utf-8", "replace")
@@ -136,7 +135,7 @@ class ByteDetokenizer:
             return ""
         if self._bytes_of[token_ids[-1]]:
             text = self._decode([*self._held, *token_ids] if self._held else token_ids)
-            if text[-1] != _REPLACEMENT:  # the last id completes all that was held, wherever the ids before it end
+            if text[-1] != _REPLACEMENT:  # the last id completes all held ids
                 self._held.clear()
                 return text
         return "".join([self.push(token_id) for token_id in token_ids])
@@ -150,7 +149,7 @@ class ByteDetokenizer:
         return self._decode(held)
 
     def _force(self) -> str:
-        """Return the text of the held ids that cannot be in an unfinished character."""
+        """Return the text of the held ids that cannot be part of an incomplete character."""
         text, self._held = _settled(self._held, self._decode)
         return text
 
@@ -160,16 +159,16 @@ class ByteDetokenizer:
 
 
 class TagDetokenizer:
-    """Incremental decoder of one sequence that writes the tokens of tags as their text.
+    """Incremental decoder of a sequence that keeps the text of tag tokens.
 
-    It does so whether or not special tokens are skipped. A tag completes the text before it, so that the text of the
-    token is exactly that of the tag.
+    It does so even if special tokens are skipped. A tag flushes the text before it, so that the token's text is exactly
+    the tag.
     """
 
     __slots__ = ("_inner", "_new_inner", "_tags")
 
     def __init__(self, new_inner: "Callable[[], Detokenizer | ByteDetokenizer]", tags: Mapping[int, TagToken]) -> None:
-        """Decode text with decoders of `new_inner`, one for each part between tags."""
+        """Initialize. new_inner: creates a decoder for the text between two tags."""
         self._new_inner = new_inner
         self._inner = new_inner()
         self._tags = tags
@@ -195,10 +194,10 @@ class TagDetokenizer:
 
 
 def _settled(held: list[int], decode: Callable[[list[int]], str]) -> tuple[str, list[int]]:
-    """Split held ids into text that no later id changes and the ids behind it.
+    """Split held ids into final text and the remaining ids.
 
-    A cut is a character boundary if and only if both sides decode to the whole. Skipped special tokens have no text;
-    they are dropped, so that those behind a cut are enough for the start of any character.
+    A split is at a character boundary if and only if both sides decode to the whole. Skipped special tokens have no
+    text and are dropped, so that the remaining ids suffice for the start of any character.
     """
     spelled = [token_id for token_id in held if decode([token_id])]
     whole = decode(spelled)

@@ -1,6 +1,6 @@
-"""State of one HTTP request while the engine serves it.
+"""State of an HTTP request while the engine serves it.
 
-The state comprises its sequences, their text and their end.
+It has the request's sequences, their text and their end.
 """
 
 import asyncio
@@ -22,18 +22,17 @@ from tandem.protocol.errors import ErrorCode, FinishReason
 from tandem.protocol.events import Failure
 
 _RETRIED = ENGINE_LOSSES | {ErrorCode.OVERLOADED, ErrorCode.ENGINE_PAUSED}
-"""Codes of failures after which the same request may succeed later."""
+"""Failure codes after which the same request may succeed later."""
 
 
 class Generation:
-    """Choices of one request, numbered prompt by prompt.
+    """Choices of a request, numbered prompt by prompt.
 
-    After `start`, `close` has to be called whatever happens, to free the sequences that are still open. `arrived` is
-    the time of the HTTP request's arrival on `clock`, in seconds.
+    After `start`, `close` must always be called, to abort open sequences. `arrived` is the arrival time of the HTTP
+    request on `clock`, in seconds.
 
-    A request that loses its engine before any delta left `batches`, or before `collect` has returned, begins anew on
-    the next engine: with the same seeds, and with nothing of what the lost engine generated. Its user notices only the
-    time that it takes.
+    A request that loses its engine before `batches` has yielded a delta, or before `collect` has returned, is restarted
+    on the next engine with the same seeds, and output of the lost engine is discarded. The client only sees a delay.
     """
 
     def __init__(
@@ -59,32 +58,32 @@ class Generation:
         self._streams: list[TokenStream] = []
         """Stream of each choice."""
         self._open: dict[int, float] = {}
-        """Time of the last tokens of each sequence that has not ended, by request id."""
+        """Time of the last tokens of each open sequence, by request id."""
         self._measured: list[int] = []
-        """Tokens of each choice that the metrics have from lost engines; empty if none was lost."""
+        """Tokens of each choice already counted from lost engines; empty if none was lost."""
         self._failure: Terminal | None = None
-        """End of a sequence that failed."""
+        """Terminal event of a failed sequence."""
         self._error: ApiError | None = None
         """Error that ends the request."""
         self._link = 0
-        """Number of the link that the sequences were submitted on."""
+        """Number of the link on which the sequences were submitted."""
         self._retries = RetryBudget()
         self._is_held = False
         """True while the request waits for an engine."""
         self._lost_at = self._resubmitted_at = arrived
-        """Time of the last loss, earlier by all waits for engines before it, and of the last submission after one."""
+        """Time of the last loss, moved back by previous waits, and of the last resubmission."""
         self._is_collected = False
-        """True if the request is answered at its end only."""
+        """True for a response that is sent as a whole."""
         self._is_sent = False
         """True once output may have been sent."""
         self._deadline: asyncio.TimerHandle | None = None
-        """Timer of the end of the time that the request may take."""
+        """Timer of the request timeout."""
 
     @property
     def without_engine(self) -> bool:
         """True if the request only echoes its prompts.
 
-        Nothing has to be computed then.
+        The engine is not needed then.
         """
         options = self.admitted.options
         return options.max_tokens == 0 and options.prompt_logprobs is None
@@ -94,10 +93,10 @@ class Generation:
     ) -> None:
         """Submit one sequence per choice.
 
-        `record` gets the figures of the request; the engine shows its id to its operators. The request ends with an
-        error `timeout` seconds after its arrival; 0 for any time.
+        record: collects the figures of the request, whose id is reported to the engine. timeout: seconds after arrival
+        at which the request fails; 0 for no limit.
 
-        Raises ApiError 429 if the frontend has no room for them, 503 if the engine is not ready.
+        Raises ApiError 429 if the frontend is at its limits, 503 if the engine is not ready.
         """
         admitted, client = self.admitted, self._client
         if record is not None:
@@ -115,7 +114,7 @@ class Generation:
             self._submit()
         except ApiError as error:
             self._drop_sequences()
-            # Otherwise the engine was lost since it was asked for its limits.
+            # Otherwise the engine was lost since its limits were read.
             self._lost_at = self._clock()
             if error.status != 503 or not self._await_engine():
                 raise
@@ -123,12 +122,12 @@ class Generation:
     async def batches(
         self, first_wait: float | None = None, wait: float | None = None
     ) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """Yield the deltas of each turn of the event loop until every choice has ended.
+        """Yield the deltas of each event loop iteration until all choices have ended.
 
-        A list of deltas is empty only if nothing came for `first_wait` seconds at the beginning, or for `wait` seconds
-        since the last list. Raises ApiError when one choice fails; the caller closes the others. Deltas of the same
-        turn are yielded first, except in the first batch: nothing has been sent yet, so the failure can still be an
-        HTTP status, for example when the engine has room for only some of the choices.
+        A list is empty only on a timeout: `first_wait` seconds at the beginning, or `wait` seconds since the last list.
+        Raises ApiError when a choice fails; the caller closes the others. Deltas of the same iteration are yielded
+        first, except in the first batch: nothing has been sent yet, so the failure can still be an HTTP status, for
+        example if the engine has capacity for some choices only.
         """
         begun = False
         if self.without_engine:
@@ -149,38 +148,38 @@ class Generation:
                 yield shown
 
     def follow(self, listener: Callable[[], None]) -> None:
-        """Call a function whenever there is something to `take`, in place of `batches`.
+        """Register a callback for new output to `take`, instead of `batches`.
 
-        It is called at most once in a turn of the event loop, in the turn in which the output arrives. What it does not
-        take collects, and is announced again when a choice ends.
+        It is called at most once per event loop iteration, in the iteration in which the output arrives. Output that is
+        not taken accumulates, and is announced again when a choice ends.
         """
         self._ready_set.listen(listener)
 
     def take(self) -> list[ChoiceDelta]:
-        """Return the deltas of all output that has arrived.
+        """Return the deltas of all new output.
 
-        Afterwards `has_ended` and `error` tell if more will come.
+        Afterwards `has_ended` and `error` show whether more will come.
         """
         return self._read(self._ready_set.take())
 
     @property
     def has_output(self) -> bool:
-        """True if output has arrived that was not taken."""
+        """True if there is output to take."""
         return len(self._ready_set) > 0
 
     @property
     def has_ended_choice(self) -> bool:
-        """True if a choice has ended whose last output was not taken."""
+        """True if a choice has ended with output to take."""
         return self._ready_set.has_ended_stream
 
     @property
     def has_ended(self) -> bool:
-        """True if every choice has ended and was taken."""
+        """True if all choices have ended and their output was taken."""
         return not self._open
 
     @property
     def error(self) -> ApiError | None:
-        """The error of the first choice that failed; None while none has."""
+        """Error of the first choice that failed; None if none has."""
         if self._error is None and self._failure is not None:
             self._error = self._error_of(self._failure)
         return self._error
@@ -197,8 +196,8 @@ class Generation:
     async def collect(self, on_batch: Callable[[Sequence[ChoiceDelta]], None] | None = None) -> list[ChoiceDelta]:
         """Return each choice as one delta, in the order of their indices.
 
-        `on_batch` is called with the deltas of each turn of the event loop. Raises ApiError when one choice fails; the
-        caller closes the others.
+        on_batch: called with the deltas of each event loop iteration. Raises ApiError when a choice fails; the caller
+        closes the others.
         """
         self._is_collected = True
         async for shown in self.batches():
@@ -209,9 +208,9 @@ class Generation:
         return [concatenated(index, deltas) for index, deltas in enumerate(self._collected)]
 
     def close(self, reason: str) -> None:
-        """Abort every sequence that is still open.
+        """Abort all open sequences.
 
-        Idempotent. `reason` is a label of the metrics.
+        Idempotent. reason: label of the metrics.
         """
         self._stop(reason)
         self._record.end_attempt(self._clock(), self._streams)
@@ -220,21 +219,21 @@ class Generation:
             self._deadline.cancel()
 
     def measure_end(self) -> None:
-        """Record the metrics of a request that was answered in full."""
+        """Record the metrics of a completed request."""
         longest = max([choice.num_tokens for choice in self._choices], default=0)
         numbers = (self.admitted.prompt_tokens, self.admitted.options.n, longest)
         self._metrics.ends.answered(self._clock() - self.arrived, self._record.decoding, *numbers)
 
     def usage(self) -> Usage:
         completion = sum(choice.num_tokens for choice in self._choices)
-        # The other choices of a prompt find in the cache what its first one has computed.
+        # The other choices of a prompt hit the prefix cache.
         cached = sum(stream.cached_tokens for stream in self._streams[:: self.admitted.options.n])
         prompt = self.admitted.prompt_tokens
         return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
 
     @property
     def had_run(self) -> bool:
-        """True if an engine that was lost had begun to compute the request."""
+        """True if a lost engine had started to compute the request."""
         return self._retries.num_running_losses > 0
 
     def note_launched(self, request_ids: frozenset[int]) -> bool:
@@ -243,9 +242,9 @@ class Generation:
         return failure is None
 
     def resubmit(self) -> None:
-        """Submit every sequence again, to the engine that has come back.
+        """Submit all sequences again, to the engine that has returned.
 
-        Raises ApiError 503 if it is away again.
+        Raises ApiError 503 if it is lost again.
         """
         try:
             self._submit()
@@ -255,20 +254,20 @@ class Generation:
         self._is_held, self._resubmitted_at = False, self._clock()
 
     def give_up(self, error: ApiError) -> None:
-        """End a request that waits for the engine with this error."""
+        """Fail a request that waits for the engine."""
         self._is_held = False
         self._error = error
         self._ready_set.add_end()
 
     def _begin(self) -> None:
-        """Prepare the choices, of which nothing is known yet."""
+        """Reset the choices."""
         self._choices = new_choices(self.admitted, self._tokenizer)
         self._collected = [[] for _ in self._choices]
 
     def _submit(self) -> None:
         """Submit one sequence per choice.
 
-        Raises ApiError 503 if the engine is not ready, maybe with some of them submitted.
+        Raises ApiError 503 if the engine is not ready, possibly with some of them submitted.
         """
         client, record = self._client, self._record
         record.begin_attempt(self._clock(), client.facts)
@@ -283,7 +282,7 @@ class Generation:
             self._metrics.running.inc()
 
     def _drop_sequences(self) -> None:
-        """Forget the sequences, which the engine has lost or is going to lose."""
+        """Drop the sequences, which the engine has lost or is about to lose."""
         self._record.end_attempt(self._clock(), self._streams)
         self._client.abort(list(self._open))
         for request_id in list(self._open):
@@ -292,10 +291,10 @@ class Generation:
         self._failure = None
 
     def _begin_anew(self, failure: Terminal) -> bool:
-        """Discard what a lost engine has generated, and wait for the next one.
+        """Discard the output of a lost engine, and wait for the next one.
 
-        Return False if the request cannot begin anew: the failure is its own, output of it was sent, or it was lost too
-        often.
+        Return False if the request cannot be restarted: the failure is its own, output was sent, or too many engines
+        were lost.
         """
         if self._is_sent or not isinstance(failure, Failure):
             return False
@@ -316,7 +315,7 @@ class Generation:
         return False
 
     def _await_engine(self) -> bool:
-        """Wait for the next engine; return False if this server waits for none."""
+        """Wait for the next engine; return False if the server does not hold requests."""
         self._is_held = True
         if not self._client.hold(self, self._link, self._lost_at):
             self._is_held = False
@@ -324,7 +323,7 @@ class Generation:
         return True
 
     def _read(self, ready: Sequence[TokenStream]) -> list[ChoiceDelta]:
-        """Turn the new tokens of streams into deltas that have something to send."""
+        """Convert new tokens of streams to deltas with visible output."""
         now = self._clock()
         deltas: list[ChoiceDelta] = []
         for stream in [stream for stream in ready if stream.request_id in self._open]:
@@ -334,7 +333,7 @@ class Generation:
     def _advance(self, stream: TokenStream, now: float, deltas: list[ChoiceDelta]) -> None:
         """Append the deltas of a stream's new tokens.
 
-        A stream of events gets one delta per token, any other response a single one.
+        A stream of events gets a delta per token, other responses a single one.
         """
         tokens, terminal, logprobs = stream.take()
         choice = self._choices[stream.choice]
@@ -361,7 +360,7 @@ class Generation:
             self._failure = terminal
 
     def _measure(self, stream: TokenStream, before: int, after: int, now: float) -> None:
-        """Count the new tokens of a sequence, and the time since its last ones."""
+        """Record the new tokens of a sequence, and the inter-token latency."""
         last, self._open[stream.request_id] = self._open[stream.request_id], now
         self._record.tokens_arrived(now)
         if self._measured and before < (counted := self._measured[stream.choice]):
@@ -374,7 +373,7 @@ class Generation:
             self._metrics.first_token.observe(now - last)
 
     def _expire(self, timeout: float) -> None:
-        """End a request that has taken too long."""
+        """Fail a request that has timed out."""
         if not (self._open or self._is_held):
             return
         self._stop("deadline")
@@ -382,7 +381,7 @@ class Generation:
         self._ready_set.add_end()
 
     def _stop(self, reason: str) -> None:
-        """End the wait for an engine, and abort every sequence that is still open."""
+        """Stop waiting for an engine, and abort all open sequences."""
         self._client.release(self)
         self._is_held = False
         self._abort(list(self._open), reason)

@@ -1,6 +1,6 @@
-"""The API key of a request, as the engine is told of it.
+"""API key claim of a request, as sent to the engine.
 
-Limits that no wait would satisfy are checked here.
+Limits that the request can never satisfy are checked here.
 """
 
 from tandem.frontend.access.api_key import ApiKey
@@ -12,8 +12,7 @@ from tandem.protocol.commands import KeyClaim
 def key_claim(key: ApiKey | None, admitted: Admitted, shares_cache: bool) -> KeyClaim | None:
     """Return the claim of a request; None without a key.
 
-    `shares_cache` says that keys share cached prefixes. Raises ApiError 400 for a request that the limits of its key
-    never allow.
+    shares_cache: keys share cached prefixes. Raises ApiError 400 for a request that the limits of its key never allow.
     """
     if key is None:
         return None
@@ -43,6 +42,6 @@ def key_claim(key: ApiKey | None, admitted: Admitted, shares_cache: bool) -> Key
 def effective_priority(priority: int, key: ApiKey | None) -> int:
     """Return the priority of a request.
 
-    0, the default, is lowered to the greatest that its key may use.
+    The default of 0 is lowered to the key's maximum.
     """
     return priority if key is None else min(priority, key.limits.max_priority)

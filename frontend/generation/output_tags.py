@@ -1,7 +1,7 @@
-"""Tags in the output of a chat, and where they separate its reasoning from its answer.
+"""Tags in the output of a chat, which separate reasoning from the answer.
 
-A tag that is one token of the vocabulary is found by its id: the same characters in other tokens are text. A tag of a
-model without such a token is found by its characters.
+A tag that is a single token is found by its id: the same characters in other tokens are text. Tags without such a token
+are found by their characters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +14,22 @@ from tandem.frontend.grammar.grammar import THINK_TAGS, ThinkingMode, ThinkTags
 BLANK = " \t\r\n"
 """Characters that are dropped next to a tag."""
 MAX_BLANKS = 64
-"""Blanks that are dropped with a tag; a longer run is text.
+"""Maximum whitespace dropped with a tag; a longer run is text.
 
-The bound keeps the text held back small when a model emits blanks without end.
+The limit bounds the text held back if a model emits endless whitespace.
 """
 
 
 class TagToken(Struct, frozen=True):
-    """A tag that is one token."""
+    """Tag that is a single token."""
 
     text: str
     is_special: bool = False
-    """True if the token is dropped with other special tokens where it is not parsed as a tag."""
+    """True if the token is skipped like other special tokens where it is not parsed as a tag."""
 
 
 class Tag(Struct, frozen=True):
-    """A tag in a text, found by its token."""
+    """Tag in a text, found by its token."""
 
     offset: int
     """Index of its first character in the text."""
@@ -41,15 +41,15 @@ class Tag(Struct, frozen=True):
 
 
 class OutputTags(Struct, frozen=True):
-    """The tags that a request's outputs may contain."""
+    """Tags that a request's outputs may contain."""
 
     tokens: Mapping[int, TagToken] = {}
-    """The tags that are one token, by id."""
+    """Tags that are a single token, by id."""
     thinking: ThinkingMode = ThinkingMode.NONE
     think: ThinkTags = THINK_TAGS
 
     def scanner(self) -> "ThoughtScanner | None":
-        """Create the scanner of one output; None if outputs have no reasoning."""
+        """Create the splitter of an output; None if outputs have no reasoning."""
         if self.thinking is ThinkingMode.NONE:
             return None
         texts = {token.text for token in self.tokens.values()}
@@ -58,7 +58,7 @@ class OutputTags(Struct, frozen=True):
         )
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token that is this tag, or None."""
+        """Return the id of a tag's token, or None."""
         return next((token_id for token_id, token in self.tokens.items() if token.text == text), None)
 
 
@@ -71,7 +71,7 @@ def moved(tags: Sequence[Tag], distance: int) -> list[Tag]:
 
 
 def split_at_tags(text: str, tags: Sequence[Tag]) -> Iterator[tuple[str, TagToken | None]]:
-    """Yield the parts of a text: plain ones with None, and tags with their token."""
+    """Yield the parts of a text: plain text with None, and tags with their token."""
     at = 0
     for tag in tags:
         if at < tag.offset:
@@ -83,38 +83,38 @@ def split_at_tags(text: str, tags: Sequence[Tag]) -> Iterator[tuple[str, TagToke
 
 
 class PartKind(Enum):
-    """What a part of an output belongs to."""
+    """Type of a part of an output."""
 
     TAG = "tag"
-    """A tag around reasoning, with the blanks next to it that the answer does not have."""
+    """Tag around reasoning, with the adjacent whitespace that is not part of the answer."""
     THOUGHT = "thought"
     ANSWER = "answer"
 
 
 class Part(Struct, frozen=True):
-    """Consecutive text of one kind."""
+    """Consecutive text of one type."""
 
     kind: PartKind
     text: str
     token: TagToken | None = None
-    """The token of the text, if it is a tag found by its token."""
+    """Token of the text, if it is a tag found by its token."""
 
 
 class _State(Enum):
     START = "start"
-    """State before any text but blanks and perhaps part of the opening tag."""
+    """State before any text except whitespace and possibly part of the opening tag."""
     THOUGHT = "thought"
     AFTER_END = "after_end"
-    """State within the blanks that follow the closing tag."""
+    """State within the whitespace after the closing tag."""
     ANSWER = "answer"
 
 
 class ThoughtScanner:
-    """Separate the reasoning at the start of an output from the answer.
+    """Splitter of the reasoning at the start of an output.
 
-    The parts have all of the text, in its order, and do not depend on how it arrives in chunks. With `opened`, the
-    prompt leaves the opening tag open. Reasoning that is never closed extends to the end of the text. `start_is_token`
-    and `end_is_token` say of each tag whether only a token counts as the tag.
+    The parts contain all of the text in order, and do not depend on how it is chunked. With `opened`, the prompt ends
+    with the opening tag. Unclosed reasoning extends to the end of the text. `start_is_token` and `end_is_token`: only a
+    token counts as the tag.
     """
 
     def __init__(self, tags: ThinkTags, opened: bool, start_is_token: bool = False, end_is_token: bool = False) -> None:
@@ -123,13 +123,13 @@ class ThoughtScanner:
         self._start_is_token = start_is_token
         self._end_is_token = end_is_token
         self._held = ""
-        """Text of which it is not known yet what it belongs to."""
+        """Text that is not classified yet."""
         self.has_thought = opened
-        """True if the output has reasoning, even if that is empty."""
+        """True if the output has reasoning, even if it is empty."""
 
     @property
     def has_ended(self) -> bool:
-        """True once the reasoning is closed, or it is known that there is none."""
+        """True once the reasoning is closed, or known to be absent."""
         return self._state in (_State.AFTER_END, _State.ANSWER)
 
     @property
@@ -138,7 +138,7 @@ class ThoughtScanner:
         return self._state is _State.ANSWER
 
     def push(self, text: str, token: TagToken | None = None) -> list[Part]:
-        """Classify the next text, which is plain or a tag; what may be part of a tag is held back."""
+        """Classify the next text, which is plain or a tag; text that may be part of a tag is held back."""
         parts: list[Part] = []
         if token is None:
             text, self._held = self._held + text, ""
@@ -169,13 +169,13 @@ class ThoughtScanner:
         return parts
 
     def finish(self) -> list[Part]:
-        """Release the text that was held back, at the end of the output."""
+        """Release held back text at the end of the output."""
         held, self._held = self._held, ""
         kind = PartKind.THOUGHT if self._state is _State.THOUGHT else PartKind.ANSWER
         return [Part(kind, held)] if held else []
 
     def _parse_start(self, text: str, parts: list[Part]) -> str:
-        """Decide whether the output starts with reasoning; return the text that remains to be parsed."""
+        """Decide whether the output starts with reasoning; return the remaining text."""
         start, tag = text.lstrip(BLANK), "" if self._start_is_token else self._tags.start
         num_blanks = len(text) - len(start)
         if num_blanks <= MAX_BLANKS:
@@ -191,7 +191,7 @@ class ThoughtScanner:
         return text
 
     def _parse_thought(self, text: str, parts: list[Part]) -> str:
-        """Append the reasoning to `parts`; return the text that follows the closing tag."""
+        """Append the reasoning to `parts`; return the text after the closing tag."""
         tag = self._tags.end
         if self._end_is_token:
             _add(parts, PartKind.THOUGHT, text)

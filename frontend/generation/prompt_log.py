@@ -1,4 +1,4 @@
-"""Log of what requests ask for, for servers that are told to keep one."""
+"""Log of prompts and parameters, for servers with `--log-requests on`."""
 
 import logging
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(REQUESTS_LOGGER)
 def log_request(record: RequestRecord, admitted: Admitted, tokenizer: Tokenizer, max_len: int) -> None:
     """Log the prompts and parameters of a request.
 
-    Of each prompt it logs `max_len` characters at most.
+    At most `max_len` characters of each prompt are logged.
     """
     sampling, options = admitted.sampling, admitted.options
     for index, prompt in enumerate(admitted.prompts):
-        # A token has a character at least, but for those that are parts of one.
+        # A token has at least one character, unless it is part of one.
         text = prompt.text[:max_len] or tokenizer.decode(prompt.ids[: 4 * max_len])
         logger.info(
             "received",

@@ -1,4 +1,4 @@
-"""Figures of one HTTP request, for its access line, the metrics and its trace."""
+"""Figures of an HTTP request, for access log, metrics and traces."""
 
 from collections.abc import Sequence
 
@@ -14,66 +14,66 @@ from tandem.protocol.events import Ready
 
 
 class RequestRecord(Struct):
-    """Figures of one HTTP request.
+    """Figures of an HTTP request.
 
-    The outermost middleware creates it, whoever learns a figure sets it, and the middleware reads it at the end. Times
-    are those of the monotonic clock, in seconds.
+    The outermost middleware creates it and reads it at the end; other code sets the figures in between. Times are in
+    seconds of the monotonic clock.
     """
 
     arrived: float
-    """Time at which the headers had arrived."""
+    """Time at which all headers had arrived."""
     request_id: str = ""
-    """Id of the HTTP request, in its answer and in the engine."""
+    """Id of the HTTP request, in the response and in the engine."""
     key: ApiKey | None = None
     """API key of the request; None on a server without keys."""
     claim: KeyClaim | None = None
-    """Name and limits of the key, as the engine gets them with each sequence."""
+    """Name and limits of the key, as sent to the engine with each sequence."""
     stages: list[Stage] = field(default_factory=list)
-    """Stages of its work before the engine had it, in their order."""
+    """Stages before the engine, in order."""
     model: str = ""
-    """Name of the model, as the request gave it; "" for a request that generates nothing, or was refused."""
+    """Model name in the request; "" for a request that does not generate or was refused."""
     num_choices: int = 0
-    """Number of sequences that it was admitted with, of all its prompts."""
+    """Number of sequences, over all prompts."""
     max_tokens: int = 0
-    """Largest number of tokens that one of its sequences may have."""
+    """Maximum number of tokens of a sequence."""
     is_streamed: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     output_tokens: int = 0
-    """Generated tokens of all its sequences."""
+    """Generated tokens of all sequences."""
     submitted_at: float | None = None
     """Time at which its sequences were first sent to an engine."""
     first_token_at: float | None = None
-    """Time at which this frontend had the first token of any of its sequences, from whichever engine."""
+    """Time of the first token of any sequence, from any engine."""
     decoding_since: float | None = None
-    """Time of the first token from the engine that it was last sent to."""
+    """Time of the first token from the last engine."""
     last_token_at: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
-    """Reason for the end of each sequence that ended without an error, in the order of their ends."""
+    """Finish reason of each sequence that ended without an error, in order of their ends."""
     num_attempts: int = 0
-    """Times that it was sent to an engine."""
+    """Number of times that it was sent to an engine."""
     is_traced: bool = False
-    """True if the engine is to tell the times of its sequences."""
+    """True to have the engine report the times of its sequences."""
     attempts: list[Attempt] = field(default_factory=list)
-    """Each time that it was sent to an engine, if it is traced."""
+    """Each attempt on an engine, if it is traced."""
     admitted: Admitted | None = None
-    """The request as the engine got it."""
+    """The admitted request."""
     error: str = ""
-    """Code of the error that answered it, or that ended its stream after the status 200; "" for none."""
+    """Error code of the response, or of a stream that failed after status 200; "" if there is none."""
     refusal: str = ""
-    """Limit of this frontend that it exceeded, if it was refused for that, as a label of the metrics."""
+    """Limit of this frontend that the request exceeded, as a label of the metrics."""
     status: int = 0
-    """Status of the answer; 0 while there is none."""
+    """Status of the response; 0 before it."""
     is_answered: bool = False
-    """True once the last byte of the answer was given to a connection that was still open."""
+    """True once the last byte of the response was written to an open connection."""
     ended_at: float | None = None
 
     @property
     def end(self) -> str:
-        """The way it ended: complete, error or disconnect.
+        """Outcome: complete, error or disconnect.
 
-        It is an error if the answer is one, or if the stream broke; disconnect if the client left before the end.
+        It is "error" for an error response or a broken stream, and "disconnect" if the client left before the end.
         """
         if not self.is_answered:
             return "disconnect"
@@ -83,29 +83,29 @@ class RequestRecord(Struct):
     def time_to_first_token(self) -> float | None:
         """Seconds from its arrival to its first token.
 
-        The token may be one of an engine that was lost. The histogram of the metrics has this time of each choice, and
-        this is the smallest of them; None without any token.
+        The token may come from a lost engine. This is the minimum over the choices, each of which is in the histogram;
+        None without any token.
         """
         return None if self.first_token_at is None else self.first_token_at - self.arrived
 
     @property
     def duration(self) -> float | None:
-        """Seconds from its arrival to the end of its answer; None before that."""
+        """Seconds from its arrival to the end of the response; None before that."""
         return None if self.ended_at is None else self.ended_at - self.arrived
 
     @property
     def decoding(self) -> float:
         """Seconds from the first token to the last; 0 without any.
 
-        Both are of the engine that answered.
+        Both come from the last engine.
         """
         first, last = self.decoding_since, self.last_token_at
         return 0.0 if first is None or last is None else last - first
 
     def begin_attempt(self, now: float, engine: Ready | None) -> None:
-        """Begin anew at an engine.
+        """Start an attempt on an engine.
 
-        What a lost one generated counts only for the time to the first token.
+        Output of a lost engine counts only for the time to first token.
         """
         if self.is_traced:
             self.attempts.append(Attempt(now, 0 if engine is None else engine.engine_epoch))
@@ -116,7 +116,7 @@ class RequestRecord(Struct):
         self.finish_reasons.clear()
 
     def tokens_arrived(self, now: float) -> None:
-        """Record the time of tokens of any of its sequences."""
+        """Record the time of tokens of any sequence."""
         if self.decoding_since is None:
             self.decoding_since = now
             if self.first_token_at is None:
@@ -124,14 +124,14 @@ class RequestRecord(Struct):
         self.last_token_at = now
 
     def end_attempt(self, now: float, streams: Sequence[TokenStream]) -> None:
-        """Record what a trace tells of an attempt that has ended. Idempotent."""
+        """Record the trace of an attempt that has ended. Idempotent."""
         if self.attempts and self.attempts[-1].ended is None:
             self.attempts[-1].ended = now
             told = [TracedSequence(stream.choice, stream.times, stream.cached_tokens) for stream in streams]
             self.attempts[-1].sequences = told
 
     def describe(self, admitted: Admitted, usage: Usage) -> None:
-        """Set what is known of a request that the engine has served, or was to serve."""
+        """Set the figures of a request that was sent to the engine."""
         self.admitted, self.model = admitted, admitted.model.name
         self.stages += admitted.stages
         self.num_choices = admitted.num_choices

@@ -1,4 +1,4 @@
-"""Number of times that a request may be submitted again."""
+"""Limit how often a request is resubmitted after the loss of its engine."""
 
 from collections.abc import Iterable
 
@@ -9,25 +9,25 @@ from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure
 
 ENGINE_LOSSES = frozenset((ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.ENGINE_FAILED, ErrorCode.SHUTTING_DOWN))
-"""Codes of failures that are the engine's, not the request's own."""
+"""Failure codes of the engine, not of the request."""
 MAX_RESUBMISSIONS = 2
-"""Most times that a request is submitted again after the loss of its engine."""
+"""Maximum number of resubmissions of a request."""
 MAX_RUNNING_LOSSES = 1
-"""Most engines that may be lost while they compute a request that is submitted again: a request that makes engines fail
-gets no third one."""
+"""Maximum number of engines lost while computing a request that is resubmitted: a request that crashes engines gets no
+third one."""
 
 
 class RetryBudget:
-    """Count of the engines that one request has lost."""
+    """Number of engines that a request has lost."""
 
     def __init__(self) -> None:
         self.num_losses = 0
         self.num_running_losses = 0
-        """Losses of engines that had begun to compute the request."""
+        """Losses of engines that had started to compute the request."""
         self._waiting: frozenset[int] = frozenset()
-        """Ids of the sequences that the last lost engine had not begun to compute, as far as is known."""
+        """Ids of the sequences that the last lost engine had not started, as far as known."""
         self._failure: Failure | None = None
-        """Failure by which the last engine was lost."""
+        """Failure of the last engine."""
 
     def lose(self, failure: Failure, had_run: bool, request_ids: Iterable[int]) -> bool:
         """Count the loss of an engine with these sequences.
@@ -41,9 +41,9 @@ class RetryBudget:
         return self.num_losses <= MAX_RESUBMISSIONS and self.num_running_losses <= MAX_RUNNING_LOSSES
 
     def note_launched(self, request_ids: frozenset[int]) -> Failure | None:
-        """Learn of sequences that a lost engine had begun to compute.
+        """Record sequences that a lost engine had started to compute.
 
-        Return the failure by which the request ends if it was lost with too many such engines.
+        Return the failure of the request if it has lost too many such engines.
         """
         if self._waiting.isdisjoint(request_ids):
             return None
@@ -52,10 +52,10 @@ class RetryBudget:
         return self._failure if self.num_running_losses > MAX_RUNNING_LOSSES else None
 
     def waits_for_room(self, failure: Failure, had_run: bool) -> bool:
-        """Return True if a request that was refused waits until an engine has room.
+        """Return True if a refused request waits until an engine has capacity.
 
-        A new engine has none at once for all prompts that the last one had computed. A refusal that says when to try
-        again is the answer of the request: the engine gives it after a wait of its own, for a grammar.
+        A new engine lacks capacity at first for all prompts that the last one had computed. A refusal with a
+        Retry-After is final: the engine gives it after its own wait for a grammar.
         """
         is_full = failure.code is ErrorCode.OVERLOADED and not failure.retry_after
         return is_full and self.num_losses > 0 and not had_run

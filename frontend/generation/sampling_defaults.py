@@ -1,4 +1,4 @@
-"""Sampling defaults that a checkpoint recommends in generation_config.json."""
+"""Sampling defaults from a checkpoint's generation_config.json."""
 
 import logging
 from collections.abc import Mapping
@@ -16,11 +16,10 @@ CONFIG_NAME = "generation_config.json"
 
 
 def load_sampling_defaults(model_dir: Path) -> Mapping[str, float]:
-    """Return the values of fields that a request leaves out, by name.
+    """Return the defaults of request fields, by name.
 
-    They are the sampling parameters of the checkpoint's generation_config.json, in the format of Hugging Face
-    transformers; `"do_sample": false` is temperature 0. Empty without such a file. A value that no request could have
-    is left out, with a warning.
+    They are the sampling parameters in generation_config.json, in the format of Hugging Face transformers;
+    `"do_sample": false` is temperature 0. Empty without such a file. Invalid values are skipped with a warning.
     """
     path = model_dir / CONFIG_NAME
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Log-probabilities of one sequence, released together with its text."""
+"""Log-probabilities of a sequence, released together with its text."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ LOWEST = -9999.0
 """Value that OpenAI reports for a token of probability 0; JSON has neither infinities nor NaN."""
 
 Line = tuple[float, list[int], list[float]]
-"""One entry of `read_logprobs`: own log-probability, then ids and log-probabilities of the alternatives."""
+"""Entry of `read_logprobs`: log-probability of the token, then ids and log-probabilities of the alternatives."""
 
 
 class ScoredToken(Struct, frozen=True):
@@ -24,17 +24,17 @@ class ScoredToken(Struct, frozen=True):
 
     token: bytes
     logprob: float | None
-    """Log-probability of the token; None for the first token of a prompt, which nothing precedes."""
+    """Log-probability of the token; None for the first token of a prompt."""
     alternatives: list[tuple[bytes, float]]
     offset: int
-    """Number of characters ahead of the token. All tokens of one character have the offset of that character."""
+    """Character offset of the token. All tokens of one character have the offset of that character."""
     token_id: int = -1
     alternative_ids: Sequence[int] = ()
     """Ids of `alternatives`."""
 
 
 class EchoedPrompt(Struct, frozen=True):
-    """Prompt of which the log-probabilities are reported ahead of the output's."""
+    """Prompt with log-probabilities reported ahead of the output's."""
 
     ids: Sequence[int]
     offsets: Sequence[int]
@@ -43,15 +43,14 @@ class EchoedPrompt(Struct, frozen=True):
 class ScoredTokens:
     """Queue that releases each token once part of its text has been sent.
 
-    The rest is released at the end. Log-probabilities are thus held back as long as their text, and tokens that a stop
-    string cut off never appear.
+    The rest is released at the end. Log-probabilities are thus held back like their text, and tokens truncated by a
+    stop string are never returned.
     """
 
     def __init__(self, spell: Callable[[int], bytes], prompt_len: int, base: int, prompt: EchoedPrompt | None) -> None:
-        """Keep the lengths and the echoed prompt of one sequence.
+        """Initialize for a sequence.
 
-        `base` is the number of characters ahead of the output; `spell` returns the bytes of a token id. `prompt_len` is
-        in tokens.
+        base: character offset of the output. spell: returns the bytes of a token id. prompt_len: prompt tokens.
         """
         self._spell = spell
         self._prompt_len = prompt_len
@@ -70,9 +69,9 @@ class ScoredTokens:
         return self._total / max(self._count, 1)
 
     def take(self, parts: Iterable[TokenLogprobs]) -> None:
-        """Take log-probabilities from the engine.
+        """Add log-probabilities from the engine.
 
-        They belong to the prompt, and to tokens that `push` will name.
+        They belong to the prompt, and to tokens that are passed to `push`.
         """
         for part in parts:
             lines = read_logprobs(part)
@@ -84,7 +83,7 @@ class ScoredTokens:
     def push(self, token_id: int, characters: int) -> None:
         """Append the next token of the output.
 
-        `characters` is the number of characters that the decoder returned for it.
+        characters: number of characters that the decoder returned for it.
         """
         line = self._lines.popleft()
         self._waiting.append(self._scored(token_id, line, self._base + self._characters))
@@ -92,7 +91,7 @@ class ScoredTokens:
         self._count_in(finite(line[0]))
 
     def release(self, shown: int) -> list[ScoredToken]:
-        """Return the tokens that the text sent so far releases.
+        """Return the tokens released by the text sent so far.
 
         These are the tokens of the first `shown` characters of the output that were not returned before.
         """
@@ -105,7 +104,8 @@ class ScoredTokens:
     def flush(self) -> list[ScoredToken]:
         """Return all remaining tokens at the end of the output.
 
-        All of its text has been sent. An end id that was not pushed, because it has no text, counts only for the mean.
+        All of its text has been sent. A stop token that was not pushed, because it has no text, counts only for the
+        mean.
         """
         tokens = [*self._opening(), *self._waiting]
         self._waiting.clear()
@@ -134,7 +134,7 @@ class ScoredTokens:
 
 
 def finite(logprob: float) -> float:
-    """Replace NaN and whatever is below `LOWEST` by `LOWEST`."""
+    """Replace NaN and values below `LOWEST` by `LOWEST`."""
     # NaN compares as false.
     return logprob if logprob > LOWEST else LOWEST
 

@@ -1,7 +1,4 @@
-"""The sequences of a request.
-
-Each has a decoder, and a message that submits it.
-"""
+"""Decoders and submit messages of a request's sequences."""
 
 from msgspec import structs
 
@@ -17,7 +14,7 @@ from tandem.protocol.params import SamplingParams
 
 
 def new_choices(admitted: Admitted, tokenizer: Tokenizer) -> list[Choice]:
-    """Build the decoders of all choices of a request, before the first token of each."""
+    """Build the decoders of all choices of a request."""
     options = admitted.options
     matcher = StopMatcher(options.stop, admitted.tags.think.end) if options.stop else None
     echoed = [_echoed(admitted, prompt, tokenizer) for prompt in admitted.prompts]
@@ -30,10 +27,10 @@ def new_choices(admitted: Admitted, tokenizer: Tokenizer) -> list[Choice]:
 def submit_command(
     admitted: Admitted, index: int, request_id: int, group: int, record: RequestRecord, lost_engines: int = 0
 ) -> Submit:
-    """Build the message that submits the choice of this index.
+    """Build the message that submits a choice.
 
-    `group` is the id of the message of the first choice. A request that only scores its prompts asks the engine for one
-    token and discards it.
+    group: id of the first choice's message. For a request that only scores its prompts, one token is generated and
+    discarded.
     """
     options, prompt = admitted.options, admitted.prompt_of(index)
     sampling, constraint, logprobs = admitted.sampling, admitted.constraint, options.logprobs
@@ -42,7 +39,7 @@ def submit_command(
     else:
         sampling = structs.replace(sampling, choice=index % options.n, max_tokens=prompt.max_tokens)
         if options.num_returned is not None and logprobs is None:
-            logprobs = 0  # the mean that ranks choices needs no alternatives
+            logprobs = 0  # ranking choices by their mean needs no alternatives
     return Submit(
         request_id=request_id,
         prompt_ids=prompt.packed,
@@ -74,10 +71,7 @@ def _choice(
 
 
 def _echoed(admitted: Admitted, prompt: AdmittedPrompt, tokenizer: Tokenizer) -> EchoedPrompt | None:
-    """Return the echoed form of a prompt, or None if it is not wanted.
-
-    It is wanted if the log-probabilities of the prompt were requested.
-    """
+    """Return the echoed prompt with log-probabilities, or None if not requested."""
     if admitted.options.prompt_logprobs is None:
         return None
     return echoed_prompt(prompt.ids, prompt.text, tokenizer.detokenizer())

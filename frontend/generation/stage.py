@@ -1,4 +1,4 @@
-"""Stages of a request's work, for its trace."""
+"""Stages and attempts of a request, for its trace."""
 
 from msgspec import Struct
 
@@ -6,9 +6,10 @@ from tandem.protocol.events import SequenceTimes
 
 
 class Stage(Struct, frozen=True):
-    """One stage of a request's work in the frontend.
+    """Stage of a request in the frontend.
 
     Times are those of the monotonic clock, in seconds.
+
     """
 
     name: str
@@ -18,18 +19,19 @@ class Stage(Struct, frozen=True):
 
 
 class TracedSequence(Struct, frozen=True):
-    """One sequence of an attempt."""
+    """Sequence of an attempt."""
 
     choice: int
     times: SequenceTimes | None
-    """Times in the engine; None if that was lost, or has told none."""
+    """Times in the engine; None if it was lost or has not reported them."""
     cached_tokens: int
 
 
 class Attempt(Struct):
-    """One time that a request was sent to an engine.
+    """Attempt to run a request on an engine.
 
     Times are those of the monotonic clock, in seconds.
+
     """
 
     submitted: float

@@ -1,6 +1,6 @@
 """Matcher of stop strings in streamed text.
 
-It finds them across chunk boundaries and never lets the beginning of one through.
+It finds them across chunk boundaries and holds back incomplete ones.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def _failure_table(pattern: str) -> list[int]:
     """Return the Knuth-Morris-Pratt failure table of a pattern.
 
-    Its entries are, for each prefix of the pattern, the length of the longest proper prefix that is also a suffix.
+    For each prefix of the pattern it has the length of the longest proper prefix that is also a suffix.
     """
     table = [0] * len(pattern)
     matched = 0
@@ -24,20 +24,21 @@ def _failure_table(pattern: str) -> list[int]:
 class StopMatcher:
     """Matcher that finds the stop string that ends first.
 
-    Of those that end together, it finds the longest. "Ends first" is the only rule that gives the same answer for every
-    division into chunks without lookahead. For each stop string, the matcher tracks how much of it the text ends with
-    (Knuth-Morris-Pratt), so a character costs O(1) per stop string, however long and repetitive they are.
+    Of those that end at the same position, it finds the longest. This is the only rule that does not depend on chunking
+    and needs no lookahead. The matcher tracks the matched length of each stop string (Knuth-Morris-Pratt), so a
+    character costs O(1) per stop string, however long and repetitive they are.
 
-    Reasoning is matched only against the stop strings that contain `end_tag`, the tag that closes it; the others match
-    from the answer on.
+    Reasoning is matched only against stop strings that contain `end_tag`, its closing tag; the others match from the
+    answer on.
     """
 
     __slots__ = ("_end_tag", "_firsts", "_held", "_lengths", "_stops", "_tables")
 
     def __init__(self, stops: Sequence[str], end_tag: str = "") -> None:
-        """Prepare the stop strings.
+        """Compile the stop strings.
 
         Raises ValueError for an empty one, which would match everywhere.
+
         """
         if not all(stops):
             raise ValueError("a stop string must have at least one character")
@@ -49,9 +50,9 @@ class StopMatcher:
         self._held = ""
 
     def fresh(self) -> "StopMatcher":
-        """Return a matcher of the same stop strings for another text.
+        """Return a matcher with the same stop strings for another text.
 
-        The two share their tables.
+        They share the tables.
         """
         matcher = StopMatcher(())
         matcher._stops, matcher._tables, matcher._firsts = self._stops, self._tables, self._firsts
@@ -62,8 +63,8 @@ class StopMatcher:
     def push(self, text: str, is_thought: bool = False) -> tuple[str, str | None]:
         """Append text and return the part that is safe to send.
 
-        `is_thought` is true for reasoning and the tags around it. The stop string that the text completed comes with
-        it, or None. After a match the text behind it is dropped, and the matcher must not be used again.
+        is_thought: True for reasoning and its tags. Also returns the stop string that was matched, or None. After a
+        match the text after it is dropped, and the matcher must not be used again.
         """
         if not self._held and self._firsts.isdisjoint(text):
             return text, None
@@ -79,7 +80,7 @@ class StopMatcher:
         return buffer[: len(buffer) - keep], None
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the stream."""
+        """Return the held back text at the end of the stream."""
         held, self._held = self._held, ""
         return held
 

@@ -1,6 +1,6 @@
 """Lookup of the bytes of a token id.
 
-A token may be part of a character, which text cannot represent.
+A token may be a fragment of a character, which text cannot represent.
 """
 
 from collections.abc import Callable
@@ -10,25 +10,25 @@ import msgspec
 import tokenizers
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""Character that stands for a space in SentencePiece vocabularies."""
+"""Character for a space in SentencePiece vocabularies."""
 
 
 class TokenBytes:
     """Cached lookup of the bytes of a token id."""
 
     def __init__(self, raw: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], added: dict[int, bytes]) -> None:
-        """Keep the vocabulary and the decoder of its entries.
+        """Initialize the lookup.
 
-        `to_bytes` decodes an entry of the vocabulary; `added` has the bytes of the added tokens by id.
+        to_bytes: decodes a vocabulary entry. added: bytes of the added tokens by id.
         """
         self._raw = raw
         self._to_bytes = to_bytes
         self._known = added
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the bytes of an id; empty if the tokenizer lacks it.
+        """Return the bytes of an id; empty if it is unknown.
 
-        The vocabulary of a model may be padded with ids that its tokenizer lacks.
+        A model's vocabulary may be padded with ids that its tokenizer lacks.
         """
         found = self._known.get(token_id)
         if found is None:
@@ -38,10 +38,10 @@ class TokenBytes:
 
 
 class DecodedBytes(dict[int, bytes]):
-    """Bytes that a byte-level decoder makes of each id, looked up once.
+    """Bytes of each id in a byte-level decoder, looked up once.
 
-    Those of all ids of a sequence, joined, are its text in UTF-8, with U+FFFD for what is not. An added token whose
-    characters all stand for bytes is decoded to those, as any entry of the vocabulary.
+    The concatenated bytes of a sequence are its text in UTF-8, with U+FFFD for invalid bytes. Added tokens whose
+    characters all represent bytes are decoded like other vocabulary entries.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, skip_special: bool) -> None:
@@ -57,9 +57,9 @@ class DecodedBytes(dict[int, bytes]):
 
 
 def is_byte_level(raw: tokenizers.Tokenizer) -> bool:
-    """Tell whether the text of ids is that of their bytes, joined.
+    """Return True if the text of ids is the concatenation of their bytes.
 
-    It is if the decoder does nothing else.
+    This is the case if the decoder does nothing else.
     """
     if raw.decoder is None:
         return False
@@ -85,8 +85,8 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of byte-level vocabularies.
 
-    The table is that of Radford et al. (2019). Printable Latin-1 characters stand for themselves; the other bytes are
-    assigned to U+0100 and up.
+    The mapping is from Radford et al. (2019): printable Latin-1 characters represent themselves; the other bytes are
+    mapped to U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]

@@ -15,17 +15,17 @@ from tandem.frontend.special_tokens import SpecialTokenGuard, guarded_tokens
 from tandem.frontend.workers import Workers
 
 SHORT_TEXT_CHARS = 256
-"""Longest text that is encoded in the event loop: a thread would cost more than the encoding."""
+"""Maximum characters encoded in the event loop: a thread would cost more than the encoding."""
 
 
 class TokenizerError(Exception):
-    """The model directory has no usable tokenizer; the message names the remedy."""
+    """The model directory has no usable tokenizer; the message has a remedy."""
 
 
 class Tokenizer:
     """Tokenizer of the model, with its fingerprint.
 
-    It wraps a `tokenizers.Tokenizer`, and has threads for texts that would block the event loop.
+    It wraps a `tokenizers.Tokenizer`, with threads for texts that would block the event loop.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Tokenizer:
         guard: SpecialTokenGuard | None = None,
         encoder: tokenizers.Tokenizer | None = None,
     ) -> None:
-        """Wrap a tokenizer.
+        """Initialize with a tokenizer.
 
-        With a `guard`, all text is encoded by its `encoder`, for which special tokens have random names.
+        With a `guard`, all text is encoded by its `encoder`, in which special tokens have random names.
         """
         self._raw = raw
         self._encoder = raw if encoder is None else encoder
@@ -47,7 +47,7 @@ class Tokenizer:
         self._workers = workers
         self._anchor = _anchor(raw)
         self._decoded = [DecodedBytes(raw, skip_special) for skip_special in (False, True)]
-        """Bytes of ids with special tokens and without."""
+        """Lookups of bytes with and without special tokens."""
         self._is_byte_level = is_byte_level(raw)
         self._longest = max((len(token) for token in self._encoder.get_vocab()), default=1)
 
@@ -56,12 +56,12 @@ class Tokenizer:
         return self._raw.get_vocab_size()
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it; None if there is none."""
+        """Return the id of a vocabulary entry; None if it is unknown."""
         return self._raw.token_to_id(token)
 
     @cached_property
     def leading_ids(self) -> list[int]:
-        """Ids that the tokenizer puts in front of a text, such as a begin token."""
+        """Ids that the tokenizer prepends to text, such as BOS."""
         whole, alone = self._encode("a", True), self._encode("a", False)
         return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(alone)] == alone), [])
 
@@ -79,9 +79,9 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def tag_tokens(self, texts: Iterable[str]) -> dict[int, TagToken]:
-        """Return the tokens that are tags of these texts, by id.
+        """Return the tokens with these texts, by id.
 
-        They are added tokens, special or not: an entry of the vocabulary that merges make is one spelling of several.
+        They are added tokens, special or not: other vocabulary entries are one of several spellings of a text.
         """
         wanted = set(texts)
         added = self._raw.get_added_tokens_decoder()
@@ -96,7 +96,7 @@ class Tokenizer:
     ) -> AnyDetokenizer:
         """Create an incremental decoder for one sequence.
 
-        `tags` are tokens whose text is part of the output even if special tokens are skipped.
+        tags: tokens with text in the output even if special tokens are skipped.
         """
         new = partial(self._text_detokenizer, skip_special_tokens)
         return TagDetokenizer(new, tags) if tags else new()
@@ -109,8 +109,8 @@ class Tokenizer:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a prompt.
 
-        `add_special_tokens` adds the tokens that the tokenizer puts around a text, such as a begin token.
-        With a guard the special tokens of the text are those that it sealed; others are text.
+        add_special_tokens: add tokens such as BOS. With a guard the special tokens in text are those that it sealed;
+        others are text.
         """
         if len(text) <= SHORT_TEXT_CHARS:
             return self._encode(text, add_special_tokens)
@@ -137,18 +137,17 @@ class Tokenizer:
         self._workers.close()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The single-text call holds the GIL until it ends; the batch call releases it.
+        # Encoding a single text holds the GIL until it ends; batch encoding releases it.
         (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
 
 
 def _anchor(raw: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Return the ids to decode ahead of an output to keep its leading space.
+    """Return the ids to decode before an output to keep its leading space.
 
-    Empty if it survives without them. SentencePiece-style decoders drop the space in front of the first word of a text.
-    The output of a completion continues a prompt, so that space belongs to it. Ids of the prompt itself would not do:
-    they may end in the middle of a UTF-8 character.
+    Empty if it is kept anyway. SentencePiece-style decoders drop the leading space of a text, which belongs to the
+    output of a completion. Prompt ids cannot be used, as they may end within a UTF-8 character.
     """
     ids: list[int] = raw.encode("a a", add_special_tokens=False).ids
     first, rest = ids[:1], ids[1:]
@@ -159,8 +158,8 @@ def _anchor(raw: tokenizers.Tokenizer) -> tuple[int, ...]:
 def load_tokenizer(model_dir: Path, threads: int = 2, no_special_tokens_in_text: bool = False) -> Tokenizer:
     """Load `model_dir/tokenizer.json`.
 
-    With `no_special_tokens_in_text` special tokens are encoded only in texts that its guard sealed. Raises
-    TokenizerError if the file is missing or cannot be read.
+    With `no_special_tokens_in_text` special tokens are encoded only in texts sealed by its guard. Raises TokenizerError
+    if the file is missing or unreadable.
     """
     path = model_dir / "tokenizer.json"
     if not path.is_file():
@@ -174,12 +173,12 @@ def load_tokenizer(model_dir: Path, threads: int = 2, no_special_tokens_in_text:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}") from None
     try:
         raw = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises plain Exception on files it cannot read
+    except Exception as error:  # tokenizers raises plain Exception for invalid files
         raise TokenizerError(f"{path} ({len(data)} bytes) cannot be read: {error}") from error
     guard = SpecialTokenGuard(guarded_tokens(raw)) if no_special_tokens_in_text else None
     try:
         encoder = raw if guard is None else guard.encoder(data)
-    except Exception as error:  # as above, of a file whose special tokens cannot be renamed
+    except Exception as error:  # as above, if special tokens cannot be renamed
         raise TokenizerError(f"{path} cannot be used with --no-special-tokens-in-text: {error}") from error
     for each in (raw, encoder):
         each.no_truncation()

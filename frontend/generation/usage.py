@@ -4,16 +4,16 @@ from msgspec import Struct
 
 
 class PromptDetails(Struct, frozen=True):
-    """Details of a request's prompt tokens, as OpenAI reports them."""
+    """Prompt token details, as in OpenAI's API."""
 
     cached_tokens: int = 0
-    """Prompt tokens found in the KV cache when the first choice of each prompt started."""
+    """Prompt tokens found in the prefix cache for the first choice of each prompt."""
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of a request as OpenAI reports them.
+    """Token counts of a request, as in OpenAI's API.
 
-    Each prompt counts once, however many choices it has.
+    Each prompt counts once, regardless of the number of choices.
     """
 
     prompt_tokens: int
