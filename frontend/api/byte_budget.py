@@ -1,43 +1,44 @@
-"""Budgets of the memory that large bodies and answers take."""
+"""Memory budgets for large bodies and responses."""
 
 from types import TracebackType
 
 from tandem.frontend.errors import overloaded
 
 MAX_INLINE_BODY = 64 * 1024
-"""Largest body in bytes that is handled in the event loop and not counted against a budget."""
+"""Maximum bytes of a body that is handled in the event loop and not counted against a budget."""
 MAX_BODY_BYTES = 256 * 2**20
-"""Bytes of the larger bodies, and of what they continue, that are read, parsed and admitted at the same time."""
+"""Total bytes of larger bodies, with the stored items that they continue, that are read, parsed and admitted
+concurrently."""
 MAX_STORED_BYTES = 128 * 2**20
-"""Bytes of the larger answers from the store that are sent at the same time, and of inputs that wait to be stored."""
+"""Total bytes of larger responses from the store that are sent concurrently, and of inputs that wait to be stored."""
 
 
 class ByteBudget:
-    """The bytes that one process may hold for one purpose, of which an API key may take half.
+    """Bytes that a process may hold for one purpose; an API key may use half of them.
 
-    What is larger than that is let in alone.
+    A larger request is admitted alone.
     """
 
     def __init__(self, max_bytes: int, what: str) -> None:
-        """Set the bound; `what` names in the plural what is held, for messages."""
+        """Initialize with the limit. what: plural noun for messages."""
         self.max_bytes = max_bytes
         self.what = what
         self.used = 0
         self.used_by: dict[str, int] = {}
-        """The bytes of each owner that holds some."""
+        """Bytes held by each owner."""
 
     def reservation(self, owner: str = "") -> "Reservation":
         """Return an empty reservation for one request.
 
-        Requests of a server without API keys have the owner "", which may take all.
+        Requests of a server without API keys have the owner "", which may use the whole budget.
         """
         return Reservation(self, owner)
 
 
 class Reservation:
-    """The bytes of a budget that one request holds.
+    """Bytes of a budget held by a request.
 
-    They are returned at the end of its `with` block.
+    They are released at the end of its `with` block.
     """
 
     def __init__(self, budget: ByteBudget, owner: str) -> None:
@@ -48,8 +49,8 @@ class Reservation:
     def grow(self, size: int) -> None:
         """Extend the reservation to `size` bytes.
 
-        Raises ApiError 429 if the budget, or the owner's half of it, has no room for them. Up to MAX_INLINE_BODY bytes
-        are not counted.
+        Raises ApiError 429 if the budget or the owner's half of it is exhausted. Up to MAX_INLINE_BODY bytes are not
+        counted.
         """
         if size <= MAX_INLINE_BODY:
             return
@@ -67,7 +68,7 @@ class Reservation:
         self._add(added)
 
     def release(self) -> None:
-        """Return the bytes; idempotent."""
+        """Release the bytes. Idempotent."""
         self._add(-self._held)
 
     def _add(self, size: int) -> None:

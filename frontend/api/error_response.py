@@ -1,6 +1,6 @@
-"""Responses to requests that fail before their answer has begun.
+"""Responses to requests that fail before their response has started.
 
-They have the shape of the API that a request uses.
+They have the format of the request's API.
 """
 
 from starlette.responses import Response
@@ -12,7 +12,7 @@ from tandem.frontend.errors import ApiError, error_headers
 
 
 def error_answer(scope: Scope, error: ApiError) -> Response:
-    """Build the response of an error, whose message the log repeats."""
+    """Build an error response, and store its message for the log."""
     scope[ERROR_KEY] = error.message
     record = request_record(scope)
     record.error, record.refusal = error.code or "error", error.refusal

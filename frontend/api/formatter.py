@@ -1,4 +1,4 @@
-"""Formatters, which turn the pieces of a generation into the bytes of a response."""
+"""Formatters, which convert the deltas of a generation to the bytes of a response."""
 
 import re
 import secrets
@@ -18,7 +18,7 @@ from tandem.protocol.version import distribution_version
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""Comment of a stream, which clients skip."""
+"""Comment in a stream, which clients skip."""
 
 
 def named_event(name: str, value: object) -> bytes:
@@ -29,13 +29,13 @@ def named_event(name: str, value: object) -> bytes:
 def error_event(error: ApiError) -> bytes:
     """Encode an error that occurs after the status was sent.
 
-    The result is an event with the error body, and the end of the stream.
+    The result is an error event and the end of the stream.
     """
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """The first fields of every chunk and of a whole response, in JSON order."""
+    """First fields of every chunk and of a whole response, in JSON order."""
 
     id: str
     object: str
@@ -45,7 +45,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
 
 
 def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
-    """Build the head of one response, with a new id."""
+    """Build the first fields of a response, with a new id."""
     return ResponseHead(
         id=f"{prefix}-{secrets.token_hex(16)}",
         object=kind,
@@ -57,9 +57,9 @@ def response_head(prefix: str, kind: str, model: ModelFacts) -> ResponseHead:
 
 @cache
 def system_fingerprint(device: str, *formats: str) -> str:
-    """Name what output depends on beside the request: version, device and formats.
+    """Name what the output depends on besides the request: version, device and formats.
 
-    Cached, because every response has it. formats: each is named once, and an empty one not at all.
+    Cached, because every response has it. Duplicate and empty formats are skipped.
     """
     names = "-".join(filter(None, dict.fromkeys(formats)))
     return f"tandem-{distribution_version()}-{device}-{re.sub('[^a-z0-9_]+', '-', names).strip('-')}"
@@ -73,54 +73,53 @@ class UsageSoFar:
         self._tokens = [0] * admitted.num_choices
 
     def add(self, piece: ChoiceDelta) -> None:
-        """Count the tokens of a piece."""
+        """Count the tokens of a delta."""
         self._tokens[piece.index] += len(piece.token_ids)
 
     def tail(self, index: int) -> bytes:
-        """Return the end of a chunk of a choice, with the usage of the choice so far."""
+        """Return the end of a choice's chunk, with its usage so far."""
         prompt, completion = self._prompt_tokens[index], self._tokens[index]
         counts = (prompt, completion, prompt + completion)
         return b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % counts
 
 
 class Formatter(Protocol):
-    """The format of one response, without I/O.
+    """Formatter of a response. No I/O.
 
-    A stream calls `opening`, then `batch` for each turn of the event loop, then `closing` or `failure`; a response
-    that is not streamed calls only `whole`.
+    A stream calls `opening`, then `batch` for each event loop iteration, then `closing` or `failure`; other responses
+    call only `whole`.
     """
 
     keep_alive: bytes
-    """Sign of life of a stream that has nothing to send."""
+    """Keep-alive of a silent stream."""
 
     def opening(self, usage: Usage) -> bytes:
-        """Return the bytes ahead of all pieces, sent together with the first.
+        """Return the bytes before all deltas, sent together with the first.
 
-        `usage` has the cached tokens of the prompt, unless a stream begins before the engine's first event.
+        usage: has the cached tokens of the prompt, unless the stream starts before the engine's first event.
         """
 
     def batch(self, pieces: Sequence[ChoiceDelta]) -> bytes:
-        """Encode pieces as events; empty if they have no visible output."""
+        """Encode deltas as events; empty if they have no visible output."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the end of a stream that succeeded."""
+        """Return the end of a successful stream."""
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the end of a stream that failed."""
+        """Return the end of a failed stream."""
 
     def whole(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
-        """Encode a response that is not streamed.
+        """Encode a response without streaming.
 
-        `choices` are whole and in the order of their indices.
+        choices: complete, in the order of their indices.
         """
 
 
 class EventFormatter:
-    """Format the stream of events of one choice, from pieces of at most one token.
+    """Formatter of the stream of events of one choice, from deltas of at most one token.
 
-    A `token` event has the text that its token completes. It may be empty: after the first half of a character, or
-    for the id that ends an output. Text held back beyond the last token, which belongs to no single token, has a
-    null id.
+    A `token` event has the text that its token completes. It may be empty: after half of a character, or for a stop
+    token. Held back text after the last token, which belongs to no single token, has a null id.
     """
 
     keep_alive = KEEP_ALIVE

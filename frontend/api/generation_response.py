@@ -1,4 +1,4 @@
-"""The ASGI response of a generation, streamed or whole.
+"""ASGI response of a generation, streamed or whole.
 
 It ends as soon as the client disconnects.
 """
@@ -34,17 +34,17 @@ _Result = TypeVar("_Result")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies that buffer would hold tokens back.
+    # Disable buffering in proxies.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 class GenerationResponse(Response):
-    """Run a generation and answer with its output.
+    """Run a generation and send its output.
 
-    Nothing is sent before the first event of the engine, so that a rejection is an HTTP status (raised as ApiError,
-    for the exception handlers of the app); afterwards an error is an event of the stream. A stream that waits long for
-    that event is begun without it, because proxies cut connections that stay silent.
+    Nothing is sent before the engine's first event, so that a rejection is an HTTP status (raised as ApiError, for the
+    app's exception handlers); later errors are events of the stream. A stream that waits long for that event is started
+    without it, because proxies cut silent connections.
     """
 
     background = None
@@ -63,7 +63,7 @@ class GenerationResponse(Response):
             return
 
         def leave() -> None:
-            # The engine is told first, then the coroutine that waits for its output.
+            # Abort in the engine first, then cancel the coroutine that waits for output.
             nonlocal reason
             reason = "disconnect"
             generation.close(reason)
@@ -83,7 +83,7 @@ class GenerationResponse(Response):
                 await self._stream(send, start, writer, record)
             else:
                 await self._whole(send, start)
-            if not record.error:  # that of a stream that broke
+            if not record.error:  # error of a broken stream
                 generation.measure_end()
         except asyncio.CancelledError:
             if reason != "disconnect" or task.uncancel():
@@ -100,7 +100,7 @@ class GenerationResponse(Response):
             self._service.num_responses -= 1
 
     def _begin_usage(self, record: RequestRecord) -> KeyUsage | None:
-        """Begin to count what the request uses of its key; None without a key."""
+        """Start counting the usage of the request's key; None without a key."""
         if record.key is None:
             return None
         generation = self._generation
@@ -149,15 +149,15 @@ class GenerationResponse(Response):
         await _send_body(send, body, more=False)
 
     async def end(self, usage: Usage) -> bytes:
-        """Return the end of a stream that succeeded."""
+        """Return the end of a successful stream."""
         return self._formatter.closing(usage)
 
     async def fail(self, error: ApiError) -> bytes:
-        """Return the end of a stream that failed."""
+        """Return the end of a failed stream."""
         return self._formatter.failure(error)
 
     async def encode(self, choices: Sequence[ChoiceDelta], usage: Usage) -> bytes:
-        """Encode a response that is not streamed."""
+        """Encode a response without streaming."""
         return await self.run_apart(choices, self._formatter.whole, choices, usage)
 
     async def run_apart(
@@ -165,7 +165,7 @@ class GenerationResponse(Response):
     ) -> _Result:
         """Run a function that formats choices.
 
-        It runs in a thread if they have many log-probabilities.
+        It runs in a thread if there are many log-probabilities.
         """
         inline = sum([len(choice.logprobs) for choice in choices]) <= MAX_INLINE_LOGPROBS
         return format_choices(*arguments) if inline else await self._service.parser.run(format_choices, *arguments)

@@ -1,4 +1,4 @@
-"""The routes of liveness, readiness, metrics and version of this process."""
+"""Routes for liveness, readiness, metrics and version of this process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Answers of JSON that may be large."""
+"""JSON responses that may be large."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from tandem.frontend.api.live_stream import WRITER_KEY, AnswerWriter
 from tandem.frontend.listening import ConnectionLimits
 
 PIECE_BYTES = 64 * 1024
-"""Bytes of an answer that are given to the connection at a time, once the client has read those before."""
+"""Bytes passed to the connection at a time, once the client has read previous ones."""
 
 
 class LargeAnswer(Response):
-    """Send a body of several parts in pieces, as the client reads them.
+    """Response that sends a body of several parts in chunks, as fast as the client reads.
 
-    The parts are not joined, and each piece waits until the client has read most of the one before. `reservation`,
-    that of their memory, is released at the end. A client that reads less than a body may take to arrive is given up:
-    `send_timeout`, and 1 s for each `body_rate` bytes.
+    Parts are not joined, and each chunk waits until the client has read most of the previous one. `reservation` of
+    their memory is released at the end. A client that is too slow is disconnected: it has `send_timeout`, plus 1 s for
+    each `body_rate` bytes.
     """
 
     def __init__(self, parts: Sequence[bytes], reservation: Reservation, limits: ConnectionLimits) -> None:
@@ -50,7 +50,7 @@ class LargeAnswer(Response):
 
 
 def json_answer(parts: Sequence[bytes], reservation: Reservation, limits: ConnectionLimits) -> Response:
-    """Return the answer of these parts of JSON text: whole if it is small, or else in pieces."""
+    """Return the response of these parts of JSON text: whole if it is small, otherwise in chunks."""
     if sum([len(part) for part in parts]) > MAX_INLINE_BODY:
         return LargeAnswer(parts, reservation, limits)
     reservation.release()

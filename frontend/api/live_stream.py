@@ -1,6 +1,6 @@
-"""Streamed responses after their first output.
+"""Write streamed responses after their first output.
 
-Tokens become written bytes without a task switch.
+This needs no task switch per token.
 """
 
 import asyncio
@@ -13,57 +13,56 @@ from tandem.frontend.generation.choice import ChoiceDelta, joined
 from tandem.frontend.generation.generation import Generation
 
 WRITER_KEY = "tandem.writer"
-"""Key of the scope of a request under which the server offers the `AnswerWriter` of its answer."""
+"""Key of the ASGI scope that holds the `AnswerWriter` of a response."""
 
 
 class AnswerWriter(Protocol):
-    """Writer of the body of an answer, past the layers of middleware.
+    """Writer of a response body that bypasses middleware.
 
-    The headers have been sent. The end of the answer is sent like that of any other.
+    The headers have been sent before. The end of the response is sent via ASGI.
     """
 
     num_written: int
-    """Bytes of the body so far, also of parts that were sent like those of any other answer."""
+    """Bytes of the body so far, including parts sent via ASGI."""
 
     @property
     def has_begun(self) -> bool:
-        """True once the status has been sent."""
+        """True once the status line has been sent."""
         ...
 
     @property
     def has_left(self) -> bool:
-        """True once the client has gone."""
+        """True once the client has disconnected."""
         ...
 
     @property
     def is_paused(self) -> bool:
-        """True while the client reads too slowly for more to be written."""
+        """True while the write buffer is full."""
         ...
 
     def write(self, body: bytes) -> None:
-        """Write a part of the body, which is dropped if the client has gone."""
+        """Write a chunk; dropped if the client has disconnected."""
         ...
 
     def abort(self) -> None:
-        """Close the connection without what waits to be sent."""
+        """Abort the connection and drop its unsent data."""
         ...
 
     def set_leave(self, leave: Callable[[], None] | None) -> None:
-        """Call a function when the client goes."""
+        """Call a function when the client disconnects."""
         ...
 
     def set_resume(self, resume: Callable[[], None] | None) -> None:
-        """Call a function when the writer is no longer paused."""
+        """Call a function once writing is no longer paused."""
         ...
 
 
 class LiveStream:
-    """Write the output of a generation as it arrives.
+    """Writer of the output of a generation as it arrives.
 
-    All that arrives in one turn of the event loop is one write, and so is all that arrives between a write and the next
-    of `ticks`, except that the end of a choice is written at once. While the client reads too slowly, tokens collect,
-    and are formatted together once it has caught up. A stream that is silent for `keep_alive` seconds gets a sign of
-    life.
+    Output of one event loop iteration is one write, as is all output between two `ticks`, except that the end of a
+    choice is written at once. While the client reads too slowly, tokens accumulate, and are formatted together later. A
+    stream that is silent for `keep_alive` seconds gets a keep-alive.
     """
 
     def __init__(
@@ -81,23 +80,23 @@ class LiveStream:
         self._keep_alive = keep_alive
         options = generation.admitted.options
         self._is_joined = not options.stream_events
-        """True if the deltas of a choice can be written as one."""
+        """True if deltas of a choice can be joined."""
         self._finds_ends = bool(options.stop)
-        """True if only its text tells that a choice has ended, so that no text may wait unread."""
+        """True if only the text shows the end of a choice, so that output must be read at once."""
         self._held: list[ChoiceDelta] = []
-        """Output that was read and waits for its write."""
+        """Output that was read but not written yet."""
         self._written_at = 0.0
         self._waits = False
-        """True between a write and the next tick, in which nothing is written."""
+        """True between a write and the next tick, during which nothing is written."""
         self._alarm: asyncio.TimerHandle | None = None
-        """Timer of the sign of life; it moves on when it rings early."""
+        """Keep-alive timer, which is rearmed if it fires early."""
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
-        """Write until every choice has ended.
+        """Write until all choices have ended.
 
-        Raises ApiError when one fails; the caller closes the generation.
+        Raises ApiError when a choice fails; the caller closes the generation.
         """
         self._writer.set_resume(self._on_output)
         self._wrote()
@@ -122,7 +121,7 @@ class LiveStream:
             self._hold()
 
     def _write(self) -> None:
-        """Write all output that has arrived, and end if it was the last."""
+        """Write all output that has arrived, and finish if it was the last."""
         generation = self._generation
         try:
             deltas = generation.take()
@@ -133,7 +132,7 @@ class LiveStream:
             if deltas and (body := self._formatter.batch(deltas)):
                 self._writer.write(body)
                 self._wrote()
-        except Exception as error:  # a bug ends this response, not the event loop's other work
+        except Exception as error:  # an exception ends this response, not the event loop's other work
             self._end.set_exception(error)
             return
         if generation.error is not None:
@@ -142,7 +141,7 @@ class LiveStream:
             self._end.set_result(None)
 
     def _hold(self) -> None:
-        """Read what has arrived, and write it only if a choice has ended."""
+        """Read new output, and write it only if a choice has ended."""
         try:
             self._held += self._generation.take()
         except Exception as error:
@@ -164,7 +163,7 @@ class LiveStream:
             self._on_output()
 
     def _ring(self) -> None:
-        """Send a sign of life if the stream has been silent for long enough."""
+        """Send a keep-alive if the stream has been silent long enough."""
         assert self._keep_alive is not None
         now = self._loop.time()
         if self._written_at + self._keep_alive <= now:

@@ -35,7 +35,7 @@ def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
 def keep_best(choices: Sequence[ChoiceDelta], of: int, keep: int) -> list[ChoiceDelta]:
     """Select the best choices of each prompt, best first (`best_of`).
 
-    Of every `of` whole choices, `keep` with the highest mean log-probability remain.
+    Of every `of` complete choices, the `keep` with the highest mean log-probability are returned.
     """
     kept: list[ChoiceDelta] = []
     for start in range(0, len(choices), of):

@@ -1,6 +1,6 @@
 """The routes `GET /v1/models`.
 
-They tell the one model that the engine serves, under each of its names.
+They list the served model under each of its names.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tandem.protocol.events import ModelFacts
 
 
 def _card(model: ModelFacts, name: str, sampling_defaults: Mapping[str, float], anthropic: bool) -> dict[str, Any]:
-    """Describe the model under one of its names, in OpenAI's shape or in Anthropic's."""
+    """Describe the model under one of its names, in OpenAI's or Anthropic's format."""
     if not anthropic:
         return {
             "id": name,
@@ -76,7 +76,7 @@ _NOT_READY = error_response("Not ready; try again later.")
 def models_router(service: Service) -> APIRouter:
     """Build the routes of `/v1/models`.
 
-    A request with the header `anthropic-version` is answered in the shape of Anthropic's API.
+    Requests with the header `anthropic-version` get Anthropic's format.
     """
     router = APIRouter()
 

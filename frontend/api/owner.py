@@ -1,4 +1,4 @@
-"""The owner of what a request stores."""
+"""Owner of the objects that a request stores."""
 
 from starlette.types import Scope
 
@@ -8,7 +8,7 @@ from tandem.frontend.access.api_key import api_key
 def owner_of(scope: Scope) -> str:
     """Return the name of the owner.
 
-    All requests of a server without API keys have the same one.
+    Without API keys, all requests have the same owner.
     """
     key = api_key(scope)
     return "" if key is None else key.owner

@@ -29,8 +29,7 @@ _HEADERS = {
 def page_paths() -> dict[str, Path]:
     """Map each URL path of the pages to its file.
 
-    A browser requests them before the user can enter an API key, and `/favicon.ico` for whatever else it shows of the
-    server.
+    A browser requests them before the user can enter an API key, and `/favicon.ico` for any other page.
     """
     files = {
         f"/page/{file.relative_to(_FOLDER).as_posix()}": file

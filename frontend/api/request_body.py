@@ -25,20 +25,21 @@ from tandem.protocol.errors import ErrorCode
 _Parsed = TypeVar("_Parsed")
 
 _JSON = b"application/json"
-"""Type that nearly every body has, and that one without a type is taken for."""
+"""Usual content type, and the default for a body without one."""
 
 
 class PendingRequests:
-    """All requests of one process between their first byte and their admission.
+    """Requests of a process between their first byte and their admission.
 
     `len` counts them.
+
     """
 
     def __init__(self, max_body: int, parser: Workers, budget: ByteBudget) -> None:
-        """Set the limits and the parsing thread of the requests.
+        """Initialize limits and the parsing thread.
 
-        `max_body` is the size of the largest accepted body in bytes, `parser` the thread that parses large bodies, and
-        `budget` the budget that large bodies share.
+        max_body: maximum bytes of a body. parser: thread that parses large bodies. budget: memory budget shared by
+        large bodies.
         """
         self._max_body = max_body
         self._parser = parser
@@ -52,9 +53,8 @@ class PendingRequests:
     async def receive(self, request: Request, parse: Callable[[bytes], _Parsed]) -> AsyncIterator[_Parsed]:
         """Read and parse one body.
 
-        The request counts as pending until the `with` block ends. A large body is parsed in a thread; for a small one
-        the thread would cost more than it saves. Raises ApiError as `read_body` and `hold` do, and whatever `parse`
-        raises.
+        The request counts as pending until the `with` block ends. Only large bodies are parsed in a thread, which would
+        cost more than it saves for small ones. Raises ApiError as `read_body` and `hold` do, and exceptions of `parse`.
         """
         with self.hold(owner_of(request.scope)) as reservation:
             begun = monotonic()
@@ -117,7 +117,7 @@ async def read_body(request: Request, max_body: int, reservation: Reservation) -
     Raises ApiError 413 for more than `max_body` bytes, announced or not, 429 if the budget is exhausted, and 415 for
     a compressed body or one that is not JSON.
     """
-    headers = dict(reversed(request.scope["headers"]))  # of repeated ones the first counts
+    headers = dict(reversed(request.scope["headers"]))  # the first one of repeated headers
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
     if encoding not in ("", "identity"):
         message = f"a body with content-encoding {encoding[:40]!r} is not supported; send it uncompressed"

@@ -1,4 +1,4 @@
-"""The id of a request, its record and the API that it uses, from its ASGI scope."""
+"""Id, record and API of a request, from its ASGI scope."""
 
 import re
 import secrets
@@ -10,11 +10,11 @@ from starlette.types import Scope
 from tandem.frontend.generation.request_record import RequestRecord
 
 REQUEST_ID_KEY = "tandem.request_id"
-"""Key of the scope under which the id of a request is kept."""
+"""Key of the ASGI scope that holds the request id."""
 RECORD_KEY = "tandem.record"
-"""Key of the scope under which the `RequestRecord` of a request is kept."""
+"""Key of the ASGI scope that holds the `RequestRecord`."""
 ERROR_KEY = "tandem.error"
-"""Key of the scope under which the message of an error that answers a request is kept, for the log."""
+"""Key of the ASGI scope that holds the message of an error response, for the log."""
 ANTHROPIC_PREFIX = "/v1/messages"
 ANTHROPIC_VERSION = b"anthropic-version"
 """Header that every client of Anthropic's API sends."""
@@ -37,9 +37,9 @@ def request_record(scope: Scope) -> RequestRecord:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Tell whether a request expects answers in the shape of Anthropic's API.
+    """Return True if a request expects the format of Anthropic's API.
 
-    It does if its path is one of that API alone, or if it has the header `anthropic-version`.
+    This is the case for paths of that API only, and with the header `anthropic-version`.
     """
     path: str = scope.get("path", "")
     if path == ANTHROPIC_PREFIX or path.startswith(ANTHROPIC_PREFIX + "/"):
@@ -59,7 +59,7 @@ def choose_request_id(scope: Scope) -> bytes:
 
 
 def request_id_headers(scope: Scope) -> tuple[bytes, ...]:
-    """Return the names of the headers that tell a client the id of its request."""
+    """Return the names of the response headers with the request id."""
     return (REQUEST_ID, ANTHROPIC_REQUEST_ID) if speaks_anthropic(scope) else (REQUEST_ID,)
 
 

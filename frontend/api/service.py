@@ -1,4 +1,4 @@
-"""The components that the routes of one app share."""
+"""Components shared by the routes of an app."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,13 +37,13 @@ from tandem.protocol.model_folder import read_json, template_fingerprint
 
 _POLL_SECONDS = 0.02
 LINK_SECONDS = 2.0
-"""Longest time after the start for which requests wait for the link to the engine."""
+"""Maximum seconds after the start for which requests wait for the link to the engine."""
 
 
 class Service:
-    """The components of one frontend and its state.
+    """Components and state of a frontend.
 
-    The frontend is serving, or draining before it exits.
+    It is serving, or draining before it exits.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Service:
         store: StoreWorker | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
-        """Connect the components; without `store` no response is stored.
+        """Initialize; without `store` responses are not stored.
 
-        `sampling_defaults` are the values of sampling parameters that requests leave out; by default, neutral ones.
+        sampling_defaults: defaults of sampling parameters; neutral values by default.
         """
         self.config = config
         self.client = client
@@ -66,15 +66,15 @@ class Service:
         self.metrics = metrics
         self.store = store
         self.sampling_defaults = sampling_defaults or {}
-        # One thread: large bodies are parsed in turn, so that other requests wait for one decoder at most.
+        # One thread, so that at most one large body delays other requests at a time.
         self.parser = Workers(1, "parse")
         self.body_budget = ByteBudget(MAX_BODY_BYTES, "large bodies that are being read")
         self.stored_budget = ByteBudget(MAX_STORED_BYTES, "large answers and inputs that wait to be stored")
         self.ticks = WriteTicks(config.stream_interval)
-        """Ticks of the writes of all streams (`--stream-interval-ms`)."""
+        """Write ticks of all streams (`--stream-interval-ms`)."""
         self.pending = PendingRequests(config.max_body, self.parser, self.body_budget)
         tag_tokens = tokenizer.tag_tokens(ALL_TAGS)
-        # Grammars take a tag that is a token by its id alone, whether or not the token is special.
+        # Grammars match tag tokens by id, special or not.
         special = tokenizer.special_tokens() | {token.text: token_id for token_id, token in tag_tokens.items()}
         self.grammars = GrammarChecker(tokenizer.vocab_size, special, metrics.grammars)
         grammars = GrammarBuilder(self.grammars, self.parser, special)
@@ -94,17 +94,17 @@ class Service:
         self.keys = ApiKeys(config.api_keys, config.api_keys_file)
         self.keys.load()
         self.draining = False
-        """True once the process is unready, because it is to end."""
+        """True once the process is draining."""
         self.link_awaited = asyncio.Event()
-        """Set once requests need not wait for the first link to the engine, whatever came of it."""
+        """Set once requests no longer wait for the first link to the engine."""
         self.metric_totals: Callable[[], Awaitable[str | None]] | None = None
-        """Function that asks a supervisor for the metrics of all its processes; None without one."""
+        """Function that requests the metrics of all processes from a supervisor; None without one."""
         self._closing = False
         self.num_responses = 0
-        """Number of generations being answered, from admission to the last byte."""
+        """Number of generations in progress, from admission to the last byte."""
 
     def health(self) -> EngineHealth:
-        """Tell whether a request would be accepted now, and if not, why."""
+        """Return the health of the engine, with the reason if requests would be refused."""
         if self.draining:
             return EngineHealth(False, "draining", "the server is shutting down")
         return self.client.health()
@@ -121,9 +121,8 @@ class Service:
     async def metrics_text(self) -> str:
         """Return the metrics in the text format of Prometheus.
 
-        They are those of a supervisor, which adds them up over all its frontends; without one they are those of this
-        process. Raises ApiError 503 if the supervisor does not answer: of one process alone, counters would seem to
-        fall.
+        With a supervisor they are totals over all frontends, otherwise those of this process. Raises ApiError 503 if
+        the supervisor does not respond, because counters of a single process would appear to decrease.
         """
         if self.metric_totals is None:
             return Exposition([self.metrics.registry], lambda: self.model_name).text()
@@ -134,14 +133,14 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """First name under which the model is served; "" before an engine was heard of."""
+        """First served model name; "" before an engine was connected."""
         return self.names.listed(self.client.model_name)[0]
 
     def ignored_fields(self, request: Request, names: Mapping[str, str] = MappingProxyType({})) -> IgnoredFields:
-        """Begin to record the fields of a request that have no effect.
+        """Start recording the ignored fields of a request.
 
-        They are named in the header of its response and counted, whatever the response is. `names` are those of the
-        route for fields that are recorded under another name.
+        They are reported in a response header and counted. names: the route's names for fields that are recorded under
+        other names.
         """
         ignored = IgnoredFields(self.config.unknown_fields == "refuse", names)
         request.scope[IGNORED_KEY] = ignored
@@ -152,20 +151,19 @@ class Service:
     ) -> int:
         """Count the tokens of a conversation's prompt.
 
-        `client` is the name of the API key.
+        client: name of the API key.
 
-        Raises ApiError for a model that is not served, for a conversation that the chat template cannot render, and
-        while the engine is not ready.
+        Raises ApiError for an unknown model, for a conversation that the chat template cannot render, and while the
+        engine is not ready.
         """
         self.admission.named(model, self.ready().model)
         text = await self.chat.render(conversation, ignored, client)
         return len(await self.tokenizer.encode(text, False))
 
     async def await_link(self) -> None:
-        """Wait until requests can be answered, or it is known why not.
+        """Wait until requests can be served, or the reason why not is known.
 
-        It is known of an engine that is loading, for example. One that has not been heard of after `LINK_SECONDS`
-        counts as away.
+        It is known for a loading engine, for example. An engine without a heartbeat for `LINK_SECONDS` counts as away.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LINK_SECONDS
@@ -174,18 +172,18 @@ class Service:
         self.link_awaited.set()
 
     def end_requests(self) -> None:
-        """End every open request with an error, and refuse those to come."""
+        """Fail all open requests, and refuse new ones."""
         self.draining = self._closing = True
         self.pending.end_all()
         self.client.end_all(ErrorCode.SHUTTING_DOWN, "the server is shutting down")
 
     def start(self) -> None:
-        """Begin to connect to the engine, and to start the process that renders chats."""
+        """Start connecting to the engine, and start the template process."""
         self.client.start()
         self.chat.start()
 
     async def close(self) -> None:
-        """Close the link to the engine, and stop the threads and processes."""
+        """Close the link to the engine, and stop threads and processes."""
         await self.client.stop()
         self.tokenizer.close()
         self.parser.close()
@@ -204,7 +202,7 @@ def build_service(config: FrontendConfig) -> Service:
     metrics = FrontendMetrics(InstrumentRegistry())
     tokenizer = load_tokenizer(config.model_dir, no_special_tokens_in_text=config.no_special_tokens_in_text)
     watch = EngineWatch(config.beat_timeout, config.step_timeout, hang_timeout=config.hang_timeout)
-    # A template of the frontend's own choice may be any.
+    # A template given to the frontend may differ.
     template_print = template_fingerprint(config.model_dir) if config.chat.template is None else ""
     fingerprints = Fingerprints(tokenizer.fingerprint, template_print)
     client = EngineClient(

@@ -1,6 +1,6 @@
 """The route `DELETE /v1/sessions/{id}`.
 
-It ends a conversation whose KV cache is kept.
+It drops the KV cache that is kept for a session.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def sessions_router(service: Service) -> APIRouter:
     """Build the route that deletes a session."""
     router = APIRouter()
 
-    # A name may hold slashes.
+    # A name may contain slashes.
     @router.delete(
         "/v1/sessions/{session_id:path}",
         openapi_extra={

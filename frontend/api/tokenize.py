@@ -64,9 +64,10 @@ DETOKENIZED = closed({"prompt": STRING})
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """A validated request to tokenize a text or a conversation.
+    """Validated request to tokenize text or a conversation.
 
     A conversation is rendered first.
+
     """
 
     model: str | None
@@ -76,7 +77,7 @@ class TokenizeRequest(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, frozen=True):
-    """A validated request for the text of token ids."""
+    """Validated request to decode token ids."""
 
     model: str | None
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""Common times of the writes of all streams."""
+"""Common write times of all streams."""
 
 import asyncio
 import logging
@@ -7,29 +7,28 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 CALLS_PER_TURN = 256
-"""Calls that are made in one turn of the event loop, before other work has its turn."""
+"""Callbacks run per event loop iteration, before other work."""
 
 
 class WriteTicks:
-    """Ticks at which streams may be written again.
+    """Ticks at which streams may be written.
 
-    There are none while no stream waits for one. That all wait for the same tick saves each write a timer, and a
-    wake-up of the event loop.
+    There are none while no stream is waiting. Sharing ticks saves a timer and a wakeup of the event loop per write.
     """
 
     def __init__(self, interval: float) -> None:
-        """Create ticks that are `interval` seconds apart; 0 if no stream waits."""
+        """Create ticks every `interval` seconds; 0 if streams do not wait."""
         self.interval = interval
         self._waiting: dict[Callable[[], None], None] = {}
 
     def await_next(self, call: Callable[[], None]) -> None:
-        """Make a call at the next tick, once, however often it was asked for."""
+        """Schedule a callback for the next tick, once, even if requested several times."""
         if not self._waiting:
             asyncio.get_running_loop().call_later(self.interval, self._tick)
         self._waiting[call] = None
 
     def forget(self, call: Callable[[], None]) -> None:
-        """Drop a call that waits. It may still be made if its tick has come."""
+        """Cancel a callback. It may still run if its tick has started."""
         self._waiting.pop(call, None)
 
     def _tick(self) -> None:
@@ -40,7 +39,7 @@ class WriteTicks:
         for call in calls[:CALLS_PER_TURN]:
             try:
                 call()
-            except Exception:  # a bug in one must not cost the others their output
+            except Exception:  # an exception in one callback must not affect the others
                 logger.exception("the output of a stream could not be written")
         if rest := calls[CALLS_PER_TURN:]:
             asyncio.get_running_loop().call_soon(self._make, rest)

@@ -1,6 +1,6 @@
 """Routes of `/admin/pause` and `/admin/resume`.
 
-Modes and words are those of vLLM's `/pause`, `/resume` and `/is_paused`.
+Modes and names follow vLLM's `/pause`, `/resume` and `/is_paused`.
 """
 
 from typing import Any, Literal, cast
@@ -16,7 +16,7 @@ from tandem.protocol.events import Inspection
 
 DEFAULT_MODE: PauseMode = "abort"
 NEW_REQUESTS = ("hold", "refuse")
-"""What may happen to requests that arrive during a pause: they wait, or get a 503."""
+"""What happens to requests that arrive during a pause: they wait, or get a 503."""
 
 PauseStatus = Literal["running", "pausing", "paused"]
 
@@ -49,9 +49,9 @@ def pause_body(inspection: Inspection) -> dict[str, Any]:
 
 
 def _word(request: Request, name: str, allowed: tuple[str, ...], default: str) -> str:
-    """Return a parameter of the query that is one of several words.
+    """Return a query parameter with a fixed set of values.
 
-    Raises ApiError 400 for any other.
+    Raises ApiError 400 for any other value.
     """
     word = request.query_params.get(name, default)
     if word not in allowed:
@@ -64,7 +64,7 @@ def _parameter(name: str, allowed: tuple[str, ...], default: str) -> Schema:
 
 
 def pause_router(service: Service) -> APIRouter:
-    """Build the routes that pause the engine and have it go on."""
+    """Build the routes that pause and resume the engine."""
     router = APIRouter()
     calls = service.client.calls
 

@@ -21,7 +21,7 @@ from tandem.protocol.stats import EngineStats
 def inspection_body(inspection: Inspection, limits: Limits) -> dict[str, Any]:
     """Convert an inspection to JSON.
 
-    Times are in seconds; sizes are in tokens or pages, as their names say.
+    Times are in seconds; sizes are in tokens or pages, according to their names.
     """
     stats = inspection.stats
     return {
@@ -147,9 +147,10 @@ _BODY = BodyFormat((Field("policy", String(), required=True),))
 
 
 def parse_policy(body: bytes, ignored: IgnoredFields) -> str:
-    """Read the name of a policy, which the engine checks.
+    """Parse the name of a policy, which the engine validates.
 
     Raises ApiError 400 for a malformed body, and for an unknown field.
+
     """
     policy: str = _BODY.read(body, ignored)["policy"]
     return policy

@@ -57,7 +57,7 @@ BODY = BodyFormat(
 
 
 class ChatRequest(Struct, frozen=True):
-    """A validated request to `/v1/chat/completions`."""
+    """Validated request to `/v1/chat/completions`."""
 
     options: GenerationOptions
     conversation: Conversation
@@ -79,9 +79,9 @@ def parse_chat(body: bytes, default_max_tokens: int | None, ignored: IgnoredFiel
 
 
 def _max_tokens(values: Mapping[str, Any], ignored: IgnoredFields) -> int | None:
-    """Return the limit on tokens.
+    """Return the token limit.
 
-    Of two different ones, that under the newer name is used.
+    If two are given, the newer field is used.
     """
     for name in ("max_tokens", "max_completion_tokens"):
         if values[name] == 0:

@@ -26,9 +26,9 @@ _encode = msgspec.json.encode
 
 
 class ChatFormatter:
-    """Format one response as prefix, encoded text and suffix.
+    """Format a response as prefix, encoded text and suffix.
 
-    `shape` tells which tool calls and reasoning the text may contain.
+    shape: the tool calls and reasoning that the text may contain.
     """
 
     keep_alive = KEEP_ALIVE
@@ -55,8 +55,8 @@ class ChatFormatter:
         self._after_content = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def opening(self, usage: Usage) -> bytes:
-        """Return one chunk per choice, with the role and any requested prompt ids."""
-        # With tools or reasoning it is not known yet if there will be content.
+        """Return a chunk per choice, with the role and any requested prompt ids."""
+        # With tools or reasoning there may be no content.
         content = b'""' if self._shape.is_content_only else b"null"
         delta = b'{"role":"assistant","content":%b,"refusal":null}' % content
         return b"".join([self._chunk(index, delta, self._prompt_ids(index)) for index in range(len(self._prefixes))])

@@ -23,7 +23,7 @@ from tandem.frontend.request.prompts import PROMPTS, Prompt, parse_prompts
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES = 256
-"""Maximum number of prompts times choices of one request."""
+"""Maximum number of prompts times choices of a request."""
 DEFAULT_MAX_TOKENS = 16
 
 BODY = BodyFormat(
@@ -46,13 +46,13 @@ BODY = BodyFormat(
 
 
 class CompletionRequest(Struct, frozen=True):
-    """A validated request to `/v1/completions`."""
+    """Validated request to `/v1/completions`."""
 
     options: GenerationOptions
     prompts: list[Prompt]
     echo: bool
     add_special_tokens: bool = True
-    """True if a prompt of text begins with the model's begin token."""
+    """True to prepend the model's BOS token to text prompts."""
 
 
 def parse_completion(body: bytes, ignored: IgnoredFields) -> CompletionRequest:
@@ -92,7 +92,7 @@ def _check_sequences(options: GenerationOptions, echo: bool, num_sequences: int)
 
 
 def _best_of(values: Mapping[str, Any], options: GenerationOptions) -> GenerationOptions:
-    """Set the number of generated choices and the number of returned ones."""
+    """Set the numbers of generated and of returned choices."""
     best_of = values["best_of"]
     if best_of is None or best_of == options.n:
         return options

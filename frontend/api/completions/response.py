@@ -1,6 +1,6 @@
 """The response of `POST /v1/completions`.
 
-Each chunk is a prefix, the encoded text and a suffix, so that no object is built for a token.
+Each chunk is a prefix, the encoded text and a suffix, so that no object is created per token.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _encode = msgspec.json.encode
 
 
 class CompletionFormatter:
-    """Format one response; `echo` repeats each prompt ahead of its choices."""
+    """Format a response; `echo` prepends each prompt to its choices."""
 
     keep_alive = KEEP_ALIVE
 
@@ -37,12 +37,12 @@ class CompletionFormatter:
         self._text_only = not (self._with_ids or self._with_logprobs or admitted.options.continuous_usage)
         self._after_text = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._unechoed = set(range(admitted.num_choices)) if echo and self._with_logprobs else set()
-        """Choices whose echoed prompt is still to be sent, together with its log-probabilities, in the first piece."""
+        """Choices with an echoed prompt to be sent in the first delta, with its log-probabilities."""
 
     def opening(self, usage: Usage) -> bytes:
         """Return the chunks of the echoed prompts and of their ids, as requested.
 
-        They precede all output.
+        They are sent before all output.
         """
         if not (self._with_ids or (self._echo and not self._unechoed)):
             return b""
@@ -67,7 +67,7 @@ class CompletionFormatter:
         return _encode({**msgspec.structs.asdict(self._reply), "choices": shown, "usage": usage})
 
     def _piece(self, piece: ChoiceDelta) -> bytes:
-        """Encode the chunk of a piece; empty if it has no visible output."""
+        """Encode the chunk of a delta; empty if it has no visible output."""
         if self._usage_so_far is not None:
             self._usage_so_far.add(piece)
         if self._text_only and not piece.finish_reason:
@@ -78,7 +78,7 @@ class CompletionFormatter:
         return self._chunk(self._echoing(piece), b"")
 
     def _echoing(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """Prepend the prompt to the first piece of a choice, unless it was sent ahead."""
+        """Prepend the prompt to the first delta of a choice, unless it was sent before."""
         if piece.index not in self._unechoed:
             return piece
         self._unechoed.remove(piece.index)

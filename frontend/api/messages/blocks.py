@@ -1,4 +1,4 @@
-"""The content blocks of a message, and the stream events of their changes."""
+"""Content blocks of a message, and their stream events."""
 
 import hashlib
 from base64 import b64encode
@@ -12,14 +12,14 @@ BlockEvent = tuple[str, dict[str, Any]]
 """Type and fields of an event."""
 
 INVALID_JSON = "INVALID_JSON"
-"""Key of a tool's input that is not a JSON object, as a cut output may leave it; its value is the text."""
+"""Key for tool input that is not a JSON object, as in truncated output; its value is the text."""
 
 
 class ContentBlocks:
     """Assemble the deltas of one choice into blocks.
 
-    They are in the order in which they begin: another kind of output, or another call, ends the block before it. With
-    `hide_thinking`, blocks of thinking have no text. The blocks do not depend on how the text is split into deltas.
+    Blocks are in order of their start: another type of output, or another call, ends the previous block. With
+    `hide_thinking`, blocks of thinking have no text. Blocks do not depend on how the text is chunked.
     """
 
     def __init__(self, hide_thinking: bool) -> None:
@@ -28,7 +28,7 @@ class ContentBlocks:
         self._is_open = False
         """True while the last block is open."""
         self._parts: list[str] = []
-        """The text of the open block so far, in parts."""
+        """Text of the open block, in parts."""
 
     def write(self, delta: MessageDelta) -> list[BlockEvent]:
         """Append a delta and return its events."""
@@ -47,7 +47,7 @@ class ContentBlocks:
                 return [self._delta("input_json_delta", "partial_json", text)]
 
     def end(self) -> list[BlockEvent]:
-        """End the open block, if there is one."""
+        """End the open block, if any."""
         if not self._is_open:
             return []
         block, text = self.blocks[-1], "".join(self._parts)
@@ -65,7 +65,7 @@ class ContentBlocks:
         return [*events, self._event("content_block_stop")]
 
     def _begin_text(self, block: dict[str, Any]) -> list[BlockEvent]:
-        """Begin a block of text, unless one of this type is open."""
+        """Start a block of text, unless one of this type is open."""
         if self._is_open and self.blocks[-1]["type"] == block["type"]:
             return []
         return [*self.end(), self._begin(block)]
@@ -91,7 +91,7 @@ def _signed(signature: str) -> dict[str, str]:
 def _signature(thinking: str) -> str:
     """Return the signature of a thinking block.
 
-    Clients require one and send it back unread; this server does not check it.
+    Clients require one and return it unread; this server does not verify it.
     """
     return b64encode(hashlib.sha256(thinking.encode("utf-8", "surrogatepass")).digest()).decode()
 

@@ -17,11 +17,12 @@ from tandem.frontend.request.schema import STRING, Schema, array, of_type
 from tandem.frontend.request.values import TypedDecoder
 
 BILLING_PREFIX = "x-anthropic-billing-header:"
-"""Beginning of a system block that Claude Code adds for Anthropic's billing.
+"""Prefix of a system block that Claude Code adds for Anthropic's billing.
 
-It differs from request to request, so a prompt that began with it would never be found in the prefix cache."""
+It differs between requests, so a prompt that starts with it would never hit the prefix cache.
+"""
 ERROR_PREFIX = "Error: "
-"""Beginning of the result of a tool that failed (`is_error`); chat templates have no other way to say so."""
+"""Prefix of the result of a failed tool (`is_error`), for which chat templates have no other field."""
 
 
 class _Text(Struct, tag_field="type", tag="text"):
@@ -84,10 +85,10 @@ _BLOCK_TYPES = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
-"""Types of content blocks that this server reads, by the role of their message."""
+"""Supported content block types, by message role."""
 
 _TEXTS = frozenset(("content", "reasoning_content"))
-"""Keys of a message whose texts are collected, and joined at the end."""
+"""Keys of a message with texts that are collected, and joined at the end."""
 
 SYSTEM: Schema = {"anyOf": [STRING, array(of_type(_Text), MAX_PARTS), {"type": "null"}]}
 MESSAGES: Schema = array(of_type(_Message), MAX_MESSAGES, 1)
@@ -100,7 +101,7 @@ _DECODER = TypedDecoder(list[_Message])
 def parse_system(raw: Raw, ignored: IgnoredFields) -> str:
     """Parse the system prompt; "" if there is none.
 
-    Several blocks are joined by line breaks. Raises ApiError 400 for a block that is malformed or not text.
+    Several blocks are joined by line breaks. Raises ApiError 400 for a malformed block, or one that is not text.
     """
     _check_counts(bytes(memoryview(raw)), "system")
     found: str | list[_Text] = _SYSTEM_DECODER.read(raw, "system", ignored)
@@ -112,9 +113,9 @@ def parse_system(raw: Raw, ignored: IgnoredFields) -> str:
 def parse_messages(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
     """Parse the messages of a conversation.
 
-    Consecutive turns of one role are one message, as at Anthropic, and each tool result is a message of its own.
-    Redacted thinking and signatures mean nothing to this model and are dropped. Raises ApiError 400 for a message that
-    is malformed or not supported; `param` is the path of the fault.
+    Consecutive turns of one role are merged, as in Anthropic's API, and each tool result is a separate message.
+    Redacted thinking and signatures are dropped. Raises ApiError 400 for a malformed or unsupported message; `param` is
+    the path of the fault.
     """
     data = bytes(memoryview(raw))
     _check_counts(data, "messages")
@@ -148,9 +149,9 @@ def _decode(data: bytes, ignored: IgnoredFields) -> list[_Message]:
 
 
 def _refuse_other_blocks(data: bytes) -> None:
-    """Raise ApiError for the first block of a type that this server does not read.
+    """Raise ApiError for the first block of an unsupported type.
 
-    An image is named this way however large it is, because nothing within a block is decoded.
+    Nothing within a block is decoded, so this is cheap even for large images.
     """
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         for index, message in enumerate(msgspec.json.decode(data, type=list[_AnyMessage])):
@@ -171,7 +172,7 @@ def _check_blocks(content: Raw, path: str, known: Sequence[str]) -> None:
 
 def _check_counts(data: bytes, name: str) -> None:
     """Raise ApiError 400 for too many messages or blocks, before any is built."""
-    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    # In valid JSON these bytes are a key or a separate string: quotes within text are escaped.
     for key, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "content blocks")):
         if (count := data.count(key)) > most:
             raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", name)

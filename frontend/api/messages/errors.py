@@ -1,14 +1,14 @@
-"""Errors in the shape of Anthropic's API."""
+"""Errors in the format of Anthropic's API."""
 
 import msgspec
 
 from tandem.protocol.errors import ErrorCode
 
 OVERLOADED = 529
-"""Status of a request that may succeed when it is sent again later."""
+"""Status of a request that may succeed if it is retried."""
 
 _STATUSES = {415: 400, 503: OVERLOADED}
-"""Anthropic's status for those of this server that its API does not use."""
+"""Anthropic's status for statuses that its API does not use."""
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 504: "timeout_error", OVERLOADED: "overloaded_error",
@@ -16,7 +16,7 @@ _TYPES = {
 
 
 def anthropic_status(status: int, code: str | None) -> int:
-    """Return the status that Anthropic's API has for an error of this server."""
+    """Return Anthropic's status for an error of this server."""
     return OVERLOADED if code == ErrorCode.OVERLOADED.value else _STATUSES.get(status, status)
 
 

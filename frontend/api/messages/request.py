@@ -23,10 +23,10 @@ from tandem.frontend.request.options import (
 from tandem.frontend.request.tools import ToolUse
 
 NOT_HERE = ("store",)
-"""Shared options that a message lacks."""
+"""Shared options that messages do not have."""
 
 _EFFORTS = {"max": "xhigh"}
-"""Effort of Anthropic's API to `reasoning_effort` of a chat, where the words differ."""
+"""Maps Anthropic's effort to `reasoning_effort` of a chat, where the values differ."""
 
 NAMES = {
     "response_format.json_schema": "output_config.format",
@@ -35,29 +35,29 @@ NAMES = {
     "continue_final_message": "messages",
     "reasoning_effort": "output_config.effort",
 }
-"""Field of a chat to field of these routes."""
+"""Maps chat fields to fields of these routes."""
 
 
 class MessagesRequest(Struct, frozen=True):
-    """A validated request to `/v1/messages`."""
+    """Validated request to `/v1/messages`."""
 
     options: GenerationOptions
     prompt: "PromptRequest"
     hide_thinking: bool
-    """True if blocks of thinking are to have no text (`thinking.display`)."""
+    """True to omit the text of thinking blocks (`thinking.display`)."""
 
 
 class PromptRequest(Struct, frozen=True):
-    """The part of a request that determines its prompt.
+    """Part of a request that determines its prompt.
 
-    It is all that `/v1/messages/count_tokens` takes.
+    `/v1/messages/count_tokens` takes only this part.
     """
 
     model: str
     conversation: Conversation
     tool_use: ToolUse
     output_schema: dict[str, Any] | None
-    """JSON Schema that the output has to follow; None for text."""
+    """JSON Schema of the output; None for text."""
 
 
 _Display = Literal["summarized", "omitted"] | None
@@ -130,7 +130,7 @@ def parse_message_request(body: bytes, ignored: IgnoredFields) -> MessagesReques
     """
     values = BODY.read(body, ignored)
     prompt = _prompt(values, ignored)
-    # The field is required, so clients ask for more than there may be room for: it is lowered like a default.
+    # The field is required, so clients may exceed the context: it is lowered like a default.
     given = {**values, **SINGLE_ANSWER, "stop": values["stop_sequences"]}
     options = generation_options(given, None, values["max_tokens"], None, ignored)
     if prompt.output_schema is not None:
@@ -156,7 +156,7 @@ def _prompt(values: Mapping[str, Any], ignored: IgnoredFields) -> PromptRequest:
     output: _OutputConfig = values["output_config"] or _OutputConfig()
     output_format = output.format or values["output_format"]
     system = [{"role": "system", "content": values["system"]}] if values["system"] else []
-    # A last message of the assistant is the beginning of the answer.
+    # A final message of the assistant is the start of the answer.
     continues = values["messages"][-1]["role"] == "assistant"
     kwargs, given = template_kwargs(values), values["thinking"]
     conversation = Conversation(
@@ -168,7 +168,7 @@ def _prompt(values: Mapping[str, Any], ignored: IgnoredFields) -> PromptRequest:
         reasoning_effort=_EFFORTS.get(output.effort or "", output.effort),
         effort_field="output_config.effort",
         effort_switches=False,
-        # The template's own variable says more than the field that stands for it.
+        # A template variable takes precedence over the field for it.
         thinking=None if given is None or "enable_thinking" in kwargs else not isinstance(given, _Disabled),
         thinking_field="thinking",
     )

@@ -17,20 +17,20 @@ from tandem.frontend.generation.usage import Usage
 from tandem.protocol.errors import FinishReason
 
 PING = named_event("ping", {"type": "ping"})
-"""Event that keeps a connection open while nothing else is sent."""
+"""Keep-alive event."""
 
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
 _NO_DETAILS = {"stop_details": None, "container": None}
-"""Properties of a message that Anthropic's schema requires and that this server has nothing to say of."""
+"""Properties of a message that are required by Anthropic's schema but have no value here."""
 _NO_USAGE = {"cache_creation": None, "inference_geo": None, "service_tier": None}
-"""Those of the usage of a whole message, and of the event that starts one."""
+"""The same for the usage of a whole message, and of the event that starts one."""
 
 
 class MessagesFormatter:
-    """Format one response of `/v1/messages`.
+    """Format a response of `/v1/messages`.
 
-    `request_id` is repeated in the error that ends a stream.
+    request_id: included in the error that ends a stream.
     """
 
     keep_alive = PING
@@ -40,7 +40,7 @@ class MessagesFormatter:
         self._blocks = ContentBlocks(hide_thinking)
         self._request_id = request_id
         self._is_lowered = admitted.prompt_of(0).max_tokens < admitted.options.max_tokens
-        """True if the context has less room than `max_tokens`."""
+        """True if `max_tokens` exceeds the remaining context."""
         self._ending: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None, **_NO_DETAILS}
         self._head = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -94,7 +94,7 @@ class MessagesFormatter:
 def _usage(usage: Usage) -> dict[str, Any]:
     """Count the tokens of a prompt as Anthropic does.
 
-    It leaves the cached ones out of `input_tokens`.
+    Cached tokens are not part of `input_tokens`.
     """
     cached_tokens = usage.prompt_tokens_details.cached_tokens
     return {

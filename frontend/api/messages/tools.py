@@ -20,7 +20,7 @@ from tandem.frontend.request.tools import (
 from tandem.frontend.request.values import TypedDecoder
 
 MAX_NAMES = 65_536
-"""Maximum number of keys `name` in `tools`, those within schemas included."""
+"""Maximum number of `name` keys in `tools`, including those within schemas."""
 
 
 class _Tool(Struct):
@@ -63,7 +63,7 @@ TOOLS: Schema = nullable(array({"anyOf": [of_type(_Tool), of_type(_AnyTool)]}, M
 
 
 class OtherTool(Struct, frozen=True):
-    """A tool whose schema only Anthropic's models and servers know."""
+    """Tool with a schema known only to Anthropic's models and servers."""
 
     path: str
     type: str
@@ -72,7 +72,7 @@ class OtherTool(Struct, frozen=True):
 
 
 class GivenTools(Struct, frozen=True):
-    """The tools of a request: those that the client describes, and the others."""
+    """Tools of a request: those described by the client, and others."""
 
     functions: tuple[FunctionSpec, ...] = ()
     others: tuple[OtherTool, ...] = ()
@@ -88,7 +88,7 @@ def parse_tools(raw: Raw, ignored: IgnoredFields) -> GivenTools:
     Raises ApiError 400 for a malformed tool, with its path.
     """
     data = bytes(memoryview(raw))
-    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    # In valid JSON these bytes are a key or a separate string: quotes within text are escaped.
     if (count := data.count(b'"name"')) > MAX_NAMES:
         raise unsupported(f"{{param}} takes at most {MAX_NAMES} keys 'name', not {count}", "tools")
     kinds: list[_AnyTool] = _ANY_DECODER.decode(data, "tools")
@@ -105,10 +105,10 @@ def parse_tools(raw: Raw, ignored: IgnoredFields) -> GivenTools:
 
 
 def messages_tool_use(given: GivenTools, choice: ToolChoiceBlock | None, ignored: IgnoredFields) -> ToolUse:
-    """Build the tool use from the tools and the choice among them.
+    """Build the tool use from the tools and the tool choice.
 
-    Tools that Anthropic defines are left out and recorded as ignored. Raises ApiError 400 if the choice forces a call
-    that may be theirs, for invalid tools, and for a choice of a tool that is missing.
+    Tools defined by Anthropic are dropped and recorded as ignored. Raises ApiError 400 if the choice may force a call
+    of them, for invalid tools, and for an unknown tool.
     """
     for tool in given.others:
         if isinstance(choice, _Any) or (isinstance(choice, _Named) and choice.name == tool.name):
