@@ -1,4 +1,4 @@
-"""A GPU made of the CPU: its graphs are recorded calls, which run again over the same memory when they are replayed."""
+"""A GPU simulated on the CPU: its graphs are recorded calls, which are repeated over the same memory in each replay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,12 +36,12 @@ from tests.fakes.gpus import gpu
 
 MEMORY = 2**30
 SMALL = gpu("a small GPU", 80, 1)
-"""One multiprocessor, so that no work is split among programs."""
+"""One SM, so that no work is split among programs."""
 FULL_NEEDS = RANDOM | TRUNCATES | PENALIZES | BIASED | SUPPRESSES
 
 
 class RecordedGraph:
-    """A call with the tensor that it returned, which each replay writes again, as a CUDA graph does."""
+    """A call with the tensor that it returned, which each replay overwrites, as in a CUDA graph."""
 
     def __init__(self, fn: Callable[[], Tensor | None], result: Tensor | None) -> None:
         self.fn = fn
@@ -56,7 +56,8 @@ class RecordedGraph:
 
 
 class RecordingRecorder:
-    """Implement `GraphRecorder` by calls. What a recorded call returned holds nothing until the first replay."""
+    """Implement `GraphRecorder` with recorded calls. The result of a recorded call is undefined before the first
+    replay."""
 
     def record(self, fn: Callable[[], Tensor | None]) -> tuple[Graph, Tensor | None]:
         result = fn()
@@ -69,7 +70,7 @@ class RecordingRecorder:
 
 
 class TickingEvent:
-    """Event with timing; a millisecond passes from one to any other."""
+    """Event with timing; any two are a millisecond apart."""
 
     def record(self) -> None:
         return None
@@ -79,7 +80,7 @@ class TickingEvent:
 
 
 class RecordingDevice(CpuDevice):
-    """Device that calls itself cuda, with memory that nothing uses up."""
+    """Device of type cuda whose memory is never used up."""
 
     kind: Literal["cpu", "cuda"] = "cuda"
 
@@ -111,7 +112,7 @@ class OracleSampler(TritonSampler):
 
 
 class OracleParts(CudaParts):
-    """Parts of a GPU whose kernels are their oracles in torch; its graphs, planners and plans are the real ones."""
+    """Parts of a GPU with torch oracles as kernels; its graphs, planners and plans are the real ones."""
 
     def build_context(self, model: ModelConfig, dtype: torch.dtype) -> BuildContext:
         return torch_build_context(torch.device("cpu"), dtype, model.quantization)
@@ -135,7 +136,7 @@ def interpreted_parts(_kind: str) -> CudaParts:
 
 @contextmanager
 def oracle_attention() -> Iterator[None]:
-    """Put the oracles instead of the kernels that a forward pass launches itself."""
+    """Replace the kernels that a forward pass launches itself by oracles."""
     kernels = {"paged_decode": _paged_decode, "paged_prefill": _paged_prefill}
     inputs = {
         "decode_inputs": lambda *given, **_launch: decode_inputs_reference(*given),

@@ -1,4 +1,4 @@
-"""Launches of products, which `compiled_kernels` compiles."""
+"""Matmul launches to be compiled by `compiled_kernels`."""
 
 from collections.abc import Callable, Iterator
 
@@ -35,7 +35,7 @@ SHAPES = (
     *((3072, 2048, False), (2048, 8192, False), (4096, 14336, False)),
     *((16384, 2048, True), (28672, 4096, True), (19456, 2560, True)),
 )
-"""Outputs and inputs of weights of the measured models, and whether their products are gated."""
+"""Outputs and inputs of weights of the measured models, and whether their matmuls are gated."""
 BOTH = (False, True)
 Launch = Callable[[], object]
 
@@ -47,7 +47,7 @@ def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def products(
     gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
 ) -> Iterator[Launch]:  # fmt: skip
-    """The products that the choosers take for a weight, plain and gated."""
+    """The chosen matmuls of a weight, plain and gated."""
     x, weight = half(rows, inputs), half(outputs, inputs)
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
     for gated in gates:
@@ -63,7 +63,7 @@ def products(
 def normed_products(
     gpu: GpuTraits, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
 ) -> Iterator[Launch]:  # fmt: skip
-    """The products of one row behind a norm, and behind two, that the chooser takes for a weight."""
+    """The chosen matmuls of one row fused with one norm, and with two."""
     x, weight = half(1, inputs), half(outputs, inputs)
     for gated in gates:
         shape = outputs // (1 + gated), inputs, gated
@@ -79,7 +79,7 @@ def normed_products(
 def w8_matmuls(
     gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH
 ) -> Iterator[Launch]:  # fmt: skip
-    """The products that the choosers take for a weight of one byte, plain and gated."""
+    """The chosen matmuls of an 8-bit weight, plain and gated."""
     x, space = half(rows, inputs), (torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32))
     fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
     blocks = torch.empty(outputs // 16, inputs // 128)
@@ -97,7 +97,7 @@ def w8_matmuls(
 
 
 def w8a8_matmuls(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterator[Launch]:
-    """The product of bytes with bytes that the chooser takes, with each kind of scales."""
+    """The chosen W8A8 GEMM, with each granularity of scales."""
     space = torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32)
     blocks = torch.empty(outputs // 16, inputs // 128)
     for dtype, group, scales in (
@@ -116,7 +116,7 @@ def w8a8_matmuls(gpu: GpuTraits, rows: int, outputs: int, inputs: int) -> Iterat
 
 
 def gated_w8a8_matmuls(gpu: GpuTraits, rows: int) -> Iterator[Launch]:
-    """The gated products that round, with each kind of scales, of a network whose tiles fill the GPU."""
+    """The gated GEMMs with quantized output, with each granularity of scales, of a network whose tiles fill the GPU."""
     outputs = 2 * 128 * gpu.multiprocessors
     kinds: list[tuple[torch.dtype, EightBitKind, Scaling, int, Tensor]] = [
         (torch.int8, "int8", "output", WHOLE, torch.empty(outputs)),
@@ -134,7 +134,7 @@ def gated_w8a8_matmuls(gpu: GpuTraits, rows: int) -> Iterator[Launch]:
 
 
 def rounding(gpu: GpuTraits) -> Iterator[Launch]:
-    """What rounds inputs to bytes: a kernel of its own, a norm and a gate."""
+    """Kernels that quantize activations: a separate one, a norm and a gate."""
     kernels, x, weight = triton_kernels(gpu.pdl), half(2, 2048), half(2048)
     for to in (
         ActivationFormat(torch.int8),
@@ -149,7 +149,7 @@ def rounding(gpu: GpuTraits) -> Iterator[Launch]:
 
 
 def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
-    """Weights of every format as numbers."""
+    """Dequantization of weights of every format."""
     fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
     for dtype, scales in ((fp8, torch.empty(64)), (fp8, torch.empty(4, 4)), (torch.int8, torch.empty(64))):
         values = half(64, 512, dtype=dtype)
@@ -162,9 +162,9 @@ def dequantized(gpu: GpuTraits) -> Iterator[Launch]:
 def int4_matmuls(
     gpu: GpuTraits, rows: int, outputs: int, inputs: int, gates: tuple[bool, ...] = BOTH, group: int = 128
 ) -> Iterator[Launch]:
-    """The products that the choosers take for a weight of four bits, plain and gated.
+    """The chosen matmuls of an int4 weight, plain and gated.
 
-    Those of one row come with an order of the inputs too, and with a norm.
+    Those of one row also with act-order, and with a norm.
     """
     x, words = half(rows, inputs), torch.empty(outputs, inputs // 8, dtype=torch.int32)
     scales = torch.empty(inputs // group, outputs)

@@ -1,7 +1,7 @@
-"""Triton 3.6's interpreter, mended for NumPy 2.4 and relieved of work that changes no result.
+"""Triton 3.6's interpreter, patched for NumPy 2.4 and for speed.
 
-A kernel here is some thousand operations on small arrays. NumPy needs a tenth of the time that the interpreter spends
-on their types; what it computes for nothing, or again and again, is left out or kept.
+A kernel here is some thousand operations on small arrays, of which NumPy takes a tenth of the time and the
+interpreter's types the rest; redundant computations are skipped or cached.
 """
 
 from dataclasses import replace
@@ -69,7 +69,7 @@ def convert_float8_as_torch_does() -> None:
 
 
 def let_loops_end_where_the_device_says() -> None:
-    """Turn arrays of one element into loop bounds, which NumPy 2.4 no longer does by itself."""
+    """Convert arrays of one element to loop bounds, which NumPy 2.4 no longer does by itself."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
@@ -80,10 +80,10 @@ def let_loops_end_where_the_device_says() -> None:
 
 
 def patch_the_language_once_a_launch() -> None:
-    """Skip the patches of `triton.language` that stand already.
+    """Skip patches of `triton.language` that are already applied.
 
-    The interpreter puts its functions in place before a launch, and again at every call of a device function, which
-    takes many times as long as the call. A launch takes them out of `tl` at its end, but not out of `tl.core`.
+    The interpreter applies its patches before a launch, and again in every call of a device function, which takes many
+    times as long as the call. A launch removes them from `tl` at its end, but not from `tl.core`.
     """
     patch = interpreter._patch_lang
 
@@ -103,8 +103,8 @@ def patch_the_language_once_a_launch() -> None:
 def skip_ignored_overflow_checks() -> None:
     """Compute integers once.
 
-    The interpreter computes every sum, difference and product again in 64 bits, and then asserts that they are equal
-    only if its option `debug` is set.
+    The interpreter recomputes every sum, difference and product in 64 bits, and then asserts equality only if its
+    option `debug` is set.
     """
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "overflow would be reported"
