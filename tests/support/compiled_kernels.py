@@ -1,7 +1,7 @@
-"""Compile the Triton kernels for GPUs that this machine need not have, with Triton's own assembler.
+"""Compile the Triton kernels for any GPU architecture, without a GPU.
 
-`python -m tests.support.compiled_kernels [--all-tiles] [--share=1/4] 80 89 ...` prints one line of JSON for each kernel
-and architecture (80 for sm_80), of all launches or a share. Tests start this process: Triton's interpreter must be off.
+`python -m tests.support.compiled_kernels [--all-tiles] [--share=1/4] 80 89 ...` prints one line of JSON per kernel and
+architecture (80 for sm_80), for all launches or a share. Tests start this process: Triton's interpreter must be off.
 """
 
 import json
@@ -66,13 +66,13 @@ GPUS = {80: A100, 86: RTX_3090, 89: L4, 90: H200, 100: B200, 120: RTX_5090}
 
 
 class Compiler:
-    """Stands in for launches: compiles each kernel that a launch would run, and reports on it."""
+    """Replaces kernel launches: compiles each launched kernel and reports on it."""
 
     def __init__(self, architecture: int, once: bool) -> None:
         """Compile for one architecture.
 
-        once: only the first variant of each kernel, with an order of inputs and without, but for those with measured
-        tiles.
+        once: only the first variant of each kernel, with and without an order of inputs, except for kernels with
+        measured tiles.
         """
         self.architecture = architecture
         self.once = once
@@ -99,7 +99,7 @@ class Compiler:
             "ordered": options.get("ORDERED"),
             "inputs": options.get("BLOCK_K"),
             "early": options.get("EARLY"),
-            "held": options.get("HOLD"),
+            "delays_next": options.get("DELAY_NEXT"),
             "starts_next": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
             "stages": options.get("STAGES"),
             "copies_before_wait": copies_before_wait(compiled.asm["ttgir"]),
@@ -109,12 +109,12 @@ class Compiler:
 
 
 def copies_before_wait(code: str) -> int:
-    """Count the copies to shared memory that come before the last wait for the kernel before."""
+    """Count the copies to shared memory before the last wait for the preceding kernel."""
     return code.rpartition("griddepcontrol.wait")[0].count("ttg.async_commit_group")
 
 
 def kind_of(head_dim: int) -> LayerAttention:
-    """Heads of 256 elements attend as the local layers of Gemma 2, whose sizes those are."""
+    """Heads of 256 elements use the sizes of Gemma 2's local layers."""
     return LayerAttention(0.1, window=4096, softcap=50.0) if head_dim == 256 else LayerAttention(0.1)
 
 
@@ -135,9 +135,9 @@ def decode(
     rotary_dim: int | None = None,
     norm: bool = False,
 ) -> Launch:
-    """Decode of a number of pairs of row and KV head.
+    """Decode of a number of (row, KV head) pairs.
 
-    early: None as the rule says; rotary_dim: None for heads that are rotated already; norm: of the heads before that.
+    early: None for the rule's choice; rotary_dim: None for rotated heads; norm: of the heads before RoPE.
     """
     if early is not None:
         keyed = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (pairs.bit_length() - 1))
@@ -160,7 +160,7 @@ def decode(
 
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
-    """One tile of prompts, on one KV head and beside decoding rows."""
+    """One tile of prompts, on one KV head and overlapping decode rows."""
     table = PageTable(torch.zeros(1, 8, dtype=torch.int32), 16, 64)
     query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), kind_of(head_dim)
     ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), table, gpu, splits)
@@ -212,13 +212,13 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
 
 
 def decodes_before_products(gpu: GpuTraits) -> Iterator[Launch]:
-    """With and without early loads; the product after 8 KV heads waits for the end."""
+    """With and without early loads; the matmul after 8 KV heads is delayed."""
     for early, kv_heads in product(BOTH, (1, 8)):
         yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early, kv_heads=kv_heads)
 
 
 def rotating_decodes(gpu: GpuTraits, head_dims: tuple[int, ...] = (64,)) -> Iterator[Launch]:
-    """With early loads and without, whole heads and parts of them, norms, and keys and values of one byte."""
+    """With early loads and without, whole heads and parts of them, norms, and 8-bit keys and values."""
     for head_dim, early in product(head_dims, BOTH):
         yield decode(gpu, head_dim, 4, 64, torch.bfloat16, early=early, rotary_dim=head_dim)
         yield decode(gpu, head_dim, 4, 512, torch.bfloat16, splits=1, early=early, rotary_dim=22, norm=True)
@@ -227,7 +227,7 @@ def rotating_decodes(gpu: GpuTraits, head_dims: tuple[int, ...] = (64,)) -> Iter
 
 
 def rounding_decodes(gpu: GpuTraits) -> Iterator[Launch]:
-    """With a known scale, one for each head and one for each row, by one program a row and by several."""
+    """With static, per-head and per-row scales, by one program per row and by several."""
     index, pool = torch.zeros(8, dtype=torch.int32), half(64, 8, 128)
     table = PageTable(torch.zeros(8, 8, dtype=torch.int32), 16, 64)
     formats = ActivationFormat(FP8, scale=torch.ones(1)), ActivationFormat(FP8, 128), ActivationFormat(torch.int8)
@@ -239,7 +239,7 @@ def rounding_decodes(gpu: GpuTraits) -> Iterator[Launch]:
 
 
 def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
-    """The tiles that need the most shared memory, where a kernel has several, and small ones elsewhere."""
+    """The tiles with the most shared memory for kernels with several, and small ones otherwise."""
     yield from layer_kernels(gpu)
     yield from products(gpu, 1, 256, 512)
     yield from normed_products(gpu, 20480, 2560)
@@ -263,7 +263,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
 
 
 def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
-    """What the choosers take for the measured models, and every attention tile."""
+    """The plans chosen for the measured models, and every attention tile."""
     yield from layer_kernels(gpu)
     yield from rounding(gpu)
     yield from dequantized(gpu)

@@ -84,9 +84,9 @@ def check_early_copies(lines: Lines) -> None:
 
 def check_next_start(lines: Lines) -> None:
     """A kernel lets the next one start before it ends, unless it is launched to delay it."""
-    assert {line["held"] for line in lines} == {None, False, True}
-    assert {line["early"] for line in lines if line["held"]} == {False, True}, "true as Llama 3.1 8B at 64 rows"
-    assert all(line["starts_next"] is not bool(line["held"]) for line in lines)
+    assert {line["delays_next"] for line in lines} == {None, False, True}
+    assert {line["early"] for line in lines if line["delays_next"]} == {False, True}, "true as Llama 3.1 8B at 64 rows"
+    assert all(line["starts_next"] is not bool(line["delays_next"]) for line in lines)
 
 
 @pytest.fixture(scope="module")
