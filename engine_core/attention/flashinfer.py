@@ -203,7 +203,7 @@ class FlashInferPlanner:
 
         pages: the page table, [rows, pages_per_row] int32.
         """
-        assert self.page_ids is not None, "only plans for graphs are made before the pages are known"
+        assert self.page_ids is not None, "only planners of graphs gather pages after planning"
         torch.index_select(pages.view(-1), 0, self._planned, out=self.page_ids[: len(self._planned)])
 
     def _upload_entries(self, spans: Sequence[Span], used: np.ndarray, width: int) -> Tensor:

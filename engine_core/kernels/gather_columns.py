@@ -43,8 +43,8 @@ def gather_columns(x: Tensor, order: Tensor, pdl: bool = False) -> Tensor:
     """
     if x.stride(1) != 1 or order.dtype != torch.int32 or not order.is_contiguous():
         raise ValueError(
-            f"gather_columns needs contiguous rows and int32 numbers, found {tuple(x.shape)} with strides "
-            f"{x.stride()} and numbers of {order.dtype} with strides {order.stride()}"
+            f"gather_columns needs contiguous rows and an int32 order, found {tuple(x.shape)} with strides "
+            f"{x.stride()} and an order of {order.dtype} with strides {order.stride()}"
         )
     tokens, width = x.shape[0], order.shape[0]
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)

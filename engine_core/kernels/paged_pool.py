@@ -73,12 +73,14 @@ def check_heads(projected: Tensor, keys: Tensor, values: Tensor) -> None:
     head_dim = projected.shape[2]
     inner = {(t.shape[2], *t.stride()[1:]) for t in (projected, keys, values)}
     if inner != {(head_dim, head_dim, 1)} or keys.stride(0) != values.stride(0):
-        raise ValueError("heads of queries, keys and values must be contiguous, and keys and values laid out alike")
+        raise ValueError(
+            "heads of queries, keys and values must be contiguous, with equal slot strides of keys and values"
+        )
 
 
 def check_band(window: int | None, softcap: float | None) -> None:
     """Raise ValueError for a window below 1 or a non-positive soft cap."""
     if window is not None and window < 1:
-        raise ValueError(f"a window of {window} positions shows a query nothing; it must be at least 1")
+        raise ValueError(f"a window of {window} positions is not supported; it must be at least 1")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"a soft cap of {softcap} is not supported; it must be positive")

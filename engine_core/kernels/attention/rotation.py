@@ -28,7 +28,7 @@ class Rotation(NamedTuple):
         cosines, sines = self.cos.shape[2], self.sin.shape[2]
         if self.cos.shape != self.sin.shape or cosines % 2 or not 2 <= cosines <= head_dim:
             raise ValueError(
-                f"tables of {cosines} cosines and {sines} sines a position cannot turn a head of {head_dim}"
+                f"tables of {cosines} cosines and {sines} sines per position do not fit a head of {head_dim}"
             )
         if self.cos.stride(2) != 1 or self.sin.stride(2) != 1:
             raise ValueError("each row of cosines and sines must be contiguous")

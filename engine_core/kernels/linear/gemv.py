@@ -177,7 +177,7 @@ def _launch(
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
     assert residual is None or residual.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
-    assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
+    assert plain or plan.block_k >= inputs, f"block_k {plan.block_k} must hold whole rows of {inputs} if fused or tiled"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype) if out is None else out
     assert y.is_contiguous() and y.shape == (1, outputs), f"a result of {tuple(y.shape)} for 1 by {outputs}"
     gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](

@@ -355,7 +355,7 @@ def quantized_gemv(
     inputs = words.shape[1] * (PER_WORD if kind == INT4 else _BYTES_A_WORD)
     assert x.shape == (1, inputs) and x.is_contiguous() and words.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
-    assert plain or plan.block_k >= inputs, "only whole rows are fused or tiled"
+    assert plain or plan.block_k >= inputs, f"block_k {plan.block_k} must hold whole rows of {inputs} if fused or tiled"
     _check_blocks(plan, outputs, kind, group, run, gated=activation is not None)
     assert order is None or (order.dtype, order.shape, order.is_contiguous()) == (torch.int32, (inputs,), True)
     y, total = x.new_empty(1, outputs), x if residual is None else torch.empty_like(x)

@@ -181,7 +181,7 @@ def rmsnorm_gemv(
     rows, inputs = x.shape
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
     assert residual is None or residual.is_contiguous()
-    assert x_weight is None or residual is not None, "x is normalised only before it is added"
+    assert x_weight is None or residual is not None, "x_weight needs a residual"
     y = torch.empty(1, outputs, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
     rmsnorm_gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](

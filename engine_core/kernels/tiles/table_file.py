@@ -267,7 +267,7 @@ def matmul_problem(key: MatmulKey, plan: Plan) -> str:
         return f"rows {key.rows} must be one of {', '.join(map(str, BUCKETS))}"
     one_row, normed = key.rows == 1, key.operation in ("normed", "normed_gated")
     if normed and not (one_row and isinstance(plan, GemvPlan)):
-        return "a product is fused with a norm for one row, by a gemv plan"
+        return "a norm is fused with a matmul of one row only, by a gemv plan"
     if isinstance(plan, GemvPlan):
         return _gemv_problem(key, plan, normed)
     if isinstance(plan, SplitKPlan):
@@ -291,7 +291,7 @@ def _gemv_problem(key: MatmulKey, plan: GemvPlan, normed: bool) -> str:
         return f"rows {plan.rows}, block_k {plan.block_k} and warps {plan.warps} must be powers of two"
     whole = plan.block_k >= key.inputs or (normed and key.bits == 16)
     if (key.operation != "product" or plan.tiles > 1) and not whole:
-        return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled product"
+        return f"block_k {plan.block_k} must hold all {key.inputs} inputs of a fused or tiled matmul"
     if key.bits == 8 and 16 % plan.rows:
         return f"{plan.rows} rows do not divide the 16 rows of a block of scales"
     divisor = {16: 1, 8: LOADED_BYTES, 4: INT4_STRIDE}[key.bits]
@@ -319,7 +319,7 @@ def w8a8_gemm_problem(key: W8A8GemmKey, plan: W8A8GemmPlan | None) -> str:
     if key.scaling == "block" and plan.block_k != SCALED_INPUTS:
         return f"block_k {plan.block_k} must be the {SCALED_INPUTS} inputs of a block of scales"
     if key.gated and key.scaling == "block" and SCALED_INPUTS % plan.block_n:
-        return f"block_n {plan.block_n} must divide the {SCALED_INPUTS} outputs behind a gate that share their scales"
+        return f"block_n {plan.block_n} must divide the {SCALED_INPUTS} outputs of a gate that share their scales"
     if plan.block_k % SCALED_INPUTS or not _powers_of_two(plan.block_k):
         return f"block_k {plan.block_k} must be a power of two from {SCALED_INPUTS} on"
     if key.inputs % plan.block_k or plan.split * plan.block_k > key.inputs:

@@ -31,5 +31,5 @@ def test_gather_columns_takes_no_rows(device: str) -> None:
 def test_gather_columns_refuses_scattered_rows_and_other_index_dtypes(device: str) -> None:
     x, order = torch.empty(4, 8, device=device), torch.arange(8, dtype=torch.int32, device=device)
     for rows, numbers in ((x.t(), order[:4]), (x, order.long()), (x, order[::2])):
-        with pytest.raises(ValueError, match="contiguous rows and int32 numbers"):
+        with pytest.raises(ValueError, match="int32 order"):
             gather_columns(rows, numbers)

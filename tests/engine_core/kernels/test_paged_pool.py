@@ -52,7 +52,7 @@ def test_heads_without_a_kernel_are_refused_with_their_numbers() -> None:
 def test_a_band_shows_at_least_one_position_and_a_cap_is_positive() -> None:
     check_band(None, None)
     check_band(1, 0.1)
-    with pytest.raises(ValueError, match="a window of 0 positions shows a query nothing"):
+    with pytest.raises(ValueError, match="window of 0 positions"):
         check_band(0, None)
     for softcap in (0.0, -30.0):
         with pytest.raises(ValueError, match=f"a soft cap of {softcap} is not supported"):
@@ -70,5 +70,5 @@ def test_heads_in_other_layouts_are_refused() -> None:
         (query, keys, torch.empty(20, 2, 32)[::2]),
         (query, torch.empty(10, 4, 32)[:, ::2], keys),
     ):
-        with pytest.raises(ValueError, match="must be contiguous, and keys and values laid out alike"):
+        with pytest.raises(ValueError, match="contiguous"):
             check_heads(*wrong)

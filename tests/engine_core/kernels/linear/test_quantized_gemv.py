@@ -77,7 +77,7 @@ def test_a_gate_that_ends_within_a_block_of_scales_is_refused(device: str) -> No
         quantized_gemv(x, stored, scale, None, None, GemvPlan(8, 128), Activation.SILU)
     with pytest.raises(AssertionError, match="the rows of a tile are in one block"):
         quantized_gemv(x, stored, scale, None, None, GemvPlan(32, 128))
-    with pytest.raises(AssertionError, match="only whole rows are fused or tiled"):
+    with pytest.raises(AssertionError, match="block_k 64 must hold whole rows"):
         quantized_gemv(x, stored, scale, None, None, GemvPlan(8, 64, 2))
 
 

@@ -184,8 +184,8 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
         ),
         (entry(rows=1, bits=8, plan=gemv(16, 8)), "block_k 8 must be at least 16 with weights of 8 bits"),
         (entry(rows=1, bits=4, operation="gated", plan=gemv(16, 1024)), "block_k 1024 must hold all 2048 inputs"),
-        (entry(operation="normed"), "fused with a norm for one row, by a gemv plan"),
-        (entry(rows=1, operation="normed_gated", plan=None), "fused with a norm for one row, by a gemv plan"),
+        (entry(operation="normed"), "a norm is fused with a matmul of one row only"),
+        (entry(rows=1, operation="normed_gated", plan=None), "a norm is fused with a matmul of one row only"),
         (entry(), "the same key as an earlier entry"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_fused_part_that_ends_within_sixteen_outputs_is_refused(tmp_path: Path
 def test_a_width_that_is_not_whole_groups_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 72})
     set_quantization(tmp_path, LAYOUTS["awq"].config)
-    with pytest.raises(ConfigError, match=r"72 inputs and \d+ outputs, which four-bit weights must divide"):
+    with pytest.raises(ConfigError, match=r"72 inputs and \d+ outputs"):
         load(tmp_path)
 
 
