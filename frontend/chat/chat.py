@@ -181,7 +181,8 @@ class Chat:
         prompt = await self.render(conversation, ignored, client)
         rendered = Stage("render", begun, monotonic())
         text = prompt if self._guard is None else self._guard.unsealed(prompt)
-        shape = self._shape((await self._probed()).facts, conversation, text, tool_use, options.skip_special_tokens)
+        facts = (await self._probed()).facts
+        shape = self._shape(facts, conversation, text, tool_use, options.skip_special_tokens, ready.model.vocab_size)
         admitted = await self._admission.admit(
             options,
             [prompt],
@@ -254,7 +255,13 @@ class Chat:
         return template.request_frame(name, conversation, ignored)
 
     def _shape(
-        self, facts: TemplateFacts, conversation: Conversation, prompt: str, tool_use: ToolUse, drops_special: bool
+        self,
+        facts: TemplateFacts,
+        conversation: Conversation,
+        prompt: str,
+        tool_use: ToolUse,
+        drops_special: bool,
+        vocab_size: int,
     ) -> MessageShape:
         tool_format = self._parsers.tool_format(facts) if tool_use.active else None
         think_tags = self._parsers.think_tags(facts)
@@ -263,7 +270,12 @@ class Chat:
         if think_tags is not None:
             texts |= set(think_tags.texts)
             tags = OutputTags(thinking=_thinking(conversation, prompt, think_tags), think=think_tags)
-        tokens = {token_id: token for token_id, token in self._parsers.tokens.items() if token.text in texts}
+        # The model spells a tag out if its token is beyond the vocabulary.
+        tokens = {
+            token_id: token
+            for token_id, token in self._parsers.tokens.items()
+            if token.text in texts and token_id < vocab_size
+        }
         return MessageShape(tool_use, tool_format, structs.replace(tags, tokens=tokens), drops_special)
 
 

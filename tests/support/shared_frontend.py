@@ -32,13 +32,18 @@ class SharedFrontend(Struct):
 
 @contextmanager
 def shared_frontend(
-    model_dir: Path, configure: Callable[[FrontendConfig], FrontendConfig] = lambda config: config
+    model_dir: Path,
+    configure: Callable[[FrontendConfig], FrontendConfig] = lambda config: config,
+    **facts: Any,
 ) -> Iterator[SharedFrontend]:
-    """Run a frontend that is ready, with the settings of the fixture `config` as `configure` changes them."""
+    """Run a frontend that is ready, with the settings of the fixture `config` as `configure` changes them.
+
+    `facts` are those of the engine's model.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tdm-"))
     endpoint = f"ipc://{folder}/engine"
     config = FrontendConfig(endpoint, model_dir, beat_timeout=60.0, drain_timeout=1.0, log_level="warning")
-    engine = FakeEngine(endpoint).start()
+    engine = FakeEngine(endpoint, **facts).start()
     try:
         config = configure(config)
         server = RunningServer(config).start()

@@ -97,7 +97,7 @@ class Route(Struct, frozen=True):
                 if "name" in function:
                     answer.calls.append((function["name"], ""))
                 answer.calls[-1] = (answer.calls[-1][0], answer.calls[-1][1] + function["arguments"])
-        answer.reasoning_tokens = chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        answer.reasoning_tokens = chunks[-1]["usage"].get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         return answer
 
     def _messages(self, fields: dict[str, Any], tools: bool) -> Answer:
@@ -284,3 +284,16 @@ def test_the_format_follows_the_type_of_the_text_model(tmp_path: Path) -> None:
         assert verdict(constraint, CALLS["mistral"], IDS) == "whole"
         prompt = RAW.decode(unpack_ids(server.engine.submits[-1].prompt_ids), skip_special_tokens=False)
         assert "[TOOL_CALLS]" in prompt
+
+
+def test_tags_beyond_the_vocabulary_are_spelled_with_other_tokens(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "qwen")
+    # The prompt has none of the tags.
+    (folder / "chat_template.jinja").write_text("{{ tools | length if tools }}{{ messages[0].content }}")
+    with shared_frontend(folder, vocab_size=min(IDS.values())) as server:
+        text = f"<think>Hm</think>{CALLS['qwen'].strip()}"
+        answer = Route("chat", server).ask(f"¦{text}¦", False, tools=True, tool_choice="required")
+        assert (answer.reasoning, answer.content, answer.calls) == ("Hm", "", [("look", ARGUMENTS)] * 2)
+        constraint = server.engine.submits[-1].constraint
+        assert constraint is not None
+        assert verdict(constraint, text) == "whole"
