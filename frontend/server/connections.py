@@ -17,8 +17,10 @@ from tandem.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-REPLACEABLE_SECONDS = 0.5
-"""Seconds that a connection must be idle before a new one may replace it, as its first request may be in flight."""
+REPLACEABLE_SECONDS, NEW_SECONDS = 0.5, 2.0
+"""Seconds that a connection must be idle, after a request or before its first, until a new one may replace it.
+
+Until then a request may be in flight: a client that begins hundreds at once is late with the first ones."""
 _SCANNED = 64
 """Maximum connections that are searched for one to close."""
 _SLICE = 256
@@ -119,7 +121,8 @@ class Connections:
 
     A connection is busy from the last byte of a request's headers to the last byte of the response. A connection beyond
     the limit replaces the one that has been idle longest, unless a request may be in flight on it: for
-    REPLACEABLE_SECONDS, and while it has unread bytes. A few connections are reserved for refusals and health checks.
+    REPLACEABLE_SECONDS or NEW_SECONDS, and while it has unread bytes. A few connections are reserved for refusals and
+    health checks.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class Connections:
         self._log = log
         self._clock = clock
         self._waiting: OrderedDict[Connection, float] = OrderedDict()
-        """Idle connections with the time since when, oldest first."""
+        """Idle connections with the time from which they may be replaced, oldest first."""
         self._busy: set[Connection] = set()
 
     def __len__(self) -> int:
@@ -168,7 +171,7 @@ class Connections:
             why = f"all {self.limit} connections are taken, so the oldest without a request is closed"
             self.report(Closed.EVICTED, oldest, f"{why}; raise --limit-concurrency and ulimit -n if clients need more")
             oldest.evict()
-        self._waiting[connection] = self._clock()
+        self._waiting[connection] = self._clock() + NEW_SECONDS
 
     def room(self, most: int) -> int:
         """Return how many connections can be added now, at most `most`.
@@ -180,11 +183,9 @@ class Connections:
 
     def _replaceable(self) -> Iterator[Connection]:
         """Yield replaceable connections, the first one to close first."""
-        latest = self._clock() - REPLACEABLE_SECONDS
-        for connection, since in islice(self._waiting.items(), _SCANNED):
-            if since > latest:
-                return
-            if not connection.has_unread:
+        now = self._clock()
+        for connection, replaceable_at in islice(self._waiting.items(), _SCANNED):
+            if replaceable_at <= now and not connection.has_unread:
                 yield connection
 
     def remove(self, connection: Connection) -> None:
@@ -208,7 +209,7 @@ class Connections:
         """Mark a connection as idle, unless it was removed."""
         if connection in self._busy:
             self._busy.remove(connection)
-            self._waiting[connection] = self._clock()
+            self._waiting[connection] = self._clock() + REPLACEABLE_SECONDS
 
     def report(self, reason: Closed, connection: Connection, message: str = "") -> None:
         """Count a closed connection or a refusal, and log the message if given."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.metrics.frontend_metrics import ConnectionMetrics
-from tandem.frontend.server.connections import REPLACEABLE_SECONDS, STARTS_PER_TURN, Closed, Connections, Starts
+from tandem.frontend.server.connections import NEW_SECONDS, STARTS_PER_TURN, Closed, Connections, Starts
 from tandem.protocol.rate_limited_log import RateLimitedLog
 from tests.fakes.clock import FakeClock
 
@@ -63,7 +63,7 @@ def test_connection_with_unread_bytes_is_not_replaced() -> None:
     for peer in peers[:3]:
         table.add(peer)
     assert table.room(5) == 0, "a request of each may be on its way"
-    table.clock.advance(REPLACEABLE_SECONDS)
+    table.clock.advance(NEW_SECONDS)
     peers[0].has_unread = True
     assert [table.room(most) for most in (0, 1, 5)] == [0, 1, 2]
     table.add(peers[3])
@@ -73,7 +73,7 @@ def test_connection_with_unread_bytes_is_not_replaced() -> None:
     table.add(peers[4])  # whether there is room or not
     assert peers[0].is_evicted and len(table) == 3
     table.claim(peers[2])
-    table.clock.advance(REPLACEABLE_SECONDS)
+    table.clock.advance(NEW_SECONDS)
     assert table.room(5) == 1, "the newest has sent nothing"
     table.remove(peers[3])
     assert [table.room(most) for most in (1, 5)] == [1, 2]
