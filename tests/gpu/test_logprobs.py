@@ -145,7 +145,7 @@ class Watch:
         width = 1 + 2 * top
         mine = s.records[: count * width].view(count, width).clone()
         # Records of rows without logprobs are unspecified.
-        rows = torch.from_numpy(self.runtime.tables.scored[s.packed.sample_rows].nonzero()[0]).to(mine.device)
+        rows = torch.from_numpy(self.runtime.tables.needs_logprobs[s.packed.sample_rows].nonzero()[0]).to(mine.device)
         with torch.inference_mode():
             again = torch.zeros_like(mine)
             self.runtime.scorer.run(self.logits[slot], s.sampled[:count], top, again)
