@@ -1,4 +1,4 @@
-"""Messages in the form that a chat template renders, where it does not render them as they are."""
+"""Adapt messages to a chat template that does not render them as they are."""
 
 import hashlib
 import itertools
@@ -19,9 +19,9 @@ _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def adapted(conversation: Conversation, traits: TemplateTraits, syntax: CallSyntax) -> Conversation:
-    """Change what the template does not render, given its traits; leave everything else as it is.
+    """Adapt messages to the template's traits; leave everything else unchanged.
 
-    `syntax` is how the model writes calls, for a template that renders no tools.
+    syntax: format of tool calls, for a template that renders no tools.
     """
     messages = [_with_known_role(message, traits) for message in conversation.messages]
     if conversation.tools and not traits.tools:
@@ -31,7 +31,7 @@ def adapted(conversation: Conversation, traits: TemplateTraits, syntax: CallSynt
         messages = exchanges_as_text(messages, syntax)
     else:
         messages = _with_calls(messages, traits, syntax)
-    # The last message keeps its form if it is to be continued: one without text cannot be.
+    # The last message is unchanged if it is to be continued, which requires text.
     filled = len(messages) - conversation.continue_final_message
     messages = [_with_content(message, traits) for message in messages[:filled]] + messages[filled:]
     lone_system = traits.lone_system_with_tools if conversation.tools else traits.lone_system
@@ -44,9 +44,9 @@ def adapted(conversation: Conversation, traits: TemplateTraits, syntax: CallSynt
 
 
 def _with_known_role(message: Message, traits: TemplateTraits) -> Message:
-    """Return a message with a role that the template knows.
+    """Return a message with a role that the template supports.
 
-    Another role is replaced by its equivalent, in a copy.
+    Other roles are replaced by an equivalent, in a copy.
     """
     role = message["role"]
     if role == "developer" and not traits.developer:
@@ -55,7 +55,7 @@ def _with_known_role(message: Message, traits: TemplateTraits) -> Message:
 
 
 def _with_calls(messages: Sequence[Message], traits: TemplateTraits, syntax: CallSyntax) -> list[Message]:
-    """Give calls and results the form that the template takes."""
+    """Convert calls and results to the form that the template supports."""
     found: list[Message] = []
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -72,7 +72,7 @@ def _with_calls(messages: Sequence[Message], traits: TemplateTraits, syntax: Cal
 
 
 def _calling(message: Message, traits: TemplateTraits, syntax: CallSyntax) -> list[Message]:
-    """Return a message with calls as the messages that the template takes."""
+    """Return a message with calls as messages that the template supports."""
     if message.get("content") and traits.calls_with_text == "as text":
         return [calls_as_text(message, syntax)]
     message = {**message, "tool_calls": [_call(call, traits) for call in message["tool_calls"]]}
@@ -93,14 +93,14 @@ def _call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits, the same for each use of an id."""
+    """Return an id of nine letters and digits, deterministic for an id."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _with_calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Put each of several calls of a message into one of its own, with its results after it."""
+    """Split several calls of a message into one message each, followed by its results."""
     found: list[Message] = []
     index = 0
     while index < len(messages):
@@ -121,7 +121,7 @@ def _with_calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_content(message: Message, traits: TemplateTraits) -> Message:
-    """Return a message of the assistant without text in a form that the template takes."""
+    """Return an assistant's message without text in a form that the template supports."""
     if message["role"] != "assistant" or message.get("content"):
         return message
     form: ContentForm = "missing" if message.get("content") is None else "empty"
@@ -139,10 +139,10 @@ def _with_content(message: Message, traits: TemplateTraits) -> Message:
 
 
 def _with_system(messages: Sequence[Message], traits: TemplateTraits, takes_system: bool) -> list[Message]:
-    """Give what the system says to the user where the template does not take it from the system.
+    """Move system messages to the user where the template does not support them.
 
-    It opens the user's next message, after the results of calls in progress, or becomes a message of the user.
-    `takes_system` says whether this conversation may begin with the system.
+    They are prepended to the user's next message, after the results of pending calls, or become a user message.
+    takes_system: this conversation may start with a system message.
     """
     num_first = next((index for index, message in enumerate(messages) if not _is_system(message)), len(messages))
     first, rest = list(messages[:num_first]), messages[num_first:]
@@ -169,12 +169,12 @@ def _with_system(messages: Sequence[Message], traits: TemplateTraits, takes_syst
 
 
 def _ends_with_result(messages: Sequence[Message]) -> bool:
-    """Tell whether a result is among the messages after the assistant's last one."""
+    """Return True if a result is among the messages after the assistant's last one."""
     return "tool" in _roles_before_assistant(reversed(messages))
 
 
 def _is_abandoned(following: Sequence[Message]) -> bool:
-    """Tell whether the conversation goes on after a call without its result."""
+    """Return True if the conversation continues after a call without its result."""
     return bool(following) and "tool" not in _roles_before_assistant(following)
 
 
@@ -183,10 +183,10 @@ def _roles_before_assistant(messages: Iterable[Message]) -> Iterable[str]:
 
 
 def _in_turns(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    """Join messages that the template does not take one after the other."""
+    """Join consecutive messages that the template does not support."""
     found: list[Message] = []
     waiting: list[Message] = []
-    """Messages of the user between calls and their results, which belong after the results."""
+    """User messages between calls and their results, which are moved after the results."""
     for role, group in itertools.groupby(messages, lambda message: message["role"]):
         run = list(group)
         if (role == "user" and not traits.users_in_a_row) or (role == "assistant" and not traits.assistants_in_a_row):
@@ -210,7 +210,7 @@ def _in_turns(messages: Sequence[Message], traits: TemplateTraits) -> list[Messa
 
 
 def _merged(messages: Sequence[Message]) -> Message:
-    """Join messages to one of the first one's role, with all their texts, thoughts and calls."""
+    """Join messages to one with the first one's role, with all texts, thoughts and calls."""
     if len(messages) == 1:
         return messages[0]
     merged = {**messages[0]}

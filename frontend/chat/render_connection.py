@@ -1,4 +1,4 @@
-"""Socket between a frontend and the process that renders its chat templates."""
+"""Socket between a frontend and its template process."""
 
 import asyncio
 import socket
@@ -10,25 +10,25 @@ _READ_BYTES = 256 * 1024
 
 
 class RenderConnection:
-    """Socket to one process, which hands over each frame that comes from it.
+    """Socket to a process, with a callback for each received frame.
 
-    It uses the event loop's readers and writers, not a transport: most conversations are one `send` and one `recv`.
+    It uses the event loop's readers and writers, not a transport: most conversations need one `send` and one `recv`.
     """
 
     def __init__(self, received: "Callable[[RenderConnection, int, bytes], None]") -> None:
-        """Prepare a connection.
+        """Initialize the connection.
 
-        `received` is called with the kind and the text of each frame.
+        received: called with the type and text of each frame.
         """
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set once the process has closed the socket, or ended."""
+        """Set once the process has closed the socket or exited."""
         self._loop = asyncio.get_running_loop()
         self._received = received
         self._sock: socket.socket | None = None
         self._partial = bytearray()
-        """Begin of a frame whose end has not come."""
+        """Start of an incomplete frame."""
         self._unsent = bytearray()
-        """Frames that the socket has no room for yet."""
+        """Frames waiting for room in the socket's buffer."""
 
     def open(self, sock: socket.socket) -> None:
         """Take over a socket."""
@@ -37,7 +37,7 @@ class RenderConnection:
         self._loop.add_reader(sock, self._read, sock)
 
     def write(self, data: bytes) -> None:
-        """Send frames, if the process still lives."""
+        """Send frames, if the process is running."""
         sock = self._sock
         if sock is None:
             return
@@ -68,7 +68,7 @@ class RenderConnection:
             data = sock.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:  # reset by a process that ended with requests unread
+        except OSError:  # reset by a process that exited with unread requests
             pass
         if not data:
             self.close()
@@ -82,7 +82,7 @@ class RenderConnection:
         self._take(data)
 
     def _take(self, data: bytes) -> None:
-        """Hand over the whole frames of `data`, and keep the rest."""
+        """Process the complete frames of `data`, and keep the rest."""
         begin = 0
         while len(data) - begin >= HEADER.size:
             length, kind = HEADER.unpack_from(data, begin)
@@ -98,15 +98,15 @@ class RenderConnection:
 def _length(data: bytearray) -> int:
     """Return the length of the first frame.
 
-    It is that of a header while that is not whole.
+    It is the header's length while that is incomplete.
     """
     return HEADER.size + (HEADER.unpack_from(data)[0] if len(data) >= HEADER.size else 0)
 
 
 def _send(sock: socket.socket, data: bytes | bytearray) -> int:
-    """Send what the socket has room for; return the number of bytes.
+    """Send as much as the socket accepts; return the number of bytes.
 
-    What a process that has ended would have read counts as sent.
+    Data for a process that has exited counts as sent.
     """
     try:
         return sock.send(data)

@@ -1,7 +1,6 @@
-"""Queue of conversations for the process that renders them.
+"""Queue of conversations for the template process.
 
-The process answers in the order in which it was asked, so the first of those that it was given is the one that it
-renders.
+The process replies in order, so the first of its conversations is the one that it is rendering.
 """
 
 import asyncio
@@ -12,36 +11,36 @@ from msgspec import Struct
 from tandem.protocol.fair_queue import FairQueue
 
 MAX_BYTES_AHEAD = 256 * 1024
-"""Bytes of requests that a process is given in advance, so that it need not wait for the next one."""
+"""Bytes of requests sent to the process in advance, so that it does not wait for the next one."""
 MAX_GIVEN = 4
-"""Conversations that a process has at most, the one that it renders among them: the turn of a key waits for these."""
+"""Maximum number of conversations sent to the process, including the current one: the turn of a key waits for these."""
 FEW_GIVEN = 1
-"""Conversations of a process at which it is given more, together in one write."""
+"""Number of conversations in the process at which more are sent, in a single write."""
 
 
 class RenderJob(Struct, eq=False):
-    """One conversation to be rendered."""
+    """Conversation to render."""
 
     request: bytes
-    """Frame that asks for it."""
+    """Frame of its request."""
     prompt: "asyncio.Future[str]"
-    """Result; cancelled if its request was given up."""
+    """Result; cancelled if its request was abandoned."""
     client: str = ""
     """Name of the API key; "" without one."""
     num_deaths: int = 0
-    """Processes that ended while they rendered it."""
+    """Number of processes that exited while rendering it."""
 
 
 class RenderQueue:
-    """Order of the conversations of one frontend.
+    """Queue of the conversations of a frontend.
 
-    API keys take turns: one with many conversations delays those of others by a few at most. Of one key, or without
-    keys, the first comes first.
+    API keys take turns: one with many conversations delays those of others by a few at most. Conversations of a key are
+    in order of arrival.
     """
 
     def __init__(self) -> None:
         self._again: deque[RenderJob] = deque()
-        """Conversations that an ended process had; they come before all others."""
+        """Conversations of a process that exited; they come first."""
         self._waiting: FairQueue[RenderJob] = FairQueue()
         """Other conversations, by key."""
         self._given: deque[RenderJob] = deque()
@@ -56,17 +55,17 @@ class RenderQueue:
         return self._given[0] if self._given else None
 
     def add(self, job: RenderJob) -> None:
-        """Append a conversation to those of its key."""
+        """Append a conversation to its key's queue."""
         self._waiting.add(job.client, job)
 
     def retry(self, job: RenderJob) -> None:
-        """Put a conversation before all others."""
+        """Insert a conversation before all others."""
         self._again.appendleft(job)
 
     def give(self) -> list[bytes]:
-        """Return the requests that the process may be given now.
+        """Return the requests to send to the process now.
 
-        It is given none while it has more than FEW_GIVEN. A conversation that was given up is dropped.
+        None are sent while it has more than FEW_GIVEN. Abandoned conversations are dropped.
         """
         requests: list[bytes] = []
         if len(self._given) > FEW_GIVEN:
@@ -82,15 +81,15 @@ class RenderQueue:
         return requests
 
     def finish(self) -> RenderJob:
-        """Remove the conversation that the process has answered."""
+        """Remove the conversation that the process has finished."""
         job = self._given.popleft()
         self._bytes_ahead -= len(job.request)
         return job
 
     def take_back(self) -> RenderJob | None:
-        """Return the conversation that a process was rendering when it ended.
+        """Return the conversation that a process was rendering when it exited.
 
-        The others that it was given go to its successor, in their order.
+        Its other conversations go to its successor, in order.
         """
         guilty = self.finish() if self._given else None
         self._again.extendleft(reversed(self._given))
@@ -107,14 +106,14 @@ class RenderQueue:
         return jobs
 
     def _first(self) -> RenderJob | None:
-        """Return the conversation whose turn it is."""
+        """Return the next conversation."""
         if self._again:
             return self._again[0]
         found = self._waiting.peek()
         return None if found is None else found[1]
 
     def _remove_first(self) -> None:
-        """Remove the conversation whose turn it is; another key's turn is next."""
+        """Remove the next conversation; then it is another key's turn."""
         if self._again:
             self._again.popleft()
             return

@@ -1,11 +1,11 @@
-"""Program that renders conversations with the chat templates of one model.
+"""Program that renders conversations with the chat templates of a model.
 
-It is started as `python -m tandem.frontend.chat.render_worker FD`, with the file descriptor of a socket on which it
-exchanges `render_frames`.
+It is started as `python -m tandem.frontend.chat.render_worker FD`, with the file descriptor of a socket for
+`render_frames`.
 
-It runs as a separate process because a template is a program, and a single call of a filter or operator on values
-within the sandbox's bounds can hold the interpreter for minutes or take gigabytes. Within a process neither can be
-stopped. Here memory has a limit of the kernel's, and the frontend kills a process that takes too long.
+It runs as a separate process because a template is a program: a single call of a filter or operator on values within
+the sandbox's limits can hold the GIL for minutes or use gigabytes, which cannot be interrupted within a process. Here
+the kernel limits memory, and the frontend kills a process that takes too long.
 """
 
 import gc
@@ -33,7 +33,7 @@ from tandem.frontend.chat.template_sandbox import RenderError, SandboxedTemplate
 
 
 class Renderer:
-    """Render with the templates of one model, each compiled at its first use."""
+    """Renderer for the templates of a model, each compiled on first use."""
 
     def __init__(self, templates: Templates, sandbox: SandboxedTemplates) -> None:
         self._templates = templates
@@ -41,7 +41,7 @@ class Renderer:
         self._compiled: dict[str, Template] = {}
 
     def compile_all(self) -> None:
-        """Compile all templates, so that no request waits for it. Raises RenderError."""
+        """Compile all templates in advance. Raises RenderError."""
         for name in self._templates.texts:
             self._template(name)
 
@@ -59,7 +59,7 @@ class Renderer:
 
 
 def answer(renderer: Renderer, request: bytes) -> bytes:
-    """Render one request; return the frame that answers it."""
+    """Render a request; return the frame of the reply."""
     try:
         wanted = msgspec.json.decode(request, type=RenderRequest)
         return frame(PROMPT, renderer.render(wanted.template, wanted.variables).encode())
@@ -75,7 +75,7 @@ def answer(renderer: Renderer, request: bytes) -> bytes:
 
 
 def serve(frames: BinaryIO, sock: socket.socket) -> None:
-    """Answer requests until the other side closes the socket."""
+    """Serve requests until the peer closes the socket."""
     renderer = None
     while header := frames.read(HEADER.size):
         length, _ = HEADER.unpack(header)
@@ -83,7 +83,7 @@ def serve(frames: BinaryIO, sock: socket.socket) -> None:
         if renderer is None:
             renderer = Renderer(msgspec.json.decode(data, type=Templates), SandboxedTemplates())
             renderer.compile_all()
-            gc.freeze()  # what lives as long as the process need not be looked at again
+            gc.freeze()  # exclude objects that live as long as the process from collections
             sock.sendall(frame(READY, b""))
         else:
             sock.sendall(answer(renderer, data))
@@ -95,7 +95,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as frames:
         try:
             serve(frames, sock)
-        except MemoryError:  # outside of a template, such as for a large request beside what a template has left
+        except MemoryError:  # outside of a template, such as for a large request when a template has left little memory
             sys.exit(OUT_OF_MEMORY)
 
 

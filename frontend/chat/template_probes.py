@@ -1,7 +1,7 @@
-"""Find out what a chat template does by rendering small conversations.
+"""Determine what a chat template does by rendering small conversations.
 
-Each of them has words that appear nowhere else, so that the rendered text shows what became of them. A conversation
-that the template rejects tells nothing.
+Each conversation has unique words, so that the output shows how it was rendered. A conversation that the template
+rejects gives no information.
 """
 
 import re
@@ -13,7 +13,7 @@ from msgspec import Struct
 from tandem.frontend.grammar.grammar import MISTRAL_THINK_TAGS, THINK_TAGS, ThinkTags
 
 Render = Callable[[Sequence[dict[str, Any]], dict[str, Any]], Awaitable[str]]
-"""Function that renders messages with further variables; "" if the template rejects them."""
+"""Function that renders messages with additional variables; "" if the template rejects them."""
 
 _QUESTION, _THOUGHT, _ANSWER, _NAME, _RESULT = "ZQUESTION", "ZTHOUGHT", "ZANSWER", "zfunction", "ZRESULT"
 _USER: dict[str, Any] = {"role": "user", "content": _QUESTION}
@@ -24,27 +24,27 @@ _TOOL = {
 _OPENED_OBJECT = re.compile(r'\[?\s*\{[^{}]*"name":\s*"\Z')
 """A JSON object up to the value of its name."""
 _NEXT_KEY = re.compile(r'"\s*,\s*"(parameters|arguments)"')
-"""What follows the name, up to the key of the arguments."""
+"""Text from the name to the key of the arguments."""
 _MAX_OBJECT_CHARS = 200
-"""Number of characters ahead of a name in which its object begins."""
+"""Number of characters before a name within which its object starts."""
 
 
 class TemplateFacts(Struct, frozen=True):
-    """What the probes found out about a template."""
+    """Results of the probes of a template."""
 
     call_format: str | None = None
-    """Name of the format in which it writes tool calls; None if that is unknown, or it writes none."""
+    """Name of the tool call format; None if it is unknown, or there are no calls."""
     think_tags: ThinkTags | None = None
-    """Tags around reasoning that it writes, or looks for; None if there are none."""
+    """Reasoning tags that it writes or searches for; None if there are none."""
 
 
 async def probe_template(render: Render) -> TemplateFacts:
-    """Find out what a template does."""
+    """Probe a template."""
     return TemplateFacts(await _call_format(render), await _think_tags(render))
 
 
 async def _call_format(render: Render) -> str | None:
-    """Return the name of the format in which the template writes tool calls."""
+    """Return the name of the template's tool call format."""
     for arguments in ({"zkey": "zvalue"}, '{"zkey": "zvalue"}'):
         call = {"id": "zcall0001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         result = {"role": "tool", "tool_call_id": "zcall0001", "name": _NAME, "content": _RESULT}
@@ -76,10 +76,10 @@ def _format_of_call(text: str) -> str | None:
 
 
 async def _think_tags(render: Render) -> ThinkTags | None:
-    """Return the tags around reasoning that the template writes or looks for.
+    """Return the reasoning tags that the template writes or searches for.
 
-    It may write them ahead of an answer, around the reasoning of a message, in its instructions, or, to turn reasoning
-    off, both at once. It may also leave out what they enclose in a message.
+    It may write them before an answer, around the reasoning of a message, in its instructions, or, to turn reasoning
+    off, both at once. It may also remove the text between them from a message.
     """
     thought: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]

@@ -1,6 +1,6 @@
 """Client of the process that renders chat templates.
 
-There is one process for each frontend. It is killed and replaced if a conversation takes too long.
+There is one process per frontend. It is killed and replaced if a conversation takes too long.
 """
 
 import asyncio
@@ -20,27 +20,27 @@ from tandem.frontend.process import ManagedProcess, bare_environment
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-"""Time between two looks at what the process renders. Only time in which the frontend itself runs counts."""
+"""Seconds between two checks of the process. Only time in which the frontend itself runs counts."""
 MAX_TICKS = round((MAX_SECONDS + 1.0) / TICK_SECONDS)
-"""Ticks that one conversation may take: the sandbox stops a template before, where it can."""
+"""Maximum ticks of a conversation: the sandbox stops a template earlier where possible."""
 MAX_START_TICKS = round(60.0 / TICK_SECONDS)
 MAX_FAILED_STARTS = 2
-"""Starts, one after the other, after which those who wait are told that the process cannot be started."""
+"""Consecutive failed starts after which waiting conversations fail."""
 MAX_RETRIES = 1
-"""Times that a conversation is rendered again after its process was killed from outside, or ended without a word."""
+"""Number of retries of a conversation after its process was killed externally, or exited without a reason."""
 _EXIT_SECONDS = 1.0
-"""Time that a process which has closed its socket gets to exit, so that its own exit status is told."""
+"""Seconds for a process that has closed its socket to exit, so that its own exit status is reported."""
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.chat.render_worker")
 _LINE_BYTES = 2**16
-"""Longest line on the process's stderr that the log repeats."""
+"""Maximum length of a line of the process's stderr in the log."""
 _OWN_FAULTS = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-"""Signals that a process gets for what it does itself; others come from outside."""
+"""Signals caused by the process itself; others are external."""
 
 
 class TemplateProcess:
-    """Process that renders the chat templates of one frontend, `render_worker`.
+    """Process that renders the chat templates of a frontend (`render_worker`).
 
-    It runs from `start`, or the first conversation on. `templates` is the frame that names the model's templates.
+    It runs from `start` or the first conversation on. templates: frame with the model's templates.
     """
 
     def __init__(self, templates: bytes, metrics: TemplateMetrics, tick_seconds: float = TICK_SECONDS) -> None:
@@ -50,35 +50,35 @@ class TemplateProcess:
         self._queue = RenderQueue()
         self._process: ManagedProcess | None = None
         self._connection: RenderConnection | None = None
-        """Connection to the process once that is ready."""
+        """Connection to the process once it is ready."""
         self._lives: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticks = 0
-        """Ticks since the process was started, or began with its current conversation."""
+        """Ticks since the start of the process or of its current conversation."""
         self._was_too_slow = False
         self._num_answers = 0
-        """Number of answers of the current process."""
+        """Number of replies of the current process."""
         self._num_failed_starts = 0
-        """Number of processes, one after the other, that ended before they were ready."""
+        """Number of consecutive processes that exited before they were ready."""
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """Id of the process; None before its start and while it is replaced."""
+        """Process id; None before its start and while it is replaced."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Begin to start the process unless it runs."""
+        """Start the process in the background unless it runs."""
         if not self._is_closed and (self._lives is None or self._lives.done()):
             self._lives = asyncio.get_running_loop().create_task(self._live())
 
     async def render(self, request: bytes, client: str = "") -> str:
-        """Render one conversation, given the frame of its request.
+        """Render a conversation, given the frame of its request.
 
-        `client` is the name of the API key, which has a share of the process.
+        client: name of the API key, which has a share of the process.
 
-        Raises RenderError if the template fails, or was stopped; ApiError 500 if the process cannot be started, or if
-        it was killed and its successor as well, both while they rendered this conversation.
+        Raises RenderError if the template fails or was stopped; ApiError 500 if the process cannot be started, or if
+        two processes in a row were killed while rendering this conversation.
         """
         job = RenderJob(request, asyncio.get_running_loop().create_future(), client)
         self._queue.add(job)
@@ -89,7 +89,7 @@ class TemplateProcess:
         return await job.prompt
 
     async def close(self) -> None:
-        """Kill the process and wait for its end; give up what is to be rendered."""
+        """Kill the process and wait for its exit; cancel pending conversations."""
         self._is_closed = True
         for job in self._queue.take_all():
             job.prompt.cancel()
@@ -101,12 +101,12 @@ class TemplateProcess:
             self._timer.cancel()
 
     async def _live(self) -> None:
-        """Run a process, and a successor for as long as one is needed."""
+        """Run a process, and successors as long as needed."""
         while not self._is_closed and await self._live_once():
             logger.warning("the process that renders chat templates is started again")
 
     async def _live_once(self) -> bool:
-        """Run one process to its end; tell whether it needs a successor."""
+        """Run a process until it exits; return True if it needs a successor."""
         self._ticks = self._num_answers = 0
         self._was_too_slow = False
         self._watch()
@@ -124,7 +124,7 @@ class TemplateProcess:
             logger.warning("the process that renders chat templates %s before it was ready", status)
             return True
         if not was_ready:
-            # A successor would end as these did; the next conversation tries again.
+            # A successor would fail too; the next conversation tries again.
             self._num_failed_starts = 0
             for job in self._queue.take_all():
                 _fail(job, _ended(status))
@@ -143,9 +143,9 @@ class TemplateProcess:
         return len(self._queue) > 0 or guilty is not None or self._num_answers > 0
 
     def _fail_or_retry(self, job: RenderJob, error: RenderError | ApiError) -> None:
-        """End a conversation whose process ended, or render it once more.
+        """Fail a conversation after its process exited, or render it again.
 
-        The latter if something else may have ended that process, and for the first time.
+        It is rendered again once if the exit may have had another cause.
         """
         job.num_deaths += 1
         if isinstance(error, RenderError) or job.num_deaths > MAX_RETRIES:
@@ -154,9 +154,10 @@ class TemplateProcess:
             self._queue.retry(job)
 
     async def _run(self, connection: RenderConnection) -> str:
-        """Run one process to its end; return how it ended.
+        """Run a process until it exits; return how it exited.
 
         Raises OSError if it cannot be started.
+
         """
         ours, theirs = socket.socketpair()
         argv = [*_ARGV, str(theirs.fileno())]
@@ -195,7 +196,7 @@ class TemplateProcess:
             self._watch()
 
     def _received(self, connection: RenderConnection, kind: int, text: bytes) -> None:
-        """Take one frame of the process."""
+        """Handle a frame of the process."""
         self._ticks = 0
         if kind == READY:
             self._connection = connection
@@ -216,7 +217,7 @@ class TemplateProcess:
     def _tick(self) -> None:
         """Kill the process if it takes too long.
 
-        Without anything to wait for, stop ticking.
+        Stop ticking when idle.
         """
         self._timer = None
         is_starting = self._connection is None
@@ -236,7 +237,7 @@ def _fail(job: RenderJob, error: Exception) -> None:
 
 
 def _ended_with(status: str) -> RenderError | ApiError:
-    """Return the error of a conversation whose process ended while it was rendered."""
+    """Return the error of a conversation after its process exited while rendering it."""
     if status == f"ended with exit code {OUT_OF_MEMORY}":
         return RenderError(f"it ran out of memory (at most {MEMORY_BYTES // 2**20} MiB)")
     if status.removeprefix("ended with signal ") in _OWN_FAULTS:

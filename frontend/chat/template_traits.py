@@ -1,7 +1,7 @@
-"""Find out which messages a chat template renders as they are, and which it needs in another form.
+"""Determine which messages a chat template renders as they are, and which must be adapted.
 
-Templates differ in what they take: some have no role for the system, some want users and assistants to alternate, some
-fail on a call without text. Each probe renders a conversation and checks that its texts are in the output.
+Templates differ: some have no system role, some require users and assistants to alternate, some fail on a call without
+text. Each probe renders a conversation and checks that its texts are in the output.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -11,13 +11,13 @@ from msgspec import Struct
 
 Message = dict[str, Any]
 ContentForm = Literal["missing", "null", "empty"]
-"""How a message has no text: without `content`, with null, or with ""."""
+"""Forms of a message without text: no `content`, null, or ""."""
 
 Render = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str]]
 """Function that renders messages and tools; "" if the template rejects them."""
 
 _FORMS: tuple[ContentForm, ...] = ("empty", "null", "missing")
-"""The forms in the order in which they replace one another."""
+"""The forms in order of preference as replacements."""
 _CONTENTS: dict[ContentForm, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
 _UNKNOWN_ROLE = "proberole"
 _SHORT_ID, _OTHER_SHORT_ID, _LONG_ID = "probecall", "probeback", "call_probe_0123456789"
@@ -32,51 +32,51 @@ _TOOLS: Sequence[Message] = (
 
 
 class TemplateTraits(Struct, frozen=True):
-    """What a template renders. By default everything, so that all messages are passed on as they are."""
+    """Traits of a template. By default all messages are rendered as they are."""
 
     tools: bool = True
     """True if the output depends on the tools."""
     exchanges: bool = True
     """True if tool calls and their results are rendered."""
     arguments_are_text: bool = False
-    """True if the template takes the arguments of a call as JSON text instead of an object."""
+    """True if arguments of a call must be JSON text instead of an object."""
     parallel_calls: bool = True
-    """True if one message may have several calls; otherwise each is followed by its result."""
+    """True if a message may have several calls; otherwise each is followed by its result."""
     any_call_id: bool = True
     """True if calls may have any id; otherwise ids have nine letters and digits."""
     calls_with_text: Literal["kept", "split", "as text"] = "kept"
-    """What happens to calls of a message with text: they are rendered, need a message of their own, or become text."""
+    """Calls of a message with text: they are rendered, need a separate message, or become text."""
     call_content: dict[ContentForm, ContentForm] = {}
-    """Replacement of the content of calls without text, of the forms that the template does not take."""
+    """Maps unsupported forms of calls without text to supported ones."""
     thought_content: dict[ContentForm, ContentForm] = {}
-    """The same of messages with nothing but reasoning."""
+    """The same for messages with reasoning only."""
     developer: bool = True
     """True if the template has a role `developer`."""
     system: bool = True
-    """True if a first message of the system is rendered."""
+    """True if an initial system message is rendered."""
     several_systems: bool = True
-    """True if several of them are."""
+    """True if several initial system messages are rendered."""
     lone_system: bool = True
-    """True if one is rendered without a message of the user."""
+    """True if a system message is rendered without a user message."""
     lone_system_with_tools: bool = True
     """The same with tools."""
     system_before_result: bool = True
-    """True if one is rendered while the last message is the result of a call."""
+    """True if a system message is rendered while the last message is the result of a call."""
     later_system: bool = True
-    """True if messages of the system are rendered wherever they are."""
+    """True if system messages are rendered anywhere."""
     users_in_a_row: bool = True
     assistants_in_a_row: bool = True
     assistant_first: bool = True
-    """True if the assistant may begin the conversation."""
+    """True if the assistant may start the conversation."""
     user_after_result: bool = True
-    """True if a message of the user may follow the result of a call."""
+    """True if a user message may follow the result of a call."""
 
 
 async def probe_traits(render: Render, needs_tools: bool) -> TemplateTraits:
-    """Find out what a template renders.
+    """Determine the traits of a template.
 
-    `needs_tools` says that it is only used with tools, so that every probe has some. Of a template that fails on a
-    single question, or does not show it, nothing can be told: its traits are the default ones.
+    needs_tools: the template is only used with tools, so every probe has some. If a template fails on a single
+    question, or does not show it, the default traits are used.
     """
     probe = _Probe(render, _TOOLS if needs_tools else ())
     if not await probe.shows([_user(1)], "user1"):
@@ -101,32 +101,32 @@ async def probe_traits(render: Render, needs_tools: bool) -> TemplateTraits:
         assistants_in_a_row=await probe.shows(
             [_user(1), _assistant(1), _assistant(2), _user(2)], "assistant1", "assistant2", "user2"
         ),
-        # An empty question is put first where that helps.
+        # An empty question is prepended where that helps.
         assistant_first=await probe.shows([_assistant(1), _user(1)], "assistant1", "user1")
         or not await probe.shows([{"role": "user", "content": ""}, _assistant(1), _user(1)], "assistant1", "user1"),
     )
 
 
 class _Probe:
-    """Render the probes of one template."""
+    """Renderer of the probes of a template."""
 
     def __init__(self, render: Render, tools: Sequence[Message]) -> None:
         self._render = render
         self._tools = tools
         """Tools of the probes that name none."""
         self._nones: dict[bool, int] = {}
-        """Number of times that the output of a question has the word None, with tools and without."""
+        """Number of times that a question's output has the word None, with and without tools."""
 
     async def output(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Render messages; return "" if the template rejects them."""
         return await self._render(messages, tools or self._tools)
 
     async def shows(self, messages: Sequence[Message], *names: str, tools: Sequence[Message] = ()) -> bool:
-        """Tell whether the texts of these names are in the output."""
+        """Return True if the texts of these names are in the output."""
         return _has(await self.output(messages, tools), names)
 
     async def reads_tools(self, has_system: bool) -> bool:
-        """Tell whether the tools change the output, whatever precedes the question."""
+        """Return True if tools change the output, whatever precedes the question."""
         for messages in ([_user(1)], [_system(1), _user(1)])[: 1 + has_system]:
             shown = await self.output(messages, _TOOLS)
             if not _has(shown, ["user1"]):
@@ -136,7 +136,7 @@ class _Probe:
         return True
 
     async def knows_developer(self) -> bool:
-        """Tell whether the template treats the role `developer` in another way than a role that it does not know."""
+        """Return True if the role `developer` is treated differently from an unknown role."""
         shown = await self.output([_text("developer", 1), _user(1)])
         unknown = await self.output([{**_text("developer", 1), "role": _UNKNOWN_ROLE}, _user(1)])
         return _has(shown, ["developer1"]) and shown != unknown.replace(_UNKNOWN_ROLE, "developer")
@@ -153,7 +153,7 @@ class _Probe:
         )
 
     async def thought_content(self) -> dict[ContentForm, ContentForm]:
-        """Find the forms of content that a message with nothing but reasoning cannot have."""
+        """Find the unsupported forms of content of a message with reasoning only."""
         taken = []
         for form, content in _CONTENTS.items():
             thought = {"role": "assistant", "reasoning_content": _word("thought1"), **content}
@@ -163,7 +163,7 @@ class _Probe:
         return _replacements(taken)
 
     async def exchanges(self) -> dict[str, Any]:
-        """Find out how calls and their results have to be given."""
+        """Determine how calls and their results must be given."""
         for as_text in (False, True):
             if taken := await self._call_contents(as_text):
                 return {
@@ -189,7 +189,7 @@ class _Probe:
         return shown_with_thought or shown_with
 
     async def _calls(self, as_text: bool, content: Message) -> dict[str, Any]:
-        """Find out what else holds for calls, given a form of content with which one is shown."""
+        """Determine the other traits of calls, given a supported form of content."""
         call, result = {**_calls(as_text, _SHORT_ID), **content}, _result(1, _SHORT_ID)
         names = ("user1", "call1", "argument1", "result1")
         both = {**_calls(as_text, _SHORT_ID, _OTHER_SHORT_ID), **content}
@@ -216,14 +216,14 @@ class _Probe:
         return "split" if await self.shows(split, *names, tools=_TOOLS) else "as text"
 
     async def _prints_none(self, shown: str, tools: Sequence[Message]) -> bool:
-        """Tell whether null content was printed as a word."""
+        """Return True if null content was printed as a word."""
         if bool(tools) not in self._nones:
             self._nones[bool(tools)] = (await self.output([_user(1)], tools)).count("None")
         return shown.count("None") > self._nones[bool(tools)]
 
 
 def _replacements(taken: Sequence[ContentForm]) -> dict[ContentForm, ContentForm]:
-    """Map the forms of content that a template does not take to one that it takes, if there is one."""
+    """Map unsupported forms of content to a supported one, if any."""
     better = next((form for form in _FORMS if form in taken), None)
     return {} if better is None else {form: better for form in _FORMS if form not in taken}
 
@@ -233,7 +233,7 @@ def _has(shown: str, names: Iterable[str]) -> bool:
 
 
 def _word(name: str) -> str:
-    """Return the text of a probe: a word that no template writes by itself, and that no other word contains."""
+    """Return the text of a probe: a word that no template writes itself, and that is not part of another word."""
     return f"probe{name}end"
 
 
