@@ -61,14 +61,14 @@ HTTP_FLAGS = (
          metavar="HOST", is_everyday=True, is_repeated=True, default=[], default_text="127.0.0.1", is_forwarded=False),
     Flag("port", _HTTP, "port to listen on, 0 for any free port", int, (0, 65535), metavar="PORT", default_text="8000",
          is_everyday=True, is_forwarded=False),
-    Flag("uds", _HTTP, "path of a Unix socket to listen on, without TLS; in place of the default host and port, or "
-         "beside those that are given", Path, metavar="PATH", is_forwarded=False, default_text="none"),
+    Flag("uds", _HTTP, "path of a Unix socket to listen on, without TLS; replaces the default host and port, but not "
+         "given ones", Path, metavar="PATH", is_forwarded=False, default_text="none"),
     Flag("uds_mode", _HTTP, "permissions of the Unix socket, in octal", _permissions, metavar="MODE", default=0o600,
          default_text="600: only the user of the server may connect", is_forwarded=False),
-    Flag("served_model_name", _HTTP, "names by which requests select the model; the name * stands for any, quoted in a "
-         "shell", _served_name, metavar="NAME", is_list=True, is_everyday=True, default=[],
-         default_text="the one that the engine reports, its directory's",
-         struct=FrontendConfig, field="served_names", to_field=tuple),
+    Flag("served_model_name", _HTTP, "model names that requests may use; * (quoted in a shell) accepts any name",
+         _served_name, metavar="NAME", is_list=True, is_everyday=True, default=[],
+         default_text="the engine's, which is the name of the model's directory", struct=FrontendConfig,
+         field="served_names", to_field=tuple),
     Flag("max_concurrent", _HTTP, "maximum number of sequences in progress, of all frontends together; further "
          "requests get a 429; a frontend on its own can only lower its engine's limit", int, COUNT,
          struct=FrontendConfig),
@@ -165,7 +165,7 @@ ACCESS_FLAGS = (
          default=[], default_text="localhost and loopback addresses if all hosts are such addresses, otherwise *",
          struct=FrontendConfig, to_field=tuple),
     Flag("forwarded_allow_ips", ACCESS, "addresses and networks, separated by commas, of proxies whose X-Forwarded-For "
-         "and X-Forwarded-Proto are believed; unix stands for the peers of a Unix socket, * for all",
+         "and X-Forwarded-Proto are trusted; unix for the peers of a Unix socket, * for all",
          metavar="ADDRESSES", struct=FrontendConfig, to_field=lambda text: tuple(text.replace(" ", "").split(",")),
          default="127.0.0.1,::1,unix"),
     Flag("root_path", ACCESS, "prefix of the paths in a proxy that passes it on or removes it, such as /tandem",

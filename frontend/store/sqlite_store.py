@@ -233,8 +233,9 @@ class SqliteStore:
         case. Raises StoreError if everything but the thread itself is not enough.
         """
         found = self._execute("SELECT bytes FROM threads WHERE num = ?", thread).fetchone()
-        conversation = f"the response needs {needed} bytes beside the {found[0] if found else 0} of its conversation"
-        least = needed + (found[0] if found else 0)
+        stored = found[0] if found else 0
+        conversation = f"the response needs {needed} bytes in addition to the {stored} of its conversation"
+        least = needed + stored
         # A few pages of every index are partly empty.
         most = self._limits.max_bytes - self._limits.max_bytes // 16
         too_large = StoreError(f"{conversation}; the store holds {self._limits.max_bytes}: raise --store-size")

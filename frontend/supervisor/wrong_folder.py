@@ -77,7 +77,7 @@ def _of_adapter(folder: Path) -> str:
     return (
         f"{folder} holds an adapter (LoRA){of}, and adapters are not supported; merge it into its model with peft: "
         f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('MERGED'), copy "
-        "the tokenizer's files beside it and give that folder"
+        "the tokenizer's files next to it and give that folder"
     )
 
 
