@@ -33,7 +33,7 @@ class TemplateFacts(Struct, frozen=True):
     """Results of the probes of a template."""
 
     call_format: str | None = None
-    """Name of the tool call format; None if it is unknown, or there are no calls."""
+    """Name of the tool call format; None if it is unknown, or calls are not rendered."""
     think_tags: ThinkTags | None = None
     """Reasoning tags that it writes or searches for; None if there are none."""
 
