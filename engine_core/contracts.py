@@ -136,7 +136,7 @@ def cache_of(items: Sequence[T]) -> dict[tuple[str, int], Any]:
 
 
 Masks = Sequence[tuple[int, Constraint]]
-"""Constrained rows of a step that sample: row of the device's tables, and the sequence's constraint."""
+"""Pairs of (table row, constraint), one for each constrained row that samples; the bitmasks are computed from them."""
 IndexedMasks = Sequence[tuple[Constraint, int]]
 """The constraints, each with the index of its mask among those on the host."""
 

@@ -129,11 +129,10 @@ class Engine:
         self._close(ErrorCode.SHUTTING_DOWN, "the engine is shutting down; retry on another replica or later")
 
     def tick(self) -> bool:
-        """Run one turn: take commands, commit, plan, sample a step with masks, launch.
+        """Run one iteration: drain commands, commit, plan, sample the step that waits for masks, launch, send.
 
-        Return False if idle. A step with a constrained row is sampled one tick after its launch, when the step before
-        has been committed: the mask of such a row depends on that step's token. All other steps are sampled right
-        behind their launch.
+        Return False if idle. A step whose plan `needs_mask` is sampled in the next tick, after the previous step is
+        committed: its masks depend on that step's tokens. All other steps are sampled right behind their launch.
         """
         self.stages.start()
         idle = self.pipeline.in_flight == 0
@@ -296,7 +295,7 @@ class Engine:
         collected = Collected(step, result, self.stages.mark("collect"))
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
-            # If another step is in flight, it samples the first forced token anyway, so that token saves no step.
+            # A launched but unsampled step yields the first forced token anyway: jumping over that one saves nothing.
             least = self.scheduler.min_jump + (1 if is_waited_for else 0)
             self.advancer.begin(masks if tokens else (), tokens, least)
             self.stages.mark("commit")

@@ -63,7 +63,7 @@ class NewSequence(Struct, frozen=True):
     end_ids: tuple[int, ...] = ()
     """Ids to suppress before `params.min_tokens` tokens were sampled."""
     logprobs: bool = True
-    """True if log-probabilities of its tokens are wanted, in steps that have some."""
+    """True if the request asked for log-probabilities; ignored in steps with `StepPlan.logprobs == -1`."""
 
 
 class StepPlan(Struct, frozen=True):
@@ -78,7 +78,7 @@ class StepPlan(Struct, frozen=True):
     total_tokens: int
     num_steady: int
     """Number of steady rows at the beginning: each is one sampled position, without tokens to upload or prompt
-    log-probabilities. New pages and constraints are allowed. In most steps nearly all rows are among them."""
+    log-probabilities. New pages and constraints are allowed."""
     needs_mask: bool
     """True if a constrained row samples."""
     is_unconstrained: bool
@@ -117,7 +117,7 @@ class StepPlan(Struct, frozen=True):
 
     @property
     def chunk_rows(self) -> tuple[ScheduledSequence, ...]:
-        """Rows that are not sampled from: parts of prompts but the last."""
+        """Rows that are not sampled from: prefill chunks other than the last."""
         return tuple([row for row in self.other_rows if not row.samples])
 
     @classmethod

@@ -144,7 +144,7 @@ class Sequence:
     pages: list[int]
     """Page table of the sequence: the pages of `cache.nodes`, then its own pages."""
     next_page_boundary: int
-    """Position below which a row in steady decode brings no pages and is not the last row."""
+    """Below this position a decode row needs no new page and is not the last row."""
     in_steady_decode: bool
     """True if each row of the sequence is one position, with no tokens to upload."""
     compiling: bool
@@ -220,8 +220,8 @@ class Sequence:
 
     @property
     def max_device_len(self) -> int:
-        """Upper bound of the device's length after the launched steps (I9). It differs from the lower bound by the cap
-        only, as every sample in flight brings exactly one token.
+        """Upper bound of the device's length after the launched steps (I9). It is the lower
+        bound before its cap, as every sample in flight brings exactly one token.
         """
         return len(self.tokens) + self.num_inflight_samples
 

@@ -84,7 +84,7 @@ SAMPLING_FIELDS = (
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
-    """Sampling and stopping of one request. New fields are appended, with a default.
+    """Sampling and stopping of one request. Encoded as an array: append new fields after the last one, with a default.
 
     Neutral values: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token; a repetition penalty
     of 1 and the other penalties at 0 change nothing. Ids and biases are packed little-endian, int32 and float32.

@@ -213,9 +213,9 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         ropes: Sequence[RopeConfig],
         **own: Any,
     ) -> ModelConfig:
-        """Return the facts of a model.
+        """Build the `ModelConfig` of a model.
 
-        own: further fields of ModelConfig that the family sets. Raises ConfigError for numbers that cannot be.
+        own: further fields of ModelConfig that the family sets. Raises ConfigError for inconsistent numbers.
         """
         heads = fields.num_attention_heads
         kv_heads = fields.num_key_value_heads or heads
@@ -272,7 +272,7 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
 
 
 def without_idle_window(layer: LayerAttention, positions: int) -> LayerAttention:
-    """Return the attention of a layer without a window that no sequence outgrows.
+    """Drop a sliding window that is at least as long as the longest sequence.
 
     positions: of the longest sequence. Attention without a window has more kernels to choose from.
     """

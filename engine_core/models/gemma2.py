@@ -42,7 +42,7 @@ class Gemma2Fields(ConfigFields, kw_only=True):
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model from its config.json."""
+    """Return the `ModelConfig` of a config.json."""
     fields = source.read(Gemma2Fields)
     layers, head_dim = fields.num_hidden_layers, fields.head_dim or fields.hidden_per_head
     types = fields.layer_types or [FULL if index % 2 else SLIDING for index in range(layers)]

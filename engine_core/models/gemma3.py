@@ -54,7 +54,7 @@ class Gemma3Fields(ConfigFields, kw_only=True):
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model from its config.json."""
+    """Return the `ModelConfig` of a config.json."""
     fields = source.read(Gemma3Fields)
     layers, pattern = fields.num_hidden_layers, fields.sliding_window_pattern
     head_dim = fields.head_dim or fields.hidden_per_head

@@ -26,7 +26,7 @@ class MistralFields(ConfigFields, kw_only=True):
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model from its config.json."""
+    """Return the `ModelConfig` of a config.json."""
     fields = source.read(MistralFields)
     head_dim = fields.head_dim or fields.hidden_per_head
     return source.resolve(

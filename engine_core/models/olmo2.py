@@ -35,7 +35,7 @@ class Olmo2Fields(ConfigFields, kw_only=True):
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model from its config.json."""
+    """Return the `ModelConfig` of a config.json."""
     fields = source.read(Olmo2Fields)
     head_dim = fields.head_dim or fields.hidden_per_head
     return source.resolve(

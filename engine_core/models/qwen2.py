@@ -28,7 +28,7 @@ class Qwen2Fields(SlidingFields, kw_only=True):
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model from its config.json."""
+    """Return the `ModelConfig` of a config.json."""
     fields = source.read(Qwen2Fields)
     head_dim = fields.head_dim or fields.hidden_per_head
     if fields.dual_chunk_attention_config is not None:

@@ -26,7 +26,7 @@ class Qwen3Fields(SlidingFields, kw_only=True):
 
 
 def read_config(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model from its config.json."""
+    """Return the `ModelConfig` of a config.json."""
     fields = source.read(Qwen3Fields)
     head_dim = fields.head_dim or HEAD_DIM
     return source.resolve(

@@ -86,7 +86,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def resolve_source(source: ConfigSource) -> ModelConfig:
-    """Return the facts of a model. Raises ConfigError as `read_config` does."""
+    """Return the `ModelConfig` of a model. Raises ConfigError as `read_config` does."""
     try:
         family = _find_family(source)
         return family.read_config(source.text_backbone() if source.architecture in TEXT_HALVES else source)

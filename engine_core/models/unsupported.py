@@ -19,7 +19,7 @@ _ENCODER = re.compile(r"Bert|(?<!LMHead)Model$|ForMaskedLM$|Encoder")
 def describe(architecture: str, fields: Mapping[str, Any]) -> str:
     """Return the kind of an unsupported checkpoint, such as "multimodal".
 
-    fields: its config.json. Empty: no kind that is known not to be supported.
+    fields: its config.json. Empty if the reason is unknown.
     """
     text = fields.get("text_config")
     everywhere = {**(text if isinstance(text, dict) else {}), **fields}

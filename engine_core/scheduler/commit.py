@@ -82,8 +82,8 @@ def append_tokens(
 def check_stop(seq: Sequence) -> Finished | None:
     """Return the outcome that the newest token brings, or None.
 
-    An end id is checked first, then the grammar, then the length. Where the grammar allows nothing more, `ignore_eos`
-    and `min_tokens` cannot be followed any further either.
+    An end id is checked first, then the grammar, then the length. A complete grammar ends
+    the sequence even with `ignore_eos` or before `min_tokens`.
     """
     token = seq.tokens[-1]
     generated = len(seq.tokens) - seq.prompt_len

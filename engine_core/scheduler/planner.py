@@ -123,8 +123,7 @@ class Planner:
             seq = members[seq_id]
             if seq.num_scheduled_tokens < seq.device.upload_end:
                 self.memory.rematch(seq)
-        # Under the other policies decoding rows may have to wait, and also where they leave prompts less than half of
-        # a step's positions.
+        # Under other policies, or with decode rows in more than half of the token budget, decode rows may have to wait.
         if self.policy == "fcfs" and 2 * len(members) <= self.limits.max_step_tokens:
             plan = self._plan_mixed(step_id, running, held)
             if plan is not None:

@@ -105,7 +105,7 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
 
 
 def _quantized(options: EngineOptions, model: ModelConfig) -> ModelConfig:
-    """Add the scheme of --quantize to the facts of a model.
+    """Add the scheme of --quantize to the configuration of a model.
 
     Raises ConfigError for a checkpoint that has one.
     """

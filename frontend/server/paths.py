@@ -48,7 +48,7 @@ ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/version": None,
     "/openapi.json": None,
 }
-"""Right that a route needs, by label; None if any key will do."""
+"""Required right by route label. None: any valid key, as for a path without a label, so every route is listed."""
 _OTHERS = {"/admin/": Right.ADMIN}
 """Rights of other paths, by prefix."""
 _UNSERVED = {
