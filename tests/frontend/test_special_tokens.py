@@ -62,7 +62,7 @@ def renderer(chat: ChatTemplate) -> Renderer:
 
 
 def rendered(chat: ChatTemplate, conversation: Conversation) -> str:
-    return renderer(chat).render("default", chat.request(conversation, IgnoredFields()).variables)
+    return renderer(chat).render("default", chat.request("default", conversation, IgnoredFields()).variables)
 
 
 def sealed(name: str, conversation: Conversation, chat: ChatTemplate) -> str:

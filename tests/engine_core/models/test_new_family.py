@@ -53,7 +53,7 @@ def test_a_family_of_its_own_norms_and_activation_equals_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = save_gemma(tmp_path)
-    monkeypatch.setitem(registry.FAMILIES, "GemmaForCausalLM", registry.Family(read_config, build))
+    monkeypatch.setitem(registry.FAMILIES, "GemmaForCausalLM", registry.Family("Gemma", read_config, build))
     tokens = random_tokens(LENGTHS, BASE["vocab_size"], seed=1)
     model = load(tmp_path)
     for slot in model.weight_slots():
