@@ -92,7 +92,7 @@ def test_images_build_and_serve_in_a_plain_folder_as_another_user(root: Path, tm
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     assert "torch" not in frontend.run(["python3", "-m", "pip", "list"])
     assert '"alice"' in frontend.run(["tandem", "api-key", "alice"])
-    frontend.run(["tandem", "keys", frontend.there("/tmp/keys")])
+    frontend.run(["tandem", "keys", frontend.there("/var/lib/tandem/keys")])
     shutil.copytree(DEFAULT_MODEL, frontend.root / "models")
     endpoint = frontend.there("ipc:///run/tandem/sockets/engine")
     ports = {name: free_port() for name in ("serve", "serve_ops", "engine_ops", "frontend", "frontend_ops")}
