@@ -345,7 +345,7 @@ def function_tool(rng: random.Random, row: Function) -> Tool:
 
 
 def result_of(rng: random.Random, tool: Tool, questioner: Questioner) -> tuple[str, str]:
-    """Make a result of a call of the tool, and the sentence that tells it."""
+    """Make a result of a call of the tool, and the sentence that states it."""
     form = rng.random()
     if form < 0.35:
         fields = {slot.name: slot.value for slot in draw_slots(rng) if slot.value is not None}

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 
 from tandem.engine_core.scheduler.step_costs import StepCosts, StepWork, max_qk_pairs
 
@@ -49,6 +50,7 @@ def fitting_tokens(
     """
     sizes = costs.mixed_token_sizes if rows else costs.token_sizes
 
+    @cache
     def milliseconds(size: int) -> float:
         return costs.milliseconds(StepWork(rows, context, size, max_qk_pairs(prompts, size)))
 

@@ -163,7 +163,7 @@ class GrammarBuilder:
     async def _corrected(self, draft: Draft, options: GenerationOptions, ignored: IgnoredFields, client: str) -> Draft:
         """Remove what does not compile from the schemas that are not strict.
 
-        Raises ApiError 400 with the place of an error in one that is.
+        Raises ApiError 400 with the path of an error in one that is.
         """
         content = draft.content
         if content is not None and content.schema is not None:

@@ -224,7 +224,7 @@ class Fault(Struct, frozen=True):
     key: str
     reason: str
     is_value: bool = False
-    """True if the error is in the keyword's value, so that its place is the keyword and not the schema."""
+    """True if the error is in the keyword's value, so that its path is that of the keyword and not of the schema."""
 
 
 def faults(node: dict[str, Any], root: dict[str, Any]) -> Iterator[Fault]:

@@ -92,7 +92,7 @@ def test_paused_server_is_not_ready_says_why_and_takes_requests_that_wait(
 
 
 def test_request_that_a_paused_engine_refuses_has_retry_after(server: RunningServer, engine: FakeEngine) -> None:
-    """The failure of a request may come before the heartbeat that tells of the pause."""
+    """The failure of a request may come before the heartbeat that reports the pause."""
     engine.refusal = ErrorCode.ENGINE_PAUSED
     body = {"model": "fake-model", "prompt": "x"}
     before = post(server.url + "/v1/completions", json=body)
