@@ -8,8 +8,13 @@ from msgspec import Struct
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.quantization.scheme import Scheme
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.rope_config import RopeConfig
+
+
+def layer_prefix(index: int) -> str:
+    """Return the prefix of the names of a layer's modules and tensors, as in Hugging Face's Llama."""
+    return f"model.layers.{index}."
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -47,8 +52,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Activation of the gate in the feed-forward networks."""
     final_softcap: float | None = None
     """Bound c of the logits z, which become c * tanh(z / c). None: they stay as they are."""
-    quantization: Scheme | None = None
-    """Format of the projections inside the layers; None: they are not quantized."""
+    quantization: Quantization | None = None
+    """Formats of the linear layers; None: they are not quantized."""
     longest_context: int = 0
     """Largest --max-len where the rotary scaling can be stretched beyond `max_positions`; 0: it cannot."""
     multimodal: bool = False

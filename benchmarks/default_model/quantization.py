@@ -38,8 +38,10 @@ from benchmarks.default_model.rounded_inputs import calibrate, rounded_inputs
 from benchmarks.measuring.results import save
 from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.models.registry import Model
-from tandem.engine_core.quantization.scheme import ONLINE_FP8, EightBitScheme, Scheme
+from tandem.engine_core.quantization.quantization import Quantization
+from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
 from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
 from tests.support.paged_model import PagedRun, load
@@ -160,13 +162,13 @@ def plain_folder(directory: Path) -> Path:
 def measure(name: str, scratch: Path, samples: list[Sample]) -> Figures:
     """Write the default model in a format, load and measure it."""
     directory = plain_folder(scratch / name.replace(" ", "_"))
-    scheme: Scheme | None = ONLINE_FP8
+    quantization: Quantization | None = Quantization(ONLINE_FP8)
     if name != ONLINE:
         quantize_checkpoint(directory, LAYOUTS[name], fitted=True)
-        scheme = None
-    model = load(directory, scheme=scheme)
+        quantization = None
+    model = load(directory, quantization=quantization)
     figures = measured(name, model, samples)
-    if isinstance(scheme or model.config.quantization, EightBitScheme):
+    if isinstance(model.layers[0].mlp.down, EightBitLinear):  # type: ignore[attr-defined]
         calibrate(lambda: answer_logits(model, samples[0].texts[::5]))
         with rounded_inputs():
             figures |= measured(f"{name}, inputs too", model, samples)

@@ -85,7 +85,7 @@ def make_weights(context: BuildContext, shape: Shape, copies: int) -> list[Trito
     """Build random weights, scaled like a trained layer's."""
     found = []
     for _ in range(copies):
-        linear = context.linear_method.build(*shape, False, context)
+        linear = context.linear("proj", *shape)
         assert isinstance(linear, TritonLinear)
         linear.weight.normal_(std=shape[1] ** -0.5)
         found.append(linear)

@@ -13,6 +13,7 @@ from benchmarks.measuring.graph_timing import graph_microseconds
 from benchmarks.measuring.linear_layers import LINEAR_NAMES, LinearLayers, Name, Shape
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.loader.weights import fill_with_noise
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 from tandem.engine_core.runtime.device import read_gpu_traits
 
@@ -29,7 +30,8 @@ SCHEMES: dict[str, Scheme | None] = {
 
 def build_layers(model: Model, scheme: Scheme | None) -> LinearLayers:
     """Build the linear layers of a model in one format."""
-    context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), scheme)
+    quantization = None if scheme is None else Quantization(scheme)
+    context = triton_build_context(torch.device("cuda"), torch.bfloat16, read_gpu_traits(), quantization)
     shapes: dict[Name, Shape] = {name: model.linears[name] for name in LINEAR_NAMES}
     return LinearLayers.build(shapes, LAYERS, context)
 

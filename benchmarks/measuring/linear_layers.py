@@ -47,11 +47,8 @@ class LinearLayers:
 
         shapes: of a block's linear layers, and of the head, which follows the last block.
         """
-        maps = [
-            {name: context.linear_method.build(*shapes[name], False, context) for name in LINEAR_NAMES}
-            for _ in range(copies)
-        ]
-        head = context.head_method.build(*shapes["head"], False, context) if "head" in shapes else None
+        maps = [{name: context.linear(name, *shapes[name]) for name in LINEAR_NAMES} for _ in range(copies)]
+        head = context.linear("lm_head", *shapes["head"]) if "head" in shapes else None
         weight = torch.ones(shapes["qkv"][1], device=context.device, dtype=context.dtype)
         return cls(shapes, maps, head, RMSNorm(weight, EPS, context.kernels), context)
 

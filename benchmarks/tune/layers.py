@@ -20,6 +20,7 @@ from tandem.engine_core.kernels.tiles.table import MatmulKey, TileTable, W8A8Gem
 from tandem.engine_core.layers.linear_choice import triton_build_context
 from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear
 from tandem.engine_core.loader.weights import fill_with_noise
+from tandem.engine_core.quantization.quantization import Quantization
 
 LayerPlans: TypeAlias = Mapping[Key, Plan | W8A8GemmPlan]
 WORKING_SET = 256e6
@@ -45,7 +46,7 @@ def take_plans(layers: LinearLayers, plans: LayerPlans, gpu: GpuTraits) -> None:
     tiles = table_of(f"{gpu.name} with {hash(tuple(plans.items()))}", plans)
     for linear in layers.linears:
         linear.gpu = replace(gpu, tiles=tiles)  # type: ignore[attr-defined]
-    workspace = layers.context.linear_method.workspace  # type: ignore[attr-defined]
+    workspace = layers.context.method_for(None).workspace  # type: ignore[attr-defined]
     for key, plan in plans.items():
         if isinstance(key, MatmulKey) and isinstance(plan, SplitKPlan):
             needed = workspace_size(key.rows, key.outputs, plan, key.operation == "gated")
@@ -56,7 +57,9 @@ def build_layers(
     layer: LayerKey, copies: int, gpu: GpuTraits, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> LinearLayers:
     """Allocate layers without filling their weights."""
-    context = triton_build_context(torch.device(device), dtype, gpu, FORMATS[layer.format])
+    scheme = FORMATS[layer.format]
+    quantization = None if scheme is None else Quantization(scheme)
+    context = triton_build_context(torch.device(device), dtype, gpu, quantization)
     return LinearLayers.build(layer.shapes, copies, context)
 
 

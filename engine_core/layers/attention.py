@@ -83,16 +83,17 @@ class Attention:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
+        cls, config: ModelConfig, layer: LayerAttention, prefix: str, context: BuildContext, unit_offset: bool = False
     ) -> Self:
         """Allocate a layer with uninitialized weights.
 
-        layer: the layer's entry of `ModelConfig.attention`; unit_offset: of the QK norms, see `RMSNorm`.
+        layer: the layer's entry of `ModelConfig.attention`; prefix: of the names of its linear layers, such as
+        "model.layers.0.self_attn."; unit_offset: of the QK norms, see `RMSNorm`.
         """
-        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-        width = (heads + 2 * kv_heads) * head_dim
-        qkv = context.linear_method.build(width, config.hidden_size, config.qkv_bias, context)
-        output = context.linear_method.build(config.hidden_size, heads * head_dim, config.output_bias, context)
+        heads, kv_heads, head_dim, hidden = config.heads, config.kv_heads, config.head_dim, config.hidden_size
+        parts = _parts(heads * head_dim, kv_heads * head_dim)
+        qkv = context.linear(f"{prefix}qkv_proj", sum(parts.values()), hidden, config.qkv_bias, parts)
+        output = context.linear(f"{prefix}o_proj", hidden, heads * head_dim, config.output_bias)
         q_norm, k_norm = (
             RMSNorm.build(head_dim, config.rms_norm_eps, context, unit_offset) if config.qk_norm else None
             for _ in range(2)
@@ -130,10 +131,14 @@ class Attention:
 
         Names are those of Hugging Face's Llama and Qwen 3.
         """
-        kv_width = self.kv_heads * self.head_dim
-        parts = {"q_proj": self.heads * self.head_dim, "k_proj": kv_width, "v_proj": kv_width}
+        parts = _parts(self.heads * self.head_dim, self.kv_heads * self.head_dim)
         slots = self.qkv.slots(prefix, "qkv_proj", parts) + self.output.slots(prefix, "o_proj")
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 slots += norm.slots(f"{prefix}{name}")
         return slots
+
+
+def _parts(width: int, kv_width: int) -> dict[str, int]:
+    """Return the outputs of each part of the first projection."""
+    return {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}

@@ -1,5 +1,6 @@
 """Context in which a model's layers are built."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,12 +8,15 @@ import torch
 
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.split_linear import SplitLinear
+from tandem.engine_core.quantization.quantization import Quantization
+from tandem.engine_core.quantization.scheme import Scheme
 
 
 class LinearMethod(Protocol):
     """Storage format of linear weights.
 
-    It is chosen when a model is built; models only define shapes.
+    It is chosen when a model is built; models only define names and shapes.
     """
 
     def build(self, outputs: int, inputs: int, bias: bool, context: "BuildContext") -> LinearWeights:
@@ -25,8 +29,32 @@ class BuildContext:
 
     device: torch.device
     dtype: torch.dtype
-    linear_method: LinearMethod
-    """Linear method of the projections inside the layers."""
-    head_method: LinearMethod
-    """Linear method of the output head, which quantized checkpoints leave unquantized."""
+    quantization: Quantization | None
+    """Schemes of the linear layers; None: all are unquantized."""
+    method_for: Callable[[Scheme | None], LinearMethod]
+    """Return the linear method of a scheme, the same object in every call."""
     kernels: KernelSet
+
+    def scheme_for(self, name: str) -> Scheme | None:
+        """Return the scheme of a linear layer, None if it is not quantized; see `Quantization.scheme_for`."""
+        return None if self.quantization is None else self.quantization.scheme_for(name)
+
+    def linear(
+        self, name: str, outputs: int, inputs: int, bias: bool = False, parts: Mapping[str, int] | None = None
+    ) -> LinearWeights:
+        """Allocate a linear layer with uninitialized weights, in the format that the checkpoint has for it.
+
+        name: of the module in the text model, such as "model.layers.3.self_attn.qkv_proj"; parts: number of outputs of
+        each part of a fused projection by the last component of its name, such as "q_proj". Parts with different
+        schemes run one by one.
+        """
+        if parts is None or self.quantization is None:
+            return self.method_for(self.scheme_for(name)).build(outputs, inputs, bias, self)
+        schemes = self.quantization.part_schemes(name, parts)
+        if all(scheme == schemes[0] for scheme in schemes):
+            return self.method_for(schemes[0]).build(outputs, inputs, bias, self)
+        found = {
+            part: self.method_for(scheme).build(length, inputs, bias, self)
+            for (part, length), scheme in zip(parts.items(), schemes, strict=True)
+        }
+        return SplitLinear(found, self.kernels)

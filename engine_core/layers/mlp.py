@@ -32,11 +32,14 @@ class GatedMLP:
         self.kernels = kernels
 
     @classmethod
-    def build(cls, config: ModelConfig, context: BuildContext) -> Self:
-        """Allocate a network with uninitialized weights."""
+    def build(cls, config: ModelConfig, prefix: str, context: BuildContext) -> Self:
+        """Allocate a network with uninitialized weights.
+
+        prefix: of the names of its linear layers, such as "model.layers.0.mlp.".
+        """
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        gate_up = context.linear_method.build(2 * width, hidden, bias, context)
-        down = context.linear_method.build(hidden, width, bias, context)
+        gate_up = context.linear(f"{prefix}gate_up_proj", 2 * width, hidden, bias, _parts(width))
+        down = context.linear(f"{prefix}down_proj", hidden, width, bias)
         down.reorder_producer(gate_up)
         return cls(gate_up, down, width, config.activation, context.kernels)
 
@@ -57,5 +60,10 @@ class GatedMLP:
 
         Names are those of Hugging Face's Llama.
         """
-        parts = {"gate_proj": self.width, "up_proj": self.width}
-        return self.gate_up.slots(prefix, "gate_up_proj", parts) + self.down.slots(prefix, "down_proj")
+        gate_up = self.gate_up.slots(prefix, "gate_up_proj", _parts(self.width))
+        return gate_up + self.down.slots(prefix, "down_proj")
+
+
+def _parts(width: int) -> dict[str, int]:
+    """Return the outputs of each part of the first projection."""
+    return {"gate_proj": width, "up_proj": width}

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
+from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.model_config import ModelConfig, layer_prefix
 
 
 @dataclass(eq=False)
@@ -27,16 +27,14 @@ class PreNormBlock:
     mlp: GatedMLP
 
     @classmethod
-    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "PreNormBlock":
-        """Allocate a block with uninitialized weights.
-
-        layer: the block's entry of `ModelConfig.attention`.
-        """
+    def build(cls, config: ModelConfig, index: int, context: BuildContext) -> "PreNormBlock":
+        """Allocate the block of a layer with uninitialized weights."""
+        prefix = layer_prefix(index)
         return cls(
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
-            Attention.build(config, layer, context),
+            Attention.build(config, config.attention[index], f"{prefix}self_attn.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
-            GatedMLP.build(config, context),
+            GatedMLP.build(config, f"{prefix}mlp.", context),
         )
 
     def __call__(

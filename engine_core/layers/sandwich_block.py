@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
+from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import Norm
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.model_config import ModelConfig, layer_prefix
 
 
 @dataclass(eq=False)
@@ -33,12 +33,13 @@ class SandwichBlock:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, layer: LayerAttention, before: "SandwichBlock | None", context: BuildContext
+        cls, config: ModelConfig, index: int, before: "SandwichBlock | None", context: BuildContext
     ) -> "SandwichBlock":
-        """Allocate a block with uninitialized weights.
+        """Allocate the block of a layer with uninitialized weights.
 
-        layer: the block's entry of `ModelConfig.attention`; before: the previous block, None for the first.
+        before: the previous block, None for the first.
         """
+        prefix = layer_prefix(index)
         names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
         norms = {
             name: RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True) for name in names
@@ -46,9 +47,9 @@ class SandwichBlock:
         first = norms["input"]
         return cls(
             first if before is None else SandwichNorm(before.norms["post_feedforward"], first),
-            Attention.build(config, layer, context, unit_offset=True),
+            Attention.build(config, config.attention[index], f"{prefix}self_attn.", context, unit_offset=True),
             SandwichNorm(norms["post_attention"], norms["pre_feedforward"]),
-            GatedMLP.build(config, context),
+            GatedMLP.build(config, f"{prefix}mlp.", context),
             norms,
         )
 
@@ -79,7 +80,7 @@ class SandwichBlock:
 def build_sandwich(config: ModelConfig, context: BuildContext) -> tuple[list[SandwichBlock], SandwichNorm]:
     """Allocate the blocks of a decoder and the final norm, with uninitialized weights."""
     blocks: list[SandwichBlock] = []
-    for layer in config.attention:
-        blocks.append(SandwichBlock.build(config, layer, blocks[-1] if blocks else None, context))
+    for index in range(config.layers):
+        blocks.append(SandwichBlock.build(config, index, blocks[-1] if blocks else None, context))
     final = RMSNorm.build(config.hidden_size, config.rms_norm_eps, context, unit_offset=True)
     return blocks, SandwichNorm(blocks[-1].norms["post_feedforward"], final)

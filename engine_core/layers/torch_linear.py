@@ -1,74 +1,18 @@
 """Unquantized linear weights in torch, on any device."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
-from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
+from tandem.engine_core.layers.linear import LinearWeights, projection_slots
+from tandem.engine_core.layers.unfused_linear import UnfusedLinear
 from tandem.engine_core.loader.slots import WeightSlot
 
 MIN_ROWS_ON_CPU = 4
-
-
-class UnfusedLinear(ABC):
-    """Base of linear weights whose matmul is a separate launch from norm and activation."""
-
-    def __init__(self, bias: Tensor | None, kernels: KernelSet) -> None:
-        """Store the bias, [outputs], and the device's kernels."""
-        self.bias = bias
-        self.kernels = kernels
-
-    @abstractmethod
-    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Implement `LinearWeights.apply`."""
-
-    @abstractmethod
-    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """List all slots except that of the bias; see `LinearWeights.slots`."""
-
-    def apply_normed(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Implement `LinearWeights.apply_normed` in separate launches."""
-        normed, stream = norm(x, residual)
-        return (self.apply(normed) if activation is None else self.apply_gated(normed, activation)), stream
-
-    def apply_normed_quantized(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation, to: ActivationFormat
-    ) -> tuple[QuantizedActivation, Tensor]:
-        """Implement `LinearWeights.apply_normed_quantized` in separate launches."""
-        gate_up, stream = self.apply_normed(x, residual, norm)
-        return self.kernels.quantized_gate(gate_up, activation, to), stream
-
-    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up of the matmul, [T, outputs / 2].
-
-        The weight holds the gate's rows first.
-        """
-        return self.kernels.gated_activation(self.apply(x), activation)
-
-    def input_format(self, rows: int) -> ActivationFormat | None:
-        """Implement `LinearWeights.input_format`: the inputs are not quantized."""
-        return None
-
-    def apply_quantized(self, x: QuantizedActivation) -> Tensor:
-        """Implement `LinearWeights.apply_quantized` by dequantizing the inputs."""
-        return self.apply(x.dequantize().to(x.dtype))
-
-    def reorder_producer(self, source: LinearWeights) -> None:  # noqa: B027
-        """Implement `LinearWeights.reorder_producer`: inputs keep their order."""
-
-    def slots(self, prefix: str, name: str, parts: Mapping[str, int] | None = None) -> list[WeightSlot]:
-        """Implement `LinearWeights.slots`."""
-        slots = self.weight_slots(prefix, name, parts)
-        return slots if self.bias is None else slots + projection_slots(self.bias, prefix, name, parts, "bias")
 
 
 class TorchLinear(UnfusedLinear):

@@ -17,8 +17,8 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.quantization.reading import read_scheme
-from tandem.engine_core.quantization.scheme import Scheme
+from tandem.engine_core.quantization.quantization import Quantization
+from tandem.engine_core.quantization.reading import read_quantization
 from tandem.engine_core.quantization.sidecar import as_quantization_config, find_sidecar
 from tandem.engine_core.rope_config import (
     FULL,
@@ -249,10 +249,10 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         }
         return ModelConfig(**(common | own))
 
-    def _quantization(self, fields: ConfigFields, layers: int) -> Scheme | None:
+    def _quantization(self, fields: ConfigFields, layers: int) -> Quantization | None:
         found = fields.compression_config if fields.quantization_config is None else fields.quantization_config
         try:
-            return read_scheme(found, layers)
+            return read_quantization(found, layers)
         except ConfigError as error:
             if not self.quantized_by:
                 raise

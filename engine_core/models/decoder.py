@@ -20,7 +20,7 @@ from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.model_config import ModelConfig, layer_prefix
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -81,7 +81,12 @@ class Decoder:
         tables; norm: the last one, None for a plain one; embedding_scale: factor of the embeddings alone.
         """
         vocab, hidden = config.vocab_size, config.hidden_size
-        head = context.head_method.build(vocab, hidden, False, context)
+        # A tied head is the embedding, which is never quantized.
+        head = (
+            context.method_for(None).build(vocab, hidden, False, context)
+            if config.tie_embeddings
+            else context.linear(HEAD, vocab, hidden)
+        )
         return cls(
             config,
             tuple(RotaryTable.build(rope, max_positions, context.device) for rope in config.ropes),
@@ -121,6 +126,7 @@ class Decoder:
             head = [replace(slot, tied_to=f"{EMBEDDING}.weight") for slot in head]
         slots = self.embedding.slots(EMBEDDING)
         for index, layer in enumerate(self.layers):
-            slots += layer.slots(f"model.layers.{index}.")
-            slots += self.kv_scales.slots(index, f"model.layers.{index}.self_attn.")
+            prefix = layer_prefix(index)
+            slots += layer.slots(prefix)
+            slots += self.kv_scales.slots(index, f"{prefix}self_attn.")
         return slots + self.norm.slots("model.norm") + head

@@ -18,7 +18,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.model_config import ModelConfig, layer_prefix
 from tandem.engine_core.models.config_fields import ConfigFields, ConfigSource
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.rope_config import Count, Positive
@@ -53,10 +53,10 @@ class Olmo2Attention(Attention):
 
     @classmethod
     def build(
-        cls, config: ModelConfig, layer: LayerAttention, context: BuildContext, unit_offset: bool = False
+        cls, config: ModelConfig, layer: LayerAttention, prefix: str, context: BuildContext, unit_offset: bool = False
     ) -> Self:
         """Extend `Attention.build` by norms over the heads of all queries, and of all keys."""
-        built = super().build(config, layer, context, unit_offset)
+        built = super().build(config, layer, prefix, context, unit_offset)
         built.q_norm, built.k_norm = (
             RMSNorm.build(heads * config.head_dim, config.rms_norm_eps, context, unit_offset)
             for heads in (config.heads, config.kv_heads)
@@ -109,15 +109,13 @@ class Olmo2Block:
     mlp_norm: RMSNorm
 
     @classmethod
-    def build(cls, config: ModelConfig, layer: LayerAttention, context: BuildContext) -> "Olmo2Block":
-        """Allocate a block without weights.
-
-        layer: the block's entry of `ModelConfig.attention`.
-        """
+    def build(cls, config: ModelConfig, index: int, context: BuildContext) -> "Olmo2Block":
+        """Allocate the block of a layer without weights."""
+        prefix = layer_prefix(index)
         return cls(
-            Olmo2Attention.build(config, layer, context),
+            Olmo2Attention.build(config, config.attention[index], f"{prefix}self_attn.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
-            Olmo2MLP.build(config, context),
+            Olmo2MLP.build(config, f"{prefix}mlp.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
         )
 
@@ -150,5 +148,5 @@ class Olmo2Block:
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
     """Allocate a model without weights."""
-    blocks = [Olmo2Block.build(config, layer, context) for layer in config.attention]
+    blocks = [Olmo2Block.build(config, index, context) for index in range(config.layers)]
     return Decoder.build(config, max_positions, context, blocks)

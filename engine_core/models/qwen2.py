@@ -49,5 +49,5 @@ def read_config(source: ConfigSource) -> ModelConfig:
 
 def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Decoder:
     """Allocate a model without weights."""
-    blocks = [PreNormBlock.build(config, layer, context) for layer in config.attention]
+    blocks = [PreNormBlock.build(config, index, context) for index in range(config.layers)]
     return Decoder.build(config, max_positions, context, blocks)

@@ -1,4 +1,4 @@
-"""Quantization scheme of a checkpoint, from its config.json."""
+"""Quantization of a checkpoint, from its config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.fields import Fields, check_unquantized
 from tandem.engine_core.quantization.formats import awq, compressed_tensors, fp8, gptq, modelopt
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Scheme
 
 READERS: Mapping[str, Callable[[Fields], Scheme | None]] = {
@@ -25,8 +26,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that change the meaning of any method's tensors, with the values that do not."""
 
 
-def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme | None:
-    """Return the scheme of the projections inside a model's layers, None if they are not quantized.
+def read_quantization(quantization: Mapping[str, Any] | None, layers: int) -> Quantization | None:
+    """Return the quantization of a model's linear layers, None if they are not quantized.
 
     quantization: the `quantization_config` of config.json, None if missing; layers: number of layers. Raises
     ConfigError for an unsupported quantization, listing the supported ones.
@@ -49,4 +50,4 @@ def read_scheme(quantization: Mapping[str, Any] | None, layers: int) -> Scheme |
     if scheme is None:
         return None
     check_unquantized(fields.names("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"), layers)
-    return scheme
+    return Quantization(scheme)

@@ -14,6 +14,7 @@ from tandem.engine_core.config import GPU_SHARE, StepConfig
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB
@@ -51,7 +52,7 @@ def weight_bytes(source: ModelSource) -> int:
 def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
     if tensor.dtype not in FLOAT_DTYPES:
         return TORCH_DTYPES[tensor.dtype].itemsize
-    is_quantized_now = source.model.quantization == ONLINE_FP8 and tensor.name.endswith("_proj.weight")
+    is_quantized_now = source.model.quantization == Quantization(ONLINE_FP8) and tensor.name.endswith("_proj.weight")
     return 1 if is_quantized_now else source.dtype.itemsize
 
 

@@ -34,6 +34,7 @@ from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -113,7 +114,7 @@ def _quantized(options: EngineOptions, model: ModelConfig) -> ModelConfig:
         return model
     if model.quantization is not None:
         raise ConfigError("--quantize fp8: the checkpoint is quantized already; leave the flag out")
-    return structs.replace(model, quantization=ONLINE_FP8)
+    return structs.replace(model, quantization=Quantization(ONLINE_FP8))
 
 
 def build_engine(

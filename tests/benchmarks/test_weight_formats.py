@@ -26,5 +26,6 @@ def test_a_shape_in_a_format_has_its_scheme(name: str, tmp_path: Path) -> None:
     directory = write_shape(SHAPE, name, tmp_path)
     assert directory.name == SHAPE.name
     config = read_config(directory)
-    assert config.quantization == EXPECTED[name]
+    found = config.quantization and config.quantization.scheme_for("model.layers.0.mlp.down_proj")
+    assert found == EXPECTED[name]
     assert (config.hidden_size, config.layers) == (4096, 32)

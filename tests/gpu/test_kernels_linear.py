@@ -78,7 +78,7 @@ def new_context() -> BuildContext:
 
 def linear_of(context: BuildContext, outputs: int, inputs: int, bias: Tensor | None = None) -> TritonLinear:
     """Build random weights scaled as a trained layer's, with a copy of a bias."""
-    linear = context.linear_method.build(outputs, inputs, bias is not None, context)
+    linear = context.linear("proj", outputs, inputs, bias is not None)
     assert isinstance(linear, TritonLinear)
     linear.weight.normal_(std=inputs**-0.5)
     if linear.bias is not None and bias is not None:

@@ -34,9 +34,10 @@ from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
 from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear, library_matmul
 from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Linear
-from tandem.engine_core.layers.torch_linear import UnfusedLinear
+from tandem.engine_core.layers.unfused_linear import UnfusedLinear
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.quantization.int4 import pack, unpack
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.device import read_gpu_traits
@@ -72,8 +73,8 @@ def linear_of(
     scheme: EightBitScheme | Int4Scheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16
 ) -> Linear:
     """Build random weights with about the magnitude of a trained layer's."""
-    context = triton_build_context(torch.device("cuda"), dtype, read_gpu_traits(), scheme)
-    linear = context.linear_method.build(outputs, inputs, True, context)
+    context = triton_build_context(torch.device("cuda"), dtype, read_gpu_traits(), Quantization(scheme))
+    linear = context.linear("proj", outputs, inputs, True)
     torch.manual_seed(outputs + inputs)
     if isinstance(linear, TritonEightBitLinear):
         linear.values.copy_((torch.randn(outputs, inputs, device="cuda") * 30).clamp(-127, 127).to(linear.values.dtype))

@@ -14,7 +14,7 @@ from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import load_weights
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint, read_config
-from tandem.engine_core.quantization.scheme import Scheme
+from tandem.engine_core.quantization.quantization import Quantization
 
 Work = tuple[int, int, int]
 """Index of the sequence, first position, number of positions."""
@@ -24,12 +24,12 @@ def load(
     directory: Path,
     dtype: torch.dtype = torch.float32,
     max_positions: int | None = None,
-    scheme: Scheme | None = None,
+    quantization: Quantization | None = None,
 ) -> Model:
-    """Load a checkpoint in its own scheme of quantization, or a given one."""
+    """Load a checkpoint in its own quantization, or a given one."""
     config = read_config(directory)
     checkpoint = open_checkpoint(directory, config)
-    context = torch_build_context(torch.device("cpu"), dtype, scheme or config.quantization)
+    context = torch_build_context(torch.device("cpu"), dtype, quantization or config.quantization)
     model = build_model(config, context, max_positions, checkpoint)
     load_weights(model, checkpoint)
     return model

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.layers.torch_linear import CpuLinear, TorchLinear, UnfusedLinear
+from tandem.engine_core.layers.torch_linear import CpuLinear, TorchLinear
+from tandem.engine_core.layers.unfused_linear import UnfusedLinear
 
 
 class QuantizedLinear(UnfusedLinear):

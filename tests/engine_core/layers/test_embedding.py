@@ -23,7 +23,7 @@ def test_the_scale_is_rounded_to_the_dtype_as_in_the_gemma_of_transformers(dtype
 
 def test_a_scaled_table_stays_as_it_is_in_the_tied_head() -> None:
     context = torch_build_context(torch.device("cpu"), torch.float32)
-    head = context.head_method.build(5, 8, False, context)
+    head = context.linear("lm_head", 5, 8)
     (slot,) = head.slots("", "lm_head")
     slot.target.normal_()
     stored = slot.target.clone()

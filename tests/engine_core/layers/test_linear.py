@@ -49,7 +49,7 @@ def test_apply_writes_to_the_given_output(method: LinearMethod, bias: bool) -> N
 
 
 def test_few_rows_round_like_many_on_the_cpu() -> None:
-    linear = filled(torch_build_context(CPU, torch.float32).linear_method, False)
+    linear = filled(torch_build_context(CPU, torch.float32).method_for(None), False)
     x = torch.randn(4, 96)
     four = linear.apply(x)
     for rows in (1, 2, 3):
@@ -86,4 +86,4 @@ def test_slots_of_a_fused_projection_are_its_parts_and_the_whole() -> None:
 
 
 def test_default_method_follows_the_device() -> None:
-    assert isinstance(torch_build_context(torch.device("cuda"), torch.float32).linear_method, TorchMethod)
+    assert isinstance(torch_build_context(torch.device("cuda"), torch.float32).method_for(None), TorchMethod)

@@ -13,13 +13,15 @@ from torch.nn import functional
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
-from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.build_context import BuildContext, LinearMethod
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.models.registry import Model, build_model, read_config
+from tandem.engine_core.quantization.quantization import Quantization
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Scheme
 from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support.paged_model import PagedRun, load
 from tests.support.parity import random_tokens
@@ -87,7 +89,13 @@ def quantize(directory: Path) -> None:
 
 
 def load_int8(directory: Path) -> Model:
-    context = replace(torch_build_context(torch.device("cpu"), torch.float32), linear_method=Int8Method())
+    plain = torch_build_context(torch.device("cpu"), torch.float32)
+    quantization = Quantization(EightBitScheme("int8", Activations.UNQUANTIZED))
+
+    def method_for(scheme: Scheme | None) -> LinearMethod:
+        return plain.method_for(None) if scheme is None else Int8Method()
+
+    context = replace(plain, quantization=quantization, method_for=method_for)
     checkpoint = Checkpoint.open(directory)
     model = build_model(read_config(directory), context, checkpoint=checkpoint)
     load_weights(model, checkpoint)

@@ -72,7 +72,7 @@ def test_a_sandwich_refuses_norms_of_two_eps() -> None:
 @pytest.mark.parametrize("activation", [None, Activation.GELU_TANH])
 def test_a_matmul_after_two_norms_equals_separate_operations(activation: Activation | None) -> None:
     update, residual = streams(5, 32)
-    linear: LinearWeights = CONTEXT.linear_method.build(16, 32, False, CONTEXT)
+    linear: LinearWeights = CONTEXT.linear("proj", 16, 32)
     (slot,) = linear.slots("", "w")
     slot.target.normal_()
     sandwich = SandwichNorm(filled(32), filled(32))

@@ -18,7 +18,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.pre_norm_block import PreNormBlock
-from tandem.engine_core.model_config import ModelConfig
+from tandem.engine_core.model_config import ModelConfig, layer_prefix
 from tandem.engine_core.models import registry
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.models.llama import read_config
@@ -33,8 +33,13 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Dec
 
     config = structs.replace(config, activation=Activation.GELU_TANH)
     blocks = [
-        PreNormBlock(norm(), Attention.build(config, layer, context), norm(), GatedMLP.build(config, context))
-        for layer in config.attention
+        PreNormBlock(
+            norm(),
+            Attention.build(config, layer, f"{layer_prefix(index)}self_attn.", context),
+            norm(),
+            GatedMLP.build(config, f"{layer_prefix(index)}mlp.", context),
+        )
+        for index, layer in enumerate(config.attention)
     ]
     return Decoder.build(config, max_positions, context, blocks, norm(), embedding_scale=config.hidden_size**0.5)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.quantization.reading import read_scheme
+from tandem.engine_core.quantization.reading import read_quantization
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
 from tests.support.quantized_checkpoint import LAYOUTS
 
@@ -111,7 +111,8 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
     ],
 )
 def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4Scheme) -> None:
-    assert read_scheme(config, 2) == scheme
+    found = read_quantization(config, 2)
+    assert found is not None and found.scheme_for("model.layers.1.mlp.down_proj") == scheme
 
 
 @pytest.mark.parametrize(
@@ -189,14 +190,14 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
 )
 def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="serve another quantization of the model, or the unquantized") as caught:
-        read_scheme(config, 2)
+        read_quantization(config, 2)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("fields", [{"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": 8}}])
 def test_scales_of_keys_and_values_alone_are_no_quantization_of_weights(fields: dict[str, Any]) -> None:
     for config in ({"quant_algo": None} | fields, {"quant_algo": "NO_QUANT"}):
-        assert read_scheme({"quant_method": "modelopt"} | config, 2) is None
+        assert read_quantization({"quant_method": "modelopt"} | config, 2) is None
 
 
 def test_lists_of_other_modules_are_fine() -> None:
@@ -209,10 +210,10 @@ def test_lists_of_other_modules_are_fine() -> None:
         "multi_modal_projector",
         "model.layers.7.mlp.up_proj",
     ]
-    assert read_scheme(packed() | {"ignore": others}, 2) is not None
+    assert read_quantization(packed() | {"ignore": others}, 2) is not None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_without_quantization_has_no_scheme_and_others_have_one(name: str) -> None:
-    assert read_scheme(None, 2) is None
-    assert read_scheme(LAYOUTS[name].config, 2) is not None
+    assert read_quantization(None, 2) is None
+    assert read_quantization(LAYOUTS[name].config, 2) is not None

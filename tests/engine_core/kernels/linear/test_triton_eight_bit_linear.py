@@ -21,7 +21,8 @@ from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized import triton_eight_bit_linear
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear, library_matmul
-from tandem.engine_core.layers.torch_linear import UnfusedLinear
+from tandem.engine_core.layers.unfused_linear import UnfusedLinear
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 from tests.fakes.gpus import A100, H200, L4
 from tests.support.thinned import thinned
@@ -39,8 +40,8 @@ KEPT_FP8, KEPT_INT8, KEPT_BLOCKS = (
 def linear(
     scheme: EightBitScheme, gpu: GpuTraits, outputs: int, device: str, inputs: int = 256
 ) -> TritonEightBitLinear:
-    context = triton_build_context(torch.device(device), torch.float16, gpu, scheme)
-    found = context.linear_method.build(outputs, inputs, True, context)
+    context = triton_build_context(torch.device(device), torch.float16, gpu, Quantization(scheme))
+    found = context.linear("proj", outputs, inputs, True)
     assert isinstance(found, TritonEightBitLinear)
     generator = torch.Generator().manual_seed(outputs)
     found.values.copy_((torch.randn(outputs, inputs, generator=generator) * 50).clamp(-127, 127).to(found.values.dtype))

@@ -15,6 +15,7 @@ from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
 from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Linear
 from tandem.engine_core.quantization.int4 import pack, unpack
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Int4Scheme
 from tests.fakes.gpus import A100
 from tests.fakes.launched_kernel import LaunchedKernel
@@ -26,8 +27,10 @@ INPUTS = 256
 
 def linears(outputs: int, ordered: bool, device: str) -> tuple[TritonInt4Linear, Int4Linear]:
     """The same weights for the GPU and for any device."""
-    context = triton_build_context(torch.device(device), torch.float16, A100, Int4Scheme("gptq", 64, False))
-    found = context.linear_method.build(outputs, INPUTS, True, context)
+    context = triton_build_context(
+        torch.device(device), torch.float16, A100, Quantization(Int4Scheme("gptq", 64, False))
+    )
+    found = context.linear("proj", outputs, INPUTS, True)
     assert isinstance(found, TritonInt4Linear)
     generator = torch.Generator().manual_seed(outputs)
     found.words.copy_(torch.randint(-(2**31), 2**31, found.words.shape, generator=generator, dtype=torch.int32))

@@ -14,6 +14,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import fill_with_noise
 from tandem.engine_core.models.registry import build_model, read_config
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support import parity
@@ -238,7 +239,7 @@ def test_nan_weights_are_not_quantized(damage: float, tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = damage
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight: it has weights that are NaN or infinite"):
-        load(tmp_path, scheme=ONLINE_FP8)
+        load(tmp_path, quantization=Quantization(ONLINE_FP8))
 
 
 def test_a_static_checkpoint_without_scales_of_inputs_is_refused(tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
 from tandem.engine_core.quantization.int4 import pack, unpack
+from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Int4Scheme
 
 INPUTS, OUTPUTS, GROUP = 96, 48, 32
-CONTEXT = torch_build_context(torch.device("cpu"), torch.float32, Int4Scheme("gptq", GROUP, False, ordered=True))
+CONTEXT = torch_build_context(
+    torch.device("cpu"), torch.float32, Quantization(Int4Scheme("gptq", GROUP, False, ordered=True))
+)
 
 
 def loaded(ordered: bool) -> tuple[Int4Linear, torch.Tensor]:
     """Weights as loaded, with shuffled groups or not, and the order of their sorted inputs."""
     generator = torch.Generator().manual_seed(1)
-    linear = CONTEXT.linear_method.build(OUTPUTS, INPUTS, True, CONTEXT)
+    linear = CONTEXT.linear("proj", OUTPUTS, INPUTS, True)
     assert isinstance(linear, Int4Linear) and linear.bias is not None
     levels = torch.randint(0, 16, (OUTPUTS, INPUTS), generator=generator, dtype=torch.uint8)
     groups = (torch.arange(INPUTS) // GROUP)[torch.randperm(INPUTS, generator=generator)].int()
