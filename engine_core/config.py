@@ -10,6 +10,7 @@ from tandem.engine_core import graph_sizes
 from tandem.engine_core.errors import ConfigError, ConfigProblems
 from tandem.engine_core.graph_sizes import MIXED_GRAPH_TOKENS
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.page_counts import PageColumns, page_columns, tokens_of_pages
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
 
 CPU_MAX_ROWS = 32
@@ -59,6 +60,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """Largest number of positions of one prompt in a step with decoding rows; 0: prompts are computed whole."""
     page_size: int
     max_waiting: int
+    kv_windows: tuple[int | None, ...] = (None,)
+    """Window of each KV group; None for a group that keeps all positions."""
     max_prefill_chunks_per_step: int = 0
     """Maximum number of prompts per step; 0: any number."""
     max_itl: float | None = None
@@ -94,12 +97,17 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         return self.num_pages(self.max_len)
 
     @property
+    def page_columns(self) -> tuple[PageColumns, ...]:
+        """Columns of each KV group in the rows of the page table."""
+        return page_columns(self.kv_windows, self.page_size, self.max_len, self.max_step_tokens)
+
+    @property
     def max_page_entries(self) -> int:
         """Largest number of page table entries in one step.
 
         The size of the pool does not limit it, because rows may share pages.
         """
-        return self.max_rows * self.pages_per_row
+        return self.max_rows * sum(columns.count for columns in self.page_columns)
 
     @property
     def max_uploads(self) -> int:
@@ -115,8 +123,8 @@ class EngineConfig(StepConfig, frozen=True, kw_only=True):
 
     @property
     def kv_tokens(self) -> int:
-        """Number of positions that sequences can use."""
-        return (self.pages - 1) * self.page_size
+        """Number of positions that sequences of `max_len`, and a shorter one, can use."""
+        return tokens_of_pages(self.kv_windows, self.pages - 1, self.page_size, self.max_len)
 
 
 def resolve_device(options: EngineOptions, cuda: bool) -> str:

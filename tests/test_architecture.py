@@ -25,6 +25,7 @@ L1 = {
         "startup.kv_sizing",
         "startup.log_level_file",
         "kv_cache.groups",
+        "page_counts",
         "integers",
     )
 }

@@ -34,7 +34,7 @@ LEVELS = {
     ),
     "engine_core": (
         {"errors", "integers"},
-        {"graph_sizes", "kernels", "plan", "quantization", "rope_config"},
+        {"graph_sizes", "kernels", "page_counts", "plan", "quantization", "rope_config"},
         {"attention", "config", "contracts", "loader", "pipeline", "sampling"},
         {"model_config"},
         {"constraints", "layers", "sequence", "wire"},

@@ -36,7 +36,6 @@ from benchmarks.default_model.corpus import load as load_corpus
 from benchmarks.default_model.judge import draw_named, draw_tasks
 from benchmarks.default_model.rounded_inputs import calibrate, rounded_inputs
 from benchmarks.measuring.results import save
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.models.registry import Model
@@ -197,8 +196,9 @@ def measure_kv(scratch: Path, samples: list[Sample]) -> Figures:
     ):
         model = load(directory)
         config, dtype = model.config, torch.float8_e4m3fn
-        group = KVGroup(tuple(range(config.layers)))
-        layout = KVLayout(group=group, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+        layout = KVLayout.of_one_group(
+            config.layers, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype
+        )
         for scales in ("scales of 1", "calibrated scales"):
             if scales == "scales of 1":
                 model.kv_scales.values.fill_(1.0)

@@ -25,7 +25,6 @@ from tandem.engine_core.kernels.gated_activation import gated_activation
 from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.tiles.plan_types import Tile
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.runtime.tables import DeviceTables
@@ -74,8 +73,9 @@ def paged_sets(batch: int, context: int, model: Model) -> tuple[list[tuple[Any, 
     table[1:] = (torch.randperm(batch * pages) + 1).view(batch, pages)
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
-    group = KVGroup(tuple(range(sets(size))))
-    layout = KVLayout(group=group, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16)
+    layout = KVLayout.of_one_group(
+        sets(size), page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16
+    )
     storage = KVStorage.allocate(layout, batch * pages + 1, "cuda")
     storage.pool.normal_()
     shared = (rows, positions, storage.page_table(table.cuda()), head_dim**-0.5)

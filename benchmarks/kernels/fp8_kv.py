@@ -21,7 +21,6 @@ from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention.decode_plans import choose_plan, choose_splits
 from tandem.engine_core.kernels.attention.paged_prefill import tile_queries
 from tandem.engine_core.kernels.kv_dtype import LARGEST, write_pool
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.runtime.device import read_gpu_traits
 
@@ -39,8 +38,7 @@ class Setup:
         self.rows, self.length = rows, length
         used = ceil_div(length, PAGE)
         pages = (torch.randperm(rows * used) + 1).view(rows, used).int().cuda()
-        group = KVGroup(tuple(range(LAYERS)))
-        layout = KVLayout(group=group, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        layout = KVLayout.of_one_group(LAYERS, page_size=PAGE, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
         self.storage = KVStorage.allocate(layout, rows * used + 1, "cuda")
         self.table = self.storage.page_table(pages)
         generator = torch.Generator("cuda").manual_seed(0)

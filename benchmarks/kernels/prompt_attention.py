@@ -29,7 +29,6 @@ from tandem.engine_core.attention.triton import RaggedPlanner
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.attention import decode_plans, paged_decode, paged_prefill
 from tandem.engine_core.kernels.attention.paged_prefill import TileShape
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.runtime.device import read_gpu_traits
 
@@ -52,9 +51,8 @@ class Setup:
         self.table[0] = ids[:used]
         self.table[1:, :decoding] = ids[used:].view(DECODE_ROWS, decoding)
         self.table = self.table.cuda()
-        group = KVGroup(tuple(range(LAYERS)))
-        layout = KVLayout(
-            group=group, page_size=PAGE, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=torch.bfloat16
+        layout = KVLayout.of_one_group(
+            LAYERS, page_size=PAGE, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=torch.bfloat16
         )
         self.storage = KVStorage.allocate(layout, pages, "cuda")
         self.storage.pool.normal_(0, 0.5)

@@ -24,7 +24,6 @@ from tandem.engine_core.kernels.norm import rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 from tandem.engine_core.kernels.tiles.table import DecodeKey
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 
 CONTEXTS = (448, 1024)
@@ -65,9 +64,7 @@ def layers(key: DecodeKey, context: int, device: str, dtype: torch.dtype = torch
     table[1:] = (torch.randperm(batch * pages) + 1).view(batch, pages)
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device=device)
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
-    layout = KVLayout(
-        group=KVGroup(tuple(range(LAYERS))), page_size=PAGE, kv_heads=kv_heads, head_dim=key.head_dim, dtype=kv_dtype
-    )
+    layout = KVLayout.of_one_group(LAYERS, page_size=PAGE, kv_heads=kv_heads, head_dim=key.head_dim, dtype=kv_dtype)
     storage = KVStorage.allocate(layout, batch * pages + 1, device)
     if key.kv_bits == 16:
         storage.pool.normal_()

@@ -16,15 +16,29 @@ from tandem.engine_core.kv_cache.groups import KVGroup
 class KVLayout(Struct, frozen=True, kw_only=True):
     """Layout of a page.
 
-    A page holds the keys and values of a group's layers for consecutive positions.
+    A page holds the keys and values of one group's layers for consecutive positions. It has room for the layers of the
+    largest group.
     """
 
-    group: KVGroup
+    groups: tuple[KVGroup, ...]
     page_size: int
     """Positions in a page, a power of two."""
-    kv_heads: int
-    head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of_one_group(
+        cls, layers: int, *, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> "KVLayout":
+        """Return the layout of a pool in which all layers keep all positions."""
+        return cls(groups=(KVGroup(tuple(range(layers)), kv_heads, head_dim),), page_size=page_size, dtype=dtype)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.groups[0].kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.groups[0].head_dim
 
     @property
     def dtype_name(self) -> str:
@@ -34,7 +48,8 @@ class KVLayout(Struct, frozen=True, kw_only=True):
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
         """Shape of a page, [layers, 2, page_size, kv_heads, head_dim]."""
-        return len(self.group.layers), 2, self.page_size, self.kv_heads, self.head_dim
+        layers = max(len(group.layers) for group in self.groups)
+        return layers, 2, self.page_size, self.kv_heads, self.head_dim
 
     @property
     def page_elements(self) -> int:
@@ -52,18 +67,18 @@ class KVLayout(Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return self.page_bytes // self.page_size
+        """Bytes of one token in the pages of all groups."""
+        return len(self.groups) * self.page_bytes // self.page_size
 
 
 class KVStorage:
-    """Keys and values of the layers of a group, page-major.
+    """Keys and values of all layers, page-major.
 
-    All that a page holds is one run of bytes, and all pages have the same size.
+    All that a page holds is one run of bytes, and all pages have the same size: any page serves any group.
 
     A layer is addressed by slots of head vectors from its own first slot on, `page_stride` slots a page, so that a slot
     is the same number in every layer. Pages of all layers are interleaved: a layer's view must only be indexed by slots
-    of a page table, never written as a whole.
+    of its group's page table, never written as a whole. Layers of different groups may have the same view.
 
     Page 0 is reserved: padding reads and writes there, and no sequence ever owns it. The pool is zero-initialized,
     because attention multiplies masked slots by 0, and 0 times NaN is NaN. Which sequence owns which page is decided by
@@ -73,8 +88,8 @@ class KVStorage:
     def __init__(self, layout: KVLayout, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
         """Keep the pool and its views.
 
-        pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer of the group,
-        [slots, kv_heads, head_dim], contiguous, from the layer's first slot to its last.
+        pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer, [slots, kv_heads, head_dim],
+        contiguous, from the layer's first slot to its last.
         """
         self.layout = layout
         self.pool = pool
@@ -83,13 +98,24 @@ class KVStorage:
 
     @classmethod
     def allocate(cls, layout: KVLayout, pages: int, device: torch.device | str) -> "KVStorage":
-        """Allocate `pages` pages, page 0 included."""
+        """Allocate `pages` pages, page 0 included.
+
+        Raises ValueError for groups whose pages would differ in shape.
+        """
+        if len(shapes := {(group.kv_heads, group.head_dim) for group in layout.groups}) > 1:
+            raise ValueError(
+                f"KV groups of different (kv_heads, head_dim), {sorted(shapes)}, are not supported: all pages "
+                "must have one shape"
+            )
         pool = torch.zeros((pages, *layout.page_shape), dtype=layout.dtype, device=device)
         flat = pool.view(-1, layout.kv_heads, layout.head_dim)
         size, stride = layout.page_size, _page_stride(layout)
         slots = (pages - 1) * stride + size
         views = [flat[first : first + slots] for first in range(0, stride, size)]
-        return cls(layout, pool, tuple(views[0::2]), tuple(views[1::2]))
+        # A layer's index in the page is its index in its group.
+        index = {layer: index for group in layout.groups for index, layer in enumerate(group.layers)}
+        order = [index[layer] for layer in sorted(index)]
+        return cls(layout, pool, tuple(views[2 * i] for i in order), tuple(views[2 * i + 1] for i in order))
 
     @property
     def pages(self) -> int:

@@ -101,7 +101,7 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
         step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes)
     problems.check()
     groups = _kv_groups(model_config)
-    layout = _kv_layout(groups[0], step_config, model_config)
+    layout = _kv_layout(groups, step_config)
     return ResolvedEngine(ModelSource(directory, model_config, getattr(torch, dtype), layout), groups, step_config)
 
 
@@ -299,14 +299,12 @@ def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
 
     All layers form one group: those with a window keep the keys and values of all positions too.
     """
-    return (KVGroup(tuple(range(model.layers))),)
+    return (KVGroup(tuple(range(model.layers)), model.kv_heads, model.head_dim),)
 
 
-def _kv_layout(group: KVGroup, config: StepConfig, model: ModelConfig) -> KVLayout:
+def _kv_layout(groups: tuple[KVGroup, ...], config: StepConfig) -> KVLayout:
     dtype = getattr(torch, config.dtype) if config.options.kv_dtype == "auto" else torch.float8_e4m3fn
-    return KVLayout(
-        group=group, page_size=config.page_size, kv_heads=model.kv_heads, head_dim=model.head_dim, dtype=dtype
-    )
+    return KVLayout(groups=groups, page_size=config.page_size, dtype=dtype)
 
 
 def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.checkpoint import Checkpoint
@@ -56,8 +55,9 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
     where = torch.device(device)
     model = build_model(config, torch_build_context(where, dtype))
     load_weights(model, Checkpoint.open(DEFAULT_MODEL))
-    group = KVGroup(tuple(range(config.layers)))
-    layout = KVLayout(group=group, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+    layout = KVLayout.of_one_group(
+        config.layers, page_size=16, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype
+    )
     kv = KVStorage.allocate(layout, 12, where)
     positions = torch.arange(len(sequence), device=where)
     page_table = kv.page_table(torch.arange(1, 12, dtype=torch.int32, device=where)[None])

@@ -9,7 +9,6 @@ from torch import Tensor
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.kernels.kv_dtype import to_pool
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import load_weights
@@ -51,8 +50,8 @@ class PagedRun:
         self.pages = torch.randint(1, sum(need) + 1, (len(tokens), max(need)), generator=generator, dtype=torch.int32)
         for row, pages in enumerate(order.split(need)):
             self.pages[row, : len(pages)] = pages
-        layout = KVLayout(
-            group=KVGroup(tuple(range(config.layers))),
+        layout = KVLayout.of_one_group(
+            config.layers,
             page_size=page_size,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,

@@ -11,7 +11,6 @@ from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.contracts import Masks, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kernels.reference.sampling import Draw, Truncation
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
@@ -220,8 +219,8 @@ class Shape:
 def build_runtime(model: Decoder, shape: Shape) -> RecordingTorchRuntime:
     pages = shape.pages or shape.max_rows * -(-MAX_LEN // shape.page_size) + 1
     device = CpuDevice()
-    layout = KVLayout(
-        group=KVGroup(tuple(range(CONFIG.layers))),
+    layout = KVLayout.of_one_group(
+        CONFIG.layers,
         page_size=shape.page_size,
         kv_heads=CONFIG.kv_heads,
         head_dim=CONFIG.head_dim,

@@ -11,7 +11,7 @@ PAGES = torch.tensor([[0, 0], [4, 1], [2, 3]], dtype=torch.int32)
 
 
 def layout(dtype: torch.dtype = torch.float32) -> KVLayout:
-    return KVLayout(group=KVGroup((0, 1, 2)), page_size=4, kv_heads=2, head_dim=8, dtype=dtype)
+    return KVLayout.of_one_group(3, page_size=4, kv_heads=2, head_dim=8, dtype=dtype)
 
 
 def allocate(dtype: torch.dtype = torch.float32, pages: int = 5) -> KVStorage:
@@ -69,8 +69,7 @@ def test_views_by_page_share_the_memory_of_the_pool() -> None:
 def test_slots_beyond_32_bits_are_addressed_in_full() -> None:
     """Page 300 of 2^17 positions in 40 layers begins beyond slot 2^31."""
     page_size, layers = 1 << 17, 40
-    group = KVGroup(tuple(range(layers)))
-    long = KVLayout(group=group, page_size=page_size, kv_heads=1, head_dim=1, dtype=torch.float32)
+    long = KVLayout.of_one_group(layers, page_size=page_size, kv_heads=1, head_dim=1, dtype=torch.float32)
     storage = KVStorage.allocate(long, 1, "meta")
     table = storage.page_table(torch.tensor([[300]], dtype=torch.int32))
     slot = table.slots(torch.tensor([0]), torch.tensor([7]))
@@ -88,3 +87,22 @@ def test_bytes_of_tokens_and_pages_equal_the_allocation(dtype: torch.dtype) -> N
     size = allocate(dtype).pool.untyped_storage().nbytes()
     assert layout(dtype).token_bytes * 20 == layout(dtype).page_bytes * 5 == size
     assert layout(dtype).page_elements * dtype.itemsize * 5 == size
+
+
+def test_pages_of_several_groups_have_one_size_and_a_layer_its_index_in_the_group() -> None:
+    groups = KVGroup((1, 3, 5), 2, 8), KVGroup((0, 2, 4), 2, 8, 16), KVGroup((6,), 2, 8, 16)
+    layout = KVLayout(groups=groups, page_size=4, dtype=torch.float32)
+    storage = KVStorage.allocate(layout, 6, "cpu")
+    assert storage.pool.shape == (6, 3, 2, 4, 2, 8)
+    storage.pool.copy_(torch.arange(storage.pool.numel()).view_as(storage.pool))
+    table = storage.page_table(PAGES)
+    for layer, index in enumerate((0, 0, 1, 1, 2, 2, 0)):
+        assert torch.equal(table.view_pages(storage.keys[layer]), storage.pool[:, index, 0])
+        assert torch.equal(table.view_pages(storage.values[layer]), storage.pool[:, index, 1])
+    assert layout.token_bytes == 3 * layout.page_bytes // 4
+
+
+def test_groups_with_other_heads_are_refused() -> None:
+    groups = KVGroup((0,), 2, 8), KVGroup((1,), 1, 16)
+    with pytest.raises(ValueError, match="different"):
+        KVStorage.allocate(KVLayout(groups=groups, page_size=4, dtype=torch.float32), 2, "cpu")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tandem.engine_core.config import StepConfig
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import StepGraphs
@@ -88,7 +87,7 @@ def test_graphs_are_timed_again_on_padding_after_the_longest_step_has_run(tmp_pa
             model_name="", device="cuda", dtype="float32", depth=2, max_rows=6, max_len=64, max_step_tokens=32,
             prefill_chunk=16, page_size=16, max_waiting=0,
         )  # fmt: skip
-        layout = KVLayout(group=KVGroup((0,)), page_size=16, kv_heads=1, head_dim=32, dtype=torch.float32)
+        layout = KVLayout.of_one_group(1, page_size=16, kv_heads=1, head_dim=32, dtype=torch.float32)
 
         def note(graph: RecordedGraph) -> None:
             dirty.append(bool(runtime.slots[0].device_inputs.any()))

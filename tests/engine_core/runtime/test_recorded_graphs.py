@@ -16,7 +16,6 @@ from tandem.engine_core.attention.triton import DecodeStep, MixedStep, RaggedGra
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Tile
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.runtime.device import InertEvent
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
@@ -158,7 +157,7 @@ def test_graphs_are_timed_on_padding_whatever_the_slot_held(runtime: TorchRuntim
         model_name="", device="cuda", dtype="float32", depth=2, max_rows=6, max_len=64, max_step_tokens=24,
         prefill_chunk=16, page_size=16, max_waiting=0,
     )  # fmt: skip
-    layout = KVLayout(group=KVGroup((0,)), page_size=16, kv_heads=1, head_dim=32, dtype=torch.float32)
+    layout = KVLayout.of_one_group(1, page_size=16, kv_heads=1, head_dim=32, dtype=torch.float32)
     assert measure_costs(runtime, config, MODEL, layout).token_sizes == (24,)
 
 

@@ -10,7 +10,6 @@ import torch
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import RaggedGraphPlanner
 from tandem.engine_core.kernels.page_table import PageTable
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.startup.attention import (
@@ -30,7 +29,7 @@ BF16 = torch.bfloat16
 
 
 def layout(dtype: torch.dtype = BF16, page_size: int = 16) -> KVLayout:
-    return KVLayout(group=KVGroup((0, 1)), page_size=page_size, kv_heads=8, head_dim=128, dtype=dtype)
+    return KVLayout.of_one_group(2, page_size=page_size, kv_heads=8, head_dim=128, dtype=dtype)
 
 
 class Library:

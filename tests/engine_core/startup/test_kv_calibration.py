@@ -10,7 +10,6 @@ from torch import Tensor
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.kv_dtype import LARGEST
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.startup.kv_calibration import MARGIN, calibrate_kv_scales
@@ -18,8 +17,8 @@ from tests.support.paged_model import PagedRun, chunked
 from tests.support.tiny_llama import CONFIG, MAX_LEN, random_model
 
 FP8 = torch.float8_e4m3fn
-LAYOUT = KVLayout(
-    group=KVGroup(tuple(range(CONFIG.layers))),
+LAYOUT = KVLayout.of_one_group(
+    CONFIG.layers,
     page_size=4,
     kv_heads=CONFIG.kv_heads,
     head_dim=CONFIG.head_dim,

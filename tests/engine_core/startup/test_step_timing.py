@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine_core.kv_cache.groups import KVGroup
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
@@ -22,8 +21,8 @@ SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
 def test_attention_is_reckoned_from_the_sizes_of_a_model() -> None:
     """A position of Llama 3.1 8B is 128 KiB, its weights are 15 GB; a pair is 32 heads of 128, twice, in 32 layers."""
     model = read_config(SHAPES / "llama-3.1-8b")
-    layout = KVLayout(
-        group=KVGroup(tuple(range(model.layers))),
+    layout = KVLayout.of_one_group(
+        model.layers,
         page_size=16,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,

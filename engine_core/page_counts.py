@@ -1,0 +1,72 @@
+"""Numbers of KV pages that sequences hold, by the windows of the KV groups.
+
+A sequence has a page of each group for every `page_size` positions. Of a group with a window it keeps only the pages in
+that window.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tandem.engine_core.integers import ceil_div
+
+Windows = Sequence[int | None]
+"""Window of each group; None for a group that keeps all positions."""
+
+
+class PageColumns(Struct, frozen=True):
+    """Columns of one group in the rows of the device's page table.
+
+    The page with index p of a row (of positions p * page_size and following) is in column first + p. If `ring` is not
+    0, it is in columns first + p % ring and first + ring + p % ring instead: a later page replaces it, and any `ring`
+    consecutive pages are in consecutive columns, from that of the lowest on.
+    """
+
+    first: int
+    count: int
+    """Number of columns."""
+    ring: int = 0
+    """Number of pages that are kept; 0: all of a row's pages are."""
+
+
+def page_columns(windows: Windows, page_size: int, max_len: int, chunk: int) -> tuple[PageColumns, ...]:
+    """Return the columns of all groups, one after the other.
+
+    The table of a group with a window has room for the pages that one step reads. chunk: maximum positions of a row in
+    a step.
+    """
+    columns: list[PageColumns] = []
+    first, pages = 0, ceil_div(max_len, page_size)
+    for window in windows:
+        ring = pages if window is None else ceil_div(window + min(chunk, max_len), page_size) + 2
+        own = PageColumns(first, 2 * ring, ring) if 2 * ring < pages else PageColumns(first, pages)
+        columns.append(own)
+        first += own.count
+    return tuple(columns)
+
+
+def held_pages(windows: Windows, positions: int, page_size: int) -> int:
+    """Return the maximum number of pages of a decoding sequence of this many positions.
+
+    A window may begin and end inside a page, and a further page is for the position after a page's last.
+    """
+    pages = ceil_div(positions, page_size)
+    return sum(pages if window is None else min(pages, ceil_div(window, page_size) + 2) for window in windows)
+
+
+def pages_of_tokens(windows: Windows, tokens: int, page_size: int, max_len: int) -> int:
+    """Return the number of pages for this many tokens: sequences of `max_len`, and a shorter one for the rest."""
+    longest = ceil_div(max_len, page_size) * page_size
+    count, rest = divmod(tokens, longest)
+    return count * held_pages(windows, longest, page_size) + held_pages(windows, rest, page_size)
+
+
+def tokens_of_pages(windows: Windows, pages: int, page_size: int, max_len: int) -> int:
+    """Return the largest number of tokens for which `pages_of_tokens` is at most `pages`."""
+    longest = ceil_div(max_len, page_size) * page_size
+    count, left = divmod(pages, held_pages(windows, longest, page_size))
+    low, high = 0, longest // page_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if held_pages(windows, middle * page_size, page_size) <= left else (low, middle - 1)
+    return count * longest + low * page_size
