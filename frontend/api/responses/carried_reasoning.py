@@ -1,7 +1,7 @@
-"""Reasoning in the form that clients carry from turn to turn without reading it.
+"""Encode and decode `encrypted_content`, the form of reasoning that clients send back unread.
 
-OpenAI's `encrypted_content` is a secret of the server. Here the reasoning is plain text in `content` anyway, and
-`encrypted_content` is the same text, encoded: some clients send back only that.
+OpenAI encrypts it. Here the reasoning is plain text in `content` anyway, and `encrypted_content` is the same text in
+base64, because some clients send back only that.
 """
 
 import base64
@@ -16,7 +16,7 @@ def carried_reasoning(text: str) -> str:
 
 
 def read_reasoning(carried: str | None) -> str:
-    """Decode the `encrypted_content` of an item; empty for that of another server."""
+    """Decode the `encrypted_content` of an item; return "" if another server wrote it."""
     if carried is None or not carried.startswith(_PREFIX):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The items that a response continues: those of earlier responses, and its own."""
+"""Load the items of a conversation: earlier responses, references to stored items, and the request's input."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -15,34 +15,34 @@ from tandem.frontend.store.store_worker import StoreWorker
 from tandem.frontend.workers import Workers
 
 MAX_REFERENCES = 2048
-"""Most items that a request may refer to."""
+"""Maximum number of references to stored items in a request."""
 
 _Found = TypeVar("_Found")
 
 
 class Context(Struct, frozen=True):
-    """A request whose references and predecessors are resolved, with its items."""
+    """A request with its references and `previous_response_id` resolved to items."""
 
     request: ResponsesRequest
-    """The request, which has the tools that items of its conversation add."""
+    """The request, including tools that items of its conversation add."""
     earlier: list[InputItem]
-    """Input and output of the responses before this one."""
+    """Input and output of the previous responses."""
     own: list[InputItem]
-    """The input of the request itself."""
+    """Input of this request."""
     size: int
-    """Bytes of the request and of all stored items."""
+    """Size of the request and all stored items, in bytes."""
 
     @property
     def items(self) -> list[InputItem]:
-        """All items that the model reads."""
+        """Return all items that the model reads."""
         return [*self.earlier, *self.own]
 
 
 class ContextLoader:
     """Load the stored items that requests refer to.
 
-    Without `store` nothing is stored. A request with its stored items is bounded like one that sends them: together
-    they have at most `max_bytes` bytes, and as many items and parts.
+    Without `store` nothing is stored. A request and its stored items share the limits of a request that sends them
+    inline: at most `max_bytes` bytes, and the same maximum numbers of items and parts.
     """
 
     def __init__(self, store: StoreWorker | None, parser: Workers, max_bytes: int) -> None:
@@ -53,10 +53,10 @@ class ContextLoader:
     async def load(
         self, owner: str, request: ResponsesRequest, size: int, reservation: Reservation, ignored: IgnoredFields
     ) -> Context:
-        """Load what a request of `size` bytes continues, and the items that it names.
+        """Load the previous responses of a request of `size` bytes, and the items it references.
 
-        `reservation` grows by what is large. Raises ApiError 400 or 404 for a response or an item that is not stored,
-        400 for one that is too large, and 429 if the reservation cannot grow.
+        Grows `reservation` by the size of large items. Raises ApiError 400 or 404 if a response or an item is not
+        stored, 400 if it is too large, and 429 if the reservation cannot grow.
         """
         previous, conversation = request.previous_response_id, list[StoredItem]()
         if previous is not None:
@@ -96,9 +96,9 @@ class ContextLoader:
     async def _referred(
         self, owner: str, request: ResponsesRequest, known: set[str], size: int, loaded: int, reservation: Reservation
     ) -> dict[str, StoredItem]:
-        """Load the items to which a request refers, but those that its conversation has.
+        """Load the referenced items that the conversation does not contain already.
 
-        The request and its conversation have `size` bytes, of which `loaded` were loaded.
+        `size`: bytes of the request and its conversation; `loaded`: the part of them that was read from the store.
         """
         references = {
             item.item.id: index
@@ -133,9 +133,9 @@ class ContextLoader:
     async def _bounded(
         self, read: Callable[[int], Awaitable[_Found]], size: int, loaded: int, reservation: Reservation
     ) -> _Found:
-        """Read from the store what fits beside `size` bytes, of which `loaded` were loaded.
+        """Read from the store within the limit left by `size` bytes, of which `loaded` were read from the store.
 
-        Raises StoredTooLargeError for more.
+        Raises StoredTooLargeError if the items exceed the limit.
         """
         room = self._max_bytes - size
         try:
@@ -166,9 +166,9 @@ def _resolved(
     size: int,
     ignored: IgnoredFields,
 ) -> Context:
-    """Parse the stored items of a request, and replace its references by them.
+    """Parse the stored items of a request and replace its references with them.
 
-    An item that the conversation has already is not repeated, nor is one to which the request refers again.
+    Items that the conversation contains already, and repeated references, are skipped.
     """
     stored = [*conversation, *found.values()]
     if stored:

@@ -1,7 +1,4 @@
-"""The input of a custom tool.
-
-It is read from the JSON arguments of the function that stands for the tool.
-"""
+"""Extract the input of a custom tool from the JSON arguments of the function that represents it."""
 
 import re
 
@@ -12,25 +9,25 @@ from tandem.frontend.api.responses.tools import CUSTOM_ARGUMENT
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_ARGUMENT}"\s*:\s*"')
 _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
                          r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*')  # fmt: skip
-"""The characters of a JSON string that are complete."""
+"""Complete characters of a JSON string, excluding a truncated escape."""
 _ESCAPES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.", re.DOTALL)
 
 
 class CustomInput:
     """Decode the string argument of one call while its JSON arrives.
 
-    The result does not depend on how the JSON is split. Arguments of another form are returned at the end: the only
-    string of an object, or else the arguments as they were written.
+    The result does not depend on how the JSON is split. For arguments of another form, `finish` returns the only
+    string of the object, or else the raw arguments.
     """
 
     def __init__(self) -> None:
         self._json = ""
         self._read = 0
-        """Number of characters of the JSON whose text has been returned; 0 before the string begins."""
+        """Number of JSON characters consumed; 0 before the string begins."""
         self._text: list[str] = []
 
     def push(self, fragment: str) -> str:
-        """Take the next part of the arguments; return the text that it completes."""
+        """Append a fragment of the arguments and return the decoded text it completes."""
         self._json += fragment
         if not self._read:
             opening = _OPENING.match(self._json)
@@ -40,7 +37,7 @@ class CustomInput:
         return self._take()
 
     def finish(self) -> str:
-        """Return the text that remains when the arguments have ended, or were cut."""
+        """Return the remaining text when the arguments have ended or were truncated."""
         if self._read:
             return ""
         text = _only_string(self._json)
@@ -49,7 +46,7 @@ class CustomInput:
 
     @property
     def text(self) -> str:
-        """The input so far."""
+        """Return the input so far."""
         return "".join(self._text)
 
     def _take(self) -> str:
@@ -62,7 +59,7 @@ class CustomInput:
 
 
 def _unescaped(escape: re.Match[str]) -> str:
-    """Decode an escape; one that JSON does not have stands for itself."""
+    """Decode an escape; return it unchanged if JSON does not define it."""
     try:
         text: str = msgspec.json.decode(f'"{escape[0]}"', type=str)
     except (msgspec.MsgspecError, UnicodeError):

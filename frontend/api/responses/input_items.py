@@ -1,4 +1,4 @@
-"""The field `input` of `/v1/responses`: the items of a conversation."""
+"""Parse the field `input` of `/v1/responses`: the items of a conversation."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Struct, tag_field="type", tag="input_text"):
-    """A text of the user, or of a tool."""
+    """Text from the user or a tool."""
 
     text: str
     prompt_cache_breakpoint: Raw = field(default_factory=Raw)
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
-    """A text of the model."""
+    """Text from the model."""
 
     text: str
     annotations: Raw = field(default_factory=Raw)
@@ -35,25 +35,25 @@ class OutputText(Struct, tag_field="type", tag="output_text"):
 
 
 class Refusal(Struct, tag_field="type", tag="refusal"):
-    """A refusal of the model."""
+    """Refusal by the model."""
 
     refusal: str
 
 
 class SummaryText(Struct, tag_field="type", tag="summary_text"):
-    """A summary of reasoning."""
+    """Summary of reasoning."""
 
     text: str
 
 
 class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
-    """Reasoning itself."""
+    """Text of reasoning."""
 
     text: str
 
 
 class Message(Struct):
-    """A message of any role but a tool's."""
+    """Message of any role except `tool`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputText | OutputText | Refusal]
@@ -64,7 +64,7 @@ class Message(Struct):
 
 
 class FunctionCall(Struct):
-    """A call of a function."""
+    """Function call."""
 
     type: Literal["function_call"]
     call_id: str
@@ -77,7 +77,7 @@ class FunctionCall(Struct):
 
 
 class CustomCall(Struct):
-    """A call of a custom tool."""
+    """Custom tool call."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -90,7 +90,7 @@ class CustomCall(Struct):
 
 
 class CallOutput(Struct):
-    """The result of a call of a function or a custom tool."""
+    """Result of a function call or custom tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -103,7 +103,7 @@ class CallOutput(Struct):
 
 
 class LocalCall(Struct):
-    """A call of a tool that OpenAI's models know and that runs at the client."""
+    """Call of a tool built into OpenAI's models that the client runs, such as a shell."""
 
     type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
     call_id: str
@@ -116,7 +116,7 @@ class LocalCall(Struct):
 
 
 class ShellText(Struct):
-    """The output of one command of a shell."""
+    """Output of one shell command."""
 
     stdout: str = ""
     stderr: str = ""
@@ -124,7 +124,7 @@ class ShellText(Struct):
 
 
 class LocalOutput(Struct):
-    """The result of a call of a tool that OpenAI's models know."""
+    """Result of a `LocalCall`."""
 
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     output: str | list[ShellText] | None = None
@@ -136,7 +136,7 @@ class LocalOutput(Struct):
 
 
 class Reasoning(Struct):
-    """Reasoning of the model ahead of what it said or called."""
+    """Reasoning of the model that precedes a message or a call."""
 
     type: Literal["reasoning"]
     summary: list[SummaryText] = []
@@ -147,7 +147,7 @@ class Reasoning(Struct):
 
 
 class AdditionalTools(Struct):
-    """Tools that the model may call from here on."""
+    """Tools available to the model from this item on."""
 
     type: Literal["additional_tools"]
     tools: Raw
@@ -156,14 +156,14 @@ class AdditionalTools(Struct):
 
 
 class Reference(Struct):
-    """An item that is stored, by its id."""
+    """Reference to a stored item by id."""
 
     id: str
     type: Literal["item_reference"] | None = None
 
 
 class Dropped(Struct):
-    """A record of a tool that OpenAI hosts, which says nothing to another model."""
+    """Call of a tool hosted by OpenAI; dropped, because other models do not know it."""
 
     type: str
     id: str | None = None
@@ -176,7 +176,7 @@ class _ItemHead(Struct):
 
     @property
     def kind(self) -> str:
-        """The type, which a message and a reference may leave out."""
+        """Return the type, which messages and references may omit."""
         is_reference = self.type is None and memoryview(self.id) and not memoryview(self.role)
         return self.type or ("item_reference" if is_reference else "message")
 
@@ -206,7 +206,7 @@ _ITEMS: dict[str, type[Item]] = {
     **dict.fromkeys(("local_shell_call_output", "shell_call_output", "apply_patch_call_output"), LocalOutput),
 }
 MAX_ITEM_ID = 1024
-"""Most characters of the id of an item."""
+"""Maximum length of an item id, in characters."""
 HOSTED_ITEMS = (
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
     "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
@@ -232,20 +232,20 @@ class InputItem(Struct, frozen=True):
 
     item: Item
     raw: bytes
-    """Its JSON as the client wrote it."""
+    """JSON as the client sent it."""
     tools: ToolSpecs | None = None
-    """The tools that the item adds."""
+    """Tools that the item adds."""
 
     @property
     def is_kept(self) -> bool:
-        """True for an item that is stored with its response."""
+        """Return True if the item is stored with its response."""
         return not isinstance(self.item, Dropped)
 
 
 def parse_input(raw: Raw, ignored: IgnoredFields) -> list[InputItem]:
     """Parse the items of an input.
 
-    Raises ApiError 400 for an item that is malformed or not supported; `param` is the path of the fault.
+    Raises ApiError 400 if an item is malformed or unsupported; `param` is the path of the error.
     """
     found = _split(raw)
     if isinstance(found, str):
@@ -256,32 +256,32 @@ def parse_input(raw: Raw, ignored: IgnoredFields) -> list[InputItem]:
 
 
 def parse_stored(items: Sequence[StoredItem]) -> list[InputItem]:
-    """Parse items of a store, which were checked when they arrived."""
+    """Parse stored items, which were validated when they arrived."""
     unnoticed = IgnoredFields()
     return [_item(Raw(item.body), index, unnoticed) for index, item in enumerate(items)]
 
 
 def check_parts(bodies: Sequence[bytes]) -> None:
-    """Raise ApiError 400 for JSON with more messages or parts than an input may have.
+    """Raise ApiError 400 if JSON exceeds the maximum number of messages or parts.
 
-    It counts the names of their fields, before they are parsed.
+    Counts field names instead of parsing the JSON.
     """
-    # In valid JSON these bytes are a key or a string of their own: quotes within a text have a backslash.
+    # In valid JSON these bytes are a key or a whole string: quotes within a text are escaped.
     for name, most in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
         if (count := sum([body.count(name) for body in bodies])) > most:
             raise unsupported(f"{{param}} takes at most {most} of {name.decode()}, not {count}", "input")
 
 
 def check_count(count: int) -> None:
-    """Raise ApiError 400 for more items than a conversation may have."""
+    """Raise ApiError 400 if a conversation has too many items."""
     if count > MAX_PARTS:
         raise unsupported(f"{{param}} and the stored items are {count} items; at most {MAX_PARTS} are allowed", "input")
 
 
 def stored_item(given: InputItem) -> StoredItem:
-    """Return an item as it is stored: with an id, a status where its kind has one, and texts in parts.
+    """Return the stored form of an item: with an id, a status if its type has one, and text as parts.
 
-    What another server has encrypted means nothing here, and is not stored.
+    `encrypted_content` written by another server is not stored.
     """
     item = given.item
     status = {"status": "completed"} if getattr(item, "status", "completed") is None else {}

@@ -1,4 +1,4 @@
-"""The items of a conversation as messages for chat templates."""
+"""Convert the items of a conversation to messages for chat templates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +33,8 @@ Messages = list[dict[str, Any]]
 def item_messages(items: Sequence[InputItem], tools: ResponseTools) -> Messages:
     """Convert items to messages.
 
-    A call belongs to the assistant's message before it, reasoning to the one after it. Summaries and the encrypted
-    reasoning of other servers mean nothing to a model and are dropped. Calls have the names under which the model knows
-    the tools.
+    A call joins the assistant message before it, reasoning the one after it. Summaries and reasoning encrypted by other
+    servers are dropped. Calls use the names under which the model knows the tools.
     """
     messages: Messages = []
     reasoning: dict[str, Any] = {}
@@ -67,7 +66,7 @@ def item_messages(items: Sequence[InputItem], tools: ResponseTools) -> Messages:
 
 
 def _call(call: FunctionCall | CustomCall | LocalCall, tools: ResponseTools) -> dict[str, Any]:
-    """Convert a call; its arguments are JSON text."""
+    """Convert a call, with arguments as JSON text."""
     match call:
         case FunctionCall(arguments=arguments):
             name = tools.model_name(call.name, call.namespace)
@@ -79,7 +78,7 @@ def _call(call: FunctionCall | CustomCall | LocalCall, tools: ResponseTools) -> 
 
 
 def _local_result(result: LocalOutput) -> str:
-    """Write the result of a shell or of a patch as text."""
+    """Format the result of a shell command or a patch as text."""
     if isinstance(result.output, str):
         return result.output
     if result.output is None:

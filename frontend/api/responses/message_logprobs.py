@@ -1,4 +1,4 @@
-"""The log-probabilities of the messages within an output."""
+"""Log-probabilities of the messages within an output."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from tandem.frontend.generation.scored_tokens import ScoredToken
 class MessageLogprobs:
     """Find the tokens of each message among all tokens of an output.
 
-    Reasoning, calls and the marks around them are tokens too, but not part of a message.
+    Tokens of reasoning, calls and the tags around them are not part of a message.
     """
 
     def __init__(self) -> None:
         self._tokens: list[ScoredToken] = []
         self._first = 0
-        """Index of the first token that belongs to no message yet."""
+        """Index of the first token not yet assigned to a message."""
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
-        """Take the next tokens of the output."""
+        """Append the next tokens of the output."""
         self._tokens += tokens
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """Return the tokens of the next message, in OpenAI's form.
+        """Return the log-probabilities of the next message's tokens in OpenAI's format.
 
-        The text of a message is a part of the output's, which begins after the message before it.
+        `text` is the text of the message; it is searched for after the end of the previous message.
         """
         tokens = self._tokens[self._first :]
         wanted = text.encode()

@@ -1,4 +1,4 @@
-"""The output items of a response, and the stream events of their changes."""
+"""Build the output items of a response and their stream events."""
 
 import secrets
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tandem.frontend.api.responses.tools import ToolName
 from tandem.frontend.chat.message import CallArguments, CallStart, Content, MessageDelta, Reasoning
 
 StreamEvent = tuple[str, dict[str, Any]]
-"""Type and fields of an event, without its sequence number."""
+"""Type and fields of an event, without `sequence_number`."""
 
 OutputStatus = Literal["completed", "incomplete"]
 _TextKind = Literal["message", "reasoning"]
@@ -21,10 +21,10 @@ _STREAMED = {"message": "response.output_text", "reasoning": "response.reasoning
 class OutputItems:
     """Assemble the deltas of one choice into items, in the order in which they begin.
 
-    Another kind of output, or another call, ends the item before it. The items do not depend on how the text is split
-    into deltas. `names` are the client's names of the tools, by those that the model writes; `logprobs` has the
-    log-probabilities of the output's tokens, which each message gets when it ends. With `carries_reasoning`,
-    reasoning has its text in `encrypted_content` as well.
+    A delta of another type, or another call, ends the open item. The items do not depend on how the text is split into
+    deltas. `names` maps the tool names that the model writes to the client's; `logprobs` has the log-probabilities of
+    the output's tokens, assigned to each message when it ends. With `carries_reasoning`, reasoning items repeat their
+    text in `encrypted_content`.
     """
 
     def __init__(self, names: Mapping[str, ToolName], logprobs: MessageLogprobs, carries_reasoning: bool) -> None:
@@ -33,14 +33,14 @@ class OutputItems:
         self._logprobs = logprobs
         self._names = names
         self._open: str | None = None
-        """The type of the last item, while it is open."""
+        """Type of the open item; None if no item is open."""
         self._parts: list[str] = []
-        """The text of the open item so far, in parts."""
+        """Text of the open item so far, as a list of parts."""
         self._input = CustomInput()
-        """The input of the open item, if it is a call of a custom tool."""
+        """Decoder of the open item's input if it is a custom tool call, else None."""
 
     def write(self, delta: MessageDelta) -> list[StreamEvent]:
-        """Append a delta and return its events."""
+        """Process a delta and return its events."""
         match delta:
             case Content(text):
                 return [*self._text_item("message"), self._text_delta("message", text)]
@@ -56,12 +56,12 @@ class OutputItems:
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
     def finish(self, status: OutputStatus) -> list[StreamEvent]:
-        """End the output; an empty one becomes an empty message."""
+        """End the output; add an empty message if there are no items."""
         begun = [] if self.items else self._text_item("message")
         return begun + self.end(status)
 
     def end(self, status: OutputStatus) -> list[StreamEvent]:
-        """End the open item, if there is one."""
+        """End the open item, if any."""
         kind, self._open = self._open, None
         if kind is None:
             return []
@@ -98,7 +98,7 @@ class OutputItems:
         return [self._event("response.custom_tool_call_input.delta", delta=text)] if text else []
 
     def _text_item(self, kind: _TextKind) -> list[StreamEvent]:
-        """Begin an item of text, unless one of this kind is open."""
+        """Begin a text item unless one of this type is open."""
         if self._open == kind:
             return []
         ended = self.end("completed")
@@ -132,8 +132,5 @@ def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _logprobs(kind: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the `logprobs` that OpenAI's types require of message text.
-
-    They are required even if they are empty.
-    """
+    """Return the field `logprobs`, which OpenAI's types require for message text even if it is empty."""
     return {"logprobs": logprobs} if kind == "message" else {}

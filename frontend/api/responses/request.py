@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`."""
+"""Parse the body of `POST /v1/responses`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ from tandem.frontend.request.values import decode_exact
 from tandem.protocol.params import MAX_TOP_LOGPROBS
 
 MAX_ID_CHARS = 256
-"""Maximum length of the id of a response in a request."""
+"""Maximum length of a response id in a request, in characters."""
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -37,11 +37,11 @@ INCLUDES = (
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-"""Values of `include` that change nothing: these outputs never exist."""
+"""Values of `include` without effect: no output has these fields."""
 INCLUDE_REASONING = "reasoning.encrypted_content"
-"""Value of `include` that asks for reasoning in a form that a client can carry to the next turn."""
+"""Value of `include` that requests reasoning in a form to send back in the next turn."""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
-"""Value of `include` that asks for the log-probabilities of the text."""
+"""Value of `include` that requests log-probabilities of the text."""
 
 
 class ResponsesRequest(Struct, frozen=True):
@@ -50,28 +50,28 @@ class ResponsesRequest(Struct, frozen=True):
     options: GenerationOptions
     input: list[InputItem]
     instructions: str | None
-    """System message of this response alone; it does not carry over to the next."""
+    """System message of this response; not inherited by responses that continue it."""
     given_tools: ToolSpecs
-    """The content of `tools`."""
+    """Value of `tools`."""
     given_choice: Any
     parallel: bool
     template_kwargs: dict[str, Any]
     reasoning_effort: str | None
     previous_response_id: str | None
-    """Id of the stored response that this one continues."""
+    """Id of the stored response to continue."""
     store: bool
     """True if the response is to be stored."""
     carries_reasoning: bool
-    """True if items of reasoning have an `encrypted_content`."""
+    """True if reasoning items have `encrypted_content`."""
     settings: dict[str, Any]
-    """The fields of a response that repeat the settings of its request."""
+    """Response fields that echo the settings of the request."""
     tools: ResponseTools = ResponseTools()
     tool_use: ToolUse = ToolUse()
 
     def with_tools(self, earlier: Sequence[InputItem], ignored: IgnoredFields) -> "ResponsesRequest":
-        """Add the tools of the request, and those that the items of its conversation add.
+        """Return the request with its tools and the ones that items of its conversation add.
 
-        Raises ApiError 400 for names that are not unique, and for a choice of a tool that is missing.
+        Raises ApiError 400 if tool names are not unique, or if `tool_choice` names a tool that does not exist.
         """
         added = [item.tools for item in (*earlier, *self.input) if item.tools is not None]
         tools = collect_tools([self.given_tools, *added], ignored)
@@ -109,13 +109,13 @@ class _JsonSchema(Struct, tag_field="type", tag="json_schema"):
 class _Text(Struct):
     format: _Plain | _JsonObject | _JsonSchema | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Accepted without effect: no model here was trained to read it."""
+    """Accepted without effect: no supported model was trained to read it."""
 
 
 class _Reasoning(Struct):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Accepted without effect, because this server writes no summaries."""
+    """Accepted without effect: Tandem does not write summaries."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -144,7 +144,7 @@ _Choice = Literal["none", "auto", "required"] | _Function | _Custom | _Allowed
 
 
 def _parse_instructions(raw: Raw, _: IgnoredFields) -> str:
-    """Parse the instructions, which may be as long as the input."""
+    """Parse the instructions, with the same length limit as the input."""
     text: str = decode_exact(raw, "instructions", str, "a string")
     return text
 
@@ -206,7 +206,7 @@ BODY = BodyFormat((*(field for field in OPTION_FIELDS if field.name not in _OWN_
 def parse_responses(body: bytes, default_max_tokens: int | None, ignored: IgnoredFields) -> ResponsesRequest:
     """Parse the body of `/v1/responses`.
 
-    Raises ApiError 400 if it is malformed, and for a value out of range or not supported.
+    Raises ApiError 400 if it is malformed, or if a value is out of range or unsupported.
     """
     values = BODY.read(body, ignored)
     logprobs = _logprobs(values, ignored)
@@ -241,26 +241,23 @@ def parse_responses(body: bytes, default_max_tokens: int | None, ignored: Ignore
         carries_reasoning=INCLUDE_REASONING in (values["include"] or []),
         settings=settings,
     )
-    # The responses before this one may add tools.
+    # Previous responses may add tools, which are not loaded yet.
     return request if request.previous_response_id else request.with_tools((), ignored)
 
 
 SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-"""Sampling parameters that the response repeats, with the served model's defaults for those left out."""
+"""Sampling parameters that the response echoes; omitted ones have the served model's defaults."""
 _ECHOED = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user"),
     *SAMPLED,
     *("previous_response_id", "max_tool_calls"),
 )
-"""Fields that the response repeats as they were parsed."""
+"""Fields that the response echoes as parsed."""
 _FIXED = {"background": False, "service_tier": "default", "truncation": "disabled"}
 
 
 def _logprobs(values: Mapping[str, Any], ignored: IgnoredFields) -> int | None:
-    """Return the number of alternatives to report with each token.
-
-    None stands for no log-probabilities.
-    """
+    """Return the number of alternatives to report for each token, or None for no log-probabilities."""
     wanted = values["top_logprobs"] is not None and values["top_logprobs"] > 0
     for name in values["include"] or []:
         if name == INCLUDE_LOGPROBS:
@@ -296,7 +293,7 @@ def _checked_metadata(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def _response_format(text: _Text) -> dict[str, Any] | None:
-    """Convert the format to the `response_format` of a chat."""
+    """Convert `text.format` to the `response_format` of a chat."""
     match text.format:
         case None | _Plain():
             return None
@@ -307,9 +304,9 @@ def _response_format(text: _Text) -> dict[str, Any] | None:
 
 
 def _tool_use(tools: ResponseTools, choice: Any, parallel: bool) -> ToolUse:
-    """Combine the tools with the choice among them.
+    """Combine the tools with `tool_choice`.
 
-    Raises ApiError 400 for a choice of a tool that is missing, or that this server cannot call.
+    Raises ApiError 400 if the chosen tool does not exist or is not supported.
     """
     if isinstance(choice, _Allowed):
         named = [tool for tool in choice.tools if tool.type in ("function", "custom")]

@@ -1,7 +1,4 @@
-"""The response of `POST /v1/responses`.
-
-It is one response object, or the numbered events that build it.
-"""
+"""Format the response of `POST /v1/responses`, as one object or as numbered stream events."""
 
 import secrets
 import time
@@ -26,7 +23,7 @@ from tandem.protocol.errors import FinishReason
 class ResponsesFormatter:
     """Format one response of `/v1/responses`.
 
-    `settings` are its fields that repeat the settings of the request, `names` the client's names of its tools.
+    `settings` are the fields that echo the request; `names` maps the tool names that the model writes to the client's.
     """
 
     keep_alive = KEEP_ALIVE
@@ -40,12 +37,12 @@ class ResponsesFormatter:
         carries_reasoning: bool = False,
     ) -> None:
         self.is_stored = False
-        """The response's `store`: true if it is going to be stored, and at the end, if it was."""
+        """Value of `store`: True if the response will be stored and, at the end, if it was."""
         self._parser = shape.new_parser()
         self._logprobs = MessageLogprobs()
         self._items = OutputItems(names, self._logprobs, carries_reasoning)
         self._last: dict[str, Any] = {}
-        """The response object of the end."""
+        """Final response object."""
         self._finish_reason = FinishReason.STOP.value
         self._number = 0
         self._head = {
@@ -74,16 +71,13 @@ class ResponsesFormatter:
         return self.encoded()
 
     def end(self, usage: Usage) -> bytes:
-        """End the output and return its last events but for the end of the response."""
+        """End the output and return its last events, without the event that ends the response."""
         ended = self._items.finish(self._ending)
         self._last = self._ended(usage)
         return self._encoded(ended)
 
     def fail(self, error: ApiError) -> bytes:
-        """End the output with an error.
-
-        Returns the events but for the end of the response.
-        """
+        """End the output with an error and return its last events, without the event that ends the response."""
         ended = self._items.end("incomplete")
         fields = {"code": error.code, "message": error.message, "param": error.param}
         codes = {429: "rate_limit_exceeded"}
@@ -97,19 +91,19 @@ class ResponsesFormatter:
         return self._encoded([(f"response.{response['status']}", {"response": response})])
 
     def read(self, choices: Sequence[ChoiceDelta], usage: Usage) -> None:
-        """Read a whole output."""
+        """Process a complete output."""
         for piece in choices:
             self._read(piece)
         self.end(usage)
 
     def encoded(self) -> bytes:
-        """Encode the response object of the end."""
+        """Encode the final response object."""
         return msgspec.json.encode({**self._last, "store": self.is_stored})
 
     def stored_form(self, given: Sequence[StoredItem], previous: str | None) -> StoredResponse:
-        """Return the ended response in the form in which it is stored.
+        """Return the finished response in its stored form.
 
-        `given` is its input, `previous` the id of the response that it continues.
+        `given` is its input, `previous` the id of the response it continues, if any.
         """
         fields = {**self._last, "store": True, "output": []}
         output = tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in self._items.items)
@@ -153,7 +147,7 @@ class ResponsesFormatter:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            # The count is required; reasoning that no single token closes cannot be counted.
+            # The count is required, but unknown if no single token ends the reasoning.
             "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens or 0},
             "total_tokens": usage.total_tokens,
         }

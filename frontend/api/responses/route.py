@@ -35,7 +35,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""Field of a chat to field of this route."""
+"""Maps field names of chats to the ones of this route."""
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -101,7 +101,7 @@ def responses_router(service: Service) -> APIRouter:
 
 
 async def _record(service: Service, owner: str, context: Context, size: int) -> ResponseRecord | None:
-    """Prepare to store the response to a request of `size` bytes; None if it is not to be stored.
+    """Return a record for storing the response to a request of `size` bytes; None if `store` is false.
 
     Raises ApiError 429 if too many large inputs wait to be stored.
     """
@@ -113,7 +113,7 @@ async def _record(service: Service, owner: str, context: Context, size: int) -> 
     else:
         given = await service.parser.run(_stored_items, kept)
     reservation = service.stored_budget.reservation(owner)
-    # The response repeats settings of the request.
+    # The response echoes settings of the request.
     reservation.grow(max(size, sum([len(item.body) for item in given])))
     return ResponseRecord(service.store, owner, given, context.request.previous_response_id, reservation)
 
@@ -124,7 +124,7 @@ def _stored_items(items: Sequence[InputItem]) -> list[StoredItem]:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """Raise the errors of a chat's admission with the field names of this route."""
+    """Rename the fields in errors of chat admission to the ones of this route."""
     try:
         yield
     except ApiError as error:

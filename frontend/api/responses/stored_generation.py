@@ -1,4 +1,4 @@
-"""The answer to a request whose response is stored."""
+"""Generate a response and store it before its last byte is sent."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from tandem.frontend.store.store_worker import StoreWorker
 
 
 class ResponseRecord:
-    """The parts of a stored response besides its output."""
+    """Input and predecessor of a response that will be stored."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ResponseRecord:
     ) -> None:
         """Keep the input of a response until it ends.
 
-        `previous` is the id of the response that it continues. `reservation` is that of the input's memory.
+        `previous` is the id of the response it continues; `reservation` covers the memory of the input.
         """
         self._store = store
         self._owner = owner
@@ -38,21 +38,18 @@ class ResponseRecord:
         self._reservation = reservation
 
     async def save(self, formatter: ResponsesFormatter) -> None:
-        """Store a response that has ended.
-
-        Its field `store` says whether that succeeded.
-        """
+        """Store a finished response, and set its field `store` to False if that fails."""
         formatter.is_stored = await self._store.save(self._owner, formatter.stored_form(self._given, self._previous))
 
     def release(self) -> None:
-        """Return the memory of the input."""
+        """Release the reservation of the input."""
         self._reservation.release()
 
 
 class StoredGenerationResponse(GenerationResponse):
-    """Answer with a response that is stored ahead of its last byte.
+    """Response that is stored before its last byte is sent.
 
-    A response that ends with an error is stored as failed. One whose client goes away before the end is not stored.
+    A response that ends with an error is stored as failed. It is not stored if its client disconnects before the end.
     """
 
     def __init__(

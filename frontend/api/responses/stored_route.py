@@ -1,4 +1,4 @@
-"""The routes of stored responses."""
+"""Routes of stored responses."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -87,14 +87,11 @@ def stored_responses_router(service: Service) -> APIRouter:
         limit: int = DEFAULT_LISTED,
         after: str | None = None,
     ) -> Response:
-        """List the items that a stored response read.
-
-        Those of the responses before it are among them.
-        """
+        """List the input items of a stored response, including the ones of previous responses."""
         if not 1 <= limit <= MAX_LISTED:
             raise unsupported(f"{{param}} must be between 1 and {MAX_LISTED}, not {limit}", "limit")
         with _reserved(service, request) as reservation:
-            # An item as it is stored may be a little longer than its request was: it has an id and a status.
+            # The id and status make a stored item a little longer than its request.
             query = PageQuery(limit, service.config.max_body + MAX_INLINE_BODY, order == "asc", after)
             page = await _page(service, request, response_id, query, reservation)
             return json_answer(_listed(page), reservation, service.config.connections)
@@ -106,7 +103,7 @@ def stored_responses_router(service: Service) -> APIRouter:
         },
     )
     async def cancel(request: Request, response_id: str) -> Response:
-        """Refuse to cancel a response: it ended before it was stored."""
+        """Refuse to cancel a response: only finished ones are stored."""
         with contextlib.suppress(StoredTooLargeError):
             if await _store(service, response_id).get(owner_of(request.scope), response_id, 0) is None:
                 raise _not_found(response_id)
@@ -123,7 +120,7 @@ def _store(service: Service, response_id: str) -> StoreWorker:
 
 @contextmanager
 def _reserved(service: Service, request: Request) -> Iterator[Reservation]:
-    """Reserve memory for an answer, which is released if there will be none."""
+    """Reserve memory for an answer; release it on an exception."""
     reservation = service.stored_budget.reservation(owner_of(request.scope))
     try:
         yield reservation
@@ -138,7 +135,7 @@ async def _found(service: Service, request: Request, response_id: str, reservati
         found = await store.get(owner, response_id, MAX_INLINE_BODY)
     except StoredTooLargeError as error:
         size = error.size
-        # A body that is not small is copied once, to have its output.
+        # A large body is copied once, to insert its output.
         reservation.grow(2 * size)
         found = await store.get(owner, response_id, size)
     if found is None:
@@ -190,6 +187,6 @@ def _listed(page: ItemPage) -> list[bytes]:
 
 
 def _joined(items: Sequence[StoredItem]) -> list[bytes]:
-    """Return the bodies of items with a comma ahead of all but the first."""
+    """Return the bodies of items, separated by commas."""
     parts = [part for item in items for part in (b",", item.body)]
     return parts[1:]

@@ -1,7 +1,7 @@
-"""The tools of a response, as functions with names that a model can write.
+"""Convert the tools of a response to functions with names that a model can write.
 
-A custom tool becomes a function with one string argument, the tools of a namespace become functions named after both.
-Tools that only OpenAI hosts are dropped and recorded as ignored.
+A custom tool becomes a function with one string argument; a tool of a namespace becomes a function with both names.
+Tools hosted by OpenAI are dropped and recorded as ignored.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from tandem.frontend.request.tools import MAX_NAME_CHARS, MAX_TOOLS, MAX_TOOLS_B
 from tandem.frontend.request.values import TypedDecoder
 
 CUSTOM_ARGUMENT = "input"
-"""Name of the only argument of the function that stands for a custom tool."""
+"""Name of the only argument of a function that represents a custom tool."""
 _DIGEST_CHARS = 8
 _UNHELD = re.compile(r"\(\?(?!:)|(?<!\\)[\^$](?![^\[]*\])|\\[bBAzZ1-9]")
-"""Parts of a regular expression that cannot be held within a JSON string: look-around, anchors, references."""
+"""Parts of a regex that cannot be enforced within a JSON string: look-around, anchors, backreferences."""
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.:/-]")
 
 
 class ToolName(Struct, frozen=True):
-    """The name of a tool as its client knows it."""
+    """Name of a tool in the request."""
 
     name: str
     namespace: str | None = None
@@ -38,35 +38,35 @@ class ToolName(Struct, frozen=True):
 
 
 class ResponseTools(Struct, frozen=True):
-    """The tools of a request that this server can call."""
+    """Supported tools of a request."""
 
     tools: tuple[Tool, ...] = ()
     names: Mapping[str, ToolName] = {}
-    """The client's name of each tool, by the name that the model writes."""
+    """Maps names that the model writes to the client's names."""
     described: tuple[dict[str, Any], ...] = ()
-    """The tools as the response repeats them."""
+    """Tools as the response echoes them."""
     hosted: tuple[str, ...] = ()
-    """Types of the tools that were dropped."""
+    """Types of the dropped tools."""
     written: Mapping[tuple[str, str | None], str] = {}
-    """The name that the model writes, by the client's name and namespace.
+    """Maps the client's name and namespace to the name that the model writes.
 
-    Without a namespace, that is the tool that has none, or else the first of that name."""
+    The key `(name, None)` means the tool without a namespace, or else the first with this name."""
 
     def model_name(self, name: str, namespace: str | None = None) -> str:
         """Return the name that the model writes for a tool.
 
-        Earlier calls may name a tool that the request no longer has.
+        For unknown tools it is derived: earlier calls may name a tool that the request no longer has.
         """
         return self.written.get((name, namespace)) or _model_name(name, namespace, ())
 
 
 class ToolSpecs(Struct, frozen=True):
-    """Tools as one field of a request describes them."""
+    """Tools in one field of a request."""
 
     tools: tuple[tuple["_Function | _Custom | _Namespace", str], ...] = ()
-    """Each tool with its path."""
+    """Tools with their paths in the request."""
     hosted: tuple[str, ...] = ()
-    """Types of the tools that were dropped."""
+    """Types of the dropped tools."""
 
 
 class _Function(FunctionSpec, tag_field="type", tag="function"):
@@ -110,7 +110,7 @@ _HOSTED: Schema = {
 TOOLS: Schema = nullable(
     array({"anyOf": [*(of_type(kind) for kind in (_Function, _Custom, _Namespace)), _HOSTED]}, MAX_TOOLS)
 )
-"""The content of `tools`."""
+"""Value of `tools`."""
 
 
 class _Writer:
@@ -120,14 +120,14 @@ class _Writer:
         self._ignored = ignored
         self.functions: list[FunctionSpec] = []
         self.strict_by_default: set[str] = set()
-        """Names of functions that are constrained as far as their schemas can be compiled."""
+        """Names of functions constrained to the supported part of their schemas."""
         self.names: dict[str, ToolName] = {}
         self.described: list[dict[str, Any]] = []
 
     def add(self, tool: _Tool, path: str) -> None:
         """Add a tool, or all tools of a namespace.
 
-        Raises ApiError 400 for a name that is empty or not unique.
+        Raises ApiError 400 if a name is empty or not unique.
         """
         if isinstance(tool, _Namespace):
             self.described.append(msgspec.to_builtins(tool))
@@ -139,7 +139,7 @@ class _Writer:
             self._add(tool, path, None, None)
 
     def drop(self, specs: ToolSpecs) -> None:
-        """Drop the tools that are described again."""
+        """Drop the tools that `specs` redefines."""
         again = {
             (inner.name, tool.name if isinstance(tool, _Namespace) else None)
             for tool, _ in specs.tools
@@ -169,8 +169,8 @@ class _Writer:
     def _custom(self, tool: _Custom, path: str) -> FunctionSpec:
         """Describe a custom tool as a function.
 
-        A regular expression is enforced on its argument; a Lark grammar cannot be, within a JSON string, so the model
-        only reads it.
+        A regex is enforced on the argument. A Lark grammar cannot be enforced within a JSON string and is only part of
+        the description.
         """
         argument: dict[str, Any] = {"type": "string"}
         description = tool.description
@@ -194,7 +194,7 @@ class _Writer:
 def parse_tools(raw: Raw, ignored: IgnoredFields, field: str = "tools") -> ToolSpecs:
     """Parse the tools of a field.
 
-    Raises ApiError 400 with the path of a tool that is malformed.
+    Raises ApiError 400 with the path of a malformed tool.
     """
     if (size := memoryview(raw).nbytes) > MAX_TOOLS_BYTES:
         raise unsupported(f"{{param}} has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed", field)
@@ -218,9 +218,9 @@ def parse_tools(raw: Raw, ignored: IgnoredFields, field: str = "tools") -> ToolS
 
 
 def collect_tools(sources: Sequence[ToolSpecs], ignored: IgnoredFields) -> ResponseTools:
-    """Collect the tools of a request and of the items within its conversation.
+    """Collect the tools of a request and of the items in its conversation.
 
-    A tool that is described again replaces the one before. Raises ApiError 400 for names that are not unique.
+    Later definitions of a tool replace earlier ones. Raises ApiError 400 if names are not unique.
     """
     writer = _Writer(ignored)
     for specs in sources:
@@ -236,9 +236,9 @@ def collect_tools(sources: Sequence[ToolSpecs], ignored: IgnoredFields) -> Respo
 
 
 def _model_name(name: str, namespace: str | None, taken: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return a name that a model can write and that is not taken.
+    """Return a unique name that a model can write.
 
-    It has letters, digits and the punctuation of tools' names, at most MAX_NAME_CHARS.
+    It has letters, digits and the punctuation allowed in tool names, at most MAX_NAME_CHARS in total.
     """
     full = name if namespace is None else f"{namespace.rstrip('_')}__{name}"
     written = _UNUSUAL.sub("_", full)
@@ -249,15 +249,15 @@ def _model_name(name: str, namespace: str | None, taken: Sequence[str] | Mapping
 
 
 def _unanchored(pattern: str) -> str:
-    """Strip the anchors around an expression that matches whole inputs anyway."""
+    """Strip the anchors around a regex, which matches whole inputs anyway."""
     pattern = pattern.removeprefix("^")
     return pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern
 
 
 def _strict(tool: FunctionSpec) -> bool:
-    """Tell whether the arguments of a tool are constrained to their schema.
+    """Return True if the arguments of a tool are constrained to their schema.
 
-    By default they are if the schema is supported.
+    The default is True if the schema is supported.
     """
     if tool.strict is not None or tool.parameters is None:
         return bool(tool.strict)
