@@ -1,7 +1,4 @@
-"""Build the grammar of a request from its fields, and check it.
-
-The check comes before the engine compiles the grammar.
-"""
+"""Build the grammar of a request from its fields and validate it before the engine compiles it."""
 
 import hashlib
 from collections import OrderedDict
@@ -39,25 +36,25 @@ from tandem.frontend.workers import Workers
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 MAX_REMEMBERED = 256
-"""Schemas whose keywords that do not compile are remembered."""
+"""Size of the LRU cache of keywords that do not compile, in schemas."""
 
 
 class Constraint(Struct, frozen=True):
-    """Grammar of a request that has been checked."""
+    """Validated grammar of a request."""
 
     text: str
-    """llguidance text."""
+    """Grammar in llguidance's format."""
     seconds: float
-    """CPU time that the check took."""
+    """CPU time of the check, in seconds."""
 
 
 class Draft(Struct, frozen=True):
-    """The parts of a grammar, before it is known whether they compile."""
+    """Parts of a grammar that have not been compiled yet."""
 
     content: Grammar | None
-    """Grammar of an output without calls."""
+    """Grammar of an output without tool calls."""
     schemas: list[ArgumentSchema]
-    """Schemas of the tools that may be called; none if calls are not constrained."""
+    """Schemas of the tools that may be called; empty if calls are not constrained."""
 
 
 class GrammarBuilder:
@@ -71,8 +68,9 @@ class GrammarBuilder:
         self._workers = workers
         self._special_tokens = special_tokens
         self._removed: OrderedDict[str, list[tuple[Path, str]] | None] = OrderedDict()
-        """Keywords that schemas do not compile with, by the text of their grammar, most recently used last; None for
-        schemas of which that was not found out."""
+        """Keywords that do not compile, by grammar text, most recently used last.
+
+        None if the search for them reached its limit."""
 
     async def build(
         self,
@@ -88,9 +86,9 @@ class GrammarBuilder:
         """Build the grammar for the engine, or return None for unconstrained output.
 
         `syntax` is the format in which the model writes the calls of `use`; without it, calls are not constrained.
-        Keywords of schemas that cannot be enforced are recorded in `ignored`. `client` is the name of the API key.
+        Schema keywords that cannot be enforced are recorded in `ignored`. `client` is the name of the API key.
         `vocab_size` is the model's, if the tokenizer may have more tokens.
-        Raises ApiError 400 with the place of an error in a grammar, and for fields that cannot be combined, and 429
+        Raises ApiError 400 for an invalid grammar, with line and column, and for fields that cannot be combined; 429
         while too many other grammars are being compiled.
         """
         if not self._is_constrained(options, use):
@@ -161,9 +159,9 @@ class GrammarBuilder:
         return tool_grammar(use, syntax, special_tokens, content, draft.schemas, as_schemas)
 
     async def _corrected(self, draft: Draft, options: GenerationOptions, ignored: IgnoredFields, client: str) -> Draft:
-        """Remove what does not compile from the schemas that are not strict.
+        """Remove the keywords that do not compile from schemas that are not strict.
 
-        Raises ApiError 400 with the path of an error in one that is.
+        Raises ApiError 400 with the path of the error if a strict schema does not compile.
         """
         content = draft.content
         if content is not None and content.schema is not None:
@@ -186,10 +184,9 @@ class GrammarBuilder:
     async def _compilable(
         self, grammar: Grammar, field: str, ignored: IgnoredFields, client: str
     ) -> dict[str, Any] | None:
-        """Return the schema of a grammar without the keywords that do not compile, which are recorded.
+        """Return the schema of a grammar without the keywords that do not compile, and record them in `ignored`.
 
-        None if they were not found within the limits of a search. Raises ApiError 400 for a strict schema that does not
-        compile.
+        Returns None if the search for them reached its limit. Raises ApiError 400 if a strict schema does not compile.
         """
         schema = grammar.schema
         assert schema is not None, "a grammar without a schema is searched"
@@ -207,7 +204,7 @@ class GrammarBuilder:
         return schema
 
     async def _search(self, text: str, schema: dict[str, Any], client: str) -> list[tuple[Path, str]] | None:
-        """Find the keywords that a schema does not compile with, or remember them from the last time."""
+        """Find the keywords of a schema that do not compile; the result is cached."""
         key = hashlib.sha256(text.encode()).hexdigest()
         if key not in self._removed:
             try:
@@ -221,6 +218,6 @@ class GrammarBuilder:
 
 
 def _without_schemas(draft: Draft) -> Draft:
-    """Replace the schemas of all tools that are not strict by any object: together they may be too large."""
+    """Replace schemas of tools that are not strict with "any object", because all of them may be too large together."""
     schemas = [each if each.is_strict else structs.replace(each, schema=ANY_OBJECT) for each in draft.schemas]
     return structs.replace(draft, schemas=schemas)

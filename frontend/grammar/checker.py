@@ -1,7 +1,4 @@
-"""Compile grammars in disposable child processes, to reject bad ones.
-
-Bad grammars are rejected before the engine sees them.
-"""
+"""Compile grammars in disposable child processes, to reject bad ones before they reach the engine."""
 
 import asyncio
 import contextlib
@@ -28,16 +25,16 @@ from tandem.frontend.metrics.frontend_metrics import GrammarMetrics
 from tandem.protocol.params import MAX_GRAMMAR_CHARS
 
 NUM_FAST = 2
-"""Processes of the first lane, which every grammar takes; the others have one each."""
+"""Number of processes of the first lane, which every grammar enters; other lanes have one process."""
 FAST_CPU_SECONDS, MIDDLE_CPU_SECONDS, SLOW_CPU_SECONDS = 0.03, 0.3, 3.0
 """CPU time for one grammar in each lane.
 
-Most grammars take 1 to 3 ms. Sixteen that exceed the first budget at once hold the first lane for 0.24 s of CPU time of
-its two processes, whoever they come from."""
+Most grammars take 1 to 3 ms. Sixteen concurrent grammars that exceed the first budget block the first lane's two
+processes for 0.24 s of CPU time each."""
 WAIT_SECONDS = 15.0
-"""Longest time that a grammar waits for a free process of a lane before its request gets a 429."""
+"""Maximum wait of a grammar for a free process of a lane, in seconds; then its request gets a 429."""
 MAX_CACHED = 1024
-"""Number of grammars with a cached result, least recently used dropped first."""
+"""Maximum number of cached results; the least recently used are evicted."""
 
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
 _OTHER_REGEX_ERROR = re.compile(r"\(in regex\): (.*?) in regex", re.DOTALL)
@@ -45,11 +42,11 @@ _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 
 
 class GrammarChecker:
-    """Check grammars by compiling them in a few child processes.
+    """Validate grammars by compiling them in a few child processes.
 
-    A grammar that exceeds the budget of one lane goes to the next, whose budget is ten times as long, so that slow
-    grammars delay one another and no others (multilevel feedback). In each lane the processes are shared fairly
-    between clients. The results are cached.
+    A grammar that exceeds the CPU budget of one lane moves to the next, which has ten times the budget. Slow grammars
+    therefore delay only each other (multilevel feedback queue). Each lane shares its processes fairly between clients.
+    Results are cached.
     `special_tokens` maps the text of the tokenizer's special tokens to their id.
     """
 
@@ -70,10 +67,10 @@ class GrammarChecker:
         self._metrics = metrics
 
     async def check(self, grammar: Grammar, client: str = "") -> float:
-        """Check that a grammar of a client compiles, and return its CPU seconds.
+        """Check that a grammar compiles and return its CPU time in seconds.
 
-        Raises ApiError 400, with the place of the error, if it does not, and 429 while too many other grammars are
-        being compiled.
+        Raises ApiError 400 with line and column of the error if it does not, and 429 while too many other grammars
+        are being compiled.
         """
         began = monotonic()
         try:
@@ -86,9 +83,9 @@ class GrammarChecker:
                 self._metrics.seconds.observe(monotonic() - began)
 
     async def compile(self, grammar: Grammar, client: str = "") -> Checked:
-        """Compile a grammar of a client.
+        """Compile a grammar for a client.
 
-        Raises ApiError 400 for one that is too large, and 429 while too many others are being compiled.
+        Raises ApiError 400 if it is too large, and 429 while too many others are being compiled.
         """
         text = grammar.text
         if len(text) > MAX_GRAMMAR_CHARS:
@@ -96,7 +93,7 @@ class GrammarChecker:
         return await self._compiled_once(text, client)
 
     def search(self, client: str = "") -> SchemaSearch:
-        """Begin to search a schema of a client for what cannot be compiled."""
+        """Return a search for the parts of a schema that do not compile."""
 
         async def compile_text(text: str) -> Checked:
             return await self._compiled_once(text, client)
@@ -104,7 +101,7 @@ class GrammarChecker:
         return SchemaSearch(compile_text)
 
     async def close(self) -> None:
-        """Cancel what is being compiled and end the processes."""
+        """Cancel running compilations and end the processes."""
         tasks = list(self._compiling.values())
         for task in tasks:
             task.cancel()
@@ -128,7 +125,7 @@ class GrammarChecker:
             with contextlib.suppress(SlowGrammarError):
                 checked = await lane.compile(client, text)
                 break
-        # Grammars that exceed a limit are cached as well: compiling them again would cost as much.
+        # Grammars that exceed a limit are cached, too: compiling them again would cost as much.
         self._checked[key] = checked
         if len(self._checked) > MAX_CACHED:
             self._checked.popitem(last=False)
@@ -140,7 +137,7 @@ class GrammarChecker:
             task.exception()  # Mark the exception as retrieved, in case every waiting request was cancelled.
 
     async def _explain(self, grammar: Grammar, checked: Checked, client: str) -> str:
-        """Word a compiler error for the client, with its place in the field."""
+        """Convert a compiler error to a message for the client, with its position in the field."""
         error = checked.error or ""
         if grammar.schema is not None and not checked.is_limit:
             alone = Grammar(schema_body(grammar.schema, as_schema=True), "", "")
@@ -154,7 +151,7 @@ class GrammarChecker:
         found = _LARK_ERROR.match(error)
         if found is None:
             return f": {_first_line(error)}"
-        # The text of a grammar for another field is not the client's.
+        # Positions only make sense to the client if it wrote the grammar text.
         place = f" at line {found[1]}, column {found[2]}" if grammar.param == "grammar" else ""
         return f"{place}: {_first_line(error[found.end() :])}"
 

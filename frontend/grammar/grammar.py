@@ -1,7 +1,7 @@
-"""The grammar that constrains an output, built from the fields of a request.
+"""Build the grammar that constrains an output from the fields of a request.
 
 Its text is in llguidance's format: JSON that contains a JSON schema or a grammar in llguidance's dialect of Lark.
-`GrammarChecker` checks it before the engine compiles it.
+`GrammarChecker` validates it before the engine compiles it.
 """
 
 import re
@@ -44,7 +44,7 @@ THINK_TAGS = ThinkTags("<think>", "</think>")
 MISTRAL_THINK_TAGS = ThinkTags("[THINK]", "[/THINK]")
 
 _REGEX_FLAGS = "(?-s)"
-"""Makes a dot match no line break, as in Python and most other dialects; llguidance's default is the opposite."""
+"""Keeps `.` from matching line breaks, as in Python and most dialects; llguidance's default is the opposite."""
 
 ANY_TEXT = r"(.|\n)*"
 _BLANK_LINES = r"/\n{0,2}/"
@@ -52,13 +52,13 @@ _BODY = "body"
 
 
 class ThinkingMode(Enum):
-    """Presence of reasoning, which no grammar constrains, at the start of an output."""
+    """Whether an output may start with reasoning, which is never constrained."""
 
     NONE = "none"
     OPTIONAL = "optional"
     """The output may start with the opening tag."""
     OPEN = "open"
-    """The prompt ended with the opening tag, so the output starts within the reasoning."""
+    """The prompt ends with the opening tag, so the output starts within the reasoning."""
 
 
 class Grammar(Struct, frozen=True):
@@ -69,24 +69,24 @@ class Grammar(Struct, frozen=True):
     param: str
     """Name of the request field, for the `param` of errors."""
     name: str
-    """Name of the request field as error messages write it."""
+    """Name of the request field in error messages."""
     schema: dict[str, Any] | None = None
     """The client's JSON schema, if the grammar consists of nothing else."""
     is_strict: bool = True
-    """False if keywords of the schema that cannot be compiled are removed rather than refused."""
+    """False if schema keywords that do not compile are removed instead of refused."""
     regex: str | None = None
     """The client's regular expression, if the grammar consists of nothing else."""
 
     @property
     def text(self) -> str:
-        """Encode the grammar as the engine takes it."""
+        """Encode the grammar for the engine."""
         return _encode({"grammars": [self.body]})
 
     def after_thinking(self, opened: bool, token_ids: Mapping[str, int], tags: ThinkTags = THINK_TAGS) -> str:
-        """Encode this grammar preceded by reasoning.
+        """Encode this grammar, preceded by reasoning.
 
-        Reasoning is any text up to its closing tag. With `opened`, the prompt leaves the opening tag open; otherwise
-        the reasoning is optional. `token_ids` has the tags that are one token, which other tokens cannot spell.
+        Reasoning is any text up to its closing tag. With `opened` the prompt ends with the opening tag; otherwise the
+        reasoning is optional. `token_ids` has the tags that are a single token.
         """
         closed = f"closed {_BLANK_LINES}"
         reasoning = closed if opened else f"({literal(tags.start, token_ids)} {closed})?"
@@ -105,11 +105,11 @@ def output_grammar(
     grammar: str | None,
     ignored: IgnoredFields | None = None,
 ) -> Grammar | None:
-    """Build the grammar that the request fields ask for; None if they ask for none.
+    """Build the grammar of the request fields; return None if the output is unconstrained.
 
-    Keywords of a schema that cannot be enforced are recorded in `ignored`, unless the schema is strict.
+    Schema keywords that cannot be enforced are recorded in `ignored`, unless the schema is strict.
 
-    Raises ApiError 400 if two of the fields are given, and for a schema that is not supported.
+    Raises ApiError 400 if two of the fields are given, or if a schema is not supported.
     """
     format_grammar = None if response_format is None else _response_format_grammar(response_format, ignored)
     given = {
@@ -136,7 +136,7 @@ def schema_grammar(
     """Build the grammar of a JSON schema.
 
     Keywords that cannot be enforced are removed and recorded in `ignored`; with `strict` they are errors. Raises
-    ApiError 400 for a schema that is malformed, too large or, with `strict`, not supported.
+    ApiError 400 if the schema is malformed, too large or, with `strict`, not supported.
     """
     try:
         check_count(schema)
@@ -152,32 +152,32 @@ def schema_grammar(
 
 
 def schema_body(schema: dict[str, Any], as_schema: bool = False) -> dict[str, Any]:
-    """Make the body of a grammar of a JSON schema.
+    """Return the grammar body of a JSON schema.
 
-    With `as_schema` the compiler gets nothing but the schema, so that what it says of it is about its keywords.
+    With `as_schema` the compiler gets only the schema, so that its errors are about schema keywords.
     """
     closed = close_objects(schema)
     return {"json_schema": with_options(closed, OPTIONS)} if as_schema else json_grammar(closed)
 
 
 def record_removed(pointers: Sequence[str], field: str, ignored: IgnoredFields) -> None:
-    """Record the keywords that were removed from the schema in a field.
+    """Record the keywords that were removed from the schema of a field.
 
-    Raises ApiError 400 if such fields are refused.
+    Raises ApiError 400 if ignored fields are refused.
     """
     for pointer in pointers:
         ignored.add(field + pointer[1:].replace("/", "."))
 
 
 def lark(text: str) -> dict[str, Any]:
-    """Make the body of a grammar written in Lark."""
+    """Return the grammar body of Lark text."""
     return {"lark_grammar": text}
 
 
 def literal(text: str, token_ids: Mapping[str, int]) -> str:
-    """Write a text in Lark, with the tokens of `token_ids` by id.
+    """Return a text as a Lark literal, with the tokens of `token_ids` by id.
 
-    Those are special tokens, which ordinary ones cannot spell, and tags that only count as one token.
+    These are special tokens, which other tokens cannot spell, and tags that only count as a single token.
     """
     names = sorted(token_ids, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]

@@ -1,8 +1,8 @@
-"""Write JSON schemas as grammars in which every number ends.
+"""Convert JSON schemas to grammars with a limited number of digits.
 
-The compiler's own grammar of a number has no limit on digits, so that a small model may write them without end. Where a
-schema admits such numbers, the objects, arrays and alternatives around them are written as rules of Lark, like those
-of the compiler but with numbers of limited length. Parts without such numbers are left to the compiler.
+The compiler's grammar of a number has no limit on digits, so a small model may write digits forever. If a schema
+allows such numbers, the objects, arrays and alternatives that contain them are written as Lark rules, equal to the
+compiler's except for the limited numbers. Parts without such numbers are left to the compiler.
 """
 
 import json
@@ -14,13 +14,13 @@ from tandem.frontend.grammar.json_schema import ANNOTATIONS, NUMBERS, OPTIONS, m
 from tandem.frontend.grammar.references import target_of
 
 MAX_DIGITS, MAX_FRACTION, MAX_EXPONENT = 40, 20, 3
-"""Digits of a number before the point, behind it, and of its exponent."""
+"""Maximum digits of a number before and after the decimal point, and in its exponent."""
 MAX_LIMIT = 10**18
-"""Largest limit of a number: the compiler counts in 64 bits."""
+"""Largest supported `minimum` or `maximum`: the compiler uses 64-bit integers."""
 LIMITED_FRACTION = 10
-"""Digits behind the point of a number between limits: the longest fraction that the compiler can count."""
+"""Maximum digits after the decimal point of a number with limits, as in the compiler."""
 MAX_REPEATED = 1000
-"""Fewest and most items of an array that is written as a rule."""
+"""Largest `minItems` or `maxItems` of an array that is written as a rule."""
 
 _DIGITS = f"(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
 _REST = rf"(\.[0-9]{{1,{MAX_FRACTION}}})?([eE][+-]?[0-9]{{1,{MAX_EXPONENT}}})?"
@@ -48,7 +48,7 @@ _KEYWORDS_OF = {
     "object": {"properties", "patternProperties", "required", "additionalProperties", "minProperties", "maxProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
 }
-"""The keywords that say something about values of a type."""
+"""Keywords that apply to values of each type."""
 _ALL_KEYWORDS = set().union(*_KEYWORDS_OF.values())
 
 
@@ -57,7 +57,7 @@ class _UnsupportedError(Exception):
 
 
 def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
-    """Make the body of a grammar of a schema."""
+    """Return the grammar body of a schema."""
     rules = _rules(schema)
     if rules is None:
         return {"json_schema": with_options(map_schemas(schema, _with_limits), OPTIONS)}
@@ -65,13 +65,13 @@ def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Write a schema for use within a rule of Lark."""
+    """Write a schema for use within a Lark rule."""
     rules = _rules(schema)
     return schema_rule(map_schemas(schema, _with_limits)) if rules is None else f"%lark {{\n{rules}}}"
 
 
 def quoted(text: str) -> str:
-    """Write a string literal in Lark, with non-ASCII characters escaped.
+    """Return a Lark string literal, with non-ASCII characters escaped.
 
     Lark's lexer rejects some of them.
     """
@@ -79,12 +79,12 @@ def quoted(text: str) -> str:
 
 
 def schema_rule(schema: dict[str, Any]) -> str:
-    """Write a schema for use within a rule of Lark, for the compiler to follow alone."""
+    """Write a schema for use within a Lark rule, leaving all of it to the compiler."""
     return "%json " + msgspec.json.encode(with_options(schema, OPTIONS)).decode()
 
 
 def _rules(schema: dict[str, Any]) -> str | None:
-    """Write the rules of a schema; None if the compiler's serve as well, or none can be written."""
+    """Write the rules of a schema; return None if the compiler's suffice or the schema is unsupported."""
     writer = _Writer(schema)
     try:
         rules = writer.write()
@@ -94,7 +94,7 @@ def _rules(schema: dict[str, Any]) -> str | None:
 
 
 def _with_limits(node: dict[str, Any]) -> dict[str, Any]:
-    """Give the numbers of a schema limits, so that the compiler bounds their digits."""
+    """Add limits to the numbers of a schema, so that the compiler bounds their digits."""
     kinds = node.get("type", [])
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"integer", "number"}.isdisjoint(kinds) or not _COMBINING.isdisjoint(node):
@@ -104,7 +104,7 @@ def _with_limits(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing_limits(kind: str, limits: dict[str, Any]) -> dict[str, float]:
-    """Return the limits that a number needs besides its own, so that the compiler bounds its digits."""
+    """Return the missing limits of a number, so that the compiler bounds its digits."""
     if any(isinstance(limit, bool) or abs(limit) >= MAX_LIMIT for limit in limits.values()):
         return {}
     others: dict[str, float] = {} if {"minimum", "exclusiveMinimum"} & limits.keys() else {"minimum": -MAX_LIMIT}
@@ -121,11 +121,11 @@ class _Writer:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.limits_numbers = False
-        """True once a number is limited that the compiler would not limit."""
+        """True once a number was limited that the compiler would not limit."""
         self._root = root
         self._lines: list[str] = []
         self._names: dict[int, str] = {}
-        """Names of the rules of schemas that are referred to, by the schema's identity."""
+        """Rule names of referenced schemas, by `id` of the schema."""
         self._pending: list[tuple[str, dict[str, Any]]] = []
 
     def write(self) -> str:
@@ -225,7 +225,7 @@ class _Writer:
         return self._rule(f'"{{" {self._members(members, self._others(other, [*named, *required]))} "}}"')
 
     def _others(self, other: object, taken: list[str]) -> str:
-        """Write a member whose name is not taken; "" if there are none."""
+        """Write a member with a name other than `taken`; return "" if such members are forbidden."""
         if other is False:
             return ""
         name = "STRING"
@@ -235,7 +235,7 @@ class _Writer:
         return self._rule(f'{name} ":" {self._value(other)}')
 
     def _members(self, members: list[tuple[str, bool]], other: str) -> str:
-        """Write the members of an object in their order, of which some are required, and any number of others."""
+        """Write the members of an object in order, required or optional, then any number of others."""
         following = self._rule(f'("," {other})*') if other else '""'
         opening = f'({other} ("," {other})*)?' if other else '""'
         for rule, is_required in reversed(members):
@@ -270,10 +270,10 @@ class _Writer:
 
 
 def _repeated(item: str, least: int, most: int | None) -> str:
-    """Write a number of further items."""
+    """Write a repetition of further items."""
     return "" if most == 0 else f'("," {item}){{{least},{"" if most is None else most}}}'
 
 
 def _name(name: str) -> str:
-    """Write the name of a property in quotes, as JSON has it."""
+    """Return the name of a property as a JSON string."""
     return quoted(json.dumps(name, ensure_ascii=False))

@@ -1,7 +1,7 @@
-"""Check and prepare JSON schemas for the grammar compiler.
+"""Validate and prepare JSON schemas for the grammar compiler.
 
-Parts that are not supported are reported with their JSON pointer. All checks are bounded in time. `GrammarChecker`
-finds out whether a schema can be satisfied, by compiling it.
+Unsupported parts are reported with their JSON pointer. All checks are bounded in time. `GrammarChecker` determines
+whether a schema can be satisfied, by compiling it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ MAX_NESTING = 64
 """Levels of JSON nesting, counting objects and arrays; a schema in `properties` is two levels deeper."""
 MAX_SUBSCHEMAS = 5000
 MAX_ENUM_VALUES = 10_000
-"""Values of all `enum` keywords of a schema together."""
+"""Maximum total number of values in all `enum` keywords of a schema."""
 MAX_EXACT_INTEGER = 2**53
 """Largest exact integer: the compiler converts numbers to doubles, which changes larger ones."""
 
@@ -41,21 +41,21 @@ ANNOTATIONS = {
 _REMEDIES = {
     "uniqueItems": "remove it (pydantic writes it for a set: take a list), or send the schema without 'strict'",
 }
-"""Ways around keywords that libraries write."""
+"""Workarounds for unsupported keywords that libraries write."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_COUNT = 2**31 - 1
 SUPPORTED_KEYWORDS = _SCHEMA | _SCHEMA_LISTS | _SCHEMA_MAPS | _VALUES | ANNOTATIONS
 
 _COMPILER_OPTIONS = "x-guidance"
-"""Keyword under which the compiler reads its own options; clients may not set it."""
+"""Keyword of the compiler's options; clients may not set it."""
 _DROPPED = {_COMPILER_OPTIONS, "$id", "$schema"}
 OPTIONS: dict[str, Any] = {"whitespace_pattern": r" |\n {0,32}"}
-"""Allows JSON on one line or indented. The bound keeps a model from emitting blanks without end."""
+"""Allow JSON on one line or indented. The bound keeps a model from emitting blanks forever."""
 
 
 Path = tuple[object, ...]
-"""Keys and indices that lead from a schema to a part of it."""
+"""Keys and indices from a schema to one of its parts."""
 
 
 class SchemaError(Exception):
@@ -69,22 +69,19 @@ class SchemaError(Exception):
 
 
 def shortened(pointer: str) -> str:
-    """Return a JSON pointer as error messages quote it."""
+    """Shorten a JSON pointer for error messages."""
     return pointer if len(pointer) <= MAX_POINTER_CHARS else pointer[:MAX_POINTER_CHARS] + "..."
 
 
 def with_options(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Add the compiler's options to a schema."""
-    # With an `$id`, the compiler would resolve the schema's own references relative to it, and with an old `$schema` it
-    # would not know the keywords of newer ones, which `rewrite_schema` writes.
+    # With `$id`, the compiler would resolve references relative to it. With an old `$schema`, it would not know the
+    # newer keywords that `rewrite_schema` writes.
     return {_COMPILER_OPTIONS: options} | {key: value for key, value in schema.items() if key not in _DROPPED}
 
 
 def check_nesting(value: object) -> None:
-    """Raise SchemaError for JSON that is nested more than MAX_NESTING levels deep.
-
-    The check does not recurse.
-    """
+    """Raise SchemaError if JSON is nested more than MAX_NESTING levels deep (without recursion)."""
     level: list[_Place] = [(None, "", value)]
     depth = 0
     while level:
@@ -117,17 +114,14 @@ def _is_container(value: object) -> bool:
 
 
 def check_count(schema: dict[str, Any]) -> None:
-    """Raise SchemaError for a schema with more than MAX_SUBSCHEMAS schemas in it."""
+    """Raise SchemaError if a schema contains more than MAX_SUBSCHEMAS schemas."""
     for count, (pointer, _) in enumerate(walk_schemas(schema), 1):
         if count > MAX_SUBSCHEMAS:
             raise SchemaError(pointer, f"more than {MAX_SUBSCHEMAS} schemas in one; make it smaller")
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Raise SchemaError for a schema that is too large, malformed or unsupported.
-
-    A schema is unsupported if it uses a keyword that is not supported.
-    """
+    """Raise SchemaError if a schema is too large, malformed, or uses an unsupported keyword."""
     check_nesting(schema)
     check_count(schema)
     num_values = 0
@@ -145,10 +139,7 @@ def check_schema(schema: dict[str, Any]) -> None:
 
 
 def walk_schemas(schema: object) -> Iterator[tuple[str, object]]:
-    """Yield a schema and its subschemas, each with its JSON pointer.
-
-    All subschemas are included, in document order.
-    """
+    """Yield a schema and all its subschemas with their JSON pointers, in document order."""
     for path, node in walk_paths(schema):
         yield join_pointer("#", *path), node
 
@@ -163,7 +154,7 @@ def walk_paths(schema: object) -> Iterator[tuple[Path, object]]:
 
 
 def subschemas(node: object) -> list[tuple[tuple[object, ...], object]]:
-    """List the direct subschemas of a schema, each with the keys that lead to it."""
+    """List the direct subschemas of a schema with their keys."""
     found: list[tuple[tuple[object, ...], object]] = []
     for key, value in node.items() if isinstance(node, dict) else ():
         if key in _SCHEMA:
@@ -178,7 +169,7 @@ def subschemas(node: object) -> list[tuple[tuple[object, ...], object]]:
 def map_schemas(schema: object, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Copy a schema, applying `change` to each object schema.
 
-    `change` gets a copy of each, outer ones first.
+    `change` gets a copy, in pre-order.
     """
     if not isinstance(schema, dict):
         return schema
@@ -196,7 +187,7 @@ def map_schemas(schema: object, change: Callable[[dict[str, Any]], dict[str, Any
 def rebase_references(schema: dict[str, Any], base: str) -> dict[str, Any]:
     """Copy a schema for embedding at the JSON pointer `base`.
 
-    The copy's references to itself still resolve there.
+    Its internal references are rewritten to resolve there.
     """
 
     def move(node: dict[str, Any]) -> dict[str, Any]:
@@ -213,24 +204,24 @@ def rebase_references(schema: dict[str, Any], base: str) -> dict[str, Any]:
 def join_pointer(pointer: str, *keys: object) -> str:
     """Append keys to a JSON pointer, escaped as in RFC 6901.
 
-    Each key is cut at 100 characters.
+    Keys are truncated to 100 characters.
     """
     return "/".join([pointer, *(str(key).replace("~", "~0").replace("/", "~1")[:100] for key in keys)])
 
 
 class Fault(Struct, frozen=True):
-    """A keyword of a schema that is malformed or not supported."""
+    """Malformed or unsupported keyword of a schema."""
 
     key: str
     reason: str
     is_value: bool = False
-    """True if the error is in the keyword's value, so that its path is that of the keyword and not of the schema."""
+    """True if the error is in the keyword's value: its path then ends in the keyword, otherwise in the schema."""
 
 
 def faults(node: dict[str, Any], root: dict[str, Any]) -> Iterator[Fault]:
-    """Yield the keywords of one schema within `root` that are malformed or not supported.
+    """Yield the malformed and unsupported keywords of one schema within `root`.
 
-    Those of its subschemas are not included, and neither is what only the compiler knows.
+    Excludes its subschemas, and errors that only the compiler can find.
     """
     for key, value in node.items():
         if key not in SUPPORTED_KEYWORDS and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
@@ -251,7 +242,7 @@ def faults(node: dict[str, Any], root: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _faults_of_types(node: dict[str, Any]) -> Iterator[Fault]:
-    """Yield the keywords whose value is of a wrong type or not one of those that there are."""
+    """Yield the keywords with a value of the wrong type or outside the allowed values."""
     kinds = node.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in _TYPES:
@@ -270,7 +261,7 @@ def _faults_of_types(node: dict[str, Any]) -> Iterator[Fault]:
             yield Fault(key, f"{str(count)[:40]!r} is not an integer from 0 to {MAX_COUNT}", is_value=True)
     for key in NUMBERS:
         number = node.get(key, 1)
-        is_flag = isinstance(number, bool)  # Draft 4 has flags beside the limits.
+        is_flag = isinstance(number, bool)  # In draft 4 the exclusive limits are flags.
         if not isinstance(number, int | float) or (is_flag and not key.startswith("exclusive")):
             yield Fault(key, f"{str(number)[:40]!r} is not a number", is_value=True)
     if not isinstance(node.get("enum", []), list):
@@ -281,7 +272,7 @@ def _faults_of_types(node: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _inexact(value: object) -> int | None:
-    """Find an integer beyond MAX_EXACT_INTEGER in a value."""
+    """Return an integer in a value that exceeds MAX_EXACT_INTEGER, or None."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -293,7 +284,7 @@ def _inexact(value: object) -> int | None:
 
 
 def may_be_text(node: dict[str, Any]) -> bool:
-    """Tell whether the type of a schema admits a string."""
+    """Return True if the type of a schema allows a string."""
     kind = node.get("type", "string")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
@@ -309,9 +300,9 @@ def _reference_fault(reference: object, root: dict[str, Any]) -> str | None:
 
 
 def resolve(reference: str, root: object) -> tuple[Path, object]:
-    """Return what a reference points to, with its path; raises KeyError if that does not exist.
+    """Resolve a reference to its path and target. Raises KeyError if the target does not exist.
 
-    reference: a JSON pointer within the root, as a URI fragment.
+    reference: JSON pointer within the root, as a URI fragment.
     """
     node = root
     path: Path = ()
@@ -328,7 +319,7 @@ def resolve(reference: str, root: object) -> tuple[Path, object]:
 
 
 def invalid_schema(error: SchemaError, param: str, name: str) -> ApiError:
-    """Make the 400 for a schema; the message calls the schema's field `name`."""
+    """Return the ApiError 400 for a schema; `name` is the field's name in the message."""
     return ApiError(400, f"{name} is invalid {error}", param, "invalid_json_schema")
 
 
@@ -337,10 +328,9 @@ _COMBINING_KEYWORDS = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Close objects that list properties and say nothing about others.
+    """Add `additionalProperties: false` to objects that list properties and do not mention others.
 
-    They get `additionalProperties: false`. A schema that combines several schemas is returned unchanged: closed, they
-    would exclude each other's properties.
+    A schema that combines several schemas is returned unchanged: closed, they would exclude each other's properties.
     """
     if any(_combines_schemas(node) for _, node in walk_schemas(schema)):
         return schema
@@ -349,7 +339,7 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _combines_schemas(node: object) -> bool:
-    """Tell whether an object has to satisfy several schemas at once."""
+    """Return True if an object has to satisfy several schemas at once."""
     if not isinstance(node, dict):
         return False
     combined = _COMBINING_KEYWORDS & node.keys()

@@ -1,7 +1,4 @@
-"""Lanes: processes that compile grammars within one budget of CPU time.
-
-Clients share them fairly.
-"""
+"""Pools of compiler processes with a common CPU budget, shared fairly between clients."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,10 +20,10 @@ class Compiler(Protocol):
 
 
 class Lane:
-    """Processes that compile grammars, each within `cpu_seconds` of CPU time.
+    """Pool of processes that compile grammars, each within `cpu_seconds` of CPU time.
 
-    A free process goes to the client that has used the least. Idle processes form a stack: the one that was used last
-    is taken first, so that no more start than are needed.
+    A free process goes to the client that has used the least CPU time. Idle processes form a stack (LIFO), so that only
+    as many start as are needed.
     """
 
     def __init__(self, name: str, processes: Sequence[Compiler], cpu_seconds: float, wait_seconds: float) -> None:
@@ -37,13 +34,13 @@ class Lane:
         self._queue: FairQueue[asyncio.Future[Compiler]] = FairQueue()
 
     async def compile(self, client: str, grammar: str) -> Checked:
-        """Compile a grammar of a client.
+        """Compile a grammar for a client.
 
-        Raises whatever a process raises, and ApiError 429 if all are busy during the lane's time.
+        Raises the exceptions of `Compiler.ask`, and ApiError 429 if all processes stay busy for `wait_seconds`.
         """
         loop = asyncio.get_running_loop()
         process = await self._acquire(client)
-        # Charged in advance, so that a client with several grammars does not take all processes at once.
+        # Charge in advance, so that a client with several grammars does not take all processes at once.
         self._queue.charge(client, self._cpu_seconds)
         began = loop.time()
         try:
@@ -55,11 +52,11 @@ class Lane:
             self._release(process)
 
     async def close(self) -> None:
-        """End the processes, none of which is in use any more."""
+        """End the processes; none may be in use."""
         await asyncio.gather(*(process.close() for process in self._idle))
 
     async def _acquire(self, client: str) -> Compiler:
-        if self._idle:  # then no grammar waits
+        if self._idle:  # no grammar is waiting
             return self._idle.pop()
         free: asyncio.Future[Compiler] = asyncio.get_running_loop().create_future()
         self._queue.add(client, free)

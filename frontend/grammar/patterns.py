@@ -1,10 +1,10 @@
-"""Rewrite character classes of regular expressions for strings of JSON.
+"""Rewrite character classes of regexes for JSON strings.
 
-The compiler rewrites a pattern so that it matches the JSON form of a string. Of a class that has all control
-characters, or all but the line break, it takes the escapes of quote and backslash for allowed as well, whether they are
-in the class or not (derivre 0.3, `json_quote`): `[^"]` would admit `\\"`. Without one of them, NUL, the class is exact.
+The compiler converts a pattern to match the JSON encoding of a string. If a class contains all control characters (or
+all but the line break), it also allows the escapes of quote and backslash, even if the class excludes them (derivre
+0.3, `json_quote`): `[^"]` would match `\\"`. Removing a control character, NUL, makes the class exact.
 
-In a class, `[`, `&&`, `--` and `~~` are ordinary characters for JSON Schema, but not for the compiler.
+In a class, `[`, `&&`, `--` and `~~` are ordinary characters in JSON Schema, but operators for the compiler.
 """
 
 import re
@@ -16,14 +16,14 @@ _ORDINARY = re.compile(r"\[:\^?[a-z]+:\]|\\.|\[|&&|--|~~", re.DOTALL)
 
 
 def exact_classes(pattern: str) -> str:
-    """Return a pattern without NUL in the classes that need it to be exact; other patterns are unchanged."""
+    """Remove NUL from the classes of a pattern that would not be exact with it."""
     pieces: list[str] = []
     index = 0
     while index < len(pattern):
         found = None
         if pattern[index] == "[":
             found = _CLASS.match(pattern, index)
-            if found is None:  # left open: an error, for the compiler to report
+            if found is None:  # unterminated: the compiler reports the error
                 return pattern
             piece = "[" + _ORDINARY.sub(_escaped, found[0][1:])
             piece = f"[{piece}&&[^\\x00]]" if _MAY_HAVE_CONTROLS.search(piece) else piece
@@ -37,6 +37,6 @@ def exact_classes(pattern: str) -> str:
 
 
 def _escaped(part: re.Match[str]) -> str:
-    """Escape what only the compiler reads as an operator of a class."""
+    """Escape the operators of the compiler that are ordinary characters in JSON Schema."""
     text = part[0]
     return text if len(text) > 2 or text[0] == "\\" else f"{text[:-1]}\\{text[-1]}"

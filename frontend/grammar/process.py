@@ -1,7 +1,4 @@
-"""Client of one process that compiles grammars.
-
-The process is started on demand and replaced after a failure.
-"""
+"""Client of one compiler process, which is started on demand and replaced after a failure."""
 
 import asyncio
 import contextlib
@@ -18,12 +15,12 @@ from tandem.protocol.params import MAX_GRAMMAR_CHARS
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
-"""Wall-clock limit of one compilation in seconds; on an idle machine, the limit on CPU time ends the process sooner."""
+"""Wall-clock limit of one compilation, in seconds; on an idle machine the CPU limit is reached first."""
 _REMEDY = "to compile; make it smaller or simpler"
 OUT_OF_MEMORY = f"it takes more than 2 GiB of memory {_REMEDY}"
 OUT_OF_STACK = f"it takes more than 2 MiB of stack {_REMEDY}"
 _REASONS = {"signal SIGSEGV": OUT_OF_STACK, "signal SIGBUS": OUT_OF_STACK}
-"""Limits by the exit status of a process that exceeds them; at the limit on memory it may end in any other way."""
+"""Error by the exit status of a process that exceeded a limit; any other status means the memory limit."""
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.grammar.worker")
 
 
@@ -31,24 +28,24 @@ class Checked(Struct, frozen=True):
     """Result of a compilation."""
 
     error: str | None
-    """Error of the compiler; None if the grammar compiles."""
+    """Compiler error; None if the grammar compiles."""
     seconds: float = 0.0
-    """CPU time that it took; 0 if it ended its process."""
+    """CPU time in seconds; 0 if the compilation ended its process."""
     is_limit: bool = False
-    """True if the error is that it exceeds a limit on time, memory or stack."""
+    """True if the grammar exceeds a limit on time, memory or stack."""
 
 
 class SlowGrammarError(Exception):
-    """A grammar takes more CPU time than its process was given."""
+    """A grammar exceeds the CPU budget of its lane."""
 
 
 def too_slow(cpu_seconds: float) -> str:
-    """Return the error of a grammar that takes more CPU time than any may."""
+    """Return the error message of a grammar that exceeds the largest CPU budget."""
     return f"it takes more than {cpu_seconds:g} s of CPU time {_REMEDY}"
 
 
 class GrammarProcess:
-    """Run `tandem.frontend.grammar.worker` from the first request on.
+    """Run `tandem.frontend.grammar.worker`, starting it at the first request.
 
     `hello` is the first line sent to the process.
     """
@@ -57,7 +54,7 @@ class GrammarProcess:
         self._hello = hello
         self._process: ManagedProcess | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        """Waits for processes that were killed and have not ended yet."""
+        """Tasks that wait for killed processes to end."""
 
     @property
     def pid(self) -> int | None:
@@ -66,9 +63,9 @@ class GrammarProcess:
     async def ask(self, grammar: str, cpu_seconds: float) -> Checked:
         """Compile a grammar.
 
-        One that ends the process, or the child that compiles for it, has exceeded a limit, which the error names.
-        Raises SlowGrammarError for one that takes more than `cpu_seconds` of CPU time, ApiError 429 after
-        `CHECK_SECONDS` and if the process was killed. One request at a time.
+        If the process or its child ends, the grammar has exceeded a limit, which the error names. Supports one request
+        at a time. Raises SlowGrammarError after `cpu_seconds` of CPU time, and ApiError 429 after `CHECK_SECONDS` or if
+        the process was killed.
         """
         process = self._process
         if process is None or process.pid is None:

@@ -1,4 +1,4 @@
-"""Find references of a schema that lead to themselves without an end.
+"""Find endless references in a schema, which no finite value satisfies.
 
 The compiler accepts them, but no output would ever be complete.
 """
@@ -17,9 +17,9 @@ from tandem.frontend.grammar.json_schema import (
 )
 
 _MAX_PASSES = 20
-"""Passes over a schema; one that needs more is not judged."""
+"""Maximum number of passes over a schema; schemas that need more are accepted."""
 _MAX_PARTS = 20
-"""Schemas that a value has to satisfy at once, beyond which they are not judged."""
+"""Maximum number of schemas that a value has to satisfy at once; beyond it they are accepted."""
 _MAX_ITEMS = 50
 _CONSTRAINTS = SUPPORTED_KEYWORDS - ANNOTATIONS - {"$defs", "definitions"}
 _COMPOUND = {"object", "array"}
@@ -27,10 +27,9 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def endless_references(schema: dict[str, Any]) -> list[Path]:
-    """Return the paths of the schemas with a `$ref` that no finite value satisfies.
+    """Return the paths of schemas with a `$ref` that no finite value satisfies.
 
-    Included are those that the schema leads to, also where it does not require them: a model that begins with one never
-    ends. References that do not resolve are left to others.
+    Includes optional parts: a model that starts writing one never finishes. Ignores references that do not resolve.
     """
     reached = _reached(schema)
     references = [path for path, node in reached if "$ref" in node]
@@ -58,7 +57,7 @@ def check_references(schema: dict[str, Any]) -> None:
 
 
 def _reached(schema: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
-    """List the object schemas that a schema leads to, each once with its path."""
+    """List the object schemas reachable from a schema, each once, with paths."""
     found: dict[int, tuple[Path, dict[str, Any]]] = {}
     stack: list[tuple[Path, object]] = [((), schema)]
     while stack:
@@ -74,7 +73,7 @@ def _reached(schema: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def target_of(node: dict[str, Any], root: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    """Return the object schema that a schema refers to, with its path, or None."""
+    """Return the object schema that a schema's `$ref` points to, with its path, or None."""
     reference = node.get("$ref")
     if not isinstance(reference, str):
         return None
@@ -86,7 +85,7 @@ def target_of(node: dict[str, Any], root: dict[str, Any]) -> tuple[Path, dict[st
 
 
 def _ends(parts: list[dict[str, Any]], is_finite: dict[int, bool]) -> bool:
-    """Tell whether a finite value satisfies all parts, going by what is known of the schemas within them."""
+    """Return True if a finite value satisfies all parts, according to `is_finite` of their subschemas."""
     if len(parts) > _MAX_PARTS:
         return True
 
@@ -101,19 +100,19 @@ def _ends(parts: list[dict[str, Any]], is_finite: dict[int, bool]) -> bool:
     if any("const" in part or "enum" in part for part in parts):
         return True
     types = _common_types(parts)
-    if not types or types - _COMPOUND:  # no type at all is the compiler's to report
+    if not types or types - _COMPOUND:  # the compiler reports contradicting types
         return True
     return ("object" in types and _object_ends(parts, ends)) or ("array" in types and _array_ends(parts, ends))
 
 
 def _conjuncts(node: dict[str, Any], root: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the schemas that a value has to satisfy together; none if one of them is a part of itself.
+    """List the schemas that a value has to satisfy at once; empty if one of them contains itself.
 
-    Those are a schema, what it refers to, and the parts of its `allOf`. More than _MAX_PARTS are not followed.
+    These are the schema, its `$ref` target, and the parts of its `allOf`, at most _MAX_PARTS.
     """
     target = target_of(node, root)
     if target is not None and not _CONSTRAINTS & node.keys() - {"$ref"}:
-        return [{"anyOf": [target[1]]}]  # However long a chain of references is, each is judged by the next.
+        return [{"anyOf": [target[1]]}]  # In a chain of references, the result of each follows from the next one.
     found: list[dict[str, Any]] = []
     stack: list[tuple[dict[str, Any], frozenset[int]]] = [(node, frozenset())]
     while stack and len(found) <= _MAX_PARTS:
@@ -130,7 +129,7 @@ def _conjuncts(node: dict[str, Any], root: dict[str, Any]) -> list[dict[str, Any
 
 
 def _common_types(parts: list[dict[str, Any]]) -> set[str] | None:
-    """Return the types that all parts admit; None for any."""
+    """Return the types that all parts allow; None for any type."""
     common: set[str] | None = None
     for part in parts:
         if "type" in part:

@@ -1,7 +1,7 @@
-"""Rewrite JSON schemas, as libraries write them, for the grammar compiler.
+"""Rewrite JSON schemas of common libraries for the grammar compiler.
 
-`rewrite_schema` changes what can be said in keywords that are supported, and keeps the meaning. `relax_schema` removes
-what cannot be enforced, and tells where.
+`rewrite_schema` replaces unsupported keywords with equivalent supported ones. `relax_schema` removes keywords that
+cannot be enforced, and returns their JSON pointers.
 """
 
 import re
@@ -29,17 +29,17 @@ _MEANT_TOGETHER = {
     "patternProperties": ("additionalProperties",),
     "prefixItems": ("items",),
 }
-"""Keywords to those that apply to whatever they leave."""
+"""Maps keywords to dependent ones, which have another meaning or none without them."""
 _DESCRIBES_PROPERTIES = {
     "$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "oneOf", "patternProperties", "then",
 }  # fmt: skip
-"""Keywords that may allow properties which `properties` does not name."""
+"""Keywords that may allow properties not listed in `properties`."""
 _MAX_CONDITIONS = 10
-"""Look-aheads of one pattern that are rewritten."""
+"""Maximum number of look-aheads that are rewritten in a pattern."""
 _ENDLESS_GROWTH = 8
-"""Factor by which more endless references are removed at once, so that many take few searches."""
+"""Growth factor of the number of endless references removed per search, to keep the number of searches small."""
 _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^.0-9][^.]*)?)?$"
-"""Bounds the fraction of a second to nanoseconds; without a bound, a model may write digits without end."""
+"""Limits fractions of a second to nanoseconds; otherwise a model may write digits forever."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _CHARACTER = r"(\\\.|\\-|[A-Za-z0-9_@ -])"
 _NOT_FIRST = re.compile(rf"\(\?!{_CHARACTER}\)")
@@ -47,9 +47,9 @@ _NEVER_TWICE = re.compile(rf"\(\?!\.\*{_CHARACTER}\1\)")
 
 
 def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of equal meaning in supported keywords, as far as there is one.
+    """Return an equivalent schema with supported keywords, as far as possible.
 
-    Raises SchemaError for a schema that is nested too deeply to be walked.
+    Raises SchemaError if the schema is nested too deeply.
     """
     check_nesting(schema)
     result: dict[str, Any] = map_schemas(schema, _rewrite)
@@ -59,13 +59,12 @@ def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
 def relax_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Remove the keywords that cannot be enforced, and return their JSON pointers.
 
-    They are keywords that are malformed or not supported, formats and patterns that cannot be compiled, numbers that
-    the compiler cannot represent, and references that lead to themselves without an end. What only the compiler knows
-    is left to `schema_search`.
+    These are malformed and unsupported keywords, formats and patterns that do not compile, numbers that the compiler
+    cannot represent, and endless references. Errors that only the compiler can find are left to `schema_search`.
     """
     pointers: list[str] = []
     while found := [(path, key) for path, node in walk_paths(schema) for key in _unenforceable(node, schema)]:
-        # Outer keywords go first, and what is within them with them.
+        # Outer keywords first: their contents are removed with them.
         for path, key in found:
             schema, removed = without_keyword(schema, path, key)
             pointers += removed
@@ -79,10 +78,10 @@ def relax_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def without_keyword(schema: dict[str, Any], path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
-    """Remove a keyword of the schema at a path, and return the JSON pointers of all that was removed.
+    """Remove a keyword of the schema at a path and return the JSON pointers of all removed keywords.
 
-    Everything that was allowed stays allowed: what is only meant together with the keyword is removed as well. Of
-    `oneOf` its options are kept, as those of `anyOf`. Nothing is removed where it is gone already.
+    The result allows every value that the schema allowed, so dependent keywords are removed as well. `oneOf` becomes
+    `anyOf`. Does nothing if the keyword no longer exists.
     """
     node: Any = schema
     for step in path:
@@ -97,13 +96,13 @@ def without_keyword(schema: dict[str, Any], path: Path, key: str) -> tuple[dict[
         options = {"anyOf": node[key]}
         rest = {**rest, "allOf": [options]} if "anyOf" in rest and "allOf" not in rest else {**options, **rest}
     elif key in _DESCRIBES_PROPERTIES and "properties" in rest:
-        # The properties that it allowed are not those that are named.
+        # The removed keyword may have allowed properties that are not listed.
         rest.setdefault("additionalProperties", True)
     return _replaced(schema, path, rest), [join_pointer("#", *path, name) for name in removed]
 
 
 def _replaced(value: Any, path: Path, part: object) -> Any:
-    """Copy a value with another part at a path."""
+    """Copy a value, replacing the part at a path."""
     if not path:
         return part
     copy = value.copy()
@@ -144,7 +143,7 @@ def _rewrite(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_item_lists(node: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite tuples as drafts before 2020-12 describe them: a list as `items`, and `additionalItems` for the rest."""
+    """Rewrite tuples of drafts before 2020-12: a list of `items`, and `additionalItems` for the rest."""
     others = node.pop("additionalItems", True)
     if isinstance(node.get("items"), list):
         node["prefixItems"] = node.pop("items")
@@ -153,7 +152,7 @@ def _without_item_lists(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_exact_classes(node: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite the character classes of patterns that the compiler would not follow exactly in a JSON string."""
+    """Rewrite the character classes of patterns that are not exact in a JSON string."""
     if isinstance(node.get("pattern"), str):
         node["pattern"] = exact_classes(node["pattern"])
     named = node.get("patternProperties")
@@ -163,10 +162,7 @@ def _with_exact_classes(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nullable(node: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite `nullable` of OpenAPI 3.0.
-
-    True allows null beside what the schema describes.
-    """
+    """Rewrite `nullable` of OpenAPI 3.0, which also allows null if True."""
     nullable = node.get("nullable")
     if not isinstance(nullable, bool):
         return node
@@ -183,10 +179,7 @@ def _has_one_item(node: dict[str, Any]) -> bool:
 
 
 def _without_property_names(node: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite `propertyNames` of an object that names no properties itself.
-
-    That is how a dict is described.
-    """
+    """Rewrite `propertyNames` of an object without `properties`, as libraries describe a dict."""
     names = node.get("propertyNames")
     if not isinstance(names, dict) or not {"properties", "patternProperties"}.isdisjoint(node):
         return node
@@ -204,10 +197,10 @@ def _without_property_names(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_look_ahead(node: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite look-ahead at the start of a pattern.
+    """Rewrite negative look-ahead at the start of a pattern.
 
-    It may forbid one character as the first, or twice in a row: zod writes e-mail addresses so,
-    `^(?!\\.)(?!.*\\.\\.)...$`. Each look-ahead becomes a pattern of its own, which the text has to match as well.
+    Supported look-aheads forbid a character at the start, or twice in a row, as in zod's e-mail addresses,
+    `^(?!\\.)(?!.*\\.\\.)...$`. Each look-ahead becomes a separate pattern in `allOf`.
     """
     pattern = node.get("pattern")
     if not isinstance(pattern, str) or not pattern.startswith("^(?!") or "allOf" in node:

@@ -1,4 +1,4 @@
-"""Find what the compiler refuses in a JSON schema, by compiling parts of it."""
+"""Find the parts of a JSON schema that do not compile, by compiling them separately."""
 
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -11,27 +11,27 @@ from tandem.frontend.grammar.references import target_of
 from tandem.frontend.grammar.relaxed_schema import without_keyword
 
 MAX_CHECKS, MAX_CPU_SECONDS = 2000, 1.0
-"""Parts that are compiled in one search, and their CPU time."""
+"""Maximum number of compilations of a search, and their total CPU time in seconds."""
 MAX_SEARCHED_CHARS = 16 * 1024 * 1024
-"""Characters that are compiled in one search, since each part comes with the whole schema."""
+"""Maximum number of characters compiled in a search; each compilation includes the whole schema."""
 
 _ORDER = (
     "format", "pattern", "oneOf", "patternProperties", "minProperties", "maxProperties", "multipleOf", "minLength",
     "maxLength", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum",
     "required", "additionalProperties", "prefixItems", "items", "allOf", "anyOf", "$ref", "properties", "type",
 )  # fmt: skip
-"""Keywords in the order in which they are tried: those that say least about the value come first."""
+"""Keywords in the order in which their removal is tried: the least restrictive first."""
 
 Compile = Callable[[str], Awaitable[Checked]]
-"""Compile the text of a grammar."""
+"""Function that compiles the text of a grammar."""
 
 
 class SearchError(Exception):
-    """The search for what is wrong with a schema took too long."""
+    """A search exceeded its budget."""
 
 
 class SchemaSearch:
-    """Search a schema for what cannot be compiled, within a budget."""
+    """Search a schema for parts that do not compile, within a budget."""
 
     def __init__(self, compile_text: Compile) -> None:
         self._compile = compile_text
@@ -40,9 +40,9 @@ class SchemaSearch:
         self._seconds = 0.0
 
     async def locate(self, schema: dict[str, Any], error: str) -> Path:
-        """Return the path of the innermost schema that fails, preferably like the whole one, which has failed.
+        """Return the path of the innermost schema that does not compile, preferably with the same error.
 
-        Where the budget ends, it is that of the schema found so far.
+        If the budget ends, returns the innermost one found so far.
         """
         path: Path = ()
         node: dict[str, Any] = schema
@@ -65,9 +65,9 @@ class SchemaSearch:
             return path
 
     async def relax(self, schema: dict[str, Any]) -> list[tuple[Path, str]]:
-        """Find the keywords to remove, one after the other, until the schema compiles.
+        """Return the keywords to remove, in order, to make the schema compile.
 
-        Raises SearchError if the compiler meets a limit, or the budget ends before.
+        Raises SearchError if the compiler exceeds a limit, or the budget ends.
         """
         removed: list[tuple[Path, str]] = []
         while (checked := await self._check(schema)).error is not None:
@@ -80,13 +80,13 @@ class SchemaSearch:
         return removed
 
     async def _culprit(self, schema: dict[str, Any], path: Path) -> str:
-        """Return the keyword of the schema at a path without which it compiles, or else the first one."""
+        """Return the keyword at a path without which the schema compiles, or else the first one."""
         node: Any = schema
         for step in path:
             node = node[step]
         keys = [key for key in _ORDER if key in node]
         if len(keys) > 1 and keys[-1] == "type":
-            del keys[-1]  # Without it the others may say nothing.
+            del keys[-1]  # Without a type, the other keywords may have no effect.
         for key in keys:
             changed, _ = without_keyword(schema, path, key)
             if (await self._check(_Parts(changed).at(path))).error is None:
@@ -107,7 +107,7 @@ class SchemaSearch:
 
 
 def _within(path: Path, node: dict[str, Any], root: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the object schemas that a schema at a path consists of, each with its path."""
+    """Yield the direct object subschemas of a schema, with paths."""
     for step, child in subschemas(node):
         if isinstance(child, dict) and step[0] not in ("$defs", "definitions"):
             yield (*path, *step), child
@@ -117,14 +117,14 @@ def _within(path: Path, node: dict[str, Any], root: dict[str, Any]) -> Iterator[
 
 
 class _Parts:
-    """The schemas within a schema, each with all that it may refer to."""
+    """Subschemas of a schema, each made self-contained."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
         self._definitions: dict[str, Any] | None = None
 
     def at(self, path: Path) -> dict[str, Any]:
-        """Return a schema of the same meaning as the one at a path."""
+        """Return a self-contained schema equivalent to the one at a path."""
         if not path:
             return self._schema
         if self._definitions is None:

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in the format in which a model writes them."""
+"""Grammars of tool calls in the model's format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,11 +30,11 @@ from tandem.frontend.request.tools import Tool, ToolUse
 
 
 class CallSyntax(Struct, frozen=True):
-    """The literals around the tool calls of an output.
+    """Literals around the tool calls of an output.
 
     Calls start after `opening`, are separated by `between` and end with `closing`; `before` and `after` enclose each
-    call. A call is a JSON object with the keys `name` and the value of `arguments`, or with `arguments_tag` the name,
-    that tag and the JSON object of the arguments. `trigger` ends free text; if it is empty, an output is free text
+    call. A call is a JSON object with the keys `name` and the value of `arguments`, or, with `arguments_tag`, the name,
+    the tag and the JSON object of the arguments. `trigger` ends free text; if it is empty, an output is free text
     unless it starts with a brace, or with `optional_trigger` and a brace.
     """
 
@@ -47,30 +47,30 @@ class CallSyntax(Struct, frozen=True):
     closing: str = ""
     arguments: str = "arguments"
     arguments_tag: str = ""
-    """Tag between the name of a function and its arguments; empty if a call is one JSON object."""
+    """Tag between the function name and its arguments; empty if a call is one JSON object."""
     id_tag: str = ""
-    """Tag between the name and an id of the call, ahead of `arguments_tag`; a call without an id is accepted too."""
+    """Tag between the name and an optional call id, before `arguments_tag`."""
 
     @property
     def announcement(self) -> str:
-        """The tag ahead of calls that follow text; "" if there is none."""
+        """Return the tag before calls that follow text; "" if there is none."""
         return self.trigger or self.optional_trigger
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags of this syntax, which are one token in the vocabulary of a model that was trained on it."""
+        """Return the tags of this syntax, which are single tokens in the vocabulary of a model trained on it."""
         named = (self.trigger, self.optional_trigger, self.after.strip(), self.id_tag, self.arguments_tag)
         return tuple(filter(None, named))
 
     def written(self, name: str, arguments: Any) -> str:
-        """Write one call as the model writes it, without the literals around it."""
+        """Return one call in the model's format, without the literals around it."""
         if self.arguments_tag:
             return name + self.arguments_tag + _encoded(arguments)
         return _encoded({"name": name, self.arguments: arguments})
 
 
 ID_TAG, ARGUMENTS_TAG = "[CALL_ID]", "[ARGS]"
-"""Tags in the calls of Mistral's tokenizers from version 11 on."""
+"""Tags in calls of Mistral tokenizers, version 11 or newer."""
 
 HERMES = CallSyntax(trigger="<tool_call>", before="<tool_call>\n", after="\n</tool_call>")
 LLAMA3_JSON = CallSyntax(optional_trigger="<|python_tag|>", between="; ", arguments="parameters")
@@ -81,38 +81,38 @@ MISTRAL_WITH_IDS = structs.replace(MISTRAL_NAMED, id_tag=ID_TAG)
 GENERIC_JSON = CallSyntax()
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-"""Schema of arguments of which nothing is known."""
+"""Schema of arbitrary arguments."""
 
 
 class ArgumentSchema(Struct, frozen=True):
-    """The schema of a tool's arguments, in keywords that are supported."""
+    """Schema of a tool's arguments, with supported keywords only."""
 
     tool: Tool
     schema: dict[str, Any]
 
     @property
     def is_strict(self) -> bool:
-        """True if a keyword that cannot be compiled is an error; otherwise it is removed."""
+        """Return True if a keyword that does not compile is an error; otherwise it is removed."""
         return self.tool.strict and not self.tool.strict_by_default
 
     @property
     def name(self) -> str:
-        """The schema as error messages call it."""
+        """Return the name of the schema in error messages."""
         return f"the parameters of the tool {self.tool.name!r}"
 
 
 def argument_schemas(use: ToolUse, ignored: IgnoredFields) -> list[ArgumentSchema]:
     """Prepare the schemas of the tools that may be called.
 
-    Keywords that cannot be enforced are recorded in `ignored`, or a schema that is too large as a whole, unless the
-    tool is strict. Raises ApiError 400 for the schema of a strict tool that is not supported.
+    Unless the tool is strict, keywords that cannot be enforced, or a schema that is too large, are recorded in
+    `ignored`. Raises ApiError 400 if the schema of a strict tool is not supported.
     """
     tools = [tool for tool in use.tools if use.choice.name in (None, tool.name)]
     return [ArgumentSchema(tool, _arguments(tool, ignored)) for tool in tools]
 
 
 def calls_are_constrained(use: ToolUse, content: Grammar | None) -> bool:
-    """Tell whether a grammar holds the calls of an output to their form."""
+    """Return True if a grammar enforces the format of calls."""
     free = use.choice.mode == "auto" and content is None and not any(tool.strict for tool in use.tools)
     return use.active and bool(use.tools) and not free
 
@@ -125,12 +125,12 @@ def tool_grammar(
     schemas: Sequence[ArgumentSchema] | None = None,
     as_schemas: bool = False,
 ) -> Grammar | None:
-    """Build the grammar of an output that may call tools; None without constraints.
+    """Build the grammar of an output that may call tools; return None if it is unconstrained.
 
     A required call always follows its format and the supported part of its arguments' schema. `special_tokens` maps the
     text of the tokenizer's special tokens, and of tags that are one token, to their id; `content` constrains an output
     without calls; `schemas` are by default those of `argument_schemas`; `as_schemas` is `as_schema` of `schema_body`.
-    Raises ApiError 400 for a schema that is not supported, and for a `content` that cannot be combined with tools.
+    Raises ApiError 400 if a schema is not supported, or if `content` cannot be combined with tools.
     """
     if not calls_are_constrained(use, content):
         return content
@@ -173,7 +173,7 @@ class _RuleWriter:
         return f"{quoted(arguments.tool.name)} {call_id}{self._literal(syntax.arguments_tag)} {schema}"
 
     def calls(self, alternatives: list[str], several: bool) -> str:
-        """Write the rule `calls`, and the rule `triggered` for calls after their trigger."""
+        """Write the rule `calls`, and the rule `triggered` for calls after the trigger."""
         syntax = self._syntax
         more = f"({self._literal(syntax.between)} one)*" if several else ""
         before, opening = self._literal(syntax.before), self._literal(syntax.opening)
@@ -203,7 +203,7 @@ class _RuleWriter:
 
 
 def _call_schema(arguments: ArgumentSchema, syntax: CallSyntax) -> dict[str, Any]:
-    """Make the JSON schema of a call of this tool."""
+    """Return the JSON schema of a call of this tool."""
     keys = {
         "name": {"const": arguments.tool.name},
         syntax.arguments: rebase_references(close_objects(arguments.schema), f"#/properties/{syntax.arguments}"),
@@ -232,7 +232,7 @@ def _arguments(tool: Tool, ignored: IgnoredFields) -> dict[str, Any]:
 
 
 def _states_type(schema: dict[str, Any]) -> bool:
-    """Tell whether a schema states its value's type, directly or by combination."""
+    """Return True if a schema specifies the type of its values, directly or via combined schemas."""
     return not {"type", "$ref", "anyOf", "oneOf", "allOf"}.isdisjoint(schema)
 
 

@@ -1,15 +1,13 @@
-"""Program that compiles grammars to check them.
+"""Compile grammars in a separate process: `python -m tandem.frontend.grammar.worker`.
 
-It is started as `python -m tandem.frontend.grammar.worker`.
+A hostile grammar can take unbounded time and memory or overflow the compiler's stack, which cannot be stopped within a
+process. Each line on stdin is a JSON array: first `[vocab_size, {id: text}]` with the special tokens, then
+`[grammar, cpu_seconds]` for each grammar. The answer to each is a line `[ending, error, cpu_seconds]`: at least one of
+the first two is null, and `cpu_seconds` is the time used.
 
-It runs as a separate process because a hostile grammar can take unbounded time and memory or overflow the compiler's
-stack, none of which can be stopped within a process. Each line on stdin is a JSON array: first
-`[vocab_size, {id: text}]` with the special tokens, then one `[grammar, cpu_seconds]` each. Each grammar is answered
-by a line `[ending, error, cpu_seconds]`: at least one of the first two is null, and the last is what it took.
-
-A child of the program compiles. A grammar that exceeds a limit on memory, stack or CPU time ends that child, the latter
-with SIGPROF; the answer then is how it ended, and the program, which has all that a child needs, forks the next. That
-takes milliseconds, where a new program would take longer to start than most hostile grammars may run.
+The process forks a child that compiles. A grammar that exceeds a limit on memory, stack or CPU time (SIGPROF) ends the
+child; the answer is its exit status, and the process forks the next child. A fork takes milliseconds, while a new
+interpreter would take longer to start than most hostile grammars may run.
 """
 
 import ctypes
@@ -29,21 +27,20 @@ from tandem.protocol.params import LEXER_STEP_FUEL, MAX_GRAMMAR_SYMBOLS, MAX_LEX
 
 MEMORY_BYTES = 2 * 2**30
 STACK_BYTES = 2 * 2**20
-"""Stack of the compiling thread in bytes: a quarter of the engine's, so that what compiles here also compiles there."""
+"""Stack of the compiling thread in bytes: a quarter of the engine's, so that a grammar accepted here compiles there."""
 
 _PR_SET_PDEATHSIG = 1
 
 NICENESS = 10
-"""Priority of the program below that of engine and frontends, whose tokens come first."""
+"""Niceness of the process, so that engine and frontends run first."""
 
 UNSATISFIABLE = "no output can ever satisfy it"
 
 
 class ByteTokenizer:
-    """A vocabulary of the 256 bytes and the model's special tokens.
+    """Vocabulary of the 256 bytes and the model's special tokens, with the attributes that `TokenizerWrapper` reads.
 
-    Special tokens keep their ids. The grouping of bytes into tokens does not change which texts a grammar accepts. The
-    class has the attributes that llguidance's TokenizerWrapper reads.
+    Special tokens keep their ids. The texts that a grammar accepts do not depend on how bytes are grouped into tokens.
     """
 
     bos_token_id = None
@@ -75,17 +72,17 @@ def check(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
     if matcher.is_error():
         return matcher.get_error()
     matcher.compute_bitmask()
-    # The engine computes the tokens that the grammar forces at the start as well.
+    # The engine also computes the tokens that the grammar forces at the start.
     matcher.compute_ff_tokens()
     error = matcher.get_error()
     return UNSATISFIABLE if error.startswith("NoExtension") else error or None
 
 
 def _compile_each(tokenizer: llguidance.LLTokenizer) -> None:
-    """Answer grammars until stdin ends, and with it the process."""
-    for line in open(0, "rb", closefd=False):  # noqa: SIM115  (without what the parent's reader holds)
+    """Answer grammars until stdin ends, then exit."""
+    for line in open(0, "rb", closefd=False):  # noqa: SIM115  (the parent's reader may have buffered data)
         grammar, cpu_seconds = msgspec.json.decode(line, type=tuple[str, float])
-        # The signal ends the process, whatever holds the interpreter.
+        # The signal ends the process even if native code holds the interpreter lock.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         began = time.process_time()
         error = check(tokenizer, grammar)
@@ -104,7 +101,7 @@ def _run_child(tokenizer: llguidance.LLTokenizer, parent: int) -> NoReturn:
     """Compile in a thread with a small stack; never return to the parent's code."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else the parent ended before the call above
+        if os.getppid() == parent:  # otherwise the parent ended before prctl
             thread = threading.Thread(target=_compile_each, args=[tokenizer])
             thread.start()
             thread.join()
@@ -113,9 +110,9 @@ def _run_child(tokenizer: llguidance.LLTokenizer, parent: int) -> NoReturn:
 
 
 def serve(tokenizer: llguidance.LLTokenizer) -> None:
-    """Fork children that compile, one after the other.
+    """Fork children that compile, one at a time.
 
-    Each runs until a grammar ends it, which is then answered for it.
+    A child runs until a grammar ends it; the answer to that grammar is its exit status.
     """
     parent = os.getpid()
     while True:
@@ -133,7 +130,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    # Without a buffer, which would take a part of the first grammar.
+    # Unbuffered: a buffer would consume a part of the first grammar.
     with open(0, "rb", buffering=0, closefd=False) as lines:
         hello = lines.readline()
     vocab_size, special_tokens = msgspec.json.decode(hello, type=tuple[int, dict[int, str]])
