@@ -1,4 +1,4 @@
-"""Adapt messages to a chat template that does not render them as they are."""
+"""Adapt messages to a chat template that does not support them as given."""
 
 import hashlib
 import itertools
@@ -21,7 +21,7 @@ _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 def adapted(conversation: Conversation, traits: TemplateTraits, syntax: CallSyntax) -> Conversation:
     """Adapt messages to the template's traits; leave everything else unchanged.
 
-    syntax: format of tool calls, for a template that renders no tools.
+    syntax: tool call format, for templates that do not render tools.
     """
     messages = [_with_known_role(message, traits) for message in conversation.messages]
     if conversation.tools and not traits.tools:
@@ -46,7 +46,7 @@ def adapted(conversation: Conversation, traits: TemplateTraits, syntax: CallSynt
 def _with_known_role(message: Message, traits: TemplateTraits) -> Message:
     """Return a message with a role that the template supports.
 
-    Other roles are replaced by an equivalent, in a copy.
+    Other roles are replaced with an equivalent, in a copy.
     """
     role = message["role"]
     if role == "developer" and not traits.developer:
@@ -59,7 +59,7 @@ def _with_calls(messages: Sequence[Message], traits: TemplateTraits, syntax: Cal
     found: list[Message] = []
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
-            # A template that counts no turn for a call needs its result.
+            # A template that does not count a call as a turn needs its result.
             if not traits.user_after_result and _is_abandoned(messages[index + 1 :]):
                 found.append(calls_as_text(message, syntax))
             else:
@@ -72,7 +72,7 @@ def _with_calls(messages: Sequence[Message], traits: TemplateTraits, syntax: Cal
 
 
 def _calling(message: Message, traits: TemplateTraits, syntax: CallSyntax) -> list[Message]:
-    """Return a message with calls as messages that the template supports."""
+    """Convert a message with calls to messages that the template supports."""
     if message.get("content") and traits.calls_with_text == "as text":
         return [calls_as_text(message, syntax)]
     message = {**message, "tool_calls": [_call(call, traits) for call in message["tool_calls"]]}
@@ -93,14 +93,14 @@ def _call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits, deterministic for an id."""
+    """Return a deterministic id of nine letters and digits for an id."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _with_calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Split several calls of a message into one message each, followed by its results."""
+    """Split messages with several calls into one message per call, followed by its results."""
     found: list[Message] = []
     index = 0
     while index < len(messages):
@@ -121,7 +121,7 @@ def _with_calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_content(message: Message, traits: TemplateTraits) -> Message:
-    """Return an assistant's message without text in a form that the template supports."""
+    """Convert an assistant message without text to a form that the template supports."""
     if message["role"] != "assistant" or message.get("content"):
         return message
     form: ContentForm = "missing" if message.get("content") is None else "empty"
@@ -139,7 +139,7 @@ def _with_content(message: Message, traits: TemplateTraits) -> Message:
 
 
 def _with_system(messages: Sequence[Message], traits: TemplateTraits, takes_system: bool) -> list[Message]:
-    """Move system messages to the user where the template does not support them.
+    """Move system messages that the template does not support to user messages.
 
     They are prepended to the user's next message, after the results of pending calls, or become a user message.
     takes_system: this conversation may start with a system message.
@@ -169,7 +169,7 @@ def _with_system(messages: Sequence[Message], traits: TemplateTraits, takes_syst
 
 
 def _ends_with_result(messages: Sequence[Message]) -> bool:
-    """Return True if a result is among the messages after the assistant's last one."""
+    """Return True if a tool result follows the last assistant message."""
     return "tool" in _roles_before_assistant(reversed(messages))
 
 
@@ -183,10 +183,10 @@ def _roles_before_assistant(messages: Iterable[Message]) -> Iterable[str]:
 
 
 def _in_turns(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    """Join consecutive messages that the template does not support."""
+    """Join consecutive messages of the same role if the template does not support them."""
     found: list[Message] = []
     waiting: list[Message] = []
-    """User messages between calls and their results, which are moved after the results."""
+    """User messages between calls and results; they are moved after the results."""
     for role, group in itertools.groupby(messages, lambda message: message["role"]):
         run = list(group)
         if (role == "user" and not traits.users_in_a_row) or (role == "assistant" and not traits.assistants_in_a_row):
@@ -210,7 +210,7 @@ def _in_turns(messages: Sequence[Message], traits: TemplateTraits) -> list[Messa
 
 
 def _merged(messages: Sequence[Message]) -> Message:
-    """Join messages to one with the first one's role, with all texts, thoughts and calls."""
+    """Join messages into one with the role of the first, and all text, reasoning and calls."""
     if len(messages) == 1:
         return messages[0]
     merged = {**messages[0]}

@@ -1,7 +1,4 @@
-"""Turn a conversation into an admitted request.
-
-The result includes the shape in which the request's outputs are parsed.
-"""
+"""Convert a conversation to an admitted request and the settings for parsing its outputs."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -34,32 +31,32 @@ from tandem.frontend.workers import Workers
 from tandem.protocol.events import Ready
 
 MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 256, 32 * 1024
-"""Largest conversation that is encoded in the event loop."""
+"""Largest conversation that is encoded on the event loop's thread, in messages and characters."""
 
 
 REASONING_TAGS = {"think": THINK_TAGS, "mistral": MISTRAL_THINK_TAGS}
-"""Tags around reasoning, by the names of `--reasoning-parser`."""
+"""Tags around reasoning, by value of `--reasoning-parser`."""
 
 
 class Parsers(Struct, frozen=True):
-    """Settings of how outputs are parsed."""
+    """Settings for parsing outputs."""
 
     tools: str
-    """Name of the format of tool calls, or "auto"."""
+    """Name of the tool call format, or "auto"."""
     reasoning: str
-    """Name of the tags around reasoning, "none", or "auto"."""
+    """Name of the reasoning tags, "none", or "auto"."""
     model_types: Sequence[str]
     tokens: Mapping[int, TagToken]
-    """The tags that are one token, by id."""
+    """Tags that are a single token, by id."""
 
     def tool_format(self, facts: TemplateFacts) -> ToolFormat:
-        """Return the format of tool calls of a model with such a template."""
+        """Return the tool call format of a model, given the facts of its template."""
         return tool_format(self.tools, self.model_types, self._texts, facts.call_format)
 
     def think_tags(self, facts: TemplateFacts) -> ThinkTags | None:
-        """Return the tags around the reasoning of a model with such a template; None if it has none.
+        """Return the reasoning tags of a model, given the facts of its template; None if it does not reason.
 
-        A vocabulary with tokens for tags is that of a model which may reason, even if the template has none.
+        A vocabulary with tokens for the tags means that the model may reason, even if its template has no tags.
         """
         if self.reasoning != "auto":
             return REASONING_TAGS.get(self.reasoning)
@@ -72,18 +69,15 @@ class Parsers(Struct, frozen=True):
 
 
 class _Probed(Struct, frozen=True):
-    """What probes of the templates found out."""
+    """Results of probing the templates."""
 
     facts: TemplateFacts
     traits: dict[str, TemplateTraits]
-    """What each template renders, by its name; without those of templates that took too long."""
+    """Traits by template name, excluding templates that took too long."""
 
 
 class Chat:
-    """Render and admit conversations with the served model.
-
-    `parsers` tells how outputs are parsed.
-    """
+    """Render and admit conversations with the served model."""
 
     def __init__(
         self,
@@ -94,50 +88,47 @@ class Chat:
         metrics: TemplateMetrics,
         guard: SpecialTokenGuard | None = None,
     ) -> None:
-        """Connect the parts.
+        """Keep the parts.
 
-        `template` is None for a model that has no chat template; `workers` encode large conversations.
-        With a `guard`, prompts are sealed by it.
+        `template` is None for a model without a chat template; `workers` encode large conversations. With a `guard`,
+        prompts are sealed by it.
         """
         self._template = template
         self._renderer = None if template is None else TemplateProcess(json_frame(template.templates), metrics)
         self._parsers = parsers
         self._probes: asyncio.Task[_Probed] | None = None
-        """What probes of the template found out, or will have."""
+        """Task of the template probes; None until they start."""
         self._admission = admission
         self._workers = workers
         self._metrics = metrics
         self._guard = guard
 
     def start(self) -> None:
-        """Begin to start the process that renders.
-
-        Without this call the first conversation waits for it.
-        """
+        """Start the render process in the background; otherwise the first conversation waits for it."""
         if self._renderer is not None:
             self._renderer.start()
             self._begin_probes()
 
     @property
     def renderer_pid(self) -> int | None:
-        """Id of the process that renders; None while there is none."""
+        """Return the pid of the render process; None if it is not running."""
         return None if self._renderer is None else self._renderer.pid
 
     async def close(self) -> None:
-        """End the process that renders."""
+        """End the render process."""
         if self._probes is not None:
             self._probes.cancel()
         if self._renderer is not None:
             await self._renderer.close()
 
     async def render(self, conversation: Conversation, ignored: IgnoredFields, client: str = "") -> str:
-        """Render the prompt of a conversation, with its special tokens.
+        """Render the prompt of a conversation, with special tokens.
 
-        What the template does not render is given to it in another form. With a guard the prompt is sealed.
-        `client` is the name of the API key.
+        Messages that the template does not support are adapted first. With a guard the prompt is sealed. `client` is
+        the name of the API key.
 
-        Raises ApiError 400 if the model has no chat template, or if the template fails, and 500 if the process that
-        renders it fails.
+        Raises ApiError 400 if the model has no chat template or the template fails, and 500 if the render process
+        fails.
         """
         template, renderer = self._template, self._renderer
         if template is None or renderer is None:
@@ -173,8 +164,8 @@ class Chat:
     ) -> tuple[Admitted, MessageShape]:
         """Render, encode and check a conversation.
 
-        Fields without effect are recorded in `ignored`. Raises ApiError if the conversation cannot be rendered, or if
-        the request cannot be admitted. `client` is the name of the API key.
+        Fields without effect are recorded in `ignored`. `client` is the name of the API key. Raises ApiError if the
+        conversation cannot be rendered or the request cannot be admitted.
         """
         self._admission.named(options.model, ready.model)
         begun = monotonic()
@@ -201,14 +192,14 @@ class Chat:
     def _begin_probes(self) -> asyncio.Task[_Probed]:
         if self._probes is None or (self._probes.done() and (self._probes.cancelled() or self._probes.exception())):
             self._probes = asyncio.get_running_loop().create_task(self._probe())
-            # Without a request no one asks for its failure, which the process has logged.
+            # Mark a failure as retrieved in case no request awaits the task; the render process has logged it.
             self._probes.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._probes
 
     async def _probed(self) -> _Probed:
-        """Return what is known of the template, which is found out once.
+        """Return the results of the template probes, which run once.
 
-        Raises ApiError 500 if the process that renders it fails; the next request tries again.
+        Raises ApiError 500 if the render process fails; the next request tries again.
         """
         return await asyncio.shield(self._begin_probes())
 
@@ -224,7 +215,7 @@ class Chat:
             try:
                 return await renderer.render(template.probe_frame(messages, variables, name))
             except RenderError as failure:
-                # One that took too long would do so again.
+                # A template that took too long would do so again.
                 is_stopped = TOOK_TOO_LONG in str(failure)
                 return ""
 
@@ -249,7 +240,7 @@ class Chat:
                 documents=guard.protect(conversation.documents),
                 template_kwargs=guard.protect(conversation.template_kwargs),
             )
-        # After the above, because the format of calls has special tokens of its own.
+        # After `guard.protect`, because the call format contains some.
         syntax = self._parsers.tool_format(probed.facts).syntax
         conversation = adapted(conversation, probed.traits.get(name, TemplateTraits()), syntax)
         return template.request_frame(name, conversation, ignored)
@@ -270,7 +261,7 @@ class Chat:
         if think_tags is not None:
             texts |= set(think_tags.texts)
             tags = OutputTags(thinking=_thinking(conversation, prompt, think_tags), think=think_tags)
-        # The model spells a tag out if its token is beyond the vocabulary.
+        # The model writes a tag as text if its token id exceeds the vocabulary.
         tokens = {
             token_id: token
             for token_id, token in self._parsers.tokens.items()
@@ -280,19 +271,19 @@ class Chat:
 
 
 def _thinking(conversation: Conversation, prompt: str, tags: ThinkTags) -> ThinkingMode:
-    """Tell how outputs begin whose prompt is the rendered conversation."""
+    """Return how outputs of a rendered conversation begin."""
     opened = prompt_opens_thinking(prompt, tags)
     if conversation.continue_final_message and not opened:
-        # A template may have closed or dropped what the message leaves open.
+        # The template may have closed or dropped the reasoning that the message leaves open.
         written = conversation.messages[-1].get("content") or ""
         opened = message_opens_thinking(written, tags) and prompt.rfind(tags.start) > prompt.rfind(tags.end)
     return ThinkingMode.OPEN if opened else ThinkingMode.OPTIONAL
 
 
 def _is_small(conversation: Conversation) -> bool:
-    """Tell whether a conversation takes less time to encode than a thread to begin.
+    """Return True if encoding a conversation takes less time than starting a thread.
 
-    One with anything but a few texts counts as large.
+    Conversations with anything but a few texts count as large.
     """
     messages = conversation.messages
     if len(messages) > MAX_INLINE_MESSAGES or conversation.tools or conversation.documents:

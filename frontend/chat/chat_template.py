@@ -1,7 +1,4 @@
-"""The chat template of a model.
-
-It writes the prompt format that the model was trained on.
-"""
+"""Load the chat template of a model and prepare conversations for it."""
 
 import logging
 import re
@@ -31,16 +28,16 @@ MODEL_TEMPLATES = {
     "llama": ("llama3", "<|start_header_id|>"),
     "qwen3": ("qwen3", "<|im_start|>"),
     "qwen3_moe": ("qwen3", "<|im_start|>"),
-    # The turns of Gemma 2 are those of Gemma 3.
+    # Gemma 2 has the same turns as Gemma 3.
     "gemma2": ("gemma3", "<start_of_turn>"),
     "gemma3": ("gemma3", "<start_of_turn>"),
     "gemma3_text": ("gemma3", "<start_of_turn>"),
     "mistral": ("mistral", "[INST]"),
     "ministral3": ("mistral", "[INST]"),
 }
-"""Built-in templates by `model_type`, for checkpoints without one, each with a token of the vocabulary it is made for.
+"""Built-in templates for checkpoints without one, by `model_type`, with a token that the vocabulary must contain.
 
-The token tells apart generations of models that share a type.
+The token distinguishes generations of models that share a type.
 """
 
 _CONTINUE_MARK = "CONTINUE_THE_MESSAGE_FROM_HERE "
@@ -49,16 +46,16 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTemplateError(Exception):
-    """Error for a chat template that cannot be read or compiled.
+    """A chat template cannot be read or compiled.
 
-    The text names the template and the reason.
+    The message names the template and the reason.
     """
 
 
 class ChatTemplate:
-    """Templates of one model, with the variables that they get for a conversation.
+    """Templates of one model and the variables they get for a conversation.
 
-    They are rendered elsewhere (`render_worker`), because a template is a program.
+    A separate process renders them (`render_worker`), because a template is a program.
     """
 
     def __init__(self, source: TemplateSource, special_tokens: Mapping[str, str]) -> None:
@@ -67,13 +64,13 @@ class ChatTemplate:
 
     @property
     def templates(self) -> Templates:
-        """The templates as the process that renders them gets them."""
+        """Return the templates for the render process."""
         return Templates(self.source.texts, dict(self._special_tokens))
 
     def compile(self) -> None:
-        """Compile all templates, so that no request is the first to meet a broken one.
+        """Compile all templates, to report errors before the first request.
 
-        Raises ChatTemplateError for a template that cannot be compiled.
+        Raises ChatTemplateError if a template cannot be compiled.
         """
         sandbox = SandboxedTemplates()
         for name, text in self.source.texts.items():
@@ -88,7 +85,7 @@ class ChatTemplate:
     def name_for(self, conversation: Conversation) -> str:
         """Return the name of the template that renders a conversation.
 
-        Raises ApiError 400 for a model that lacks it.
+        Raises ApiError 400 if the model lacks it.
         """
         name = self._name(bool(conversation.tools))
         if name not in self.source.texts:
@@ -96,11 +93,11 @@ class ChatTemplate:
         return name
 
     def request(self, name: str, conversation: Conversation, ignored: IgnoredFields) -> RenderRequest:
-        """Build the request to render a conversation with the template of this name.
+        """Build the request to render a conversation with the template `name`.
 
-        Fields on reasoning that the template does not read are recorded as ignored.
+        Reasoning fields that the template does not read are recorded as ignored.
 
-        Raises ApiError 400 for `documents` that the template does not read.
+        Raises ApiError 400 if there are `documents` and the template does not read them.
         """
         text = self.source.texts[name]
         if conversation.documents and "documents" not in text:
@@ -121,7 +118,7 @@ class ChatTemplate:
     def probe_frame(
         self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], name: str | None = None
     ) -> bytes:
-        """Encode the request of a conversation that probes the template, by default the one for its tools."""
+        """Encode the request to render a probe, by default with the template for tools."""
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **variables, "messages": messages}
         return json_frame(RenderRequest(name or self._name(bool(given["tools"])), given))
 
@@ -129,9 +126,9 @@ class ChatTemplate:
         return "tool_use" if has_tools and "tool_use" in self.source.texts else "default"
 
     def request_frame(self, name: str, conversation: Conversation, ignored: IgnoredFields) -> bytes:
-        """Encode the request of a conversation for the process that renders it.
+        """Encode the request to render a conversation.
 
-        Raises ApiError 400 as `request` does, and for a conversation that cannot be encoded.
+        Raises ApiError 400 like `request`, and if the conversation cannot be encoded.
         """
         request = self.request(name, conversation, ignored)
         try:
@@ -140,19 +137,19 @@ class ChatTemplate:
             raise self.failed(f"its input cannot be passed on: {error}") from None
 
     def prompt(self, conversation: Conversation, rendered: str) -> str:
-        """Make the prompt of a conversation from what its template rendered.
+        """Return the prompt of a conversation, given the template's output.
 
-        Raises ApiError 400 for a last message that cannot be continued.
+        Raises ApiError 400 if the last message cannot be continued.
         """
         return _cut_at_mark(rendered) if conversation.continue_final_message else rendered
 
     def failed(self, reason: str) -> ApiError:
-        """Make the 400 for a conversation that the template rejected or failed to render."""
+        """Return the ApiError 400 for a conversation that the template rejected or failed to render."""
         return malformed(f"the chat template ({self.source.origin}) failed: {reason}", "messages")
 
 
 def no_template(reason: str) -> ApiError:
-    """Make the 400 for a chat with a model that has no usable chat template."""
+    """Return the ApiError 400 for a model without a usable chat template."""
     message = f"this model cannot chat: {reason}; start the server with --chat-template FILE"
     return ApiError(400, message, "messages", "no_chat_template")
 
@@ -160,8 +157,8 @@ def no_template(reason: str) -> ApiError:
 def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Load the chat template of a model, or return None if it has none.
 
-    The template is the one in `file`, else the checkpoint's, else the built-in one of the checkpoint's `model_type`.
-    Raises ChatTemplateError for a file that cannot be read, and for a template that cannot be compiled.
+    The template is read from `file`, else from the checkpoint, else it is the built-in one of the `model_type`. Raises
+    ChatTemplateError if the file cannot be read or the template cannot be compiled.
     """
     try:
         tokens = special_tokens(model_dir, read_settings(model_dir / "tokenizer_config.json"))
@@ -180,9 +177,9 @@ def load_chat_template(model_dir: Path, file: Path | None, tokenizer: Tokenizer)
 
 
 def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Read the texts of the checkpoint's special tokens, by their template names.
+    """Read the texts of the checkpoint's special tokens, by template variable.
 
-    config: of tokenizer_config.json. Raises TemplateFileError.
+    config: content of tokenizer_config.json. Raises TemplateFileError.
     """
     found: dict[str, str] = {}
     for fields in (read_settings(model_dir / "special_tokens_map.json"), config):
@@ -193,13 +190,13 @@ def special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the `model_type` in config.json, and that of its `text_config`, as far as it states them."""
+    """Return the `model_type` of config.json and of its `text_config`, if present."""
     found = [fields.get("model_type") for fields in (config, config.get("text_config")) if isinstance(fields, dict)]
     return [kind for kind in found if isinstance(kind, str)]
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a special token of a tokenizer configuration.
+    """Return the text of a special token in a tokenizer configuration.
 
     The token is a string or an object with the key `content`.
     """
@@ -216,9 +213,9 @@ def _find_built_in(model_dir: Path, tokenizer: Tokenizer) -> TemplateSource | No
 
 
 def _reasoning_variables(conversation: Conversation, template: str, ignored: IgnoredFields) -> dict[str, Any]:
-    """Translate the fields on reasoning to the variables that the template reads.
+    """Convert the reasoning fields to template variables.
 
-    Fields that it does not read are recorded as ignored.
+    Fields that the template does not read are recorded as ignored.
     """
     variables: dict[str, Any] = {}
     effort, thinking = conversation.reasoning_effort, conversation.thinking
@@ -230,7 +227,7 @@ def _reasoning_variables(conversation: Conversation, template: str, ignored: Ign
         else:
             ignored.add(conversation.effort_field)
     if thinking is not None:
-        # `thinking` is DeepSeek's name of the variable.
+        # DeepSeek calls the variable `thinking`.
         name = next((name for name in _THINKING_VARIABLES if re.search(rf"\b{name}\b", template)), None)
         if name is None:
             ignored.add(conversation.thinking_field)
@@ -247,9 +244,9 @@ def _with_mark(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(rendered: str) -> str:
-    """Cut the prompt at the end of the last message's content.
+    """Truncate the prompt after the last message's content.
 
-    A template that trims messages has also trimmed the space at the end of the mark; then the prompt is trimmed too.
+    If the template trimmed the space at the end of the mark, it trims messages; then the prompt is trimmed, too.
     """
     mark = _CONTINUE_MARK.rstrip()
     at = rendered.rfind(mark)

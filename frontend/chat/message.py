@@ -1,7 +1,4 @@
-"""An assistant's message, as streamed deltas and complete.
-
-The module also decides how much streamed text to hold back.
-"""
+"""Assistant messages, as streamed deltas and complete, and the number of characters to hold back."""
 
 from collections.abc import Sequence
 
@@ -23,7 +20,7 @@ class Reasoning(Struct, frozen=True):
 
 
 class CallStart(Struct, frozen=True):
-    """The start of a tool call; its arguments follow."""
+    """Start of a tool call; its arguments follow."""
 
     index: int
     id: str
@@ -31,9 +28,9 @@ class CallStart(Struct, frozen=True):
 
 
 class CallArguments(Struct, frozen=True):
-    """A fragment of a call's arguments.
+    """Fragment of a call's arguments.
 
-    Joined, the fragments are the JSON exactly as the model wrote it.
+    The concatenated fragments are the JSON exactly as the model wrote it.
     """
 
     index: int
@@ -45,7 +42,7 @@ MessageDelta = Content | Reasoning | CallStart | CallArguments
 
 
 class ToolCall(Struct):
-    """A complete tool call."""
+    """Complete tool call."""
 
     id: str
     name: str
@@ -54,16 +51,16 @@ class ToolCall(Struct):
 
 
 class Message(Struct):
-    """A complete message."""
+    """Complete message."""
 
     content: str | None
-    """Text of the answer; None when the message has only calls or reasoning."""
+    """Text of the answer; None if the message has only calls or reasoning."""
     reasoning: str | None
     calls: list[ToolCall]
 
 
 def join_deltas(deltas: Sequence[MessageDelta]) -> Message:
-    """Join all deltas of one choice into the complete message."""
+    """Join all deltas of a choice into the complete message."""
     content = "".join([delta.text for delta in deltas if isinstance(delta, Content)])
     reasoning = "".join([delta.text for delta in deltas if isinstance(delta, Reasoning)])
     calls = [ToolCall(delta.id, delta.name) for delta in deltas if isinstance(delta, CallStart)]
@@ -74,16 +71,16 @@ def join_deltas(deltas: Sequence[MessageDelta]) -> Message:
 
 
 def holdback_length(text: str, marker: str) -> int:
-    """Count the last characters of a text that may start an incomplete marker.
+    """Return the number of trailing characters of a text that may start an incomplete marker.
 
-    They are the longest suffix that is a proper prefix of the marker, and the blanks before it. The text must not
-    contain the whole marker.
+    Counts the longest suffix that is a proper prefix of the marker, and the blanks before it. The text must not contain
+    the whole marker.
     """
     partial = partial_length(text, marker)
     return partial + count_blanks_before(text, len(text) - partial)
 
 
 def count_blanks_before(text: str, end: int) -> int:
-    """Count the blanks that end at offset `end`, at most MAX_BLANKS."""
+    """Return the number of blanks before offset `end`, at most MAX_BLANKS."""
     tail = text[max(0, end - MAX_BLANKS) : end]
     return len(tail) - len(tail.rstrip(BLANK))

@@ -1,7 +1,4 @@
-"""Parse the text of a choice into an assistant's message.
-
-Reasoning is parsed first, then content and tool calls.
-"""
+"""Parse the text of a choice into an assistant message: first reasoning, then content and tool calls."""
 
 from msgspec import Struct
 
@@ -24,22 +21,22 @@ from tandem.frontend.request.tools import ToolUse
 
 
 class MessageShape(Struct, frozen=True):
-    """The kinds of output besides content that a request's choices may contain."""
+    """Settings for parsing the choices of a request: reasoning and tool calls."""
 
     tool_use: ToolUse = ToolUse()
     tool_format: ToolFormat | None = None
-    """Format of tool calls; None when calls are not parsed."""
+    """Tool call format; None if calls are not parsed."""
     tags: OutputTags = NO_TAGS
     drops_special: bool = True
-    """True if special tokens are dropped where they are not parsed as tags."""
+    """True if special tokens that are not parsed as tags are dropped."""
 
     @property
     def is_content_only(self) -> bool:
-        """Tell whether all output is content, so that nothing has to be parsed."""
+        """Return True if all output is content, so that no parsing is needed."""
         return self.tool_format is None and self.tags.thinking is ThinkingMode.NONE
 
     def new_parser(self) -> "MessageParser":
-        """Create the parser of one choice."""
+        """Return a new parser for one choice."""
         scanner = self.tags.scanner()
         tools: ToolParser | None = None
         if self.tool_format is not None:
@@ -56,7 +53,7 @@ class MessageShape(Struct, frozen=True):
 
 
 class MessageParser:
-    """Turn the text of one choice into deltas of a message."""
+    """Convert the text of one choice to deltas of a message."""
 
     def __init__(
         self,
@@ -74,10 +71,7 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Count the tokens up to and including the end of the reasoning.
-
-        The count is None if no single token ends the reasoning.
-        """
+        """Return the number of tokens up to the end tag of the reasoning, or None if that is not a single token."""
         if self._reasoning is None or not self._reasoning.has_started:
             return 0
         return None if self._think_end_id is None else self._num_reasoning_tokens
@@ -89,7 +83,7 @@ class MessageParser:
     def push(self, delta: ChoiceDelta) -> list[MessageDelta]:
         """Parse a delta of a choice.
 
-        A delta with a finish reason also releases the text that was held back.
+        A delta with a finish reason also flushes the text that was held back.
         """
         parsed: list[MessageDelta] = []
         for text, token in split_at_tags(delta.text, delta.tags):
@@ -117,7 +111,7 @@ class MessageParser:
             parsed.append(Content(shown))
 
     def _shown(self, text: str, token: TagToken | None) -> str:
-        """Return what there is of a tag where it is not parsed as one."""
+        """Return the text of a tag that is not parsed as one."""
         return "" if token is not None and token.is_special and self._drops_special else text
 
     def _count_reasoning(self, delta: ChoiceDelta) -> None:
@@ -127,17 +121,14 @@ class MessageParser:
             self._num_reasoning_tokens += ids.index(end_id) + 1 if self._think_ended else len(ids)
 
     def finish_reason(self, reason: str) -> str:
-        """Translate the finish reason of a choice to that of its message.
-
-        A message that stopped after calls ends with "tool_calls".
-        """
+        """Return the finish reason of the message: "tool_calls" instead of "stop" if it has calls."""
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
 
 class ReasoningParser:
     """Separate reasoning, `<think>...</think>`, from the answer that follows it.
 
-    Reasoning is only recognized at the start of a choice; blanks at its edges are dropped.
+    Reasoning is only recognized at the start of a choice; blanks around it are dropped.
     """
 
     def __init__(self, scanner: ThoughtScanner) -> None:
@@ -149,13 +140,13 @@ class ReasoningParser:
 
     @property
     def has_started(self) -> bool:
-        """Tell whether the choice contains reasoning, even if it is empty."""
+        """Return True if the choice contains reasoning, even if it is empty."""
         return self._scanner.has_thought
 
     def push(self, text: str, token: TagToken | None, shown: str, deltas: list[MessageDelta]) -> list[Part]:
         """Append the reasoning of the next text to `deltas`; return the parts of the answer.
 
-        The text is plain or a tag; `shown` is what there is of the tag if it does not end the reasoning.
+        The text is plain or a tag; `shown` is the output for a tag that does not end the reasoning.
         """
         answer: list[Part] = []
         for part in self._scanner.push(text, token):
@@ -166,7 +157,7 @@ class ReasoningParser:
         return answer
 
     def finish(self, deltas: list[MessageDelta]) -> list[str]:
-        """Release the text that was held back, at the end of the choice; return that of the answer."""
+        """Flush the text that was held back at the end of the choice; return the parts of the answer."""
         answer: list[str] = []
         for part in self._scanner.finish():
             if part.kind is PartKind.ANSWER:
@@ -185,12 +176,12 @@ class ReasoningParser:
 
 
 def prompt_opens_thinking(prompt: str, tags: ThinkTags = THINK_TAGS) -> bool:
-    """Tell whether a prompt ends with the opening tag of reasoning."""
+    """Return True if a prompt ends with the opening tag of reasoning."""
     return prompt.rstrip(BLANK).endswith(tags.start)
 
 
 def message_opens_thinking(text: str, tags: ThinkTags = THINK_TAGS) -> bool:
-    """Tell whether a message of the assistant, which is to be continued, ends within its reasoning."""
+    """Return True if an assistant message that is to be continued ends within its reasoning."""
     scanner = ThoughtScanner(tags, opened=False)
     scanner.push(text)
     return scanner.has_thought and not scanner.has_ended

@@ -1,7 +1,7 @@
 """Determine what a chat template does by rendering small conversations.
 
-Each conversation has unique words, so that the output shows how it was rendered. A conversation that the template
-rejects gives no information.
+Each conversation has unique words, so that the output shows how it was rendered. A rejected conversation gives no
+information.
 """
 
 import re
@@ -24,9 +24,9 @@ _TOOL = {
 _OPENED_OBJECT = re.compile(r'\[?\s*\{[^{}]*"name":\s*"\Z')
 """A JSON object up to the value of its name."""
 _NEXT_KEY = re.compile(r'"\s*,\s*"(parameters|arguments)"')
-"""Text from the name to the key of the arguments."""
+"""Text between the name and the key of the arguments."""
 _MAX_OBJECT_CHARS = 200
-"""Number of characters before a name within which its object starts."""
+"""Maximum number of characters between the start of an object and its name."""
 
 
 class TemplateFacts(Struct, frozen=True):
@@ -35,7 +35,7 @@ class TemplateFacts(Struct, frozen=True):
     call_format: str | None = None
     """Name of the tool call format; None if it is unknown, or calls are not rendered."""
     think_tags: ThinkTags | None = None
-    """Reasoning tags that it writes or searches for; None if there are none."""
+    """Reasoning tags that the template writes or searches for, or None."""
 
 
 async def probe_template(render: Render) -> TemplateFacts:
@@ -78,8 +78,8 @@ def _format_of_call(text: str) -> str | None:
 async def _think_tags(render: Render) -> ThinkTags | None:
     """Return the reasoning tags that the template writes or searches for.
 
-    It may write them before an answer, around the reasoning of a message, in its instructions, or, to turn reasoning
-    off, both at once. It may also remove the text between them from a message.
+    It may write them before an answer, around the reasoning of a message, in its instructions, or as an empty pair to
+    disable reasoning. It may also remove the text between them from a message.
     """
     thought: dict[str, Any] = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]

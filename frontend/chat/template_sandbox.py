@@ -1,10 +1,10 @@
 """Sandbox for the Jinja templates of checkpoints.
 
 A template is a program. It has no access to Python. In addition to jinja's own sandbox, every loop iteration and every
-call checks the deadline, and most operations whose result would exceed MAX_CHARS are rejected before they run. That
+call checks the deadline, and most operations with a result longer than MAX_CHARS are rejected before they run. That
 gives templates clear errors, but bounds neither time nor memory: a single call on values within these bounds, such as
-`tojson` of a list that holds itself many times over, may take minutes and gigabytes, and is not interrupted. Templates
-are therefore rendered by a process that can be killed (`render_worker`).
+`tojson` of a list with many references to one list, may take minutes and gigabytes, and cannot be interrupted.
+Templates are therefore rendered in a process that can be killed (`render_worker`).
 """
 
 import datetime
@@ -25,41 +25,38 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_CHARS = 64 * 2**20
-"""Longest string that a template may build, including its output."""
+"""Maximum length of a string that a template builds, including its output."""
 MAX_SECONDS = 5.0
-"""Time after which a render is stopped at its next loop iteration or call."""
+"""Time limit of a render, in seconds, checked at each loop iteration and call."""
 TOOK_TOO_LONG = "it took too long and was stopped"
 MAX_SOURCE_CHARS = 2**20
 MAX_ITEMS = 2**20
-"""Longest list or tuple that a template may build."""
+"""Maximum length of a list or tuple that a template builds."""
 MAX_BITS = 4096
-"""Bits of the largest integer that a template may compute."""
+"""Maximum bits of an integer that a template computes."""
 MAX_WIDTH = 4096
-"""Largest width, indent or count that a filter or method may be given."""
+"""Maximum width, indent or count argument of a filter or method."""
 
 _WIDE_FORMAT = re.compile(r"\d{5}")
 _BOUNDED_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "pprint", "format", "replace", "join")
 _BOUNDED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _PLAIN = frozenset((str, int, float, bool, list, dict))
-"""Types of values that jinja's sandbox has nothing to check of, as attributes of a namespace."""
+"""Types of namespace attributes that jinja's sandbox need not check."""
 _LOOP_VALUES = frozenset(("index", "index0", "first", "last", "length", "previtem", "nextitem"))
 """Attributes of `loop` that are plain values."""
 
 
 class RenderError(Exception):
-    """Error of a template that is invalid, rejected its input or was stopped."""
+    """A template is invalid, rejected its input or was stopped."""
 
 
 class _StoppedError(TemplateError):
-    """Error of a template that took too long or built too large a value."""
+    """A template took too long or built too large a value."""
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which renders as its body.
-
-    The tag marks the model's own text for training.
-    """
+    """Tag `{% generation %}`, which marks the model's own text for training; renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja declares it so)
 
@@ -69,7 +66,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """The function `dict(...)` without access to the class."""
+    """Function `dict(...)` without access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -79,7 +76,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """The function `namespace(...)` with attributes that cannot replace Python's own."""
+    """Function `namespace(...)` with attributes that cannot override Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # Without a parameter named `self`, a template may pass a keyword of that name.
@@ -99,9 +96,9 @@ def _check_attribute(name: str) -> None:
 
 
 class SandboxedTemplates(ImmutableSandboxedEnvironment):
-    """The Jinja environment of chat templates, with transformers' settings.
+    """Jinja environment of chat templates, with transformers' settings.
 
-    It runs one render at a time.
+    Runs one render at a time.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -124,7 +121,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
             self.filters[name] = _bounded(self.filters[name], name)
 
     def compile_template(self, source: str) -> Template:
-        """Compile a template. Raises RenderError for an invalid or too long source."""
+        """Compile a template. Raises RenderError if the source is invalid or too long."""
         if len(source) > MAX_SOURCE_CHARS:
             raise RenderError(f"it has {len(source)} characters, at most {MAX_SOURCE_CHARS}")
         with _failures():
@@ -146,7 +143,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return `obj.attribute` as jinja defines it.
 
-        Most are members of a message, for which jinja would raise and catch an exception first.
+        Fast path for common attributes, mostly fields of messages, for which jinja would catch an exception first.
         """
         kind = type(obj)
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
@@ -161,9 +158,9 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
 
     @property
     def in_time(self) -> bool:
-        """Check the deadline, and return True if it has not passed.
+        """Return True before the deadline. Raises _StoppedError after it.
 
-        Every loop iteration reads this. Raises _StoppedError after the deadline.
+        Evaluated at every loop iteration.
         """
         self._check_time()
         return True
@@ -173,18 +170,12 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
             raise _StoppedError(f"{TOOK_TOO_LONG} (at most {self._max_seconds:g} s)")
 
     def joined(self, *parts: Any) -> str:
-        """Concatenate values like the operator `~`.
-
-        Raises _StoppedError for a result that is too long.
-        """
+        """Concatenate values like the operator `~`. Raises _StoppedError if the result is too long."""
         return self.concat([str(part) for part in parts])
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join the output of macros and blocks.
-
-        Raises _StoppedError for a result that is too long.
-        """
+        """Join the output of macros and blocks. Raises _StoppedError if the result is too long."""
         found = list(parts)
         _check_size(sum(map(len, found)))
         return "".join(found)
@@ -209,7 +200,7 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        # The parameters have jinja's names, because templates may pass keyword arguments of any other name.
+        # The parameters have jinja's names: templates may pass keyword arguments with any other name.
         __self._check_time()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and (name := __obj.__name__) in _BOUNDED_METHODS:
@@ -246,7 +237,7 @@ def _tojson(
 def _instrument(template: nodes.Template) -> None:
     """Add checks of the deadline to loops and of the size to operators `~`.
 
-    Filters are not called while a template is compiled, as jinja does for constants: nothing bounds that process.
+    Disables jinja's constant folding, which calls filters at compile time in an unlimited process.
     """
     for call in template.find_all((nodes.Filter, nodes.Test)):
         call.as_const = _not_constant  # type: ignore[method-assign]
@@ -281,7 +272,7 @@ def _without_concat(value: Any) -> Any:
 def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Wrap a filter with a check of its arguments.
 
-    Jinja may pass the context as an additional first argument.
+    Jinja may pass the context as an extra first argument.
     """
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -296,10 +287,7 @@ def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Reject a call of a filter or string method that could return too much.
-
-    The result of such a call could be far larger than its arguments.
-    """
+    """Reject calls of filters and string methods with a result that could be far larger than the arguments."""
     given = (*args, *kwargs.values())
     text = value if isinstance(value, str) else ""
     if name == "replace" and len(given) >= 2:

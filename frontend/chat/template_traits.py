@@ -1,7 +1,7 @@
-"""Determine which messages a chat template renders as they are, and which must be adapted.
+"""Determine which messages a chat template supports, and which must be adapted.
 
-Templates differ: some have no system role, some require users and assistants to alternate, some fail on a call without
-text. Each probe renders a conversation and checks that its texts are in the output.
+Some templates have no system role, some require user and assistant to alternate, some fail on a call without text.
+Each probe renders a conversation and checks that its texts are in the output.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -11,13 +11,13 @@ from msgspec import Struct
 
 Message = dict[str, Any]
 ContentForm = Literal["missing", "null", "empty"]
-"""Forms of a message without text: no `content`, null, or ""."""
+"""Content of a message without text: no field `content`, null, or ""."""
 
 Render = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str]]
 """Function that renders messages and tools; "" if the template rejects them."""
 
 _FORMS: tuple[ContentForm, ...] = ("empty", "null", "missing")
-"""The forms in order of preference as replacements."""
+"""Replacements in order of preference."""
 _CONTENTS: dict[ContentForm, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
 _UNKNOWN_ROLE = "proberole"
 _SHORT_ID, _OTHER_SHORT_ID, _LONG_ID = "probecall", "probeback", "call_probe_0123456789"
@@ -32,7 +32,7 @@ _TOOLS: Sequence[Message] = (
 
 
 class TemplateTraits(Struct, frozen=True):
-    """Traits of a template. By default all messages are rendered as they are."""
+    """Traits of a template. By default it supports all messages."""
 
     tools: bool = True
     """True if the output depends on the tools."""
@@ -45,9 +45,9 @@ class TemplateTraits(Struct, frozen=True):
     any_call_id: bool = True
     """True if calls may have any id; otherwise ids have nine letters and digits."""
     calls_with_text: Literal["kept", "split", "as text"] = "kept"
-    """Calls of a message with text: they are rendered, need a separate message, or become text."""
+    """Handling of calls in a message with text: unchanged, in a separate message, or as text."""
     call_content: dict[ContentForm, ContentForm] = {}
-    """Maps unsupported forms of calls without text to supported ones."""
+    """Maps unsupported content of calls without text to supported content."""
     thought_content: dict[ContentForm, ContentForm] = {}
     """The same for messages with reasoning only."""
     developer: bool = True
@@ -75,8 +75,8 @@ class TemplateTraits(Struct, frozen=True):
 async def probe_traits(render: Render, needs_tools: bool) -> TemplateTraits:
     """Determine the traits of a template.
 
-    needs_tools: the template is only used with tools, so every probe has some. If a template fails on a single
-    question, or does not show it, the default traits are used.
+    needs_tools: the template is only used with tools, so every probe includes some. If a template fails on a single
+    question or does not render it, returns the default traits.
     """
     probe = _Probe(render, _TOOLS if needs_tools else ())
     if not await probe.shows([_user(1)], "user1"):
@@ -101,7 +101,7 @@ async def probe_traits(render: Render, needs_tools: bool) -> TemplateTraits:
         assistants_in_a_row=await probe.shows(
             [_user(1), _assistant(1), _assistant(2), _user(2)], "assistant1", "assistant2", "user2"
         ),
-        # An empty question is prepended where that helps.
+        # Determines whether an empty question is prepended.
         assistant_first=await probe.shows([_assistant(1), _user(1)], "assistant1", "user1")
         or not await probe.shows([{"role": "user", "content": ""}, _assistant(1), _user(1)], "assistant1", "user1"),
     )
@@ -113,20 +113,20 @@ class _Probe:
     def __init__(self, render: Render, tools: Sequence[Message]) -> None:
         self._render = render
         self._tools = tools
-        """Tools of the probes that name none."""
+        """Default tools of the probes."""
         self._nones: dict[bool, int] = {}
-        """Number of times that a question's output has the word None, with and without tools."""
+        """Occurrences of the word None in a question's output, with and without tools."""
 
     async def output(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Render messages; return "" if the template rejects them."""
         return await self._render(messages, tools or self._tools)
 
     async def shows(self, messages: Sequence[Message], *names: str, tools: Sequence[Message] = ()) -> bool:
-        """Return True if the texts of these names are in the output."""
+        """Return True if the output contains the texts of these names."""
         return _has(await self.output(messages, tools), names)
 
     async def reads_tools(self, has_system: bool) -> bool:
-        """Return True if tools change the output, whatever precedes the question."""
+        """Return True if tools change the output, with and without a system message before the question."""
         for messages in ([_user(1)], [_system(1), _user(1)])[: 1 + has_system]:
             shown = await self.output(messages, _TOOLS)
             if not _has(shown, ["user1"]):
@@ -153,7 +153,7 @@ class _Probe:
         )
 
     async def thought_content(self) -> dict[ContentForm, ContentForm]:
-        """Find the unsupported forms of content of a message with reasoning only."""
+        """Determine replacements for unsupported content of messages with only reasoning."""
         taken = []
         for form, content in _CONTENTS.items():
             thought = {"role": "assistant", "reasoning_content": _word("thought1"), **content}
@@ -163,7 +163,7 @@ class _Probe:
         return _replacements(taken)
 
     async def exchanges(self) -> dict[str, Any]:
-        """Determine how calls and their results must be given."""
+        """Determine the traits of calls and results."""
         for as_text in (False, True):
             if taken := await self._call_contents(as_text):
                 return {
@@ -174,7 +174,7 @@ class _Probe:
         return {"exchanges": False}
 
     async def _call_contents(self, as_text: bool) -> list[ContentForm]:
-        """Return the forms of content with which a call and its result are shown."""
+        """Return the forms of content with which a call and its result are rendered."""
         shown_with: list[ContentForm] = []
         shown_with_thought: list[ContentForm] = []
         for form, content in _CONTENTS.items():
@@ -216,14 +216,14 @@ class _Probe:
         return "split" if await self.shows(split, *names, tools=_TOOLS) else "as text"
 
     async def _prints_none(self, shown: str, tools: Sequence[Message]) -> bool:
-        """Return True if null content was printed as a word."""
+        """Return True if null content was rendered as the word None."""
         if bool(tools) not in self._nones:
             self._nones[bool(tools)] = (await self.output([_user(1)], tools)).count("None")
         return shown.count("None") > self._nones[bool(tools)]
 
 
 def _replacements(taken: Sequence[ContentForm]) -> dict[ContentForm, ContentForm]:
-    """Map unsupported forms of content to a supported one, if any."""
+    """Map unsupported content to a supported form, if any."""
     better = next((form for form in _FORMS if form in taken), None)
     return {} if better is None else {form: better for form in _FORMS if form not in taken}
 
@@ -233,7 +233,7 @@ def _has(shown: str, names: Iterable[str]) -> bool:
 
 
 def _word(name: str) -> str:
-    """Return the text of a probe: a word that no template writes itself, and that is not part of another word."""
+    """Return a unique word for a probe, which no template writes itself and which is not part of another word."""
     return f"probe{name}end"
 
 

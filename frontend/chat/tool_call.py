@@ -1,6 +1,6 @@
-"""Parse one tool call character by character.
+"""Parse one tool call, character by character.
 
-A call is a JSON object with a name and arguments, or a name with a JSON object behind a tag.
+A call is a JSON object with a name and arguments, or a name, a tag and a JSON object.
 """
 
 from collections.abc import Set
@@ -16,9 +16,9 @@ _OPENING, _CLOSING = "{[", "}]"
 
 
 class JsonValue:
-    """Find the end of one JSON value, from its first character on.
+    """Find the end of a JSON value that starts with `first`.
 
-    Only the nesting is checked, not the validity.
+    Tracks nesting and strings; does not validate.
     """
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind")
@@ -31,15 +31,15 @@ class JsonValue:
 
     @property
     def in_string(self) -> bool:
-        """True within a string."""
+        """Return True within a string."""
         return self._in_string
 
     def ends_before(self, character: str) -> bool:
-        """Tell whether the value ended before this character, as numbers and literals do."""
+        """Return True if the value ended before this character, as numbers and literals do."""
         return self._kind == "scalar" and (character in ",}]" or character in BLANK)
 
     def ends_with(self, character: str) -> bool:
-        """Read a character of the value, and tell whether it is the last one."""
+        """Consume a character of the value; return True if it is the last one."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -60,7 +60,7 @@ class JsonValue:
 
 
 class CallState(Enum):
-    """The parsing state of a call."""
+    """Parsing state of a call."""
 
     OPEN = "open"
     DONE = "done"
@@ -78,12 +78,12 @@ class _Expects(Enum):
 
 
 class CallParser:
-    """Parse a call from the character after its opening brace on.
+    """Parse a call, starting after its opening brace.
 
     `name` is set once the object is known to be a call: it names a tool, and its arguments have started or it is
-    complete. From then on `take_arguments` returns their JSON as it arrives, whitespace included. Arguments that the
-    model wrote as a string of JSON are returned as that JSON, absent arguments as an empty object. Objects with any
-    other arguments are invalid. `raw` holds the characters read before the name was known, from the opening brace on.
+    complete. From then on `take_arguments` returns their JSON as it arrives, including whitespace. If the model wrote
+    the arguments as a JSON string, its decoded content is returned; missing arguments become an empty object. Objects
+    with any other arguments are invalid. `raw` holds the characters before the name was set, from the opening brace.
     """
 
     id = ""
@@ -98,9 +98,9 @@ class CallParser:
         self._key = ""
         self._value = JsonValue('"')
         self._text: list[str] = []
-        """Characters of the key or value that is being read."""
+        """Characters of the current key or value."""
         self._parsed_name: str | None = None
-        """Value of the key `name`, before it is known that the object is a call."""
+        """Value of the key `name`, while the object may not be a call."""
         self._pending: list[str] = []
         self._has_arguments = False
         self._streams = False
@@ -118,7 +118,7 @@ class CallParser:
         return self._expects is _Expects.IN_KEY or (self._expects is _Expects.IN_VALUE and self._value.in_string)
 
     def cut(self) -> None:
-        """End the text within an object that must be a call; set `name` if it was read."""
+        """Handle the end of the text within an object that must be a call; set `name` if it was read."""
         self._set_name()
 
     def push(self, character: str) -> bool:
@@ -224,11 +224,11 @@ class CallParser:
 
 
 class NamedCallParser:
-    """Parse a call that begins with the name of a function, `NAME[CALL_ID]ID[ARGS]{...}`.
+    """Parse a call that begins with the function name, `NAME[CALL_ID]ID[ARGS]{...}`.
 
-    The tags and the id may be missing. As with `CallParser`, `name` is set once it is known that this is a call of a
-    tool, here by the brace that opens the arguments, and `raw` holds the characters before it. `id` is the model's id
-    of the call, or "".
+    The tags and the id may be missing. As in `CallParser`, `name` is set once the text is known to be a call of a
+    tool, here at the opening brace of the arguments, and `raw` holds the characters before it. `id` is the model's call
+    id, or "".
     """
 
     def __init__(self, names: Set[str], id_tag: str = ID_TAG, arguments_tag: str = ARGUMENTS_TAG) -> None:
@@ -241,7 +241,7 @@ class NamedCallParser:
         self._arguments_tag = arguments_tag
         self._header = ""
         self._value: JsonValue | None = None
-        """The arguments, once they have begun."""
+        """Parser of the arguments; None before they start."""
         self._pending: list[str] = []
 
     def takes_tag(self, tag: str) -> bool:
@@ -255,7 +255,7 @@ class NamedCallParser:
         return text
 
     def cut(self) -> None:
-        """End the text within what must be a call; set `name` if a tag has ended it."""
+        """Handle the end of the text within what must be a call; set `name` if a tag ended it."""
         name, tag, _ = self._header.partition("[")
         if tag and name in self._names:
             self.name = name
@@ -285,7 +285,7 @@ class NamedCallParser:
         return True
 
     def _may_begin(self, header: str) -> bool:
-        """Tell whether a text may become what precedes the arguments of a call."""
+        """Return True if a text is a prefix of a valid header: what precedes the arguments of a call."""
         name = header.partition("[")[0]
         if not _is_word(name) or len(header) > _MAX_HEADER_CHARS:
             return False
@@ -303,7 +303,7 @@ class NamedCallParser:
 
 
 _MAX_HEADER_CHARS = 2 * MAX_NAME_CHARS
-"""Longest name of a function with an id and tags."""
+"""Maximum length of a header: function name, id and tags."""
 _PUNCTUATION = str.maketrans("_.-:/", "aaaaa")
 
 
@@ -312,7 +312,7 @@ def _is_word(text: str) -> bool:
 
 
 def _decoded(text: str) -> object:
-    """Decode a JSON text; return None if it is invalid."""
+    """Decode JSON; return None if it is invalid."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls."""
+"""Tool call formats of models."""
 
 from collections.abc import Sequence, Set
 
@@ -19,26 +19,23 @@ from tandem.frontend.grammar.tool_calls import (
 
 
 class ToolFormat(Struct, frozen=True):
-    """A format of tool calls.
-
-    It has the syntax of calls and the form of their ids.
-    """
+    """Tool call format: the syntax of calls and the form of their ids."""
 
     syntax: CallSyntax
     reads_names: bool = False
-    """True if a call that begins with the name of its function is parsed as well as one that is a JSON object."""
+    """True if calls that begin with the function name are parsed, in addition to JSON objects."""
     id_prefix: str = "call_"
     id_chars: int = 24
-    """Number of random letters and digits after the prefix in a call's id."""
+    """Number of random letters and digits after the prefix of a call id."""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags of which a call may have tokens."""
+        """Return the tags that may be single tokens in a call."""
         return (*self.syntax.tags, ID_TAG, ARGUMENTS_TAG) if self.reads_names else self.syntax.tags
 
 
 def _mistral(syntax: CallSyntax) -> ToolFormat:
-    # Mistral's templates reject ids of any other length.
+    # Mistral's templates reject ids of other lengths.
     return ToolFormat(syntax, reads_names=True, id_prefix="", id_chars=9)
 
 
@@ -50,28 +47,28 @@ FORMATS = {
     "mistral_v13": _mistral(MISTRAL_NAMED),
     "json": ToolFormat(GENERIC_JSON),
 }
-"""Formats by name. Those of Mistral differ in what a grammar makes the model write; all of them are parsed alike."""
+"""Formats by name. The Mistral formats differ only in the grammar of calls; they are parsed alike."""
 
 ALL_TAGS = (
     *THINK_TAGS.texts,
     *MISTRAL_THINK_TAGS.texts,
     *dict.fromkeys(tag for each in FORMATS.values() for tag in each.tags),
 )
-"""The tags of all formats of calls and reasoning."""
+"""Tags of all tool call formats and reasoning."""
 
 MODEL_FORMATS = {
     "llama": "llama3_json", "qwen2": "hermes", "qwen3": "hermes", "qwen3_moe": "hermes", "mistral": "mistral",
     "ministral3": "mistral", "gemma2": "json", "gemma3": "json", "gemma3_text": "json",
 }  # fmt: skip
-"""Name of the format by a checkpoint's `model_type`; "json" for any other type."""
+"""Format name by `model_type` of the checkpoint; the default is "json"."""
 
 
 def tool_format(name: str, model_types: Sequence[str], tags: Set[str], written: str | None = None) -> ToolFormat:
-    """Return the format of this name.
+    """Return the format `name`.
 
-    "auto" selects the format that the chat template has `written` calls in, or else that of the first known of the
-    model's types. "mistral" selects the one of its variants that the template writes, or else that for which the
-    vocabulary has tokens, of which `tags` are the texts.
+    "auto" selects `written`, the format that the chat template writes, or else the format of the first known model
+    type. "mistral" selects the variant that the template writes, or else the one for which the vocabulary has tokens;
+    `tags` are the texts of such tokens.
     """
     if name == "auto":
         types = [MODEL_FORMATS[kind] for kind in model_types if kind in MODEL_FORMATS]

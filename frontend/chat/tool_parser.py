@@ -1,8 +1,8 @@
 """Parse streamed text into content and tool calls.
 
-The result does not depend on how the text is split into chunks: every decision is made at a character, from the
-characters before it. Text that looks like a call but is not one, including a call of a function that the request does
-not have, is content. What the end of the text cuts off behind a whole call is dropped.
+The result does not depend on how the text is split into chunks: decisions are made per character. Text that looks like
+a call but is not one, including a call of an unknown function, is content. Incomplete syntax after a complete call at
+the end of the text is dropped.
 """
 
 import secrets
@@ -29,18 +29,18 @@ _ID_LETTERS = string.ascii_letters + string.digits
 class _Mode(Enum):
     TEXT = "text"
     START = "start"
-    """State before a call that was announced, or that needs no trigger: blanks, an optional bracket, then a brace."""
+    """Before a call that was triggered or needs no trigger: blanks, an optional bracket, then a brace."""
     CALL = "call"
     AFTER = "after"
-    """State after a call: its closing literal, another call or text may follow."""
+    """After a call: its closing literal, another call or text may follow."""
 
 
 class ToolParser:
     """Parse the text of one choice into content and tool calls.
 
     `names` are the tools of the request. Without `parallel`, calls after the first are dropped. With `required`, a
-    grammar allows nothing but calls, so an incomplete object at the end of the text is a truncated call. With
-    `is_token`, only the token of the tag that announces calls does, not its characters.
+    grammar only allows calls, so an incomplete object at the end of the text is a truncated call. With `is_token`, only
+    the token of the trigger tag announces calls, not its characters.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class ToolParser:
         self._required = required
         self._tag = tool_format.syntax.announcement
         self._trigger = "" if is_token else self._tag
-        """The tag that announces calls, if its characters count."""
+        """Trigger tag, if its characters announce calls."""
         self._needs_tag = bool(tool_format.syntax.trigger)
         self._closer = tool_format.syntax.after.strip()
         self._mode = _Mode.TEXT if self._needs_tag else _Mode.START
         self._held = ""
-        """Text held back because it may belong to a call, or to the blanks around one."""
+        """Text held back because it may belong to a call or the blanks around it."""
         self._num_blanks = 0
-        """Blanks seen in the current mode."""
+        """Number of blanks in the current mode."""
         self._closing = ""
-        """Prefix of the closing literal that has been read."""
+        """Prefix of the closing literal read so far."""
         self._separated = False
-        """True once a separator has followed the last call."""
+        """True if a separator has followed the last call."""
         self._in_array = False
         self._call: CallParser | NamedCallParser | None = None
         self._ids: set[str] = set()
         self._is_behind_call = False
-        """True while nothing but the syntax of calls has followed a whole call."""
+        """True while only call syntax has followed a complete call."""
         self._deltas: list[MessageDelta] = []
 
     def push(self, text: str) -> list[MessageDelta]:
@@ -83,7 +83,7 @@ class ToolParser:
         return self._take_deltas()
 
     def push_tag(self, tag: str, shown: str) -> list[MessageDelta]:
-        """Parse a tag that is a token; `shown` is what there is of it if it is not part of a call."""
+        """Parse a tag that is a token; `shown` is its output if it is not part of a call."""
         if self._call is not None:
             if self._call.takes_tag(tag):
                 num_raw = len(self._call.raw)
@@ -126,9 +126,9 @@ class ToolParser:
                     rest = self._parse_after_call(rest)
 
     def finish(self) -> list[MessageDelta]:
-        """Release the text that was held back, at the end of the choice.
+        """Flush the text that was held back at the end of the choice.
 
-        A truncated call stays as it is.
+        A truncated call stays truncated.
         """
         if self._required:
             self._cut()
@@ -163,12 +163,9 @@ class ToolParser:
             self._deltas.append(Content(text))
 
     def _parse_text(self, text: str) -> str:
-        """Return text up to the trigger as content.
-
-        A partial trigger and the blanks before it are held back.
-        """
+        """Emit text up to the trigger as content; hold back a partial trigger and the blanks before it."""
         if not self._trigger:
-            # Blanks ahead of the tag belong to it, wherever it comes.
+            # Blanks before the tag belong to it.
             text, self._held = self._held + text, ""
             shown = len(text) - (count_blanks_before(text, len(text)) if self._tag else 0)
             self._add_content(text[:shown])
@@ -203,7 +200,7 @@ class ToolParser:
         return ""
 
     def _is_blank(self, character: str) -> bool:
-        """Tell whether a character is a blank within the first MAX_BLANKS of this mode."""
+        """Return True if a character is one of the first MAX_BLANKS blanks of this mode."""
         self._num_blanks += character in BLANK
         return character in BLANK and self._num_blanks <= MAX_BLANKS
 
@@ -213,13 +210,13 @@ class ToolParser:
         return opens
 
     def _give_up(self, rest: str) -> str:
-        """Treat the held text as content, because it is not a call.
+        """Emit the held text as content, because it is not a call.
 
-        Returns the rest, which is to be parsed as text.
+        Returns the rest, to be parsed as text.
         """
         held, self._held = self._held + "".join(self._call.raw if self._call else ()), ""
         if self._tag and not held.strip(BLANK):
-            self._held = held  # blanks ahead of a tag are dropped with it
+            self._held = held  # blanks before a tag are dropped with it
         else:
             self._add_content(held)
         self._mode, self._in_array, self._call = _Mode.TEXT, False, None
@@ -268,7 +265,7 @@ class ToolParser:
     def _parse_after_call(self, text: str) -> str:
         """Drop the closing literal of a call.
 
-        Also finds the next call, if no trigger announces it.
+        Also finds the next call if it has no trigger.
         """
         for index, character in enumerate(text):
             if self._closer:
@@ -291,10 +288,9 @@ class ToolParser:
         return ""
 
     def _in_closer(self, character: str) -> bool:
-        """Read a character after a call, and tell whether its closing literal goes on.
+        """Consume a character after a call; return True if it continues the closing literal.
 
-        The closing literal ends when it is complete, or when it cannot be completed; in the second case the held text
-        stays and is content.
+        The literal ends if it is complete or cannot be completed; in the latter case the held text is content.
         """
         if not self._closing and self._is_blank(character):
             return True

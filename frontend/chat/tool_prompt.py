@@ -1,7 +1,6 @@
-"""Tools for a chat template that does not render them.
+"""Describe tools in the text of messages, for a chat template that does not render tools.
 
-They are described in the text of the messages: the functions, and the format in which the model's output is parsed for
-calls.
+The description lists the functions and the tool call format.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ _RESULT_ROLES = ("tool", "function")
 
 
 def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conversation:
-    """Move the tools, earlier calls and their results into the text of the messages.
+    """Convert tools, earlier calls and their results to text of the messages.
 
-    Tools are appended to the system message.
+    The tools are appended to the system message.
     """
     messages = exchanges_as_text(conversation.messages, syntax)
     if conversation.tools:
@@ -34,14 +33,14 @@ def with_tools_as_text(conversation: Conversation, syntax: CallSyntax) -> Conver
 
 
 def exchanges_as_text(messages: Sequence[dict[str, Any]], syntax: CallSyntax) -> list[dict[str, Any]]:
-    """Make calls text of the assistant in the syntax of the model's format, and their results text of the user.
+    """Convert calls to assistant text in the model's tool call format, and results to user text.
 
-    Results that follow one another share a message.
+    Consecutive results share a message.
     """
     found: list[dict[str, Any]] = []
     for are_results, group in groupby(messages, lambda message: message["role"] in _RESULT_ROLES):
         if are_results:
-            # Joined once: a conversation may have thousands.
+            # Join once: a conversation may have thousands of results.
             found.append({"role": "user", "content": "\n\n".join([_result(message) for message in group])})
         else:
             found += [calls_as_text(message, syntax) for message in group]
@@ -49,7 +48,7 @@ def exchanges_as_text(messages: Sequence[dict[str, Any]], syntax: CallSyntax) ->
 
 
 def calls_as_text(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
-    """Append the calls of a message to its text, as the model writes them."""
+    """Append the calls of a message to its text, in the model's format."""
     if not (calls := message.get("tool_calls")):
         return message
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -66,7 +65,7 @@ def _description(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
 
 
 def _calls(functions: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
-    """Write calls as the model writes them."""
+    """Return calls in the model's format."""
     written = [
         syntax.before + syntax.written(function["name"], function["arguments"]) + syntax.after for function in functions
     ]
