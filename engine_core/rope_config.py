@@ -1,6 +1,6 @@
-"""Rotary position embedding as config.json describes it.
+"""Parse the rotary position embedding (RoPE) settings of config.json.
 
-Both layouts are read: `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds everything.
+Supports both layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which includes the base.
 """
 
 import math
@@ -14,36 +14,37 @@ from tandem.engine_core.errors import ConfigError
 
 T = TypeVar("T")
 MAX_SIZE, MAX_REAL = 2**24, 1e15
-"""Bounds of the numbers in a config.json, above the values of any known model. Beyond them powers overflow, and tables
-take hours.
+"""Upper bounds of integers and floats in config.json, above the values of any known model.
+
+Larger values overflow in powers, or make tables that take hours to compute.
 """
 Count = Annotated[int, Meta(gt=0, le=MAX_SIZE)]
 Positive = Annotated[float, Meta(ge=1 / MAX_REAL, le=MAX_REAL)]
 Base = Annotated[float, Meta(gt=1, le=MAX_REAL)]
 
 DEFAULT_THETA = 10000.0
-"""Base of a config that has none."""
+"""Default base."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Values of `layer_types`: a layer without a window, and one with.
+"""Values of `layer_types`: full attention, and attention with a sliding window.
 
-In Gemma 3 each has a rotary embedding of its own.
+In Gemma 3 they have different rotary embeddings.
 """
 
 
 class LinearScaling(Struct, frozen=True):
     """Position interpolation (Chen et al., 2023).
 
-    Every frequency is divided by the factor.
+    Divides all frequencies by the factor.
     """
 
     factor: float
 
 
 class DynamicScaling(Struct, frozen=True):
-    """NTK-aware scaling of the base.
+    """Dynamic NTK-aware scaling (bloc97 and emozilla, 2023).
 
-    The base grows with the length of the context beyond the original one.
+    The base grows with the context length beyond the original one.
     """
 
     factor: float
@@ -51,10 +52,10 @@ class DynamicScaling(Struct, frozen=True):
 
 
 class Llama3Scaling(Struct, frozen=True):
-    """The scaling of Llama 3.1.
+    """Scaling of Llama 3.1.
 
-    Slow frequencies are divided by the factor, fast ones are kept, and those in between are blended. Slow and fast
-    are measured by the number of turns within the original context.
+    Divides low frequencies by the factor, keeps high ones, and interpolates in between. The limits are numbers of
+    rotations within the original context.
     """
 
     factor: float
@@ -66,40 +67,39 @@ class Llama3Scaling(Struct, frozen=True):
 class YarnScaling(Struct, frozen=True):
     """YaRN (Peng et al., 2023).
 
-    Slow frequencies are divided by the factor, fast ones are kept, with a ramp between them over the pairs. Cosines
-    and sines are multiplied by the attention factor.
+    Divides low frequencies by the factor, keeps high ones, with a linear ramp over the pairs in between. Multiplies
+    cosines and sines by the attention factor.
     """
 
     factor: float
     original_positions: int
     attention_factor: float
     beta_fast: float = 32.0
-    """Turns within the original context from which a pair is kept."""
+    """Rotations within the original context above which a frequency is kept."""
     beta_slow: float = 1.0
-    """Turns within the original context up to which a pair is divided by the factor."""
+    """Rotations within the original context below which a frequency is divided by the factor."""
     truncate: bool = True
-    """True if the ends of the ramp are rounded outwards to whole pairs."""
+    """True to round the ends of the ramp outwards to whole pairs."""
 
 
 class LongRopeScaling(Struct, frozen=True):
     """LongRoPE (Ding et al., 2024).
 
-    The frequency of each pair is divided by a factor of its own. Cosines and sines are multiplied by the attention
-    factor.
+    Divides each frequency by its own factor. Multiplies cosines and sines by the attention factor.
     """
 
     short_factor: tuple[float, ...]
-    """Divisors of a context up to `original_positions`, one for each pair."""
+    """Divisors for contexts up to `original_positions`, one per pair."""
     long_factor: tuple[float, ...]
-    """Divisors of a longer context, one for each pair."""
+    """Divisors for longer contexts, one per pair."""
     original_positions: int
     attention_factor: float
 
 
 class ProportionalScaling(Struct, frozen=True):
-    """Frequencies of a head that rotates only its fastest pairs.
+    """Scaling of a head that rotates only its fastest pairs.
 
-    They are divided by the factor.
+    Divides their frequencies by the factor.
     """
 
     factor: float
@@ -110,19 +110,19 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRop
 
 
 class RopeConfig(Struct, frozen=True):
-    """Rotary position embedding of one kind of layer."""
+    """Rotary position embedding of one layer type."""
 
     rotary_dim: int
-    """Rotated elements of each head, its first ones; the rest passes unchanged."""
+    """Number of rotated elements at the start of each head; the rest passes unchanged."""
     theta: float = 10000.0
-    """Base: pair i of n turns theta^(-i/n) radians in one position, before scaling."""
+    """Base: pair i of n rotates by theta^(-i/n) radians per position, before scaling."""
     scaling: Scaling | None = None
 
     def context_lengths(self, stated: int) -> tuple[int, int]:
-        """Return the usual length of a context and the largest one.
+        """Return the default and the maximum context length, in tokens.
 
-        YaRN's is its factor times the original context. "linear" and "dynamic" reach as far beyond what is stated, but
-        some checkpoints state the length with the factor in it, so that more is left to --max-len.
+        With YaRN both are the factor times the original length. "linear" and "dynamic" extend the stated length by the
+        factor, but in some checkpoints it is already included, so the extension requires --max-len.
 
         stated: `max_position_embeddings`.
         """
@@ -136,7 +136,7 @@ class RopeConfig(Struct, frozen=True):
 
 
 class _Type(Struct):
-    """The type of rotary fields, by its name and its older one."""
+    """The fields `rope_type` and, in older configs, `type`."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -163,18 +163,18 @@ class _Fields(_Type, forbid_unknown_fields=True):
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
     finetuned: bool | None = None
-    """A remark of the YaRN checkpoints, without effect."""
+    """In YaRN checkpoints; without effect."""
 
 
 class _Kind(Struct, frozen=True):
-    """The fields of one rope_type in addition to `COMMON`."""
+    """Fields of a rope_type in addition to `COMMON`."""
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
 
 COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"}
-"""Fields that any rope_type may have, whether or not it uses them."""
+"""Fields allowed for every rope_type, even if it does not use them."""
 KINDS = {
     "default": _Kind(),
     "linear": _Kind(("factor",)),
@@ -187,19 +187,19 @@ KINDS = {
 
 
 class RopeReader(Struct, frozen=True, kw_only=True):
-    """Reader of rotary fields, with the facts of the model that they depend on."""
+    """Reader of rotary fields, with other facts of the model."""
 
     head_dim: int
     max_positions: int
     """`max_position_embeddings`."""
     original_positions: int | None = None
-    """`original_max_position_embeddings` from outside the rotary fields, which wins over theirs."""
+    """`original_max_position_embeddings` of the top level, which takes precedence over the rotary fields."""
     partial_rotary_factor: float | None = None
-    """Share of each head that turns, from outside the rotary fields; those win."""
+    """`partial_rotary_factor` of the top level; the rotary fields take precedence."""
     partial: bool = False
-    """True if the family's heads may turn in part."""
+    """True if the family supports partial rotation."""
     longrope_names: tuple[str, ...] = ("su",)
-    """Older names of the rope_type "longrope"."""
+    """Former names of the rope_type "longrope"."""
 
     def read(
         self,
@@ -207,9 +207,9 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         rope_scaling: Mapping[str, Any] | None = None,
         rope_parameters: Mapping[str, Any] | None = None,
     ) -> RopeConfig:
-        """Read the rotary fields of a model with one table for all layers.
+        """Read the rotary fields of a model with the same embedding in all layers.
 
-        The arguments have the names of config.json. Raises ConfigError if they are malformed, or if a field would be
+        The arguments are the fields of config.json. Raises ConfigError if they are malformed, or if a field would be
         ignored.
         """
         name, fields = ("rope_scaling", rope_scaling) if rope_scaling else ("rope_parameters", rope_parameters)
@@ -222,13 +222,13 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         rope_scaling: Mapping[str, Any] | None = None,
         rope_parameters: Mapping[str, Any] | None = None,
     ) -> tuple[RopeConfig, RopeConfig]:
-        """Read the rotary fields of a model with two tables.
+        """Read the rotary fields of a model with different embeddings by layer type.
 
-        Return the settings of full attention, then of sliding attention. In the older layout `rope_theta` and
+        Returns the settings of full attention and of sliding attention. In the older layout `rope_theta` and
         `rope_scaling` belong to full attention, and `rope_local_base_freq` is the base of sliding attention; in the
         newer one `rope_parameters` has an entry for each. The default bases are Gemma 3's, 1e6 and 10000.
 
-        Raises ConfigError as `read` does, and for `rope_parameters` without entries for layer types.
+        Raises ConfigError like `read`, and if `rope_parameters` has no entries by layer type.
         """
         nested = rope_parameters or {}
         if unknown := sorted(nested.keys() - {FULL, SLIDING}):
@@ -249,7 +249,7 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         )
 
     def _resolve(self, name: str, raw: Mapping[str, Any], theta: float) -> RopeConfig:
-        # The type comes first: a type that is not supported may have fields that no other has.
+        # Check the type first: an unsupported type may have unknown fields.
         given = _convert(name, raw, _Type)
         given_kind = given.rope_type or given.type or "default"
         kind = "longrope" if given_kind in self.longrope_names else given_kind
@@ -310,7 +310,7 @@ def _convert(name: str, raw: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def _check_names(name: str, kind: str, fields: _Fields) -> None:
-    """Raise ConfigError for a field that a kind lacks, or that it would ignore."""
+    """Raise ConfigError if a field of the kind is missing, or if one would be ignored."""
     given = {field for field, value in msgspec.structs.asdict(fields).items() if value is not None}
     known = KINDS[kind]
     if missing := [field for field in known.needed if field not in given]:
@@ -330,7 +330,7 @@ def _llama3(fields: _Fields, original: int) -> Llama3Scaling:
 def _yarn(fields: _Fields, original: int, extension: float) -> YarnScaling:
     """Resolve YaRN's fields.
 
-    extension: positions of the model over the original ones.
+    extension: ratio of `max_position_embeddings` to the original one.
     """
     factor = fields.factor or extension
     fast, slow = fields.beta_fast or 32.0, fields.beta_slow or 1.0
@@ -352,7 +352,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
 def _longrope(fields: _Fields, original: int, extension: float, pairs: int) -> LongRopeScaling:
     """Resolve LongRoPE's fields.
 
-    extension: as in `_yarn`; pairs: number of those that turn in a head.
+    extension: as in `_yarn`; pairs: number of rotated pairs per head.
     """
     short, long = fields.short_factor or [], fields.long_factor or []
     for name, factors in (("short_factor", short), ("long_factor", long)):

@@ -1,7 +1,4 @@
-"""The choice of kernels for the attention of prompts on CUDA.
-
-It covers steps that no graph holds, and graphs.
-"""
+"""Choose the kernels for prompt attention on CUDA, in eager steps and in CUDA graphs."""
 
 import importlib.metadata
 import importlib.util
@@ -28,29 +25,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-"""Values of head_dim that FlashInfer's kernels are compiled for."""
+"""Values of head_dim supported by FlashInfer's kernels."""
 FLASHINFER_PAGE_ELEMENTS = 2**32
-"""Smallest number of elements from one page to the next that FlashInfer's 32-bit stride cannot hold."""
+"""Smallest page stride, in elements, that overflows FlashInfer's 32-bit strides."""
 PLANNED_VERSION = "0.6.18"
-"""Version prefix of FlashInfer with a planning function that `flashinfer_hopper` can call."""
+"""FlashInfer version (prefix) with a planning function that `flashinfer_hopper` can call."""
 MAX_PAGE_TABLE_ENTRIES = 2**31 - 1
-"""Maximum number of page table entries that FlashInfer's plans, with 32-bit numbers, can address."""
+"""Maximum number of page table entries, given FlashInfer's 32-bit indices."""
 HOPPER = 9
 """Major compute capability of the GPUs whose 16-bit prompts FlashInfer serves with fa3."""
 FEW_TOKENS = 256
-"""Maximum prompt tokens for which graphs use Triton.
+"""Maximum number of prompt tokens for which graphs use Triton.
 
-Its programs that share a tile's positions beat FlashInfer's, whose prompts of few queries leave most of the device
-idle: 128 tokens behind 8,064 take 46 us a layer and 113 (`benchmarks.kernels --only prompt-attention`).
+Triton splits the keys of a tile over several programs; FlashInfer leaves most of the GPU idle for few queries.
+128 tokens after 8,064 cached ones take 46 us per layer vs. 113 us (`benchmarks.kernels --only prompt-attention`).
 """
 
 
 def eager_planners(
     device: Device, gpu: GpuTraits, model: ModelConfig, config: StepConfig, dtype: torch.dtype, layout: KVLayout
 ) -> Callable[[], AttentionPlanner]:
-    """Return a factory of planners for the steps that no graph holds.
+    """Return a factory of planners for eager steps.
 
-    Each slot needs its own. All of them use FlashInfer if it can serve every layer of the model, else Triton.
+    Each slot needs its own planner. They use FlashInfer if it supports every layer of the model, otherwise Triton.
     """
     kinds = model.attention_kinds
     sorts: set[str] = set()
@@ -75,7 +72,7 @@ def eager_planners(
 def can_plan_directly(sorts: Collection[str], version: str) -> bool:
     """Return True if `flashinfer_hopper` can plan the prompts of graphs.
 
-    sorts: of all kernels of the model, as in `describe_kernel`; version: of the library.
+    sorts: backends of all layers, as in `describe_kernel`; version: of FlashInfer.
     """
     if set(sorts) != {"fa3"}:
         return False
@@ -91,7 +88,7 @@ def can_plan_directly(sorts: Collection[str], version: str) -> bool:
 
 
 def _version() -> str:
-    """Return the version of FlashInfer, empty if it is not known."""
+    """Return the version of FlashInfer, "" if unknown."""
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -107,11 +104,11 @@ def find_obstacle(
     hopper: bool = False,
     entries: int = 1,
 ) -> str:
-    """Return why FlashInfer cannot serve the prompts of a model; empty if it can.
+    """Return the reason why FlashInfer cannot compute the prompt attention of a model; "" if it can.
 
-    kinds: the distinct ones among the model's layers; load: loads FlashInfer's kernel for a kind, which may compile it
-    first, or raises RuntimeError or OSError; None: the library is not installed; hopper: the GPU's generation; entries:
-    of the page table.
+    kinds: distinct attention settings of the layers; load: loads, and if needed compiles, the kernel for a kind, or
+    raises RuntimeError or OSError; None if FlashInfer is not installed; hopper: True on Hopper GPUs; entries: number of
+    page table entries.
     """
     if load is None:
         return "flashinfer is not installed"
@@ -151,9 +148,9 @@ def find_obstacle(
 
 
 def describe_kernel(sorts: Collection[str], dtype: torch.dtype, layout: KVLayout) -> str:
-    """Return the FlashInfer backend, and the reason.
+    """Return the FlashInfer backend and the reason, for the log.
 
-    sorts: the library's names for those of the model's layers, "fa2" or "fa3".
+    sorts: backends of the layers, "fa2" or "fa3".
     """
     text = f"{' and '.join(sorted(sorts))} with queries in {_name(dtype)}, keys and values in {_name(layout.dtype)}"
     if layout.dtype == dtype:
@@ -175,9 +172,9 @@ def _heads(model: ModelConfig, dtype: torch.dtype, layout: KVLayout) -> "HeadSha
 def _kernel_loader(
     device: Device, model: ModelConfig, dtype: torch.dtype, layout: KVLayout, sorts: set[str]
 ) -> Callable[[LayerAttention], None] | None:
-    """Return a function that loads the kernel for a kind of layer.
+    """Return a function that loads the kernel for a kind of layer; None if FlashInfer is not installed.
 
-    It is None if the library is not installed. sorts: gets the name of each kernel's sort.
+    sorts: the function adds the backend of each loaded kernel.
     """
     if importlib.util.find_spec("flashinfer") is None:
         return None
@@ -198,10 +195,7 @@ def _ragged(device: Device, gpu: GpuTraits, model: ModelConfig, config: StepConf
 
 
 class GraphPlanners:
-    """Factory of the planners of the prompts that graphs hold.
-
-    Each slot and number of tokens gets its own.
-    """
+    """Factory of planners for prompts in CUDA graphs, one per slot and number of tokens."""
 
     def __init__(
         self,
@@ -214,7 +208,7 @@ class GraphPlanners:
     ) -> None:
         """Keep the planners of each slot.
 
-        page_table: of all rows; eager: the planner of each slot for the steps that no graph holds.
+        page_table: of all rows; eager: planner of each slot for eager steps.
         """
         self.gpu = gpu
         self.model = model
@@ -224,7 +218,7 @@ class GraphPlanners:
         self.ragged = [_as_ragged(one) or _ragged(device, gpu, model, config) for one in eager]
 
     def __call__(self, slot: int, tokens: int) -> GraphPromptPlanner:
-        """Return the planner of a slot for graphs with `tokens` tokens of prompts."""
+        """Return the planner of a slot for graphs with `tokens` prompt tokens."""
         from tandem.engine_core.attention.triton import RaggedGraphPlanner, max_graph_tiles
         from tandem.engine_core.kernels.attention.paged_prefill import choose_splits
 
@@ -242,15 +236,15 @@ class GraphPlanners:
         num_tiles = max_graph_tiles(rows, tokens, ragged.queries)
         splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, self.gpu.multiprocessors)
         planner = RaggedGraphPlanner.build(ragged, num_tiles, splits, self.page_table)
-        # Captured with padding alone: tiles that an eager step left would lead outside a smaller graph's queries.
+        # Capture with padding only: tiles left by an eager step may point beyond the queries of a smaller graph.
         planner.plan([])
         return planner
 
 
 def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
-    """Return the bytes that the planners of further graphs hold.
+    """Return the bytes held by the planners of all graphs except the largest one of one slot.
 
-    These are all graphs but the largest one of one slot. eager: the planner of any slot.
+    eager: planner of any slot.
     """
     count = config.depth * sum(_in_flashinfer(eager, tokens) for tokens in config.graph_tokens)
     if not count:
@@ -274,6 +268,6 @@ def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
 
 
 def _max_page_entries(config: StepConfig) -> int:
-    """Return the maximum number of page table entries that the prompts in a graph can use."""
+    """Return the maximum number of page table entries of the prompts in a graph."""
     longest = config.num_pages(config.graph_tokens[-1])
     return max(min(MAX_PROMPTS, config.max_rows) * config.pages_per_row, longest)

@@ -1,7 +1,7 @@
-"""Shared memory through which the loop sends batches of work to a worker.
+"""Shared memory for sending batches of operations from the loop to a worker.
 
-Neither side makes a system call while the other is at work: each polls a number that the other sets last. That relies
-on stores that become visible in their order, as on x86-64. A worker that has had nothing to do for a while sleeps.
+Without system calls while both sides are busy: each polls a counter that the other side writes last. This relies on
+stores becoming visible in program order, as on x86-64. An idle worker sleeps after `AWAKE_SECONDS`.
 """
 
 import mmap
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 SLOT_BITS = 11
 MAX_SLOTS = 1 << SLOT_BITS
-"""Matchers of one worker."""
+"""Maximum number of matchers per worker."""
 MAX_OPERATIONS = 8192
-"""Operations of one batch."""
+"""Maximum number of operations per batch."""
 MAX_FORCED = 60
-"""Forced tokens that a worker reports of one matcher; those after them are reported once these are accepted."""
+"""Maximum number of forced tokens reported per matcher; further ones follow after these are accepted."""
 AWAKE_SECONDS = 0.005
-"""Time after the last batch for which a worker polls for the next one. Steps of a busy engine are shorter."""
+"""Time that a worker polls after a batch before it sleeps, in seconds; longer than a step of a busy engine."""
 ASLEEP_SECONDS = 0.05
-"""Time after which a sleeping worker looks by itself."""
+"""Polling interval of a sleeping worker, in seconds, in case a wake-up is lost."""
 
 _POSTED, _ACCEPTED, _DONE, _COUNT, _ASLEEP, _REFUSED, _ENDING, _FLAGGED, _HEADER_WORDS = range(9)
 _FORCED_WORDS = 1 + MAX_FORCED
@@ -36,35 +36,47 @@ _FORCED = _HAS_MASK + MAX_SLOTS
 _SIZE = _FORCED + 4 * _FORCED_WORDS * MAX_SLOTS
 
 OPEN, CLOSE, ACCEPT, EXPECT, MASK, DROP, TAKE = range(7)
-"""Operations, each with two numbers; the first is a slot: put a copy of the matcher of a grammar, the second number,
-into the slot; empty it; let its matcher accept a token; let it accept the token that the device writes to an index of
-`MaskMemory`, once it has arrived; write its mask to such an index. DROP forgets a grammar, the first number. TAKE is
-ACCEPT of a token after which nothing needs to be known. Plain numbers, as are the flags: members of an enumeration take
-a microsecond to combine.
+"""Operations, each with two operands.
+
+OPEN slot, grammar: copy the matcher of a grammar into the slot.
+CLOSE slot: clear the slot.
+ACCEPT slot, token: accept a token.
+EXPECT slot, index: wait until the device has written the token at an index of `MaskMemory`, then accept it.
+MASK slot, index: write the mask to an index of `MaskMemory`.
+DROP grammar: delete a grammar.
+TAKE slot, token: accept a token without computing the forced tokens after it.
+
+Operations and flags are ints, because combining enum members takes 1 us.
 """
 ACCEPTED, STOPPED, FAILED, FORCES, ENDS_FORCED, FORCES_MORE = 1, 2, 4, 8, 16, 32
-"""Flags of a matcher after its last operation: it accepted the last token; nothing but an end may follow; it has a
-problem and accepts nothing more; tokens are forced; nothing but an end may follow them; they are more than MAX_FORCED.
+"""Flags of a matcher after its last operation.
+
+ACCEPTED: it accepted the last token.
+STOPPED: only an end id may follow.
+FAILED: it has an error and accepts no more tokens.
+FORCES: tokens are forced.
+ENDS_FORCED: only an end id may follow the forced tokens.
+FORCES_MORE: more than MAX_FORCED tokens are forced.
 """
 
 
 class Channel:
-    """One worker's shared memory, from either side."""
+    """Shared memory of one worker, used by both sides."""
 
     def __init__(self, memory: mmap.mmap, wake_fd: int) -> None:
-        """Map the parts of the memory.
+        """Map the fields of the memory.
 
-        memory: created by `create_memory`; wake_fd: event that wakes a sleeping worker.
+        memory: created by `create_memory`; wake_fd: eventfd that wakes a sleeping worker.
         """
         view = memoryview(memory)
         self._header = view[:_OPERATIONS].cast("q")
         self._operations = view[_OPERATIONS:_FLAGS].cast("i")
         self.flags = view[_FLAGS:_HAS_MASK]
-        """Flags of each slot's matcher."""
+        """Flags by slot."""
         self.all_flags: NDArray[np.uint8] = np.frombuffer(self.flags, dtype=np.uint8)
-        """The same as an array, to read the flags of many slots."""
+        """`flags` as an array, to read many slots at once."""
         self.has_mask = view[_HAS_MASK:_FORCED]
-        """Whether each slot's last mask was written: the worker refuses those that take long."""
+        """True by slot if its last mask was written; the worker refuses masks that take too long."""
         self._forced = view[_FORCED:_SIZE].cast("i")
         self.num_forced: NDArray[np.int32] = np.frombuffer(self._forced, dtype=np.int32)[::_FORCED_WORDS]
         """Number of forced tokens by slot, valid where the slot's flags include FORCES."""
@@ -74,18 +86,18 @@ class Channel:
 
     @property
     def is_done(self) -> bool:
-        """True once the worker has done all that was posted."""
+        """True if the worker has finished all posted operations."""
         return self._header[_DONE] == self._header[_POSTED]
 
     @property
     def has_accepted(self) -> bool:
-        """True once the worker has done all that was posted before the first mask."""
+        """True if the worker has finished all posted operations before the first MASK."""
         return self._header[_ACCEPTED] == self._header[_POSTED]
 
     def post(self, operations: "array[int]") -> None:
-        """Give the worker a batch: three numbers for each operation.
+        """Send a batch to the worker, three ints per operation.
 
-        The batch before must be done.
+        The previous batch must be finished.
         """
         assert self.is_done and len(operations) <= 3 * MAX_OPERATIONS, f"{len(operations) // 3} operations"
         self._operations[: len(operations)] = memoryview(operations)
@@ -97,10 +109,7 @@ class Channel:
             os.eventfd_write(self.wake_fd, 1)
 
     def next_batch(self) -> "memoryview[int]":
-        """Wait for the next batch as its worker.
-
-        Return three numbers for each operation.
-        """
+        """Wait for the next batch and return it, three ints per operation. Called by the worker."""
         header, awake_until = self._header, time.monotonic() + AWAKE_SECONDS
         while header[_POSTED] == self._seen:
             if time.monotonic() < awake_until:
@@ -111,20 +120,20 @@ class Channel:
         return self._operations[: 3 * header[_COUNT]]
 
     def add_flagged(self, count: int) -> None:
-        """Count flagged tokens of the batch, as the worker.
+        """Count flagged tokens of the batch. Called by the worker.
 
-        A token is flagged if the flags after it are not just ACCEPTED.
+        A token is flagged if the flags after it are anything but ACCEPTED.
         """
         self._header[_FLAGGED] += count
 
     def finish_accepting(self) -> None:
-        """Signal, as the worker, that all results of the batch except masks are written."""
+        """Signal that all results of the batch except masks are written. Called by the worker."""
         self._header[_ACCEPTED] = self._seen
 
     def finish_batch(self, num_refused: int, may_end: bool = False) -> None:
-        """Signal, as the worker, that all results of the batch are written.
+        """Signal that all results of the batch are written. Called by the worker.
 
-        num_refused: number of masks that are not; may_end: True if one of the others allows an end id.
+        num_refused: number of masks that were refused; may_end: True if a written mask allows an end id.
         """
         self._header[_REFUSED] += num_refused
         self._header[_ENDING] += may_end
@@ -132,34 +141,34 @@ class Channel:
 
     @property
     def num_refused(self) -> int:
-        """Number of masks of all batches that were not written."""
+        """Total number of refused masks."""
         return self._header[_REFUSED]
 
     @property
     def num_flagged(self) -> int:
-        """Number of flagged tokens of all batches (see `add_flagged`)."""
+        """Total number of flagged tokens (see `add_flagged`)."""
         return self._header[_FLAGGED]
 
     @property
     def num_ending(self) -> int:
-        """Number of batches so far with a mask that allows an end id."""
+        """Number of batches with a mask that allows an end id."""
         return self._header[_ENDING]
 
     def write_forced(self, slot: int, tokens: Sequence[int]) -> None:
-        """Write the tokens that are forced next, at most MAX_FORCED of them.
+        """Write the next forced tokens of a slot, at most MAX_FORCED.
 
         The slot's flags must include FORCES.
         """
         first, known = slot * _FORCED_WORDS, tokens[:MAX_FORCED]
         self._forced[first] = len(known)
-        # The next one comes last, so that it can be dropped.
+        # In reverse order, so that the next one can be dropped.
         for index, token in enumerate(reversed(known), start=first + 1):
             self._forced[index] = token
 
     def drop_forced(self, slot: int, token: int) -> bool:
-        """Drop a token that was forced next and has been accepted, as the worker.
+        """Drop the next forced token after it was accepted. Called by the worker.
 
-        Return False, and do nothing, if another token was forced, or if the tokens after it are unknown.
+        Returns False, without effect, if another token was forced or the tokens after it are unknown.
         """
         first = slot * _FORCED_WORDS
         count = self._forced[first]
@@ -170,19 +179,19 @@ class Channel:
         return True
 
     def next_forced(self, slot: int) -> int:
-        """Return the token that is forced next. The slot's flags must include FORCES."""
+        """Return the next forced token. The slot's flags must include FORCES."""
         first = slot * _FORCED_WORDS
         return self._forced[first + self._forced[first]]
 
     def forced(self, slot: int) -> list[int]:
-        """Return the tokens that are forced next."""
+        """Return the next forced tokens."""
         if not self.flags[slot] & FORCES:
             return []
         start = slot * _FORCED_WORDS + 1
         return self._forced[start : start + self._forced[start - 1]].tolist()[::-1]
 
     def close(self) -> None:
-        """Close the event. Data that was read before stays readable."""
+        """Close the eventfd. The memory stays readable."""
         wake_fd, self.wake_fd = self.wake_fd, -1
         if wake_fd >= 0:
             os.close(wake_fd)

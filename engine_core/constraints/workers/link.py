@@ -1,4 +1,4 @@
-"""The engine's end of one worker: its process, its channel and its slots."""
+"""The engine's end of a worker: process, channel and slots."""
 
 import logging
 import os
@@ -34,17 +34,17 @@ from tandem.protocol.errors import ErrorCode
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 2.0
-"""Longest wait for a batch. A worker that takes longer is killed, and the engine follows its grammars itself."""
+"""Timeout of a batch, in seconds. Then the worker is killed, and the engine advances its grammars itself."""
 COMPILE_SECONDS = 10.0
-"""Longest wait for a compiled grammar."""
+"""Timeout of a compilation, in seconds."""
 VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
-"""Variables of the environment that a worker gets, without secrets."""
+"""Environment variables passed to workers; excludes secrets."""
 _CHECK_EVERY = 256
-"""Polls between two checks of the clock and the process."""
+"""Number of polls between checks of the clock and the process."""
 
 
 class Process(Protocol):
-    """A worker's process, as far as a link needs it."""
+    """Interface of a worker process."""
 
     def poll(self) -> int | None: ...
 
@@ -54,47 +54,47 @@ class Process(Protocol):
 
 
 class WorkerLink:
-    """One worker.
+    """The engine's end of one worker.
 
-    Everything but `compile`, `close_slot` and `drop` belongs to the loop's thread.
+    Only `compile`, `close_slot` and `drop` may be called outside the loop's thread.
     """
 
     def __init__(self, channel: Channel, connection: Connection, process: Process, clock: Callable[[], float]) -> None:
         self.channel = channel
         self.number = 0
-        """Number of the worker in its pool."""
+        """Index of the worker in its pool."""
         self.is_lost = False
-        """True once the worker is gone; what it knew is lost."""
+        """True once the worker is gone, with the state of its matchers."""
         self._num_refused = self._num_ending = self._num_flagged = 0
-        """The channel's numbers when they were asked for last."""
+        """The channel's counters at the last `take_*` call."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called once the worker is given up."""
+        """Callback for the loss of the worker."""
         self.num_given_back = 0
-        """Matchers that were taken back so far."""
+        """Number of matchers that moved back to the engine."""
         self._connection = connection
         self._process = process
         self._clock = clock
         self.pending: array[int] = array("i")
-        """Operations of the next batch, three numbers for each."""
+        """Operations of the next batch, three ints each."""
         self.is_awaited = False
         """True if the result of one of them is waited for; the others can go with a later batch."""
         self.num_posts = 0
-        """Batches that were sent so far."""
+        """Number of batches sent."""
         self._free = list(range(MAX_SLOTS))
         self._closed: deque[int] = deque()
         self._dropped: deque[int] = deque()
-        """Released slots and grammars. The garbage collector may do so on any thread, and at any time."""
+        """Released slots and grammars; appended by finalizers on any thread, at any time."""
         self._is_silent = False
-        """True once the worker has not answered in time, or is gone: it gets no more grammars."""
+        """True once a compilation timed out or the worker is gone; it then gets no more grammars."""
         self._compiling = threading.Lock()
         self.num_grammars = 0
-        """Grammars that were given to the worker so far."""
+        """Number of grammars sent to the worker."""
 
     @classmethod
     def start(cls, facts: WorkerFacts, masks: MaskMemory) -> "WorkerLink":
-        """Start a worker that can write the arrays of masks that there are now.
+        """Start a worker that maps the current arrays of `masks`.
 
-        Raises OSError if the system refuses.
+        Raises OSError if the process cannot be started.
         """
         with ExitStack() as temporary, ExitStack() as kept:
             memory_fd = create_memory()
@@ -118,20 +118,20 @@ class WorkerLink:
 
     @property
     def num_open(self) -> int:
-        """Number of matchers on the worker."""
+        """Return the number of open matchers on the worker."""
         return MAX_SLOTS - len(self._free) - len(self._closed)
 
     @property
     def has_room(self) -> bool:
-        """True if another matcher may be opened."""
+        """Return True if another matcher can be opened."""
         return not (self.is_lost or self._is_silent) and self.num_open < MAX_SLOTS
 
     def compile(self, text: str) -> int | None:
-        """Compile a grammar on the worker, and return its number there.
+        """Compile a grammar on the worker and return its number there.
 
-        Runs on any thread. None if the worker does not answer; it then has no room any more.
+        Thread-safe. Returns None if the worker does not answer; `has_room` is False from then on.
 
-        Raises RequestError if that fails, which it should not for a grammar that the engine has compiled.
+        Raises RequestError if the grammar does not compile, which is unexpected after the engine compiled it.
         """
         with self._compiling:
             if self.is_lost or self._is_silent:
@@ -151,7 +151,7 @@ class WorkerLink:
             return self.num_grammars
 
     def open(self, grammar: int) -> int:
-        """Have a slot filled with the matcher of a grammar, and return it."""
+        """Open a matcher of a grammar and return its slot."""
         self._collect()
         slot = self._free.pop()
         self.pending.extend((OPEN, slot, grammar))
@@ -169,17 +169,17 @@ class WorkerLink:
         self.is_awaited = True
 
     def close_slot(self, slot: int) -> None:
-        """Empty a slot, from any thread."""
+        """Clear a slot. Thread-safe."""
         self._closed.append(slot)
 
     def drop(self, grammar: int) -> None:
-        """Forget a grammar, from any thread."""
+        """Delete a grammar. Thread-safe."""
         self._dropped.append(grammar)
 
     def post(self) -> None:
         """Send the pending operations.
 
-        Of more than a batch, the last part is sent once the others are done.
+        If they exceed a batch, waits for all batches but the last.
         """
         self._collect()
         self.is_awaited = False
@@ -197,27 +197,27 @@ class WorkerLink:
             del self.pending[:]
 
     def wait_accepted(self) -> None:
-        """Wait until the worker has done all operations before masks, or is lost."""
+        """Wait until the worker has finished all operations before masks, or is lost."""
         if not self.channel.has_accepted:
             self._wait(lambda channel: channel.has_accepted)
 
     def wait(self) -> None:
-        """Wait until the worker has done all operations, or is lost."""
+        """Wait until the worker has finished all operations, or is lost."""
         if not self.channel.is_done:
             self._wait(lambda channel: channel.is_done)
 
     def take_refused(self) -> bool:
-        """Return whether the worker has left out a mask since the last call, or is lost."""
+        """Return True if the worker has refused a mask since the last call, or is lost."""
         before, self._num_refused = self._num_refused, self.channel.num_refused
         return self.is_lost or self._num_refused != before
 
     def take_ending(self) -> bool:
-        """Return whether a mask since the last call allows an end id."""
+        """Return True if a mask written since the last call allows an end id."""
         before, self._num_ending = self._num_ending, self.channel.num_ending
         return self._num_ending != before
 
     def take_flagged(self) -> bool:
-        """Return whether there were flagged tokens since the last call."""
+        """Return True if there were flagged tokens since the last call."""
         before, self._num_flagged = self._num_flagged, self.channel.num_flagged
         return self._num_flagged != before
 
@@ -241,11 +241,11 @@ class WorkerLink:
 
     @property
     def is_idle_and_silent(self) -> bool:
-        """True if the worker does not answer, and follows nothing that is waited for."""
+        """Return True if the worker does not answer and has no open matchers."""
         return self._is_silent and not self.is_lost and not self.num_open
 
     def lose(self, why: str) -> None:
-        """Give the worker up."""
+        """Mark the worker as lost and kill it."""
         logger.error("a worker for grammars %s; the engine follows the grammars that it had", why)
         self.close()
         self.on_lost()
@@ -255,12 +255,12 @@ class WorkerLink:
         self.is_lost = True
         self._process.kill()
         self._process.wait()
-        with self._compiling:  # held by a thread that waits for an answer until the process has ended
+        with self._compiling:  # a compiling thread holds it until the process has ended
             self._connection.close()
         self.channel.close()
 
     def _collect(self) -> None:
-        """Add the release of slots and grammars to the batch."""
+        """Add CLOSE and DROP operations of released slots and grammars to the next batch."""
         while self._dropped:
             self.pending.extend((DROP, self._dropped.popleft(), 0))
         while self._closed:
@@ -269,7 +269,7 @@ class WorkerLink:
             self._free.append(slot)
 
     def _give_up(self, why: str) -> None:
-        """Give the worker no more grammars."""
+        """Send the worker no more grammars."""
         self._is_silent = True
         if not self.is_lost:
             logger.error("a worker for grammars %s, and gets no more of them", why)

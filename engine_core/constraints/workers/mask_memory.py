@@ -1,4 +1,4 @@
-"""Arrays of masks that the workers write directly, and of tokens that they read."""
+"""Shared arrays of masks that workers write, and of tokens that they read."""
 
 import mmap
 import os
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 _INDEX_BITS = 20
-"""Bits of an index that hold the index of a mask or token in its array; the bits above hold the number of the array."""
+"""Number of low bits of an index that address a mask or token within its array; the high bits select the array."""
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 MAX_FOUND = 32
-"""Views that are remembered. An engine has two for each slot."""
+"""Size of the cache of `find`, in views. An engine has two for each slot."""
 _BITS = np.left_shift(1, np.arange(32, dtype=np.uint32), dtype=np.uint32).view(np.int32)
-"""Word with each bit of a mask's word."""
+"""The 32 single-bit words of a mask."""
 
 
 class MaskMemory:
@@ -25,9 +25,9 @@ class MaskMemory:
         self.arrays: list[Ints] = []
         self._addresses: list[int] = []
         self._found: dict[int, tuple[object, int | None]] = {}
-        """The views that `find` was asked for, by their `id`: to look up an address takes four microseconds."""
+        """Cache of `find` by `id` of the view; looking up an address takes 4 us."""
         self.fds: list[int] = []
-        """File descriptors of the arrays, in their order."""
+        """File descriptors of the arrays, in allocation order."""
 
     def __del__(self) -> None:
         for fd in self.fds:
@@ -56,11 +56,9 @@ class MaskMemory:
         return found
 
     def first_index(self, array: Ints) -> int:
-        """Return the index of an array's first mask or token, as workers use it.
+        """Return the index of an array's first mask or token in operations of workers.
 
-        The indices of the others follow.
-
-        Raises ValueError for an array that is not of this memory.
+        Indices within an array are consecutive. Raises ValueError if the array is not in this memory.
         """
         first = self.find(array)
         if first is None:
@@ -69,7 +67,7 @@ class MaskMemory:
 
 
 def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
-    """Return the words of a mask that hold the bits of some ids, and the bits in each word."""
+    """Return the indices of the mask words that contain some token ids, and the bits in each word."""
     # Several ids may share a word.
     words = np.unique(np.array(ids, dtype=np.int64) // 32)
     bits = np.zeros(len(words), dtype=np.int32)
@@ -79,12 +77,12 @@ def bits_of(ids: Sequence[int]) -> tuple[NDArray[np.int64], Ints]:
 
 
 class MappedMasks:
-    """Arrays of `MaskMemory`, as a worker sees them."""
+    """Arrays of `MaskMemory`, mapped into a worker."""
 
     def __init__(self, fds: list[int], row_bytes: int, end_ids: Sequence[int] = ()) -> None:
         """Map all arrays.
 
-        row_bytes: size of a mask; end_ids: ids that end a sequence.
+        row_bytes: size of a mask in bytes; end_ids: token ids that end a sequence.
         """
         self.row_bytes = row_bytes
         maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in fds]
@@ -94,7 +92,7 @@ class MappedMasks:
         self._end_words, self._end_bits = bits_of(end_ids)
 
     def may_end(self, indices: Sequence[int]) -> bool:
-        """Return whether one of some masks allows an end id."""
+        """Return True if any of some masks allows an end id."""
         for number, array in enumerate(self._arrays):
             rows = np.array(
                 [index & _INDEX_MASK for index in indices if index >> _INDEX_BITS == number], dtype=np.int64

@@ -1,4 +1,4 @@
-"""The workers of an engine, which follow the grammars that many requests share."""
+"""Pool of workers, which advance the grammars that many requests share."""
 
 import logging
 import threading
@@ -18,37 +18,37 @@ from tandem.protocol.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 30.0
-"""Minimum time between a start and the start of a replacement, so that a worker that cannot run keeps no core busy."""
+"""Minimum interval between starts, in seconds, so that a worker that keeps failing does not occupy a core."""
 
 
 class Part(Struct, frozen=True):
-    """One worker's part of many matchers."""
+    """Matchers of one worker, out of many matchers."""
 
     link: WorkerLink
     indices: NDArray[np.intp]
-    """Indices of its matchers among all."""
+    """Indices of its matchers in the caller's order."""
     slots: Ints
     """Their slots."""
 
 
 class PlacedPart(Part, frozen=True):
-    """One worker's part, and where it is in the workers' order."""
+    """Matchers of one worker, and their range in the order of `Shares`."""
 
     start: int
     end: int
 
 
 class Batch(Part, frozen=True):
-    """One worker's part of an operation on many matchers."""
+    """Operations of one worker, out of an operation on many matchers."""
 
     operations: bytes
-    """Operations for the worker."""
+    """Encoded operations, three int32 each."""
     num_given_back: int
-    """`WorkerLink.num_given_back` when the batch was made."""
+    """`WorkerLink.num_given_back` when the batch was created."""
 
 
 class Shares(Struct, frozen=True):
-    """Matchers in the workers' order."""
+    """Matchers sorted by worker."""
 
     key: bytes
     """Their `RemoteMatcher.id`, in the caller's order."""
@@ -59,14 +59,14 @@ class Shares(Struct, frozen=True):
 
 
 def are_current(batches: list[Batch]) -> bool:
-    """Return whether the workers still have all the matchers of some batches."""
+    """Return True if the workers still have all matchers of some batches."""
     return all(batch.link.num_given_back == batch.num_given_back for batch in batches)
 
 
 class WorkerPool:
-    """Up to `count` workers, started when the first grammar is given to them.
+    """Up to `count` workers, started when the first grammar needs them.
 
-    Others are started for those that are lost, when a grammar is to be given to them.
+    Lost workers are replaced when the next grammar needs a worker.
     """
 
     def __init__(
@@ -78,28 +78,29 @@ class WorkerPool:
     ) -> None:
         """Keep the parts of a pool.
 
-        start_link: may raise OSError; stats: get the numbers of workers; clock: seconds.
+        start_link: starts a worker, may raise OSError; stats: updated with worker counts; clock: seconds.
         """
         self.count = count
         self._start_link = start_link
         self._stats = stats or EngineStats()
         self._clock = clock
         self._links: list[WorkerLink] = []
-        """Running workers, and lost ones that still have matchers. Replaced as a whole: the loop goes through it."""
+        """Running workers, and lost ones with open matchers.
+
+        Replaced, never mutated, because the loop iterates over it."""
         self._num_started = 0
         self._tried_at: float | None = None
         """Time of the last start, in seconds."""
         self._starting = threading.Lock()
         self._is_closed = False
         self._shares: Shares | None = None
-        """The last ones: the matchers of consecutive steps are nearly the same."""
+        """Cached result of the last step: consecutive steps have nearly the same matchers."""
 
     def compile(self, text: str, taken: Collection[WorkerLink]) -> RemoteGrammar | None:
-        """Compile a grammar on another worker.
+        """Compile a grammar on a worker that is not in `taken`.
 
-        This is the worker with the fewest matchers, then the fewest grammars.
-
-        Runs on any thread but the loop's. None if all that have room are taken, or do not answer.
+        Prefers the worker with the fewest matchers, then the fewest grammars. Runs on any thread except the loop's.
+        Returns None if all workers with room are taken or do not answer.
 
         Raises RequestError if the worker cannot compile it.
         """
@@ -115,11 +116,11 @@ class WorkerPool:
         return None
 
     def has_free(self, taken: Collection[WorkerLink]) -> bool:
-        """Return whether `compile` may find a worker, or start one."""
+        """Return True if `compile` may find a worker or start one."""
         return self._may_start or any(link.has_room and link not in taken for link in self._links)
 
     def give_up_silent(self) -> None:
-        """Give up the workers that do not answer, and follow nothing that is waited for.
+        """Drop the workers that do not answer and have no open matchers.
 
         Called on the loop's thread.
         """
@@ -128,9 +129,9 @@ class WorkerPool:
                 link.lose("does not answer")
 
     def post_awaited(self) -> None:
-        """Send the batches that have results which are waited for.
+        """Send the batches with awaited results.
 
-        The rest can wait: a worker accepts a batch only after finishing the previous one.
+        Others go with a later batch: a worker accepts a batch only after finishing the previous one.
         """
         for link in self._links:
             if link.is_awaited:
@@ -139,8 +140,8 @@ class WorkerPool:
     def begin(self, operation: int, ids: Ints, values: Ints) -> list[Batch]:
         """Add an operation on many matchers to the workers' next batches.
 
-        ids: values of `RemoteMatcher.id`; negative ids belong to no worker; values: second number of each. Return each
-        worker's part.
+        ids: values of `RemoteMatcher.id`; negative ids belong to no worker; values: second operand of each operation.
+        Returns one batch per worker.
         """
         shares = self._shares
         if shares is None or shares.key != ids.tobytes():
@@ -161,12 +162,12 @@ class WorkerPool:
         return batches
 
     def repeat(self, batches: list[Batch]) -> None:
-        """Add the same operations again; the batches must be current."""
+        """Add the same operations again; `are_current(batches)` must be True."""
         for batch in batches:
             batch.link.begin(batch.operations)
 
     def _share(self, ids: Ints) -> Shares:
-        """Divide matchers among the workers that have them."""
+        """Group matchers by worker."""
         order = np.argsort(ids, kind="stable")
         ordered = ids[order]
         slots = ordered & MAX_SLOTS - 1
@@ -181,22 +182,22 @@ class WorkerPool:
         return Shares(ids.tobytes(), order, slots, parts)
 
     def wait_accepted(self) -> None:
-        """Wait until all workers have done the operations before masks."""
+        """Wait until all workers have finished the operations before masks."""
         for link in self._links:
             link.wait_accepted()
 
     def wait(self) -> None:
-        """Wait until all workers have done all operations."""
+        """Wait until all workers have finished all operations."""
         for link in self._links:
             link.wait()
 
     def take_refused(self) -> bool:
-        """Return whether a worker has left out a mask since the last call, or is lost."""
+        """Return True if a worker has refused a mask since the last call, or is lost."""
         refused = [link.take_refused() for link in self._links]
         return any(refused)
 
     def take_ending(self) -> bool:
-        """Return whether a mask of a worker since the last call allows an end id."""
+        """Return True if a mask written since the last call allows an end id."""
         ending = [link.take_ending() for link in self._links]
         return any(ending)
 
@@ -208,9 +209,9 @@ class WorkerPool:
                 link.close()
 
     def _start_missing(self) -> None:
-        """Start all workers, later one of those that are missing.
+        """Start all workers; on later calls, start one missing worker.
 
-        Lost workers without matchers are forgotten.
+        Removes lost workers without matchers.
         """
         count = self.count if self._tried_at is None else 1
         links, self._tried_at = [link for link in self._links if not link.is_lost or link.num_open], self._clock()
@@ -243,7 +244,7 @@ class WorkerPool:
     def _new_link(self) -> WorkerLink:
         """Start a worker.
 
-        Raises OSError if the system refuses.
+        Raises OSError if the process cannot be started.
         """
         link = self._start_link()
         link.number, link.on_lost = self._num_started, self._on_lost

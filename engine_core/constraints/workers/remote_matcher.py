@@ -1,4 +1,4 @@
-"""Matchers on a worker, with the interface of local matchers."""
+"""Matchers on a worker, with the interface of `LocalMatcher`."""
 
 from array import array
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tandem.engine_core.constraints.workers.link import WorkerLink
 
 
 class RemoteGrammar:
-    """A grammar that was compiled on a worker."""
+    """Grammar compiled on a worker."""
 
     def __init__(self, link: WorkerLink, number: int) -> None:
         self.link = link
@@ -32,49 +32,48 @@ class RemoteGrammar:
 
     @property
     def is_spent(self) -> bool:
-        """True if no matcher should be opened any more."""
+        """Return True if no more matchers should be opened."""
         return self._is_spent or self.link.is_lost
 
     def spend(self) -> None:
-        """Open no more matchers: one has failed where one of this process does not."""
+        """Open no more matchers, after one failed on the worker but not in this process."""
         self._is_spent = True
 
 
 class Owner(Protocol):
-    """User of a matcher that may be on a worker."""
+    """Owner of a matcher that may be on a worker."""
 
     def take_back(self, local: LocalMatcher) -> None:
         """Use a matcher in this process from now on."""
 
 
 class RemoteMatcher:
-    """Follow a grammar on a worker, like a `LocalMatcher`.
+    """Advance a grammar on a worker, like a `LocalMatcher`.
 
-    `WorkerPool.begin` has the workers go on with many matchers at once; the methods here wait where they must. If the
-    worker is lost, refuses a mask or rejects a token, a matcher in this process follows the same tokens, and its
-    results are used.
+    `WorkerPool.begin` advances many matchers at once; the methods here block if needed. If the worker is lost, refuses
+    a mask or rejects a token, a matcher in this process replays the tokens and takes over.
     """
 
     def __init__(self, grammar: RemoteGrammar, tables: Tables) -> None:
-        """Open a slot.
+        """Open a slot on the worker.
 
-        tables: the same grammar in this process.
+        tables: the same grammar, compiled in this process.
         """
         self.link = grammar.link
         self.local: LocalMatcher | None = None
-        """The matcher that has taken over; None before."""
+        """Matcher that has taken over; None while the worker is used."""
         self.owner: ReferenceType[Owner] | None = None
-        """Called when that happens."""
+        """Called when `local` takes over."""
         self.tokens: array[int] = array("i")
-        """Tokens that the worker was given."""
+        """Tokens sent to the worker."""
         self._grammar = grammar
         self._tables = tables
         self._slot = self.link.open(grammar.number)
         self._forced, ends = list(tables.start[0]), tables.start[1]
-        """Tokens that are forced next, while the worker has not received all tokens before them."""
+        """Next forced tokens, while the worker has not received all tokens before them."""
         self._flags = ENDS_FORCED if ends else 0
         self._known_at = self.link.num_posts
-        """Number of batches up to which these two hold. Afterwards the worker knows better."""
+        """`WorkerLink.num_posts` up to which the two attributes above are valid; afterwards the worker's state is."""
 
     def __del__(self) -> None:
         if self.local is None:
@@ -82,13 +81,13 @@ class RemoteMatcher:
 
     @property
     def id(self) -> int:
-        """Number of its worker and its slot there, for batches of operations."""
+        """Return `worker << SLOT_BITS | slot`, for `WorkerPool.begin`."""
         return self.link.number << SLOT_BITS | self._slot
 
     def end_accept(self) -> tuple[bool, list[int] | None]:
-        """Return whether the last token was accepted, and the tokens that are forced next.
+        """Return whether the last token was accepted, and the next forced tokens.
 
-        None if the grammar does not go on, or if that is not known. The batch's tokens must be accepted.
+        The forced tokens are None if the grammar has ended, or if they are unknown. Call after `wait_accepted`.
         """
         self._check()
         if self.local is not None:
@@ -98,7 +97,7 @@ class RemoteMatcher:
         return bool(flags & ACCEPTED), self.link.channel.forced(self._slot) if goes_on else None
 
     def end_mask(self) -> bool:
-        """Return whether the mask was written; if not, `local` has taken over."""
+        """Return True if the mask was written; otherwise `local` has taken over."""
         if self.local is None and (self.link.is_lost or not self.link.channel.has_mask[self._slot]):
             self._take_over()
         return self.local is None
@@ -106,7 +105,7 @@ class RemoteMatcher:
     def consume_token(self, token: int) -> bool:
         """Accept a token.
 
-        A forced one is known to be accepted, and left to the next batch.
+        A forced token needs no answer; it is sent with the next batch.
         """
         self._read()
         if self.local is not None:
@@ -120,7 +119,7 @@ class RemoteMatcher:
         return self.end_accept()[0]
 
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
-        """Accept tokens that are forced, like `consume_token`."""
+        """Accept forced tokens, like `consume_token`."""
         self._read()
         if self.local is not None:
             return self.local.consume_tokens(tokens)
@@ -130,7 +129,7 @@ class RemoteMatcher:
             return all(self.consume_token(token) for token in tokens)
         self.tokens.extend(tokens)
         for index, token in enumerate(tokens, start=1):
-            # The forced tokens matter only after the last token.
+            # Only the state after the last token is needed.
             self.link.pending.extend((ACCEPT if index == count else TAKE, self._slot, token))
         del self._forced[:count]
         return True
@@ -150,7 +149,7 @@ class RemoteMatcher:
         return list(self._forced) if self.local is None else self.local.compute_ff_tokens()
 
     def _read(self) -> None:
-        """Read from the worker which tokens are forced next, once it has received all tokens."""
+        """Read the next forced tokens from the worker, if it has received all tokens."""
         link = self.link
         if self.local is not None or self._known_at == link.num_posts:
             return
@@ -163,12 +162,12 @@ class RemoteMatcher:
             self._known_at = link.num_posts
 
     def _check(self) -> None:
-        """Go on in this process if the worker is lost, or its matcher has failed."""
+        """Take over in this process if the worker is lost or its matcher has failed."""
         if self.local is None and (self.link.is_lost or self.link.channel.flags[self._slot] & FAILED):
             self._take_over()
 
     def _take_over(self) -> None:
-        """Go on in this process, after the same tokens."""
+        """Replay the tokens in this process and continue there."""
         self.local = LocalMatcher(self._tables, self.tokens)
         if not self.local.get_error():
             self._grammar.spend()

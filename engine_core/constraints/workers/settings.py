@@ -1,20 +1,20 @@
-"""Settings of a worker."""
+"""Settings of a worker process."""
 
 from msgspec import Struct
 
 
 class WorkerFacts(Struct, frozen=True):
-    """Facts that all workers of an engine are started with."""
+    """Settings common to all workers of an engine."""
 
     tokenizer_file: str
     vocab_size: int
     end_ids: tuple[int, ...]
     mask_bytes: int
-    """Size of one mask."""
+    """Size of a mask in bytes."""
 
 
 class WorkerSettings(Struct, frozen=True):
-    """Settings that a worker is started with; the descriptors are inherited."""
+    """Settings of one worker; the file descriptors are inherited."""
 
     facts: WorkerFacts
     connection_fd: int

@@ -1,9 +1,9 @@
-"""A process that follows grammars for the engine's loop.
+"""Worker process that advances grammars and fills masks for the engine's loop.
 
     python -m tandem.engine_core.constraints.workers.worker SETTINGS
 
-It keeps the matchers of its slots, and does a batch of operations at a time. Grammars are compiled on a thread of their
-own. It ends when the engine does.
+It holds one matcher per slot and executes one batch of operations at a time. A second thread compiles grammars. The
+process ends with the engine.
 """
 
 import os
@@ -44,54 +44,54 @@ from tandem.engine_core.contracts import NO_TOKEN, PENDING_TOKEN
 from tandem.engine_core.errors import RequestError
 
 SLOW_SECONDS = 0.05
-"""Time of a matcher's costly masks from which on its grammar is left to the engine, which bounds what a request and a
-key may take. Those up to FREE_SECONDS cost nothing and pay for earlier ones, as they do there. Masks of ordinary
-grammars take a few milliseconds while their tables are cold."""
+"""Total time of a matcher's slow masks, in seconds, after which its grammar returns to the engine, which enforces the
+budgets of requests and keys. As in the engine, masks up to FREE_SECONDS are free and pay off earlier ones. Masks of
+ordinary grammars take a few milliseconds while their tables are cold."""
 BATCH_SECONDS = 0.1
-"""Time of a batch from which on its other masks are left to the engine."""
+"""Time limit of a batch, in seconds, after which its remaining masks are refused and computed by the engine."""
 NAP_SECONDS = 0.0001
-"""Time from one look for a token to the next where a step takes long."""
+"""Polling interval for a token of a long step, in seconds."""
 SWITCH_SECONDS = 0.0005
-"""Time after which the thread that compiles gets the interpreter."""
+"""Switch interval of the interpreter, in seconds, so that the compiling thread does not delay masks."""
 
 
 class Worker:
-    """Matchers in slots, and grammars by number."""
+    """Execute operations on matchers by slot and grammars by number."""
 
     def __init__(self, channel: Channel, masks: MappedMasks, clock: Callable[[], float] = time.perf_counter) -> None:
         """Keep the parts of a worker.
 
-        clock: seconds, for the time of masks and batches.
+        clock: seconds, measures masks and batches.
         """
         self.channel = channel
         self.masks = masks
         self.clock = clock
         self.grammars: dict[int, LLMatcher] = {}
-        """Matcher of each grammar at its start; the thread that compiles adds to it."""
+        """Initial matcher by grammar number; the compiling thread adds entries."""
         self._matchers: dict[int, LLMatcher] = {}
         self._grammar_of: dict[int, int] = {}
         self._debts: dict[int, float] = {}
-        """Time of each slot's costly masks that no cheap ones have paid for, in seconds."""
+        """Time of slow masks by slot that fast ones have not paid off, in seconds."""
         self._written: list[int] = []
-        """Indices of the masks of the last batch that were written."""
+        """Indices of the masks written in the last batch."""
         self._slow: set[int] = set()
-        """Grammars with masks that took too long."""
+        """Numbers of grammars whose masks took too long."""
 
     def run(self) -> None:
-        """Do batches without end."""
+        """Execute batches forever."""
         while True:
             self.do_next()
 
     def do_next(self) -> None:
-        """Wait for a batch and do it."""
+        """Wait for a batch and execute it."""
         num_refused = self.do(self.channel.next_batch().tolist())
-        # The masks are in this core's cache, not in the engine's.
+        # Checked here because the masks are in this core's cache.
         self.channel.finish_batch(num_refused, bool(self._written) and self.masks.may_end(self._written))
 
     def do(self, operations: Sequence[int]) -> int:
-        """Do a batch, and return the number of masks that were refused.
+        """Execute a batch and return the number of refused masks.
 
-        The engine is notified when the first mask is due: it processes the tokens meanwhile.
+        The engine is notified before the first mask, so that it processes the tokens meanwhile.
         """
         matchers, channel, clock = self._matchers, self.channel, self.clock
         self._written = written = []
@@ -118,7 +118,7 @@ class Worker:
                     continue
                 matcher = matchers[slot]
                 accepted = matcher.consume_token(value)
-                # The tokens after a forced token are known, and expensive to compute.
+                # The state after a forced token is known, and expensive to compute.
                 if not accepted or not channel.drop_forced(slot, value):
                     self._write_state(slot, matcher, ACCEPTED if accepted else 0)
                 num_flagged += channel.flags[slot] != ACCEPTED
@@ -139,7 +139,7 @@ class Worker:
         return num_masks - len(written)
 
     def _await_token(self, index: int) -> tuple[int, bool]:
-        """Return a token that the device has written, and whether it was waited for."""
+        """Wait for a token that the device writes; return it and whether it was pending at first."""
         token, since = self.masks.token(index), 0.0
         while token == PENDING_TOKEN:
             since = since or time.monotonic()
@@ -150,7 +150,7 @@ class Worker:
 
     def _write_state(self, slot: int, matcher: LLMatcher, flags: int) -> None:
         if matcher.is_stopped():
-            # That is so of one that has failed too.
+            # A failed matcher is stopped, too.
             flags |= STOPPED | (FAILED if matcher.is_error() else 0)
         elif forced := matcher.compute_ff_tokens():
             flags |= FORCES
@@ -158,7 +158,7 @@ class Worker:
             if len(forced) > MAX_FORCED:
                 flags |= FORCES_MORE
             else:
-                # A copy would take five times as long.
+                # A rollback takes a fifth of the time of a copy.
                 if matcher.consume_tokens(forced) and matcher.is_stopped():
                     flags |= ENDS_FORCED
                 if not matcher.rollback(len(forced)):
@@ -166,9 +166,9 @@ class Worker:
         self.channel.flags[slot] = flags
 
     def _write_mask(self, slot: int, index: int, start: float) -> bool:
-        """Write a mask unless its grammar is slow, and return whether it is good.
+        """Write a mask unless its grammar is slow; return True if it was written.
 
-        start: time now, in seconds.
+        start: current time in seconds.
         """
         if self._slow and self._grammar_of[slot] in self._slow:
             return False
@@ -176,7 +176,7 @@ class Worker:
         if flags & FAILED:
             return False
         if flags & FORCES:
-            # Nothing else is allowed then, and computing that takes long.
+            # The mask allows only the forced token; the matcher would take longer to compute it.
             self.masks.write_one(index, self.channel.next_forced(slot))
             return True
         matcher = self._matchers[slot]
@@ -191,9 +191,9 @@ class Worker:
 
 
 def compile_requests(connection: Connection, matchers: Matchers, worker: Worker) -> None:
-    """Compile grammars for the engine, and reply with the reason of a failure.
+    """Compile grammars for the engine and reply with the error, "" for none.
 
-    Ends the process once the engine is gone.
+    Ends the process when the engine is gone.
     """
     try:
         while True:
@@ -205,7 +205,7 @@ def compile_requests(connection: Connection, matchers: Matchers, worker: Worker)
 
 
 def _compile(matchers: Matchers, worker: Worker, number: int, text: str) -> str:
-    """Compile one grammar; return the reason of a failure, "" for none."""
+    """Compile one grammar; return the error, "" for none."""
     try:
         matcher = matchers.matcher(text)
     except RequestError as error:
@@ -219,7 +219,7 @@ def _compile(matchers: Matchers, worker: Worker, number: int, text: str) -> str:
 
 
 def main(settings: WorkerSettings) -> None:
-    # A terminal's Ctrl-C and a service's SIGTERM are for the engine, whose end ends this process.
+    # Ctrl-C in a terminal and SIGTERM from a service manager are for the engine; this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
