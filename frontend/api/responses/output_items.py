@@ -56,7 +56,7 @@ class OutputItems:
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
     def finish(self, status: OutputStatus) -> list[StreamEvent]:
-        """End the output; add an empty message if there is no item."""
+        """End the output; add an empty message to an output without items."""
         begun = [] if self.items else self._text_item("message")
         return begun + self.end(status)
 
