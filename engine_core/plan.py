@@ -37,9 +37,10 @@ class ScheduledSequence(Struct, frozen=True, gc=False):
     tokens: bytes = b""
     """Packed int32 ids of positions that the device does not know yet (prompt tokens), from `start - skipped` on."""
     new_pages: tuple[int, ...] = ()
-    """Pages that the device's page table lacks."""
+    """Pages that the device's page tables lack: those of the first KV group, then as many of each other group.
+    `PADDING_PAGE` where the sequence holds no page of the group any more."""
     first_page: int = 0
-    """Index of `new_pages[0]` in the row's page table."""
+    """Index of the first new page of each group in the row's page table."""
     prompt_logprob_ids: bytes = b""
     """Packed int32 ids of the prompt tokens that follow the row's first positions, if their log-probabilities are
     wanted."""

@@ -141,8 +141,9 @@ class Sequence:
     """Reports that the frontend has received."""
     times: SequenceTimes
     """Times of the sequence's life, for the metrics."""
-    pages: list[int]
-    """Page table of the sequence: the pages of `cache.nodes`, then its own pages."""
+    pages: tuple[list[int], ...]
+    """Page table of the sequence for each KV group, by page index; no tables while the sequence holds no pages. The
+    pages of `cache.nodes` come first, then own pages."""
     next_page_boundary: int
     """Below this position a decode row needs no new page and is not the last row."""
     in_steady_decode: bool
@@ -181,7 +182,7 @@ class Sequence:
         self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1
-        self.pages = []
+        self.pages = ()
         self.next_page_boundary = self.steps_skipped = self.preemptions = 0
         self.leases = ExitStack()
         self.outcome: Finished | Failure | None = None
@@ -195,6 +196,11 @@ class Sequence:
     def kv_len(self) -> int:
         """Largest number of positions with KV: the last token's KV is never computed."""
         return self.total_len - 1
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages over all groups."""
+        return sum([len(table) for table in self.pages])
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -269,5 +275,5 @@ class Sequence:
             f"{self.prompt_len}+{self.generated} tokens of {self.total_len}, "
             f"num_scheduled_tokens={self.num_scheduled_tokens}, num_inflight_samples={self.num_inflight_samples}, "
             f"inflight={self.inflight}, row={self.row}, "
-            f"{len(self.pages)} pages, {len(self.cache.nodes)} shared, outcome={self.outcome})"
+            f"{self.num_pages} pages, {len(self.cache.nodes)} shared, outcome={self.outcome})"
         )

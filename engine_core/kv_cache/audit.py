@@ -14,7 +14,9 @@ def audit_owners(pages: PageAllocator, tree: RadixTree | None, sequences: Items[
     """
     problems = pages.audit()
     owned = {owner: sorted(held) for owner, held in pages.owned().items()}
-    expected = {seq.id: sorted(seq.pages[len(seq.cache.nodes) :]) for seq in sequences}
+    expected = {
+        seq.id: sorted(page for table in seq.pages for page in table[len(seq.cache.nodes) :]) for seq in sequences
+    }
     if tree is not None:
         cached = [page for group in range(tree.num_groups) for page in tree.pages(list(tree), group) if page >= 0]
         expected[CACHE] = sorted(cached)
@@ -34,8 +36,10 @@ def audit_readers(tree: RadixTree | None, sequences: Items[Sequence]) -> list[st
     readers: dict[int, int] = {}
     for seq in sequences:
         nodes = seq.cache.nodes
-        if tree.pages(nodes) != seq.pages[: len(nodes)]:
-            problems.append(f"{seq} has pages {seq.pages[: len(nodes)]}, its nodes hold {tree.pages(nodes)}")
+        for group, table in enumerate(seq.pages):
+            mapped, held = table[: len(nodes)], tree.pages(nodes, group)
+            if held != mapped:
+                problems.append(f"{seq} has pages {mapped} of group {group}, its nodes hold {held}")
         for node in nodes:
             readers[node] = readers.get(node, 0) + 1
     for node in {*tree, *readers}:

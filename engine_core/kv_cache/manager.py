@@ -48,8 +48,17 @@ class KVManager:
     """Composition of page allocator, prefix cache (None: off) and sessions."""
 
     def __init__(
-        self, pages: PageAllocator, page_size: int, tree: RadixTree | None = None, sessions: Sessions | None = None
+        self,
+        pages: PageAllocator,
+        page_size: int,
+        tree: RadixTree | None = None,
+        sessions: Sessions | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        """Start with an unused pool.
+
+        windows: window of each KV group; None: its layers attend to all positions.
+        """
         self.pages = pages
         self.tree = tree
         self.sessions = Sessions(tree, 0, 0.0) if sessions is None else sessions
@@ -62,6 +71,7 @@ class KVManager:
         self.epoch = 0
         """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
         self._page_size = page_size
+        self._num_groups = len(windows)
 
     @property
     def usage(self) -> KVUsage:
@@ -85,7 +95,7 @@ class KVManager:
 
         The message contains the numbers and the setting to change.
         """
-        needed = ceil_div(seq.kv_len, self._page_size)
+        needed = self._num_groups * ceil_div(seq.kv_len, self._page_size)
         if needed > self.pages.total:
             max_tokens = seq.total_len - seq.prompt_len
             raise RequestError(
@@ -96,7 +106,7 @@ class KVManager:
 
     def lacks_pages(self, seq: Sequence, end: int) -> bool:
         """Return whether a position of a sequence below `end` has no page."""
-        return end > len(seq.pages) * self._page_size
+        return end > len(seq.pages[0]) * self._page_size
 
     def num_lacking_pages(self, sequences: Iterable[Sequence]) -> int:
         """Return how many of these sequences lack a page for some of their positions.
@@ -104,7 +114,7 @@ class KVManager:
         It is `lacks_pages` up to `kv_len`, written out since it runs for all running sequences when some arrive.
         """
         size = self._page_size
-        return sum([seq.total_len - 1 > len(seq.pages) * size for seq in sequences])
+        return sum([seq.total_len - 1 > len(seq.pages[0]) * size for seq in sequences])
 
     def waits_for_prefix(self, seq: Sequence) -> bool:
         """Look for the cached prefix of a waiting sequence.
@@ -139,8 +149,9 @@ class KVManager:
             if tree is not None:
                 tree.unlock(path)
             return False
-        shared = tree.pages(path) if tree is not None else []
-        seq.pages, seq.num_scheduled_tokens = shared + own, start
+        if tree is not None:
+            own = [tree.pages(path, group) + pages for group, pages in enumerate(own)]
+        seq.pages, seq.num_scheduled_tokens = tuple(own), start
         seq.cache.nodes, seq.cache.matched, seq.cache.matched_epoch = path, [], -1
         if tree is not None and not (seq.preemptions or seq.needs_prompt_logprobs):
             self.num_queried_tokens += len(seq.tokens)
@@ -164,8 +175,10 @@ class KVManager:
         if end <= seq.num_scheduled_tokens:
             return
         tree.lock(found)
-        unused = seq.pages[shared : shared + len(found)]
-        seq.pages[shared : shared + len(found)] = tree.pages(found)
+        unused: list[int] = []
+        for group, table in enumerate(seq.pages):
+            unused += table[shared : shared + len(found)]
+            table[shared : shared + len(found)] = tree.pages(found, group)
         cache.nodes += found
         self._release_own(seq, unused)
         if not seq.preemptions:
@@ -179,38 +192,46 @@ class KVManager:
 
         Return the position below which it now has pages: `end`, or less where the pool has too few.
         """
-        missing = ceil_div(end, self._page_size) - len(seq.pages)
+        missing = ceil_div(end, self._page_size) - len(seq.pages[0])
         if missing > 0:
             own = self._allocate(seq.id, missing)
-            if own is None and (rest := self.usage.available):
+            if own is None and (rest := self.usage.available // self._num_groups):
                 own = self._allocate(seq.id, rest)
-            seq.pages += own or ()
-        return min(end, len(seq.pages) * self._page_size)
+            for table, pages in zip(seq.pages, own or (), strict=False):
+                table += pages
+        return min(end, len(seq.pages[0]) * self._page_size)
 
     def grow_each(self, sequences: Items[Sequence]) -> bool:
-        """Allocate a page for each sequence that has none for its next position.
+        """Allocate a page of each group for each sequence that has none for its next position.
 
-        All of them get one, or none does: return False if the pool has too few.
+        All of them get theirs, or none does: return False if the pool has too few.
         """
         size = self._page_size
-        full = [seq for seq in sequences if len(seq.pages) * size <= seq.num_scheduled_tokens]
-        pages = self.pages.allocate_each([seq.id for seq in full]) if self._make_free(len(full)) else None
+        full = [seq for seq in sequences if len(seq.pages[0]) * size <= seq.num_scheduled_tokens]
+        tables = [(seq.id, table) for seq in full for table in seq.pages]
+        pages = self.pages.allocate_each([owner for owner, _ in tables]) if self._make_free(len(tables)) else None
         if pages is None:
             return False
-        for seq, page in zip(full, pages, strict=True):
-            seq.pages.append(page)
+        for (_, table), page in zip(tables, pages, strict=True):
+            table.append(page)
         return True
 
-    def unmapped_pages(self, seq: Sequence, end: int) -> tuple[int, ...]:
-        """Return the pages of positions below `end` that the device's table lacks."""
-        return tuple(seq.pages[seq.device.num_mapped_pages : ceil_div(end, self._page_size)])
+    def unmapped_pages(self, seq: Sequence, end: int | None = None) -> tuple[int, ...]:
+        """Return the pages of positions below `end` that the device's tables lack, group by group.
+
+        end None: pages of all positions.
+        """
+        first, last = seq.device.num_mapped_pages, None if end is None else ceil_div(end, self._page_size)
+        if self._num_groups == 1:
+            return tuple(seq.pages[0][first:last])
+        return tuple([page for table in seq.pages for page in table[first:last]])
 
     def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
         """Record the pages that a launched row brought to the device.
 
         Also publish the pages that it filled with known tokens.
         """
-        num_mapped = row.first_page + len(row.new_pages)
+        num_mapped = row.first_page + len(row.new_pages) // self._num_groups
         seq.device.num_mapped_pages = num_mapped
         seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
         if row.tokens and self.tree is not None:
@@ -240,10 +261,11 @@ class KVManager:
             self.tree.unlock(seq.cache.nodes)
             if seq.is_broken:
                 self.pages.release(CACHE, self.tree.discard(seq.cache.nodes))
-        own += seq.pages[len(seq.cache.nodes) :]
+        for table in seq.pages:
+            own += table[len(seq.cache.nodes) :]
         self._release_own(seq, own)
         self.epoch += 1
-        seq.pages, seq.cache.nodes = [], []
+        seq.pages, seq.cache.nodes = (), []
         seq.device.num_mapped_pages = seq.num_scheduled_tokens = seq.device.uploaded_len = 0
 
     def num_released(self, seq: Sequence, leaving: Mapping[int, int]) -> int:
@@ -253,18 +275,26 @@ class KVManager:
         readers that leave as well.
         """
         nodes = seq.cache.nodes
-        count = len(seq.pages) - len(nodes)
+        count = seq.num_pages - len(nodes) * len(seq.pages)
         if self.tree is not None:
             readers = self.tree.num_readers
-            count += sum([readers(node) == leaving.get(node, 0) + 1 for node in nodes])
+            count += self._num_groups * sum([readers(node) == leaving.get(node, 0) + 1 for node in nodes])
         return count
 
-    def _allocate(self, owner: int, count: int, keep: int = 0) -> list[int] | None:
-        """Allocate pages for an owner, evicting cached pages if needed.
+    def _allocate(self, owner: int, count: int, keep: int = 0) -> list[list[int]] | None:
+        """Allocate `count` pages of each group for an owner, evicting cached pages if needed.
 
-        Return None, with nothing evicted, unless `keep` more pages remain available.
+        Return them by group; None, with nothing evicted, unless `keep` more pages remain available.
         """
-        return self.pages.allocate(owner, count) if self._make_free(count, keep) else None
+        groups = self._num_groups
+        if not self._make_free(count * groups, keep):
+            return None
+        pages = self.pages.allocate(owner, count * groups)
+        if pages is None:
+            return None
+        if groups == 1:
+            return [pages]
+        return [pages[first : first + count] for first in range(0, len(pages), count)]
 
     def _make_free(self, count: int, keep: int = 0) -> bool:
         """Free `count` pages, evicting cached pages if needed.
@@ -326,17 +356,18 @@ class KVManager:
         duplicates: list[int] = []
         first, parent = len(nodes), _last(nodes)
         for index in range(first, min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size):
-            page = seq.pages[index]
             node = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
-            held = tree.attach(node, page)
             nodes.append(node)
             parent = node
-            if held == page:
-                self.pages.transfer(seq.id, CACHE, page)
-            else:
-                duplicates.append(page)
-                seq.pages[index] = held
-                seq.remap(index)
+            for group, table in enumerate(seq.pages):
+                page = table[index]
+                held = tree.attach(node, page, group)
+                if held == page:
+                    self.pages.transfer(seq.id, CACHE, page)
+                else:
+                    duplicates.append(page)
+                    table[index] = held
+                    seq.remap(index)
         tree.lock(nodes[first:])
         self.epoch += len(nodes) - first
         return duplicates

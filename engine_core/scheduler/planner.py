@@ -148,7 +148,7 @@ class Planner:
             ]
             if not self.memory.grow_each([seq for _, seq in others if seq.num_scheduled_tokens < seq.total_len - 1]):
                 return None
-            updated_rows = insert_paged_rows(rows, others)
+            updated_rows = insert_paged_rows(rows, others, self.memory)
         self._reserver.out_of_pages = False
         needs_mask = constrained and any(row.constrained for row in rows)
         return StepPlan.decode_only(

@@ -32,7 +32,7 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
 
 
 def insert_paged_rows(
-    rows: list[ScheduledSequence], others: Items[tuple[int, Sequence]]
+    rows: list[ScheduledSequence], others: Items[tuple[int, Sequence]], memory: KVManager
 ) -> tuple[ScheduledSequence, ...]:
     """Insert the rows of steady sequences that were given a page.
 
@@ -45,7 +45,7 @@ def insert_paged_rows(
         if start >= seq.total_len - 1:
             num_complete += 1
             continue
-        constrained, pages = seq.constraint is not None, tuple(seq.pages[first:])
+        constrained, pages = seq.constraint is not None, memory.unmapped_pages(seq)
         row = ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
         rows.insert(index - num_complete, row)
         paged.append(row)

@@ -17,8 +17,9 @@ def kv_memory(pages: int, page_size: int = 4, cache: bool = True, sessions: int 
 
 def occupy(memory: KVManager, count: int) -> list[int]:
     """Give pages to the stranger, evicting what must go."""
-    pages = memory._allocate(STRANGER, count)
-    assert pages is not None, f"{count} pages are not available: {memory.usage}"
+    assert memory._make_free(count), f"{count} pages are not available: {memory.usage}"
+    pages = memory.pages.allocate(STRANGER, count)
+    assert pages is not None
     return pages
 
 

@@ -301,7 +301,7 @@ class World:
             assert seq.inflight == holders.pop(seq.id, 0), f"inflight differs from the pipeline: {seq} {self.pipeline}"
             assert 0 <= seq.inflight <= self.pipeline.depth, seq
             assert 0 <= seq.num_inflight_samples <= seq.inflight, seq
-            for page in seq.pages:
+            for page in [page for table in seq.pages for page in table]:
                 assert readers.setdefault(page, seq.cache.namespace) == seq.cache.namespace, (
                     f"page {page} is read under two namespaces"
                 )

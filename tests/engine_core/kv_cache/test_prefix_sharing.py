@@ -37,7 +37,7 @@ def test_second_prompt_starts_after_its_cached_prefix() -> None:
     (row,) = launched(scheduler, 50).rows
     assert (row.start, row.length, row.samples, row.skipped) == (12, 2, True, 12)
     assert array("i", row.tokens).tolist() == [*SYSTEM, 2, 3], "the device has to know cached tokens, too"
-    assert (row.new_pages, row.first_page) == (tuple(second.pages), 0)
+    assert (row.new_pages, row.first_page) == (tuple(second.pages[0]), 0)
     assert scheduler.take_updates().started == [(b"c", Started(2, 12))]
     assert scheduler.memory.num_queried_tokens == 13 + 14
     assert scheduler.memory.num_hit_tokens == 12
@@ -158,10 +158,10 @@ def test_pages_behind_a_node_without_its_page_are_kept_once() -> None:
     drop_page(memory, nodes[1])
     seq = with_prompt(2, *SYSTEM, 2, max_tokens=9)
     added(scheduler, seq)
-    own = list(seq.pages)
+    own = list(seq.pages[0])
     plan = launched(scheduler, 50)
     assert seq.cache.nodes == nodes
-    assert seq.pages[:3] == [kept[0], own[1], kept[2]]
+    assert seq.pages[0][:3] == [kept[0], own[1], kept[2]]
     assert memory.usage.in_use == 4, "the third page that it computed is free again"
     commit(scheduler, plan, [20])
     assert scheduler.audit() == []
@@ -206,12 +206,12 @@ def test_pages_computed_twice_are_kept_once() -> None:
     first, second = with_prompt(1, *SYSTEM, 1), with_prompt(2, *SYSTEM, 2, max_tokens=9, prompt_logprobs=0)
     added(scheduler, first, second)
     plan = launched(scheduler, 1)
-    assert second.pages[:3] == first.pages[:3]
+    assert second.pages[0][:3] == first.pages[0][:3]
     assert scheduler.memory.usage.in_use == 3 + 1 + 1, "its own pages are free, though the step in flight writes them"
     commit(scheduler, plan, [20, 21])
     assert scheduler.memory.usage.in_use == 5
     rows = {row.seq_id: row for row in launched(scheduler, 2).rows}
-    assert (rows[2].new_pages, rows[2].first_page) == (tuple(second.pages), 0), "the device hears of the change"
+    assert (rows[2].new_pages, rows[2].first_page) == (tuple(second.pages[0]), 0), "the device hears of the change"
     assert rows[1].new_pages == ()
     assert scheduler.audit() == []
 
@@ -235,8 +235,8 @@ def test_prompt_skips_pages_computed_by_another_meanwhile() -> None:
     rows = {row.seq_id: row for row in launched(scheduler, 5).rows}
     assert (rows[1].start, rows[1].length, rows[1].skipped) == (12, 1, 8)
     assert array("i", rows[1].tokens).tolist() == [*SYSTEM[4:], 1]
-    assert (rows[1].new_pages, rows[1].first_page) == (tuple(behind.pages[1:]), 1)
-    assert behind.pages[:3] == ahead.pages[:3]
+    assert (rows[1].new_pages, rows[1].first_page) == (tuple(behind.pages[0][1:]), 1)
+    assert behind.pages[0][:3] == ahead.pages[0][:3]
     assert behind.cache.num_cached_tokens == 8
     assert [start for _, start in scheduler.take_updates().started if start.request_id == 1] == [
         Started(1, 0),
@@ -247,11 +247,11 @@ def test_prompt_skips_pages_computed_by_another_meanwhile() -> None:
 
 def test_half_written_page_may_serve_another_in_the_next_step() -> None:
     scheduler, behind, ahead = overtaken(2)
-    (mine,) = behind.pages
+    ((mine,),) = behind.pages
     plans = [launched(scheduler, step) for step in (2, 3)]
     scheduler.plan_step(4)
     assert behind.num_scheduled_tokens == 4
-    assert behind.pages[0] == ahead.pages[0] != mine
+    assert behind.pages[0][0] == ahead.pages[0][0] != mine
     assert scheduler.memory.pages.owned()[ahead.id] == [mine], "steps run in order, so the writes of step 1 come first"
     assert scheduler.audit() == []
     for plan in plans:

@@ -50,7 +50,7 @@ def test_declining_gate_returns_what_earlier_gates_gave() -> None:
     rows, memory = RowGate(2), kv_memory(10)
     seq = new(1)
     assert not admit(seq, (rows, PageGate(memory, 8), Closed()))
-    assert (rows.free, memory.usage.available, seq.row, seq.pages) == (2, 9, -1, [])
+    assert (rows.free, memory.usage.available, seq.row, seq.pages) == (2, 9, -1, ())
     assert memory.audit([]) == []
 
 
@@ -60,9 +60,9 @@ def test_closing_leases_returns_everything_once() -> None:
     seq = new(1)
     assert admit(seq, gates)
     assert seq.row != PADDING_ROW
-    assert (rows.free, memory.usage.available, len(seq.pages)) == (1, 7, 2)
+    assert (rows.free, memory.usage.available, seq.num_pages) == (1, 7, 2)
     seq.leases.close()
-    assert (rows.free, memory.usage.available, seq.row, seq.pages) == (2, 9, -1, [])
+    assert (rows.free, memory.usage.available, seq.row, seq.pages) == (2, 9, -1, ())
     seq.leases.close()
     assert (rows.free, memory.usage.available) == (2, 9)
 
@@ -96,7 +96,7 @@ def test_admission_takes_pages_for_the_first_chunk(prompt: int, chunk: int, page
     gate = PageGate(kv_memory(20), chunk)
     seq = new(1, prompt, 40)
     assert gate.acquire(seq) is not None
-    assert len(seq.pages) == pages
+    assert seq.num_pages == pages
 
 
 def test_admission_leaves_a_page_for_each_sequence_that_may_grow() -> None:
@@ -105,7 +105,7 @@ def test_admission_leaves_a_page_for_each_sequence_that_may_grow() -> None:
     grown, growing, more = new(1, 110, 2), new(2, 110, 30), new(3, 9, 30)
     assert gate.acquire(grown) is not None
     assert gate.acquire(growing) is not None
-    assert (memory.usage.available, len(growing.pages)) == (8, 28)
+    assert (memory.usage.available, growing.num_pages) == (8, 28)
     assert not memory.lacks_pages(growing, 4 * 28)
     assert memory.lacks_pages(growing, 4 * 28 + 1)
     assert gate.acquire(new(4, 29, 1)) is None, "8 are free and wanted, one of them may be needed by the second"

@@ -50,7 +50,7 @@ def facts(seq: Sequence) -> tuple[Any, ...]:
     """Return all that a commit may change in a sequence; the constraint of one that has ended does not matter."""
     rule = None if seq.constraint is None or seq.outcome is not None else vars(own(seq.constraint))
     counters = seq.inflight, seq.num_inflight_samples, seq.num_scheduled_tokens, seq.in_steady_decode
-    return seq.id, list(seq.tokens), rule, counters, seq.outcome, len(seq.pages), seq.preemptions
+    return seq.id, list(seq.tokens), rule, counters, seq.outcome, seq.num_pages, seq.preemptions
 
 
 def state(scheduler: Scheduler) -> tuple[Any, ...]:

@@ -23,8 +23,8 @@ def test_pages_are_allocated_as_rows_grow() -> None:
     pages = []
     for step in range(1, 9):
         plan = launched(scheduler, step)
-        pages.append(len(seq.pages))
-        assert plan.rows[0].new_pages == (tuple(seq.pages[-1:]) if step in (1, 3, 7) else ())
+        pages.append(seq.num_pages)
+        assert plan.rows[0].new_pages == (tuple(seq.pages[0][-1:]) if step in (1, 3, 7) else ())
         assert plan.is_unconstrained_decode == (step > 1)
         commit(scheduler, plan, [20])
     assert pages == [1, 1, 2, 2, 2, 2, 3, 3]
@@ -63,7 +63,7 @@ def test_preemption_picks_the_newest_sequence() -> None:
         commit(scheduler, launched(scheduler, step), [20, 21])
     plan = launched(scheduler, 3)
     assert [row.seq_id for row in plan.rows] == [1]
-    assert (newer.preemptions, newer.row, newer.pages, newer.inflight) == (1, -1, [], 0)
+    assert (newer.preemptions, newer.row, newer.pages, newer.inflight) == (1, -1, (), 0)
     assert list(scheduler.waiting) == [newer]
     assert scheduler.memory.usage.cached == 1 + 1, "the first page of each: the newer's stays until it is needed"
     assert scheduler.admit_waiting() == [], "two pages and a reserve of one are not to be had"
@@ -264,9 +264,9 @@ def test_pages_that_leaving_sequences_share_come_back_once_and_with_the_last(lea
     assert [len(seq.cache.nodes) for seq in seqs] == [2, 2, 2], "two full pages of the prompt are shared"
     running = {seq.id: seq for seq in seqs[leaving:]}
     reclaim = Reclaim(memory, running, seqs)
-    own = sum(len(seq.pages) - 2 for seq in seqs[:leaving])
+    own = sum(seq.num_pages - 2 for seq in seqs[:leaving])
     assert reclaim.reclaimable == own + (2 if leaving == 3 else 0)
-    assert memory.usage.in_use == 2 + sum(len(seq.pages) - 2 for seq in seqs)
+    assert memory.usage.in_use == 2 + sum(seq.num_pages - 2 for seq in seqs)
 
 
 def test_low_priority_is_overtaken_by_a_bounded_number_of_arrivals() -> None:

@@ -24,8 +24,8 @@ def test_rows_of_a_sequence_from_prompt_to_last_token() -> None:
     ]
     assert array("i", first.rows[0].tokens).tolist() == [10, 11, 12]
     assert array("i", second.rows[0].tokens).tolist() == [13, 14]
-    assert (first.rows[0].new_pages, first.rows[0].first_page) == (tuple(seq.pages[:1]), 0)
-    assert (second.rows[0].new_pages, second.rows[0].first_page) == (tuple(seq.pages[1:]), 1)
+    assert (first.rows[0].new_pages, first.rows[0].first_page) == (tuple(seq.pages[0][:1]), 0)
+    assert (second.rows[0].new_pages, second.rows[0].first_page) == (tuple(seq.pages[0][1:]), 1)
     (admission,) = first.admitted
     assert (admission.seq_id, admission.row, admission.prompt_len, admission.end_ids) == (7, seq.row, 5, (END,))
     assert second.admitted == ()
