@@ -1,6 +1,5 @@
 """Self-attention layer with grouped query heads."""
 
-from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor
@@ -9,6 +8,7 @@ from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.layer_state import LayerState, StepContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -29,7 +29,7 @@ def attend_and_project(
     """Apply RoPE, write keys and values, attend, and apply the output projection.
 
     Some steps fuse all but the last in one or two kernels, including the quantization of the projection's input. qkv:
-    [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `Attention.__call__`. Returns [T, hidden].
+    [T, heads + 2 * kv_heads, head_dim]; keys, values, scales: as in `PagedKV`. Returns [T, hidden].
     """
     tokens, _, head_dim = qkv.shape
     heads, fused, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.fused, rotation
@@ -105,26 +105,21 @@ class Attention:
         update: Tensor,
         residual: Tensor | None,
         norm: Norm,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-        scales: Tensor | None,
+        step: StepContext,
+        state: LayerState,
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual, norm: as in `LinearWeights.apply_normed`; rotary: cosines and sines of the batch's positions,
-        from each of the model's tables; keys, values: the layer's pool, written at `batch.slot_mapping`; scales: of an
-        8-bit pool, as in `kernels.kv_dtype`, else None.
+        update, residual, norm: as in `LinearWeights.apply_normed`; state: the layer's keys and values.
         """
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         q_norm, k_norm = self.q_norm, self.k_norm
-        rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
+        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping)
         if q_norm is not None and k_norm is not None:
             rotation = rotation._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
-        given = (qkv, rotation, batch, keys, values, self.layer, self.output, self.kernels, scales)
-        return attend_and_project(*given), residual
+        given = (qkv, rotation, step.batch, state.keys, state.values, self.layer, self.output, self.kernels)
+        return attend_and_project(*given, state.scales), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

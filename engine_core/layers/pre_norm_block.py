@@ -1,13 +1,12 @@
 """Pre-norm decoder block, as in Llama."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.layer_state import LayerState, StepContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -41,15 +40,11 @@ class PreNormBlock:
         self,
         update: Tensor,
         residual: Tensor | None,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-        scales: Tensor | None,
+        step: StepContext,
+        state: LayerState,
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
-        attended = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values, scales)
-        update, residual = attended
+        update, residual = self.attention(update, residual, self.attention_norm, step, state)
         return self.mlp(update, residual, self.mlp_norm)
 
     def slots(self, prefix: str) -> list[WeightSlot]:

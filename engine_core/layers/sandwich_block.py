@@ -1,13 +1,12 @@
 """Decoder blocks with norms before and after each sublayer, as in Gemma."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch
 from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.layer_state import LayerState, StepContext
 from tandem.engine_core.layers.linear import Norm
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
@@ -57,18 +56,14 @@ class SandwichBlock:
         self,
         update: Tensor,
         residual: Tensor | None,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-        scales: Tensor | None,
+        step: StepContext,
+        state: LayerState,
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`.
 
         The update is not normalized yet, on entry and on return.
         """
-        attended = self.attention(update, residual, self.attention_norm, rotary, batch, keys, values, scales)
-        update, residual = attended
+        update, residual = self.attention(update, residual, self.attention_norm, step, state)
         return self.mlp(update, residual, self.mlp_norm)
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -16,6 +16,7 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.kv_scales import KVScales
+from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable
@@ -33,16 +34,13 @@ class Block(Protocol):
         self,
         update: Tensor,
         residual: Tensor | None,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-        scales: Tensor | None,
+        step: StepContext,
+        state: LayerState,
     ) -> tuple[Tensor, Tensor]:
         """Return the update of the residual stream, and the stream, both [T, hidden].
 
         update: that of the block before, [T, hidden]; residual: the stream that the update belongs to, None before the
-        first block; rotary, keys, values, scales: as in `Attention.__call__`.
+        first block; state: of this layer.
         """
 
     def slots(self, prefix: str) -> list[WeightSlot]:
@@ -102,12 +100,12 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
         """Implement `Model.forward`."""
-        rotary = [table(batch.positions) for table in self.rotary_tables]
+        step = StepContext(batch, [table(batch.positions) for table in self.rotary_tables])
         update: Tensor = self.embedding(batch.input_ids)
         residual: Tensor | None = None
         scales = self.kv_scales.layers if kv.layout.has_scales else [None] * len(self.layers)
         for layer, keys, values, own in zip(self.layers, kv.keys, kv.values, scales, strict=True):
-            update, residual = layer(update, residual, rotary, batch, keys, values, own)
+            update, residual = layer(update, residual, step, PagedKV(keys, values, own))
         assert residual is not None, "a model has at least one layer"
         if batch.sample_index is not None:
             update, residual = update[batch.sample_index], residual[batch.sample_index]

@@ -4,17 +4,17 @@ Its norms come behind attention and the feed-forward networks, before their upda
 normalised in front of them. Queries and keys are normalised over all heads together.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
+from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.layers.attention import Attention, attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.layer_state import LayerState, StepContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -66,16 +66,10 @@ class Olmo2Attention(Attention):
     def attend_stream(
         self,
         stream: Tensor,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-        scales: Tensor | None,
+        step: StepContext,
+        state: LayerState,
     ) -> Tensor:
-        """Return the update of a stream, both [T, hidden].
-
-        rotary, keys, values, scales: as in `Attention.__call__`.
-        """
+        """Return the update of a stream, both [T, hidden]."""
         assert self.q_norm is not None and self.k_norm is not None
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projected = self.qkv.apply(stream)
@@ -83,9 +77,9 @@ class Olmo2Attention(Attention):
         key, _ = self.k_norm(projected[:, width : width + kv_width].contiguous(), None)
         value = projected[:, width + kv_width :]
         qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
-        rotation = Rotation(*rotary[self.layer.rotary], batch.slot_mapping)
-        given = (qkv, rotation, batch, keys, values, self.layer, self.output, self.kernels, scales)
-        return attend_and_project(*given)
+        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping)
+        given = (qkv, rotation, step.batch, state.keys, state.values, self.layer, self.output, self.kernels)
+        return attend_and_project(*given, state.scales)
 
 
 class Olmo2MLP(GatedMLP):
@@ -123,15 +117,12 @@ class Olmo2Block:
         self,
         update: Tensor,
         residual: Tensor | None,
-        rotary: Sequence[tuple[Tensor, Tensor]],
-        batch: ForwardBatch,
-        keys: Tensor,
-        values: Tensor,
-        scales: Tensor | None,
+        step: StepContext,
+        state: LayerState,
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
         stream = update if residual is None else residual + update
-        update, _ = self.attention_norm(self.attention.attend_stream(stream, rotary, batch, keys, values, scales), None)
+        update, _ = self.attention_norm(self.attention.attend_stream(stream, step, state), None)
         stream = stream + update
         update, _ = self.mlp_norm(self.mlp.apply(stream), None)
         return update, stream

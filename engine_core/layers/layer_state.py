@@ -1,0 +1,33 @@
+"""What a layer gets in each step in addition to its input: the step, and the memory that the layer keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.engine_core.attention.base import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """Inputs of a step that all layers share."""
+
+    batch: ForwardBatch
+    rotary: Sequence[tuple[Tensor, Tensor]]
+    """Cosines and sines of the batch's positions, from each of the model's rotary tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Keys and values of a layer in the pages of its group, written at `ForwardBatch.slot_mapping`."""
+
+    keys: Tensor
+    """[slots, kv_heads, head_dim], the pool from the layer's first slot on."""
+    values: Tensor
+    """Shaped like the keys."""
+    scales: Tensor | None
+    """Scales of an 8-bit pool, as in `kernels.kv_dtype`, else None."""
+
+
+LayerState = PagedKV
+"""Memory that a layer keeps from step to step."""
