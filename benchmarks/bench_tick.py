@@ -47,7 +47,7 @@ from tandem.engine_core.constraints.grammar_advancer import BatchAdvancer
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.mask_builder import MaskBuilder
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
-from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, Masks, StepResult
+from tandem.engine_core.contracts import PENDING_TOKEN, ArrivingTokens, DeviceTimes, MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
@@ -101,17 +101,17 @@ class StagingRuntime:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
         self.rows[slot], self.indices[slot] = plan.rows, mask_indices(plan)
 
-    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = [row.row for row in self.rows[slot] if row.samples]
         if len(masks) == len(sampled):
             return ArrivingTokens(self.views[slot], range(len(masks)))
         index = dict(zip(sampled, range(len(sampled)), strict=True))
         return ArrivingTokens(self.views[slot], [index[row] for row, _ in masks])
 
-    def begin_masks(self, slot: int, masks: Masks) -> None:
+    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
         self.filler.begin(index_masks(masks, self.indices[slot]), self.masks[slot])
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         indices, masked = self.indices[slot], set[int]()
         self.results[slot][:] = PENDING_TOKEN
         if masks is not None:

@@ -135,8 +135,8 @@ def cache_of(items: Sequence[T]) -> dict[tuple[str, int], Any]:
     return items.cache if isinstance(items, InternedList) else {}
 
 
-Masks = Sequence[tuple[int, Constraint]]
-"""Pairs of (table row, constraint), one for each constrained row that samples; the bitmasks are computed from them."""
+MaskedRows = Sequence[tuple[int, Constraint]]
+"""(table row, constraint) of each constrained row that samples; its mask is computed from the constraint."""
 IndexedMasks = Sequence[tuple[Constraint, int]]
 """The constraints, each with the index of its mask among those on the host."""
 
@@ -153,14 +153,14 @@ class ArrivingTokens(Struct, frozen=True):
 class GrammarAdvancer(Protocol):
     """Advance the grammars of many rows, asynchronously as sampled tokens arrive."""
 
-    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
         """Start worker processes that accept the tokens sampled under masks as they arrive.
 
         Return False if the calling thread has to accept them itself; if True, `Runtime.begin_masks` may give the
         workers more work. `begin` must be called with the same masks before any other use of the constraints.
         """
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
+    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
         """Begin to accept the tokens that were sampled under masks, one for each, or NO_TOKEN.
 
         `finish` must follow before the next call. least: minimum number of forced tokens worth appending, at least 1.
@@ -245,7 +245,7 @@ class Runtime(Protocol):
         positions may be planned again. Any other exception is fatal.
         """
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         """Enqueue sampling of the launched step, and the copy of its tokens to the host.
 
         masks: constrained rows of a step that `needs_mask`, without rows whose token is no longer needed; None for
@@ -253,10 +253,10 @@ class Runtime(Protocol):
         row without a mask any id.
         """
 
-    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         """Return the memory to which the tokens of these rows of the sampled step are written."""
 
-    def begin_masks(self, slot: int, masks: Masks) -> None:
+    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
         """Start computing the masks that sampling of the launched step will probably need.
 
         Worker processes begin them once the expected tokens are accepted. Sampling may need fewer of them.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec import Struct, structs
 
-from tandem.engine_core.contracts import Compiler, GrammarAdvancer, Mailbox, Masks, Runtime, StepResult
+from tandem.engine_core.contracts import Compiler, GrammarAdvancer, Mailbox, MaskedRows, Runtime, StepResult
 from tandem.engine_core.control import Control
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.pipeline import PipelineState, Step
@@ -82,7 +82,7 @@ class Engine:
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
         self._steps = 0
-        self._masks: deque[Masks] = deque()
+        self._masks: deque[MaskedRows] = deque()
         """Masks of the sampled steps in flight, oldest first."""
 
     @classmethod

@@ -12,7 +12,7 @@ from tandem.engine_core.constraints.grammars import GrammarConstraint
 from tandem.engine_core.constraints.workers.channel import ACCEPT, ACCEPTED, EXPECT, FAILED, FORCES, STOPPED
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import Batch, WorkerPool, are_current
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Masks, cache_of
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, MaskedRows, cache_of
 
 
 class AdvanceBatch(Struct, frozen=True):
@@ -50,10 +50,10 @@ class BatchAdvancer:
         self._tokens: Sequence[int] = ()
         self._least = 1
         """Minimum number of forced tokens worth appending."""
-        self._expected: Masks | None = None
+        self._expected: MaskedRows | None = None
         """Masks for which the workers accept tokens as they arrive."""
 
-    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
         """Implement `GrammarAdvancer.expect`.
 
         The operations are sent together with the masks to begin, or by `finish`.
@@ -74,7 +74,7 @@ class BatchAdvancer:
         self._expected = masks if self._batch.batches else None
         return bool(self._batch.batches)
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
+    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
         """Implement `GrammarAdvancer.begin`."""
         assert self._expected is None or masks is self._expected, "other tokens were expected"
         assert len(masks) == len(tokens), f"{len(tokens)} tokens for {len(masks)} masks"
@@ -88,7 +88,7 @@ class BatchAdvancer:
                     given.append(token)
 
     def _begin_batch(
-        self, operation: int, masks: Masks, values: NDArray[np.int32], indices: Sequence[int] = ()
+        self, operation: int, masks: MaskedRows, values: NDArray[np.int32], indices: Sequence[int] = ()
     ) -> AdvanceBatch:
         """Start an operation on the workers for the constraints that they follow.
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from tandem.engine_core.contracts import IndexedMasks, InternedList, Masks, cache_of
+from tandem.engine_core.contracts import IndexedMasks, InternedList, MaskedRows, cache_of
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.staging import Ints
 
@@ -45,7 +45,7 @@ def mask_indices(plan: StepPlan) -> dict[int, int]:
     return {row: index for index, row in enumerate([row.row for row in plan.rows if row.constrained and row.samples])}
 
 
-def index_masks(masks: Masks, indices: Mapping[int, int]) -> IndexedMasks:
+def index_masks(masks: MaskedRows, indices: Mapping[int, int]) -> IndexedMasks:
     """Return each constraint with the index of its mask.
 
     indices: result of `mask_indices`. If all masks are wanted, equal masks are the same object in all steps.

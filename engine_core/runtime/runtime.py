@@ -11,7 +11,7 @@ from tandem.engine_core.contracts import (
     PENDING_TOKEN,
     ArrivingTokens,
     DeviceTimes,
-    Masks,
+    MaskedRows,
     StepLogprobs,
     StepResult,
 )
@@ -138,7 +138,7 @@ class TorchRuntime:
             return False
         return True
 
-    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         s = self.slots[slot]
         assert s.packed is not None, f"slot {slot} was not launched"
         if len(masks) == len(s.packed.sample_rows):
@@ -148,14 +148,14 @@ class TorchRuntime:
             indices = indices[[s.mask_indices[row] for row, _ in masks]]
         return ArrivingTokens(s.results_memory, indices.tolist())
 
-    def begin_masks(self, slot: int, masks: Masks) -> None:
+    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
         s = self.slots[slot]
         assert s.plan is not None, f"slot {slot} was not launched"
         # The copy of the masks before these has run: the slot's last step has committed (I6).
         self.filler.begin(index_masks(masks, s.mask_indices), s.masks_view)
 
     @torch.inference_mode()
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         """Enqueue the sampling of a launched step.
 
         These are the sampling, the write of the tokens into the table, and their copy to the host (I3).
@@ -297,7 +297,7 @@ class TorchRuntime:
             attention=s.attention.plan(_spans(s.plan), self.page_table),
         )
 
-    def _upload_masks(self, s: StepSlot, masks: Masks) -> Tensor:
+    def _upload_masks(self, s: StepSlot, masks: MaskedRows) -> Tensor:
         """Return the mask of each row that samples, [S, words].
 
         Only the masks of the constrained rows are filled and copied to the device. The other rows get the mask that

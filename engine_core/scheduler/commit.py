@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
-from tandem.engine_core.contracts import NO_TOKEN, Constraint, InternedList, Masks, StepResult, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, InternedList, MaskedRows, StepResult, TokenDelta
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
@@ -109,12 +109,12 @@ class StepMasks:
         self._plan: StepPlan | None = None
         self._needed: dict[int, tuple[int, Constraint]] = {}
         """Row and constraint by the sequence's id, in the plan's order."""
-        self._masks: Masks | None = None
+        self._masks: MaskedRows | None = None
         """The same as `of` returned it, until some are dropped."""
-        self._before: Masks = ()
+        self._before: MaskedRows = ()
         """Its last result, unless a sequence has ended or jumped since: an ended one is kept by nothing."""
 
-    def of(self, plan: StepPlan) -> Masks:
+    def of(self, plan: StepPlan) -> MaskedRows:
         """Return the constraints of a step that is not sampled yet.
 
         They are the same object as long as they are equal, over many steps too.
@@ -136,7 +136,7 @@ class StepMasks:
             }
         return self._newest()
 
-    def _newest(self) -> Masks:
+    def _newest(self) -> MaskedRows:
         if self._masks is None:
             found = InternedList(self._needed.values())
             self._masks = self._before = self._before if found == self._before else found
@@ -149,7 +149,7 @@ class StepMasks:
             self._masks = None
 
 
-def masked_tokens(plan: StepPlan, result: StepResult, masks: Masks) -> list[int]:
+def masked_tokens(plan: StepPlan, result: StepResult, masks: MaskedRows) -> list[int]:
     """Return the token that a step sampled under each mask.
 
     Return none at all if a row has not got exactly one.

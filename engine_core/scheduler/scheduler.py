@@ -6,7 +6,7 @@ The scheduler composes the gates, the planner and the stop checks; it knows neit
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.contracts import NO_TOKEN, Constraint, Masks, StepResult, TokenDelta
+from tandem.engine_core.contracts import NO_TOKEN, Constraint, MaskedRows, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
@@ -304,7 +304,7 @@ class Scheduler:
         """Minimum number of samples that forced tokens must save to be appended at once."""
         return self._running.min_jump
 
-    def masks(self, plan: StepPlan) -> Masks:
+    def masks(self, plan: StepPlan) -> MaskedRows:
         """Return the constraints that sampling the newest step needs."""
         return self._masks.of(plan)
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from tandem.engine_core.contracts import ArrivingTokens, Masks, StepResult
+from tandem.engine_core.contracts import ArrivingTokens, MaskedRows, StepResult
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.commit import SchedulerUpdates
 from tandem.protocol.commands import Abort
@@ -29,11 +29,11 @@ class RecordingAdvancer(FakeAdvancer):
         self.rows: list[list[int]] = []
         """Rows of each call of `begin`."""
 
-    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
         self.bench.runtime.calls.append("expect")
         return super().expect(masks, arriving)
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
+    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
         more = least - self.bench.scheduler.min_jump
         self.bench.runtime.calls.append({0: ALONE, 1: WAITS}.get(more, f"begin least+{more}"))
         self.rows.append([row for row, _ in masks])

@@ -6,7 +6,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Constraint, Masks
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, Constraint, MaskedRows
 from tandem.engine_core.errors import RequestError
 from tandem.protocol.errors import ErrorCode
 from tests.fakes.model import END, VOCAB
@@ -137,16 +137,16 @@ class FakeAdvancer:
         self.begun: list[tuple[int, Constraint, int]] | None = None
         self.least = 1
         self.num_advanced = 0
-        self.expected: tuple[Masks, ArrivingTokens] | None = None
+        self.expected: tuple[MaskedRows, ArrivingTokens] | None = None
         """Masks of which others know where the tokens arrive."""
 
-    def expect(self, masks: Masks, arriving: ArrivingTokens) -> bool:
+    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
         assert self.begun is None and self.expected is None and masks, "expected twice, or nothing"
         if self.is_remote:
             self.expected = masks, arriving
         return self.is_remote
 
-    def begin(self, masks: Masks, tokens: Sequence[int], least: int) -> None:
+    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
         assert self.begun is None and least >= 1, "begun twice"
         if self.expected is not None:
             arrived = [self.expected[1].memory[index] for index in self.expected[1].indices]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine_core.contracts import Constraint, Masks
+from tandem.engine_core.contracts import Constraint, MaskedRows
 from tandem.engine_core.runtime.masks import MaskFiller, mask_indices
 from tandem.engine_core.runtime.slots import StepSlot
 from tests.fakes.constraint import FakeConstraint
@@ -41,7 +41,7 @@ class ReplayingFiller:
                 self.inner.fill([(constraint, index)], out)
 
 
-def as_filled(slot: StepSlot, masks: Masks | None) -> Masks | None:
+def as_filled(slot: StepSlot, masks: MaskedRows | None) -> MaskedRows | None:
     """Return the masks of a step that has just been sampled, as recorded masks, including those of ended rows."""
     if masks is None:
         return None

@@ -8,7 +8,7 @@ from tandem.engine_core.contracts import (
     ArrivingTokens,
     Constraint,
     DeviceTimes,
-    Masks,
+    MaskedRows,
     StepLogprobs,
     StepResult,
 )
@@ -88,16 +88,16 @@ class FakeRuntime:
             scored += self._scored(row, plan.logprobs)
         self.launched[slot] = plan
 
-    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = self.sampled_rows[slot]
         memory = memoryview(array("i", self.results[slot].tokens))
         return ArrivingTokens(memory, [sampled.index(row) for row, _ in masks])
 
-    def begin_masks(self, slot: int, masks: Masks) -> None:
+    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
         assert self.launched[slot].needs_mask and slot not in self.begun, "masks begun twice, or for a step without any"
         self.begun[slot] = {row for row, _ in masks}
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         plan = self.launched.pop(slot)
         assert (masks is not None) == plan.needs_mask, "a mask for a step that needs none, or none for one that does"
         wanted = dict(masks or [])

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.engine_core import control
-from tandem.engine_core.contracts import ArrivingTokens, DeviceTimes, Mailbox, Masks, StepResult
+from tandem.engine_core.contracts import ArrivingTokens, DeviceTimes, Mailbox, MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.manager import KVManager
@@ -135,13 +135,13 @@ class ScriptedRuntime:
     def stage(self, slot: int, plan: StepPlan) -> None:
         return None
 
-    def arriving(self, slot: int, masks: Masks) -> ArrivingTokens:
+    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         raise AssertionError("a step without grammars")
 
-    def begin_masks(self, slot: int, masks: Masks) -> None:
+    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
         return None
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         return None
 
     def collect(self, slot: int) -> StepResult:

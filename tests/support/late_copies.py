@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.engine_core.contracts import Masks
+from tandem.engine_core.contracts import MaskedRows
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tests.support.plan_recording import Recording
 
@@ -75,7 +75,7 @@ class LateCopies:
                 self._uploads_masks = False
                 yield
 
-        def on_sample(slot: int, masks: Masks | None) -> None:
+        def on_sample(slot: int, masks: MaskedRows | None) -> None:
             self._uploads_masks = masks is not None and bool(self._num_samples(self._step))
             sample(slot, masks)
             self._step += 1

@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from tandem.engine_core.contracts import Masks, StepResult
+from tandem.engine_core.contracts import MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -30,7 +30,7 @@ class Recording:
     """Inputs and results of steps, in the order of their launches."""
 
     plans: list[StepPlan] = field(default_factory=list)
-    masks: list[Masks | None] = field(default_factory=list)
+    masks: list[MaskedRows | None] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     """[S, V] each, of the rows that sample."""
     graphed: list[bool] = field(default_factory=list)
@@ -57,7 +57,7 @@ def recorded(runtime: TorchRuntime) -> Iterator[Recording]:
         recording.logits.append(s.logits[: len(s.packed.sample_rows)].clone())
         recording.graphed.append(runtime.graphs is not None and runtime.graphs.bucket(plan) is not None)
 
-    def on_sample(slot: int, masks: Masks | None) -> None:
+    def on_sample(slot: int, masks: MaskedRows | None) -> None:
         sample(slot, masks)
         recording.masks.append(as_filled(runtime.slots[slot], masks))
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.engine_core.contracts import Masks, StepResult
+from tandem.engine_core.contracts import MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
@@ -48,11 +48,11 @@ class RecordingRuntime(FakeRuntime):
         self._note("launch", slot)
         super().launch(slot, plan)
 
-    def begin_masks(self, slot: int, masks: Masks) -> None:
+    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
         self._note("begin masks", slot)
         super().begin_masks(slot, masks)
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         self._note("sample", slot)
         super().sample(slot, masks)
 

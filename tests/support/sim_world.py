@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.contracts import Masks, StepResult
+from tandem.engine_core.contracts import MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
@@ -50,7 +50,7 @@ class FaultyRuntime(FakeRuntime):
         self._maybe("launch")
         super().launch(slot, plan)
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         self._maybe("sample")
         super().sample(slot, masks)
 
@@ -188,7 +188,7 @@ class World:
             self.check_at_rest()
             self.engine.stopping = True
 
-    def _check_masks(self, plan: StepPlan) -> Masks:
+    def _check_masks(self, plan: StepPlan) -> MaskedRows:
         """Check that a step has masks for the rows that sample under a grammar a token which is not known."""
         held = {seq.id: seq for seq in self.scheduler.held}
         rows = [(row, held[row.seq_id]) for row in plan.rows if row.constrained and row.samples]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.torch import TorchPlanner
-from tandem.engine_core.contracts import Masks, StepResult
+from tandem.engine_core.contracts import MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kernels.reference.sampling import Draw, Truncation
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
@@ -181,7 +181,7 @@ class RecordingTorchRuntime(TorchRuntime):
 
     def record(self) -> None:
         self.plans: list[StepPlan] = []
-        self.masks: list[Masks | None] = []
+        self.masks: list[MaskedRows | None] = []
         self.logits: list[Tensor] = []
         self.results: list[StepResult] = []
 
@@ -192,7 +192,7 @@ class RecordingTorchRuntime(TorchRuntime):
         self.plans.append(plan)
         self.logits.append(logits.clone())
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         super().sample(slot, masks)
         self.masks.append(as_filled(self.slots[slot], masks))
 

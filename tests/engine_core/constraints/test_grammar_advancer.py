@@ -13,7 +13,7 @@ from tandem.engine_core.constraints.grammars import GrammarConstraint, Grammars
 from tandem.engine_core.constraints.workers.mask_memory import MaskMemory
 from tandem.engine_core.constraints.workers.pool import WorkerPool
 from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar
-from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, InternedList, Masks
+from tandem.engine_core.contracts import NO_TOKEN, ArrivingTokens, InternedList, MaskedRows
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED, next_token
@@ -55,7 +55,7 @@ def state(constraint: GrammarConstraint) -> tuple[bool, bool, list[int]]:
     return bool(constraint.problem), constraint.is_complete, constraint.fast_forward_tokens()
 
 
-def expect(advancer: BatchAdvancer, masks: Masks, tokens: Sequence[int], random: Random) -> None:
+def expect(advancer: BatchAdvancer, masks: MaskedRows, tokens: Sequence[int], random: Random) -> None:
     """Let the tokens arrive at random indices of the advancer's memory, among others."""
     memory = advancer.memory.arrays[0][0] if advancer.memory.arrays else np.zeros(50, dtype=np.int32)
     memory[:] = [random.randrange(VOCAB) for _ in memory]

@@ -5,7 +5,7 @@ import weakref
 from itertools import pairwise
 from random import Random
 
-from tandem.engine_core.contracts import InternedList, Masks
+from tandem.engine_core.contracts import InternedList, MaskedRows
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
@@ -23,7 +23,7 @@ def constrained(number: int, prompt: int = 3, max_tokens: int = 30) -> Sequence:
     return seq
 
 
-def step(scheduler: Scheduler, step_id: int, token: int = FREE) -> Masks:
+def step(scheduler: Scheduler, step_id: int, token: int = FREE) -> MaskedRows:
     """Plan, launch and commit a step; return its masks."""
     plan = scheduler.plan_step(step_id)
     assert plan is not None
@@ -73,7 +73,7 @@ def test_rows_keep_their_order_behind_one_that_is_complete() -> None:
 
 
 def test_masks_are_others_once_a_row_has_come_jumped_or_ended() -> None:
-    scheduler, seen = new(), list[Masks]()
+    scheduler, seen = new(), list[MaskedRows]()
     added(scheduler, constrained(1, max_tokens=20), constrained(2))
     seen += [step(scheduler, 1), step(scheduler, 2)]
     added(scheduler, constrained(3))

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from tandem.engine_core.config import ModelShape, StepConfig, resolve
-from tandem.engine_core.contracts import Masks
+from tandem.engine_core.contracts import MaskedRows
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.startup.memory_trial import (
     GRAPH_MARGIN,
@@ -144,7 +144,7 @@ class HungryRuntime(FakeRuntime):
         self.plans.append(plan)
         del [self.device.take(plan.total_tokens * 10)][0]
 
-    def sample(self, slot: int, masks: Masks | None) -> None:
+    def sample(self, slot: int, masks: MaskedRows | None) -> None:
         return None
 
     def collect(self, slot: int) -> list[int]:
