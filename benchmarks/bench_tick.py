@@ -101,15 +101,15 @@ class StagingRuntime:
         pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
         self.rows[slot], self.indices[slot] = plan.rows, mask_indices(plan)
 
-    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
+    def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = [row.row for row in self.rows[slot] if row.samples]
         if len(masks) == len(sampled):
             return ArrivingTokens(self.views[slot], range(len(masks)))
         index = dict(zip(sampled, range(len(sampled)), strict=True))
         return ArrivingTokens(self.views[slot], [index[row] for row, _ in masks])
 
-    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
-        self.filler.begin(index_masks(masks, self.indices[slot]), self.masks[slot])
+    def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
+        self.filler.prefetch(index_masks(masks, self.indices[slot]), self.masks[slot])
 
     def sample(self, slot: int, masks: MaskedRows | None) -> None:
         indices, masked = self.indices[slot], set[int]()

@@ -153,20 +153,21 @@ class ArrivingTokens(Struct, frozen=True):
 class GrammarAdvancer(Protocol):
     """Advance the grammars of many rows, asynchronously as sampled tokens arrive."""
 
-    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
-        """Start worker processes that accept the tokens sampled under masks as they arrive.
+    def accept_on_arrival(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
+        """Let worker processes accept the sampled tokens of these rows as they arrive.
 
-        Return False if the calling thread has to accept them itself; if True, `Runtime.begin_masks` may give the
-        workers more work. `begin` must be called with the same masks before any other use of the constraints.
+        Return False if there are no workers for them. After True, `Runtime.prefetch_masks` may give the workers more
+        work. `start_accept` must be called with the same masks before any other use of the constraints.
         """
 
-    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
-        """Begin to accept the tokens that were sampled under masks, one for each, or NO_TOKEN.
+    def start_accept(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
+        """Start accepting the sampled tokens of these rows, one for each, or NO_TOKEN.
 
-        `finish` must follow before the next call. least: minimum number of forced tokens worth appending, at least 1.
+        `finish_accept` must follow before the next call. least: minimum number of forced tokens worth appending, at
+        least 1.
         """
 
-    def finish(self) -> Set[int]:
+    def finish_accept(self) -> Set[int]:
         """Wait until the tokens are accepted.
 
         Return the rows that need no further work: their constraint has accepted the token and forces fewer than `least`
@@ -253,13 +254,13 @@ class Runtime(Protocol):
         row without a mask any id.
         """
 
-    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
+    def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         """Return the memory to which the tokens of these rows of the sampled step are written."""
 
-    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
+    def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
         """Start computing the masks that sampling of the launched step will probably need.
 
-        Worker processes begin them once the expected tokens are accepted. Sampling may need fewer of them.
+        Worker processes start once the arriving tokens are accepted. Sampling may need fewer masks.
         """
 
     def collect(self, slot: int) -> StepResult:

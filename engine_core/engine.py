@@ -81,7 +81,7 @@ class Engine:
         self.timelines = Timelines()
         self.stopping = False
         """Set from outside, for example by a signal handler, to end `run`."""
-        self._steps = 0
+        self._last_step_id = 0
         self._masks: deque[MaskedRows] = deque()
         """Masks of the sampled steps in flight, oldest first."""
 
@@ -203,7 +203,7 @@ class Engine:
                     self.timelines.on_admit(seq, now)
                     if not seq.preemptions:
                         count_start(self.stats, seq, now)
-            plan = scheduler.plan_step(self._steps + 1)
+            plan = scheduler.plan_step(self._last_step_id + 1)
             self.stages.mark("plan")
             if not scheduler.updates.started:
                 return plan
@@ -228,7 +228,7 @@ class Engine:
             return
         step = self.pipeline.launch(plan)
         self.scheduler.on_launch(plan)
-        self._steps = plan.step_id
+        self._last_step_id = plan.step_id
         self.stats.steps_launched += 1
         self.stats.step_rows.observe(len(plan.rows))
         self.stats.iteration_tokens.observe(plan.total_tokens)
@@ -236,15 +236,17 @@ class Engine:
             self.timelines.on_launch(plan, self.stages.clock())
         self.stages.mark("launch")
         if plan.needs_mask:
-            self._begin_masks(step)
+            self._prefetch_masks(step)
         else:
             self._sample(step)
 
-    def _begin_masks(self, step: Step) -> None:
+    def _prefetch_masks(self, step: Step) -> None:
         """Have workers write the masks of a step once the tokens of the previous step arrive."""
         masks = self._masks[0] if self._masks else ()
-        if masks and self.advancer.expect(masks, self.runtime.arriving(self.pipeline.steps[0].slot, masks)):
-            self.runtime.begin_masks(step.slot, self.scheduler.masks(step.plan))
+        if masks:
+            arriving = self.runtime.arriving_tokens(self.pipeline.steps[0].slot, masks)
+            if self.advancer.accept_on_arrival(masks, arriving):
+                self.runtime.prefetch_masks(step.slot, self.scheduler.masks(step.plan))
         self.stages.mark("sample")
 
     def _end_newest_prompt(self, plan: StepPlan, error: DeviceMemoryError) -> None:
@@ -289,22 +291,22 @@ class Engine:
 
     def _collect_oldest(self) -> Collected:
         """Wait for the tokens of the oldest step, and start advancing grammars with them."""
-        is_waited_for = self.pipeline.unsampled() is not None
+        has_unsampled = self.pipeline.unsampled() is not None
         step, masks = self.pipeline.begin_commit(), self._masks.popleft()
         result = self.runtime.collect(step.slot)
         collected = Collected(step, result, self.stages.mark("collect"))
         if step.plan.needs_mask:
             tokens = masked_tokens(step.plan, result, masks)
             # A launched but unsampled step yields the first forced token anyway: jumping over that one saves nothing.
-            least = self.scheduler.min_jump + (1 if is_waited_for else 0)
-            self.advancer.begin(masks if tokens else (), tokens, least)
+            least = self.scheduler.min_jump + (1 if has_unsampled else 0)
+            self.advancer.start_accept(masks if tokens else (), tokens, least)
             self.stages.mark("commit")
         return collected
 
     def _commit(self, collected: Collected) -> None:
         """Apply the tokens of a step, free its slot (I6), and send the tokens."""
         step = collected.step
-        advanced = self.advancer.finish() if step.plan.needs_mask else frozenset()
+        advanced = self.advancer.finish_accept() if step.plan.needs_mask else frozenset()
         updates = self.scheduler.commit(step.plan, collected.result, advanced)
         for seq in updates.first_tokens:
             count_first_token(self.stats, seq, collected.at)
@@ -336,7 +338,7 @@ class Engine:
             self.mailbox.add_outcome(seq.client, seq.outcome)
             if seq.submit.is_traced:
                 self.mailbox.add_times(seq.client, self.timelines.on_end(seq, self.stages.clock()))
-        for client, reason in self.mailbox.flush(self._steps).items():
+        for client, reason in self.mailbox.flush(self._last_step_id).items():
             name = self.control.clients.get(client)
             if self.control.forget(client):
                 logger.warning("%s is gone: %s; aborting its open requests", name, reason)

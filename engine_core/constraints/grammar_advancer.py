@@ -28,7 +28,7 @@ class AdvanceBatch(Struct, frozen=True):
     batches: list[Batch]
     """Operations of the workers for the other constraints."""
     indices: Sequence[int]
-    """Indices at which the tokens were expected (`ArrivingTokens.indices`)."""
+    """Indices at which the tokens arrive (`ArrivingTokens.indices`)."""
 
 
 _EMPTY_BATCH = AdvanceBatch([], frozenset(), [], [], [], [], ())
@@ -50,38 +50,38 @@ class BatchAdvancer:
         self._tokens: Sequence[int] = ()
         self._least = 1
         """Minimum number of forced tokens worth appending."""
-        self._expected: MaskedRows | None = None
-        """Masks for which the workers accept tokens as they arrive."""
+        self._arriving: MaskedRows | None = None
+        """Rows whose tokens the workers accept as they arrive."""
 
-    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
-        """Implement `GrammarAdvancer.expect`.
+    def accept_on_arrival(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
+        """Implement `GrammarAdvancer.accept_on_arrival`.
 
-        The operations are sent together with the masks to begin, or by `finish`.
+        The operations are sent together with the masks to prefetch, or by `finish_accept`.
         """
         first = self.memory.find(arriving.memory)
         if self.workers is None or first is None:
             return False
         cache = cache_of(masks)
-        known: AdvanceBatch | None = cache.get(("expected", first))
+        known: AdvanceBatch | None = cache.get(("arriving", first))
         if known is not None and known.indices == arriving.indices and are_current(known.batches):
             self._batch = known
             self.workers.repeat(known.batches)
         else:
             values = np.array(arriving.indices, dtype=np.int32) + first
             self._batch = found = self._begin_batch(EXPECT, masks, values, arriving.indices)
-            if not found.here:  # one that is here may come to a worker yet
-                cache["expected", first] = found
-        self._expected = masks if self._batch.batches else None
+            if not found.here:  # local matchers may still move to a worker
+                cache["arriving", first] = found
+        self._arriving = masks if self._batch.batches else None
         return bool(self._batch.batches)
 
-    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
-        """Implement `GrammarAdvancer.begin`."""
-        assert self._expected is None or masks is self._expected, "other tokens were expected"
+    def start_accept(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
+        """Implement `GrammarAdvancer.start_accept`."""
+        assert self._arriving is None or masks is self._arriving, "other tokens are arriving"
         assert len(masks) == len(tokens), f"{len(tokens)} tokens for {len(masks)} masks"
         self._tokens, self._least = tokens, least
-        if self._expected is None:
+        if self._arriving is None:
             self._batch = self._begin_batch(ACCEPT, masks, np.array(tokens, dtype=np.int32))
-        self._expected = None
+        self._arriving = None
         if self._batch.batches:
             for given, token in zip(self._batch.given, tokens, strict=True):
                 if given is not None and token != NO_TOKEN:
@@ -103,12 +103,12 @@ class BatchAdvancer:
             constraints,
             [None if each.remote is None else each.remote.tokens for each in constraints],
             np.flatnonzero(ids < 0).tolist(),
-            [] if self.workers is None else self.workers.begin(operation, ids, values),
+            [] if self.workers is None else self.workers.enqueue(operation, ids, values),
             indices,
         )
 
-    def finish(self) -> Set[int]:
-        """Implement `GrammarAdvancer.finish`."""
+    def finish_accept(self) -> Set[int]:
+        """Implement `GrammarAdvancer.finish_accept`."""
         current = self._batch
         if current.batches and self.workers is not None:
             self.workers.post_awaited()
@@ -135,7 +135,7 @@ class BatchAdvancer:
             if token == NO_TOKEN:
                 continue
             if constraint.overdrawn or matcher is None:
-                # One without tokens may have been moved to a worker since `begin`.
+                # One without tokens may have been moved to a worker since `start_accept`.
                 others.append(current.rows[index])
                 continue
             forced = matcher.follow(token)

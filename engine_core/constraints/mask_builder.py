@@ -35,16 +35,16 @@ class MaskJobs(Struct, frozen=True):
 
 
 class PrefetchedMasks(Struct, frozen=True):
-    """Masks that workers have begun."""
+    """Masks that workers have been asked to compute."""
 
     masks: IndexedMasks
     out: Ints
-    writers: MaskJobs
+    jobs: MaskJobs
 
     def holds(self, masks: IndexedMasks, out: Ints) -> bool:
-        """Return whether these masks were begun, and all their matchers are on workers."""
+        """Return True if exactly these masks were prefetched and all their matchers are on workers."""
         is_same = masks is self.masks and out is self.out
-        return is_same and self.writers.is_whole and are_current(self.writers.batches)
+        return is_same and self.jobs.is_whole and are_current(self.jobs.batches)
 
 
 HEAD_WORDS = 64
@@ -77,30 +77,30 @@ class MaskBuilder:
         self._budget = MaskBudget(clock)
         self.workers = workers
         self.memory = memory or MaskMemory()
-        self._begun: PrefetchedMasks | None = None
-        """Masks passed to `begin` since the last `fill`."""
+        self._prefetched: PrefetchedMasks | None = None
+        """Masks passed to `prefetch` since the last `fill`."""
 
     def allocate(self, rows: int, words: int) -> Ints | None:
         return None if self.workers is None else self.memory.allocate(rows, words)
 
-    def begin(self, masks: IndexedMasks, out: Ints) -> None:
-        """Implement `runtime.masks.MaskFiller.begin`.
+    def prefetch(self, masks: IndexedMasks, out: Ints) -> None:
+        """Implement `runtime.masks.MaskFiller.prefetch`.
 
         Operations that were added to their batches before are sent too.
         """
         if self.workers is not None and masks:
             first = self.memory.first_index(out)
             kept = cache_of(masks)
-            writers: MaskJobs | None = kept.get(("writers", first))
-            if writers is not None and are_current(writers.batches):
-                self.workers.repeat(writers.batches)
+            jobs: MaskJobs | None = kept.get(("jobs", first))
+            if jobs is not None and are_current(jobs.batches):
+                self.workers.repeat(jobs.batches)
             else:
                 ids, indices = _matchers(cast("Pairs", masks))
-                batches = self.workers.begin(MASK, ids, indices + first)
-                writers = MaskJobs(ids, indices, bool(ids.min() >= 0), batches)
-                if writers.is_whole:  # one that is here may come to a worker yet
-                    kept["writers", first] = writers
-            self._begun = PrefetchedMasks(masks, out, writers)
+                batches = self.workers.enqueue(MASK, ids, indices + first)
+                jobs = MaskJobs(ids, indices, bool(ids.min() >= 0), batches)
+                if jobs.is_whole:  # local matchers may still move to a worker
+                    kept["jobs", first] = jobs
+            self._prefetched = PrefetchedMasks(masks, out, jobs)
             self.workers.post_awaited()
 
     def fill(self, masks: IndexedMasks, out: Ints) -> None:
@@ -116,7 +116,7 @@ class MaskBuilder:
             self._compute_measured(pairs, out)
             may_end = pairs
         else:
-            may_end = self._compute_beside(self.workers, pairs, out)
+            may_end = self._compute_with_workers(self.workers, pairs, out)
         endless = [index for constraint, index in may_end if constraint.ignore_ends]
         if endless:
             self._drop_ends(endless, out)
@@ -163,17 +163,17 @@ class MaskBuilder:
             out[index] = EVERYTHING
         return bool(constraint.overdrawn)
 
-    def _compute_beside(self, workers: WorkerPool, pairs: Pairs, out: Ints) -> Pairs:
+    def _compute_with_workers(self, workers: WorkerPool, pairs: Pairs, out: Ints) -> Pairs:
         """Compute masks here while the workers compute theirs.
 
         Those that a worker refuses or cannot give are computed here afterwards. Return those that may allow end ids:
         the workers have looked at theirs.
         """
-        begun, self._begun = self._begun, None
+        prefetched, self._prefetched = self._prefetched, None
         here: list[tuple[GrammarConstraint, int]] = []
         late: list[tuple[GrammarConstraint, int]] = []
-        if begun is None or not begun.holds(pairs, out):
-            here, late = self._begin_others(workers, begun, pairs, out)
+        if prefetched is None or not prefetched.holds(pairs, out):
+            here, late = self._enqueue_missing(workers, prefetched, pairs, out)
             self._compute_measured(here, out)
         workers.wait()
         if workers.take_refused():
@@ -184,21 +184,21 @@ class MaskBuilder:
             self._compute_measured(late, out)
         return pairs if workers.take_ending() else here + late
 
-    def _begin_others(
-        self, workers: WorkerPool, begun: PrefetchedMasks | None, pairs: Pairs, out: Ints
+    def _enqueue_missing(
+        self, workers: WorkerPool, prefetched: PrefetchedMasks | None, pairs: Pairs, out: Ints
     ) -> tuple[list[tuple[GrammarConstraint, int]], list[tuple[GrammarConstraint, int]]]:
-        """Have the workers begin the masks that they have not begun yet.
+        """Let the workers compute their masks that were not prefetched.
 
-        Return the masks of this process, and separately the ones among them that a worker may still write.
+        Return the masks of this process, and separately those that a worker may still overwrite.
         """
         ids, indices = _matchers(pairs)
         writers = np.full(len(out), -1, dtype=np.int32)
-        if begun is not None and begun.out is out:
-            writers[begun.writers.indices] = begun.writers.ids
+        if prefetched is not None and prefetched.out is out:
+            writers[prefetched.jobs.indices] = prefetched.jobs.ids
         written_by = writers[indices]
         is_here, is_missing = ids < 0, (written_by != ids) & (ids >= 0)
         if is_missing.any():
-            workers.begin(MASK, ids[is_missing], self.memory.first_index(out) + indices[is_missing])
+            workers.enqueue(MASK, ids[is_missing], self.memory.first_index(out) + indices[is_missing])
             workers.post_awaited()
         here = [pairs[index] for index in np.flatnonzero(is_here & (written_by < 0)).tolist()]
         late = [pairs[index] for index in np.flatnonzero(is_here & (written_by >= 0)).tolist()]

@@ -20,17 +20,16 @@ class MaskFiller(Protocol):
         None if any memory is suitable.
         """
 
-    def begin(self, masks: IndexedMasks, out: Ints) -> None:
-        """Start computing masks that `fill` will probably be called for next.
+    def prefetch(self, masks: IndexedMasks, out: Ints) -> None:
+        """Start computing masks in worker processes, if any, for which `fill` will probably be called next.
 
-        This is useful if other processes compute them. Masks that `fill` is not called for are overwritten by the
-        caller.
+        The caller overwrites masks for which `fill` is not called.
         """
 
     def fill(self, masks: IndexedMasks, out: Ints) -> None:
         """Write the tokens that each constraint allows into its row of `out`.
 
-        masks: the same object that was passed to `begin` if they are equal, so that nothing has to be compared; out:
+        masks: the same object that was passed to `prefetch` if they are equal, so that nothing has to be compared; out:
         [rows, ceil(V / 32)] int32, contiguous, returned by `allocate` unless it returned None; bit i % 32 of word i //
         32 is token i. Bits beyond the vocabulary do not matter.
         """

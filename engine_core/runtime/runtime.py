@@ -138,7 +138,7 @@ class TorchRuntime:
             return False
         return True
 
-    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
+    def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         s = self.slots[slot]
         assert s.packed is not None, f"slot {slot} was not launched"
         if len(masks) == len(s.packed.sample_rows):
@@ -148,11 +148,11 @@ class TorchRuntime:
             indices = indices[[s.mask_indices[row] for row, _ in masks]]
         return ArrivingTokens(s.results_memory, indices.tolist())
 
-    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
+    def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
         s = self.slots[slot]
         assert s.plan is not None, f"slot {slot} was not launched"
         # The copy of the masks before these has run: the slot's last step has committed (I6).
-        self.filler.begin(index_masks(masks, s.mask_indices), s.masks_view)
+        self.filler.prefetch(index_masks(masks, s.mask_indices), s.masks_view)
 
     @torch.inference_mode()
     def sample(self, slot: int, masks: MaskedRows | None) -> None:

@@ -16,7 +16,7 @@ from tests.fakes.model import reference
 from tests.support.effort import EFFORT
 from tests.support.recorded_engine import CLIENT, Bench
 
-WAITS, ALONE = "begin least+1", "begin least"
+WAITS, ALONE = "start least+1", "start least"
 """Calls of the advancer where another step waits for these tokens, and where none does."""
 
 
@@ -27,21 +27,21 @@ class RecordingAdvancer(FakeAdvancer):
         super().__init__(is_remote=is_remote)
         self.bench = bench
         self.rows: list[list[int]] = []
-        """Rows of each call of `begin`."""
+        """Rows of each call of `start_accept`."""
 
-    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
-        self.bench.runtime.calls.append("expect")
-        return super().expect(masks, arriving)
+    def accept_on_arrival(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
+        self.bench.runtime.calls.append("arrival")
+        return super().accept_on_arrival(masks, arriving)
 
-    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
+    def start_accept(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
         more = least - self.bench.scheduler.min_jump
-        self.bench.runtime.calls.append({0: ALONE, 1: WAITS}.get(more, f"begin least+{more}"))
+        self.bench.runtime.calls.append({0: ALONE, 1: WAITS}.get(more, f"start least+{more}"))
         self.rows.append([row for row, _ in masks])
-        super().begin(masks, tokens, least)
+        super().start_accept(masks, tokens, least)
 
-    def finish(self) -> Set[int]:
+    def finish_accept(self) -> Set[int]:
         self.bench.runtime.calls.append("finish")
-        return super().finish()
+        return super().finish_accept()
 
 
 def recorded(depth: int, is_remote: bool, rows: int = 4) -> tuple[Bench, RecordingAdvancer]:
@@ -61,20 +61,20 @@ def recorded(depth: int, is_remote: bool, rows: int = 4) -> tuple[Bench, Recordi
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_commands_are_read_between_the_tokens_and_their_commit(is_remote: bool) -> None:
-    """Masks are begun with only where others than the loop compute them."""
-    begun = {step: ["expect", f"begin masks {step}"] if is_remote else ["expect"] for step in (2, 3)}
+    """Masks are prefetched only if worker processes compute them."""
+    prefetched = {step: ["arrival", f"prefetch masks {step}"] if is_remote else ["arrival"] for step in (2, 3)}
     bench, _ = recorded(2, is_remote)
     bench.submit(1, 3, "parity")
     assert [bench.tick_calls() for _ in range(5)] == [
         ["drain", "launch 1"],
-        ["drain", "stage 2", "sample 1", "launch 2", *begun[2]],
-        ["collect 1", WAITS, "drain", "finish", "commit 1", "stage 3", "sample 2", "launch 3", *begun[3]],
+        ["drain", "stage 2", "sample 1", "launch 2", *prefetched[2]],
+        ["collect 1", WAITS, "drain", "finish", "commit 1", "stage 3", "sample 2", "launch 3", *prefetched[3]],
         ["collect 2", WAITS, "drain", "finish", "commit 2", "sample 3", "collect 3", ALONE, "finish", "commit 3"],
         ["drain"],
     ]
 
 
-def test_depth_one_begins_no_masks() -> None:
+def test_depth_one_prefetches_no_masks() -> None:
     """No step waits for the tokens of another."""
     bench, _ = recorded(1, is_remote=True)
     bench.submit(1, 2, "parity")
@@ -101,7 +101,7 @@ def test_step_without_masks_before_one_that_waits_for_them() -> None:
     bench.submit(2, 2, "parity")
     assert bench.tick_calls() == ["drain", "launch 2"]
     assert bench.tick_calls() == [
-        "collect 1", "drain", "commit 1", "stage 3", "sample 2", "launch 3", "expect", "begin masks 3"
+        "collect 1", "drain", "commit 1", "stage 3", "sample 2", "launch 3", "arrival", "prefetch masks 3"
     ]  # fmt: skip
     assert advancer.rows == []
     assert bench.tick_calls()[:3] == ["collect 2", WAITS, "drain"]
@@ -117,14 +117,14 @@ def test_least_is_that_of_the_rows_that_run() -> None:
         bench.submit(100, 6, "parity")
         for _ in range(6):
             assert not [
-                call for call in bench.tick_calls() if call.startswith("begin l") and call not in (WAITS, ALONE)
+                call for call in bench.tick_calls() if call.startswith("start l") and call not in (WAITS, ALONE)
             ]
             least.add(advancer.least)
     assert {2, 3, 5} <= least
 
 
 def test_a_failed_row_is_no_concern_of_the_others() -> None:
-    """They are accepted together, and masks are begun with."""
+    """They are accepted together, and masks are prefetched."""
     bench, advancer = recorded(2, is_remote=True)
     bench.runtime.breaks = lambda row: row.seq_id == failing
     bench.submit(1, 6, "parity")
@@ -171,9 +171,9 @@ class Arrivals:
 
     def arrive(self) -> None:
         bench, random = self.bench, self.random
-        if bench.advancer.begun is None and bench.scheduler.num_open:
+        if bench.advancer.started is None and bench.scheduler.num_open:
             return
-        self.num_between += bench.advancer.begun is not None
+        self.num_between += bench.advancer.started is not None
         if self.asked and random.random() < 0.3:
             self.aborted.update(ids := random.sample(sorted(self.asked), min(len(self.asked), 2)))
             bench.say(Abort(ids))
@@ -193,7 +193,7 @@ def test_nothing_is_lost_where_commands_arrive_between_collect_and_commit(is_rem
         bench.mailbox.on_drain = arrivals.arrive
         while len(arrivals.asked) < 30:
             bench.engine.tick()
-            assert advancer.begun is None, "a tick that ended before its commit"
+            assert advancer.started is None, "a tick that ended before its commit"
         bench.finish()
         for number, (max_tokens, grammar) in arrivals.asked.items():
             constraint = None if grammar is None else FakeConstraint(grammar)

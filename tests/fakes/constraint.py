@@ -85,7 +85,7 @@ class FakeFiller:
     def allocate(self, rows: int, words: int) -> NDArray[np.int32] | None:
         return None
 
-    def begin(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
+    def prefetch(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
         return None
 
     def fill(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
@@ -133,32 +133,32 @@ class FakeAdvancer:
     def __init__(self, advances: Callable[[], bool] = lambda: True, is_remote: bool = False) -> None:
         self.advances = advances
         self.is_remote = is_remote
-        """Return value of `expect`: whether other processes accept the tokens."""
-        self.begun: list[tuple[int, Constraint, int]] | None = None
+        """Return value of `accept_on_arrival`: whether other processes accept the tokens."""
+        self.started: list[tuple[int, Constraint, int]] | None = None
         self.least = 1
         self.num_advanced = 0
-        self.expected: tuple[MaskedRows, ArrivingTokens] | None = None
-        """Masks of which others know where the tokens arrive."""
+        self.arriving: tuple[MaskedRows, ArrivingTokens] | None = None
+        """Rows passed to `accept_on_arrival`, and where their tokens arrive."""
 
-    def expect(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
-        assert self.begun is None and self.expected is None and masks, "expected twice, or nothing"
+    def accept_on_arrival(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
+        assert self.started is None and self.arriving is None and masks, "arriving twice, or nothing"
         if self.is_remote:
-            self.expected = masks, arriving
+            self.arriving = masks, arriving
         return self.is_remote
 
-    def begin(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
-        assert self.begun is None and least >= 1, "begun twice"
-        if self.expected is not None:
-            arrived = [self.expected[1].memory[index] for index in self.expected[1].indices]
-            assert self.expected[0] is masks and arrived == list(tokens), f"{arrived} instead of {tokens}"
-        self.least, self.expected = least, None
-        begun = [(row, constraint, token) for (row, constraint), token in zip(masks, tokens, strict=True)]
-        self.begun = [each for each in begun if each[2] != NO_TOKEN]
+    def start_accept(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:
+        assert self.started is None and least >= 1, "started twice"
+        if self.arriving is not None:
+            arrived = [self.arriving[1].memory[index] for index in self.arriving[1].indices]
+            assert self.arriving[0] is masks and arrived == list(tokens), f"{arrived} instead of {tokens}"
+        self.least, self.arriving = least, None
+        started = [(row, constraint, token) for (row, constraint), token in zip(masks, tokens, strict=True)]
+        self.started = [each for each in started if each[2] != NO_TOKEN]
 
-    def finish(self) -> Set[int]:
-        assert self.begun is not None, "finished before it has begun"
-        begun, self.begun, advanced = self.begun, None, set()
-        for row, constraint, token in begun:
+    def finish_accept(self) -> Set[int]:
+        assert self.started is not None, "finished before start_accept"
+        started, self.started, advanced = self.started, None, set()
+        for row, constraint, token in started:
             ahead = copy(own(constraint))
             ahead.queue = list(ahead.queue)
             goes_on = ahead.accept(token) and not ahead.is_complete and len(ahead.fast_forward_tokens()) < self.least

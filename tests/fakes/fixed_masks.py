@@ -28,8 +28,8 @@ class ReplayingFiller:
     def allocate(self, rows: int, words: int) -> NDArray[np.int32] | None:
         return self.inner.allocate(rows, words)
 
-    def begin(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
-        self.inner.begin(
+    def prefetch(self, masks: Sequence[tuple[Constraint, int]], out: NDArray[np.int32]) -> None:
+        self.inner.prefetch(
             [(constraint, index) for constraint, index in masks if not isinstance(constraint, FixedMask)], out
         )
 

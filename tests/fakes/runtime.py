@@ -41,8 +41,8 @@ class FakeRuntime:
         """Number of generated tokens that were uploaded, not sampled."""
         self.launched: dict[int, StepPlan] = {}
         self.staged: dict[int, StepPlan] = {}
-        self.begun: dict[int, set[int]] = {}
-        """Rows whose masks were begun, by slot."""
+        self.prefetched: dict[int, set[int]] = {}
+        """Rows whose masks were prefetched, by slot."""
         self.sampled_rows: dict[int, list[int]] = {}
         """Rows that were sampled from, by slot."""
         self.results: dict[int, StepResult] = {}
@@ -88,20 +88,20 @@ class FakeRuntime:
             scored += self._scored(row, plan.logprobs)
         self.launched[slot] = plan
 
-    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
+    def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = self.sampled_rows[slot]
         memory = memoryview(array("i", self.results[slot].tokens))
         return ArrivingTokens(memory, [sampled.index(row) for row, _ in masks])
 
-    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
-        assert self.launched[slot].needs_mask and slot not in self.begun, "masks begun twice, or for a step without any"
-        self.begun[slot] = {row for row, _ in masks}
+    def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
+        assert self.launched[slot].needs_mask and slot not in self.prefetched, "prefetched twice, or no masks"
+        self.prefetched[slot] = {row for row, _ in masks}
 
     def sample(self, slot: int, masks: MaskedRows | None) -> None:
         plan = self.launched.pop(slot)
         assert (masks is not None) == plan.needs_mask, "a mask for a step that needs none, or none for one that does"
         wanted = dict(masks or [])
-        assert wanted.keys() <= self.begun.pop(slot, wanted.keys()), "a mask that was not begun with the others"
+        assert wanted.keys() <= self.prefetched.pop(slot, wanted.keys()), "a mask that was not prefetched"
         masked = {row.row for row in plan.rows if row.constrained and row.samples}
         assert len(wanted) == len(masks or []) and wanted.keys() <= masked, f"masks for {wanted.keys()} of {masked}"
         sampled = [(row, state) for row, state in zip(plan.rows, self.states.pop(slot), strict=True) if row.samples]

@@ -135,10 +135,10 @@ class ScriptedRuntime:
     def stage(self, slot: int, plan: StepPlan) -> None:
         return None
 
-    def arriving(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
+    def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         raise AssertionError("a step without grammars")
 
-    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
+    def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
         return None
 
     def sample(self, slot: int, masks: MaskedRows | None) -> None:

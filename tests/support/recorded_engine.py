@@ -48,9 +48,9 @@ class RecordingRuntime(FakeRuntime):
         self._note("launch", slot)
         super().launch(slot, plan)
 
-    def begin_masks(self, slot: int, masks: MaskedRows) -> None:
-        self._note("begin masks", slot)
-        super().begin_masks(slot, masks)
+    def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
+        self._note("prefetch masks", slot)
+        super().prefetch_masks(slot, masks)
 
     def sample(self, slot: int, masks: MaskedRows | None) -> None:
         self._note("sample", slot)

@@ -16,4 +16,4 @@ def begin_mask(matcher: RemoteMatcher, index: int) -> None:
 
 
 def _begin(matcher: RemoteMatcher, operation: int, value: int) -> None:
-    matcher.link.begin(np.array([operation, matcher.id % MAX_SLOTS, value], dtype=np.int32).tobytes())
+    matcher.link.enqueue(np.array([operation, matcher.id % MAX_SLOTS, value], dtype=np.int32).tobytes())

@@ -157,11 +157,11 @@ class WorkerLink:
         self.pending.extend((OPEN, slot, grammar))
         return slot
 
-    def begin(self, operations: bytes) -> None:
+    def enqueue(self, operations: bytes) -> None:
         """Add operations to the next batch, which is awaited.
 
-        operations: three int32 numbers each. They go in one batch with those that are begun until it is sent: of
-        several, the second would be sent only once the tokens that the first expects have arrived.
+        operations: three int32 numbers each. Operations enqueued until the next `post` share a batch: a second
+        batch would be sent only after the tokens that the first expects have arrived.
         """
         if not self.is_awaited and len(self.pending) > 3 * (MAX_OPERATIONS - 2 * MAX_SLOTS):
             self.post()

@@ -137,7 +137,7 @@ class WorkerPool:
             if link.is_awaited:
                 link.post()
 
-    def begin(self, operation: int, ids: Ints, values: Ints) -> list[Batch]:
+    def enqueue(self, operation: int, ids: Ints, values: Ints) -> list[Batch]:
         """Add an operation on many matchers to the workers' next batches.
 
         ids: values of `RemoteMatcher.id`; negative ids belong to no worker; values: second operand of each operation.
@@ -164,7 +164,7 @@ class WorkerPool:
     def repeat(self, batches: list[Batch]) -> None:
         """Add the same operations again; `are_current(batches)` must be True."""
         for batch in batches:
-            batch.link.begin(batch.operations)
+            batch.link.enqueue(batch.operations)
 
     def _share(self, ids: Ints) -> Shares:
         """Group matchers by worker."""

@@ -50,8 +50,8 @@ class Owner(Protocol):
 class RemoteMatcher:
     """Advance a grammar on a worker, like a `LocalMatcher`.
 
-    `WorkerPool.begin` advances many matchers at once; the methods here block if needed. If the worker is lost, refuses
-    a mask or rejects a token, a matcher in this process replays the tokens and takes over.
+    `WorkerPool.enqueue` advances many matchers at once; the methods here block if needed. If the worker is lost,
+    refuses a mask or rejects a token, a matcher in this process replays the tokens and takes over.
     """
 
     def __init__(self, grammar: RemoteGrammar, tables: Tables) -> None:
@@ -81,7 +81,7 @@ class RemoteMatcher:
 
     @property
     def id(self) -> int:
-        """Return `worker << SLOT_BITS | slot`, for `WorkerPool.begin`."""
+        """Return `worker << SLOT_BITS | slot`, for `WorkerPool.enqueue`."""
         return self.link.number << SLOT_BITS | self._slot
 
     def end_accept(self) -> tuple[bool, list[int] | None]:

@@ -26,8 +26,8 @@ def step(scheduler: Scheduler, advancer: BatchAdvancer, seq: Sequence, number: i
     """Compute a step as the engine does; return whether the sequence's row was advanced."""
     plan = launched(scheduler, number)
     tokens = [token if row.seq_id == seq.id else 20 for row in plan.rows]
-    advancer.begin(scheduler.masks(plan), [token], least)
-    advanced = advancer.finish()
+    advancer.start_accept(scheduler.masks(plan), [token], least)
+    advanced = advancer.finish_accept()
     scheduler.commit(plan, StepResult([1] * len(tokens), tokens), advanced)
     return bool(advanced)
 

@@ -64,7 +64,7 @@ def expect(advancer: BatchAdvancer, masks: MaskedRows, tokens: Sequence[int], ra
         indices = random.sample(range(len(memory)), len(tokens))
     memory[indices] = tokens
     has_remote = any(cast("GrammarConstraint", each).remote is not None for _, each in masks)
-    assert advancer.expect(masks, ArrivingTokens(memory.data, indices)) == has_remote
+    assert advancer.accept_on_arrival(masks, ArrivingTokens(memory.data, indices)) == has_remote
 
 
 @pytest.mark.parametrize("is_expected", [False, True])
@@ -82,8 +82,8 @@ def test_outcome_is_that_of_accepting_each_token_by_itself(
             tokens = [random.choice(choices) for _ in ahead]
             if is_expected:
                 expect(advancer, masks, tokens, random)
-            advancer.begin(masks, tokens, 1)
-            advanced = advancer.finish()
+            advancer.start_accept(masks, tokens, 1)
+            advanced = advancer.finish_accept()
             for (row, each), token in zip(masks, tokens, strict=True):
                 reference = alone[row - 100]
                 if token == NO_TOKEN:
@@ -113,8 +113,8 @@ def test_rows_on_which_few_tokens_are_forced_are_advanced(
         alone = [compiled.first.deep_copy() for _ in held]
         for _ in range(10):
             tokens = [next_token(random, each, VOCAB, strays=0.01) for each in alone]
-            advancer.begin(numbered(held), tokens, least)
-            advanced = advancer.finish()
+            advancer.start_accept(numbered(held), tokens, least)
+            advanced = advancer.finish_accept()
             for (row, each), token, reference in zip(numbered(held), tokens, alone, strict=True):
                 accepted = reference.consume_token(token)
                 goes_on = accepted and not reference.is_stopped()
@@ -132,10 +132,10 @@ def test_rows_on_which_few_tokens_are_forced_are_advanced(
 def test_token_given_ahead_is_not_given_again(grammars: Grammars, advancer: BatchAdvancer) -> None:
     held = constraints(grammars, 8, advancer)
     a, x, y, q, d = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyqd")
-    advancer.begin(numbered(held), [a] * 8, 1)
-    assert advancer.finish() == set(range(100, 108))
-    advancer.begin(numbered(held), [x] * 8, 1)
-    assert advancer.finish() == set(), "two letters are forced"
+    advancer.start_accept(numbered(held), [a] * 8, 1)
+    assert advancer.finish_accept() == set(range(100, 108))
+    advancer.start_accept(numbered(held), [x] * 8, 1)
+    assert advancer.finish_accept() == set(), "two letters are forced"
     for each in (held[0], held[-1]):
         with pytest.raises(AssertionError, match="accepted ahead"):
             each.accept(d)
@@ -149,8 +149,8 @@ def test_overdrawn_constraints_accept_nothing(grammars: Grammars, advancer: Batc
     (a,) = grammars.prepare().tokenize_str("a")
     for each in held:
         each.overdrawn = "too slow"
-    advancer.begin(numbered(held), [a, a], 1)
-    assert advancer.finish() == set()
+    advancer.start_accept(numbered(held), [a, a], 1)
+    assert advancer.finish_accept() == set()
     assert not any(each.accept(a) for each in held)
 
 
@@ -158,9 +158,9 @@ def test_constraint_whose_sequence_ends_meanwhile(grammars: Grammars, advancer: 
     """Commands are applied between the two calls: they may end sequences."""
     held = constraints(grammars, 4, advancer)
     (a,) = grammars.prepare().tokenize_str("a")
-    advancer.begin(numbered(held), [a] * 4, 1)
+    advancer.start_accept(numbered(held), [a] * 4, 1)
     del held
-    assert advancer.finish() == {100, 101, 102, 103}
+    assert advancer.finish_accept() == {100, 101, 102, 103}
 
 
 def test_constraint_that_is_moved_to_a_worker_meanwhile(grammars: Grammars) -> None:
@@ -170,10 +170,10 @@ def test_constraint_that_is_moved_to_a_worker_meanwhile(grammars: Grammars) -> N
     advancer, compiled = BatchAdvancer(pool), grammars.compile(REGEX)
     held = [compiled.constraint(ignore_ends=False) for _ in range(3)]
     a, x, y = (grammars.prepare().tokenize_str(letter)[0] for letter in "axy")
-    advancer.begin(numbered(held), [a] * 3, 1)
+    advancer.start_accept(numbered(held), [a] * 3, 1)
     compiled.add_remote(pool.compile(REGEX, []))
     assert all(each.remote for each in held)
-    assert advancer.finish() == set()
+    assert advancer.finish_accept() == set()
     assert all(each.accept(a) and each.accept(x) for each in held)
     assert held[0].fast_forward_tokens()[:1] == [y]
 
@@ -189,10 +189,10 @@ def test_a_failed_row_of_a_lost_worker(grammars: Grammars, is_expected: bool) ->
     (a,) = grammars.prepare().tokenize_str("a")
     masks, tokens[:] = numbered(held), (a, NO_TOKEN)
     if is_expected:
-        assert advancer.expect(masks, ArrivingTokens(tokens.data, [0, 1]))
-    advancer.begin(masks, tokens.tolist(), 1)
+        assert advancer.accept_on_arrival(masks, ArrivingTokens(tokens.data, [0, 1]))
+    advancer.start_accept(masks, tokens.tolist(), 1)
     link.lose("is lost")
-    assert advancer.finish() == set()
+    assert advancer.finish_accept() == set()
     assert held[0].remote is None and held[0].accept(a)
     assert held[1].accept(a) and held[1].remote is None, "no token was given to it before"
 
@@ -200,8 +200,8 @@ def test_a_failed_row_of_a_lost_worker(grammars: Grammars, is_expected: bool) ->
 def test_no_tokens(grammars: Grammars, advancer: BatchAdvancer) -> None:
     held = constraints(grammars, 4, advancer)
     before = [state(each) for each in held]
-    advancer.begin([], [], 1)
-    assert advancer.finish() == set()
+    advancer.start_accept([], [], 1)
+    assert advancer.finish_accept() == set()
     assert [state(each) for each in held] == before
 
 
@@ -210,12 +210,12 @@ def test_forced_tokens_are_not_those_of_an_earlier_step(grammars: Grammars, adva
     held = constraints(grammars, 8, advancer)
     a, x, y, q = (grammars.prepare().tokenize_str(letter)[0] for letter in "axyq")
     for token, least in ((a, 1), (x, 1)):
-        advancer.begin(numbered(held), [token] * 8, least)
-        advanced = advancer.finish()
+        advancer.start_accept(numbered(held), [token] * 8, least)
+        advanced = advancer.finish_accept()
     assert advanced == set() and all(each.accept(x) for each in held)
     # Commands that came meanwhile let `min_jump` grow: nothing is jumped over.
     assert all(each.fast_forward_tokens() == [y, q] for each in held)
-    advancer.begin(numbered(held), [y] * 8, 3)
-    assert advancer.finish() == set(range(100, 108))
+    advancer.start_accept(numbered(held), [y] * 8, 3)
+    assert advancer.finish_accept() == set(range(100, 108))
     assert [each.fast_forward_tokens() for each in held] == [[q]] * 8
     assert all(each.accept_forced(each.fast_forward_tokens()) for each in held)

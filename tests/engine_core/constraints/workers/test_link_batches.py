@@ -57,7 +57,7 @@ def test_only_what_is_begun_is_awaited(link: InlineLink) -> None:
     slot = link.open(5)
     link.pending.extend((ACCEPT, slot, 7))
     assert not link.is_awaited
-    link.begin(operations(MASK, (slot, 3), (slot + 1, 4)))
+    link.enqueue(operations(MASK, (slot, 3), (slot + 1, 4)))
     assert link.is_awaited and batches == []
     link.post()
     assert batches == [[(OPEN, slot, 5), (ACCEPT, slot, 7), (MASK, slot, 3), (MASK, slot + 1, 4)]]
@@ -69,11 +69,11 @@ def test_batches_are_counted(link: InlineLink) -> None:
     counts = [link.num_posts]
     link.post()
     counts.append(link.num_posts)
-    link.begin(operations(ACCEPT, (1, 2)))
+    link.enqueue(operations(ACCEPT, (1, 2)))
     counts.append(link.num_posts)
     link.post()
     counts.append(link.num_posts)
-    link.begin(operations(ACCEPT, *[(1, 2)] * (2 * MAX_OPERATIONS + 1)))
+    link.enqueue(operations(ACCEPT, *[(1, 2)] * (2 * MAX_OPERATIONS + 1)))
     link.post_and_wait()
     counts.append(link.num_posts)
     assert counts == [0, 0, 0, 1, 4], "nothing is sent where nothing is pending, and of much each part"
@@ -82,7 +82,7 @@ def test_batches_are_counted(link: InlineLink) -> None:
 def test_a_lost_worker_gets_no_batch(link: InlineLink) -> None:
     batches = record(link)
     link.lose("is gone")
-    link.begin(operations(ACCEPT, (1, 2)))
+    link.enqueue(operations(ACCEPT, (1, 2)))
     link.post()
     assert (batches, link.num_posts, len(link.pending), link.is_awaited) == ([], 0, 0, False)
 
@@ -111,10 +111,10 @@ def test_what_is_not_awaited_goes_with_the_next_batch(grammars: Grammars, memory
     links[0].drop(1)
     pool.post_awaited()
     assert batches == [[], []]
-    pool.begin(ACCEPT, ints(1 << SLOT_BITS | slots[1]), ints(7))
+    pool.enqueue(ACCEPT, ints(1 << SLOT_BITS | slots[1]), ints(7))
     pool.post_awaited()
     assert batches == [[], [[(OPEN, slots[1], 1), (ACCEPT, slots[1], 7)]]]
-    pool.begin(ACCEPT, ints(9), ints(8))
+    pool.enqueue(ACCEPT, ints(9), ints(8))
     pool.post_awaited()
     assert batches[0] == [[(OPEN, slots[0], 1), (ACCEPT, 9, 8), (DROP, 1, 0), (CLOSE, slots[0], 0)]]
     pool.post_awaited()
@@ -131,7 +131,7 @@ def test_matchers_of_several_workers_and_of_none(grammars: Grammars, memory: Mas
     pool, links = started(grammars, memory, 3)
     last = (1 << SLOT_BITS) - 1
     ids = [2 << SLOT_BITS | 5, -1, 0, 2 << SLOT_BITS | last, last, -1, 2 << SLOT_BITS]
-    batches = pool.begin(MASK, ints(*ids), ints(*range(100, 107)))
+    batches = pool.enqueue(MASK, ints(*ids), ints(*range(100, 107)))
     assert [batch.link for batch in batches] == [links[0], links[2]]
     slots = [dict(zip(batch.indices.tolist(), batch.slots.tolist(), strict=True)) for batch in batches]
     assert slots == [{2: 0, 4: last}, {0: 5, 3: last, 6: 0}]
@@ -143,13 +143,13 @@ def test_matchers_of_several_workers_and_of_none(grammars: Grammars, memory: Mas
 @pytest.mark.parametrize("ids", [[], [-1], [-1, -1, -1]])
 def test_matchers_of_this_process_alone(grammars: Grammars, memory: MaskMemory, ids: list[int]) -> None:
     pool, links = started(grammars, memory, 2)
-    assert pool.begin(ACCEPT, ints(*ids), ints(*range(len(ids)))) == []
+    assert pool.enqueue(ACCEPT, ints(*ids), ints(*range(len(ids)))) == []
     assert not any(each.pending or each.is_awaited for each in links)
 
 
 def test_a_pool_without_workers_begins_nothing(grammars: Grammars, memory: MaskMemory) -> None:
     pool = WorkerPool(2, lambda: InlineLink(grammars, memory))
-    assert pool.begin(ACCEPT, ints(-1, -1), ints(1, 2)) == []
+    assert pool.enqueue(ACCEPT, ints(-1, -1), ints(1, 2)) == []
 
 
 def test_what_is_begun_goes_in_one_batch(grammars: Grammars, memory: MaskMemory) -> None:
@@ -161,6 +161,6 @@ def test_what_is_begun_goes_in_one_batch(grammars: Grammars, memory: MaskMemory)
     for pending in (MAX_OPERATIONS - 2 * MAX_SLOTS, MAX_OPERATIONS - 2 * MAX_SLOTS + 1):
         link.pending.extend((TAKE, 0, 7) * pending)
         for operation in (ACCEPT, MASK):
-            pool.begin(operation, ints(*range(MAX_SLOTS)), ints(*range(MAX_SLOTS)))
+            pool.enqueue(operation, ints(*range(MAX_SLOTS)), ints(*range(MAX_SLOTS)))
         pool.post_awaited()
     assert sizes == [MAX_OPERATIONS, pending, 2 * MAX_SLOTS]

@@ -233,7 +233,7 @@ class TestReplacements:
         assert self.counted() == (2, 1) and not self.pool.has_free([self.made[0], self.made[2]])
         held += opened(remote, self.grammars, TEXT, 2)
         ids = np.array([matcher.id for matcher in held], dtype=np.int32)
-        batches = self.pool.begin(MASK, ids, np.arange(4, dtype=np.int32))
+        batches = self.pool.enqueue(MASK, ids, np.arange(4, dtype=np.int32))
         parts = [(batch.link, sorted(batch.indices.tolist())) for batch in batches]
         assert parts == [(self.made[0], [0, 1]), (self.made[2], [2, 3])]
 
@@ -245,7 +245,7 @@ class TestReplacements:
         caplog.set_level("INFO")
         assert self.pool.compile(TEXT, [self.made[1]]) is not None
         assert "2 workers follow the grammars" in caplog.text, "three are known"
-        (batch,) = self.pool.begin(MASK, np.array([each.id], dtype=np.int32), np.zeros(1, dtype=np.int32))
+        (batch,) = self.pool.enqueue(MASK, np.array([each.id], dtype=np.int32), np.zeros(1, dtype=np.int32))
         assert batch.link is self.made[0] and self.pool.take_refused() and not each.end_mask()
         self.made[1].lose("ended")
         self.clock.advance(RESTART_SECONDS)

@@ -1,4 +1,4 @@
-"""Masks that workers have begun with, of matchers that they do not have any more when the masks are needed."""
+"""Prefetched masks of matchers that have left their worker before the masks are needed."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from tandem.engine_core.constraints.grammars import Grammars
 from tandem.engine_core.constraints.workers import pool as pool_module
 from tests.engine_core.constraints.conftest import ENDS
-from tests.engine_core.constraints.test_mask_builder_begin import UNTOUCHED, AdvanceBatch, Site, mixed
+from tests.engine_core.constraints.test_mask_prefetch import UNTOUCHED, AdvanceBatch, Site, mixed
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import allowed_tokens
 
@@ -43,10 +43,10 @@ def test_a_lost_worker_that_is_forgotten_before_its_masks_are_needed(
     site.pool._start_link = lambda: InlineLink(site.grammars, site.memory)
     (b,) = site.grammars.prepare().tokenize_str("b")
     gone.inline.do_next = lambda: None
-    site.advancer.begin([(index, each.constraint) for index, each in held.items()], [b] * len(held), 1)
-    site.begin(held, out)
+    site.advancer.start_accept([(index, each.constraint) for index, each in held.items()], [b] * len(held), 1)
+    site.prefetch(held, out)
     gone.end()
-    accept(held, b, site.advancer.finish())
+    accept(held, b, site.advancer.finish_accept())
     assert gone.is_lost and gone.num_open == 0
     assert site.pool.compile(LLMatcher.grammar_from_regex("[x-z]+"), []) is not None
     assert gone not in site.pool._links
@@ -61,7 +61,7 @@ def test_a_mask_that_a_worker_still_writes_is_not_computed_before(site: Site, mo
     for link in site.links:
         waiting.append(link.inline.do_next)
         link.inline.do_next = lambda: None
-    site.begin(held, out)
+    site.prefetch(held, out)
     for each in held.values():
         assert each.constraint.remote is not None
         each.constraint.remote._take_over()
@@ -81,7 +81,7 @@ def test_a_mask_that_a_worker_still_writes_is_not_computed_before(site: Site, mo
 
 def test_whole_masks_of_others_than_were_begun(site: Site) -> None:
     held, out = on_workers(site), site.outs[0]
-    site.begin(held, out)
+    site.prefetch(held, out)
     (b,) = site.grammars.prepare().tokenize_str("b")
     others = {index: site.followed(site.compiled) for index in held}
     accept(others, b)
@@ -102,7 +102,7 @@ def test_masks_that_are_refused_are_computed_once(site: Site, monkeypatch: pytes
 
     monkeypatch.setattr(site.builder, "_compute_measured", record)
     monkeypatch.setattr("tandem.engine_core.constraints.workers.worker.SLOW_SECONDS", -1.0)
-    site.begin(held, out)
+    site.prefetch(held, out)
     site.check(held, out)
     assert sorted(computed) == sorted(held)
 
@@ -114,7 +114,7 @@ def test_a_refused_mask_has_no_ends_where_they_are_ignored(site: Site, monkeypat
     masks = [(each, 0)]
     monkeypatch.setattr("tandem.engine_core.constraints.workers.worker.SLOW_SECONDS", -1.0)
     out[:] = UNTOUCHED
-    site.builder.begin(masks, out)
+    site.builder.prefetch(masks, out)
     site.builder.fill(masks, out)
     assert each.remote is None
     allowed = allowed_tokens(compiled.first)
@@ -125,6 +125,6 @@ def test_a_refused_mask_has_no_ends_where_they_are_ignored(site: Site, monkeypat
 
 def test_masks_that_were_begun_are_not_looked_at_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     held, out = on_workers(site), site.outs[0]
-    site.begin(held, out)
+    site.prefetch(held, out)
     monkeypatch.setattr(type(site.builder), "_begin_others", None)
     site.check(held, out)

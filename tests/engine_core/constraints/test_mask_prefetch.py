@@ -1,4 +1,4 @@
-"""Masks that workers begin with before it is known which are needed."""
+"""Masks that workers compute before it is known which are needed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,9 +73,9 @@ class Site:
             self.last = masks
         return self.last
 
-    def begin(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
+    def prefetch(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
         out[:] = UNTOUCHED
-        self.builder.begin(self.indexed(held), out)
+        self.builder.prefetch(self.indexed(held), out)
 
     def check(self, held: dict[int, AdvanceBatch], out: NDArray[np.int32]) -> None:
         """Fill the masks at these indices and compare them with those of the matchers alone."""
@@ -127,7 +127,7 @@ def remote_indices(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.in
 
 def test_masks_that_were_begun_are_not_asked_for_again(site: Site) -> None:
     held, out = mixed(site), site.outs[1]
-    site.begin(held, out)
+    site.prefetch(held, out)
     assert site.masks_posted() == remote_indices(site, held, out)
     here = [index for index, each in held.items() if each.constraint.remote is None]
     assert all((out[index] == UNTOUCHED).all() for index in here)
@@ -141,7 +141,7 @@ def test_masks_are_begun_again_for_each_fill(site: Site) -> None:
     """Those of the last step are not taken for the next one's."""
     held, out = mixed(site), site.outs[0]
     (letter,) = site.grammars.prepare().tokenize_str("b")
-    site.begin(held, out)
+    site.prefetch(held, out)
     site.check(held, out)
     site.masks_posted()
     for each in held.values():
@@ -153,7 +153,7 @@ def test_masks_are_begun_again_for_each_fill(site: Site) -> None:
 
 def test_fewer_masks_than_were_begun(site: Site) -> None:
     held, out = mixed(site), site.outs[0]
-    site.begin(held, out)
+    site.prefetch(held, out)
     site.masks_posted()
     left = dict(list(held.items())[::2])
     site.check(left, out)
@@ -164,7 +164,7 @@ def test_masks_of_others_than_were_begun_are_computed_after_all(site: Site) -> N
     """Another constraint has come to the index, or to one that nothing was begun for."""
     held, out = mixed(site), site.outs[0]
     (letter,) = site.grammars.prepare().tokenize_str("b")
-    site.begin(held, out)
+    site.prefetch(held, out)
     site.masks_posted()
     taken, free = next(iter(held)), next(index for index in range(ROWS) if index not in held)
     held |= {taken: site.followed(site.compiled), free: site.followed(site.compiled)}
@@ -176,7 +176,7 @@ def test_masks_of_others_than_were_begun_are_computed_after_all(site: Site) -> N
 
 def test_masks_begun_in_another_array_do_not_count(site: Site) -> None:
     held = mixed(site)
-    site.begin(held, site.outs[0])
+    site.prefetch(held, site.outs[0])
     site.masks_posted()
     site.outs[1][:] = UNTOUCHED
     site.check(held, site.outs[1])
@@ -187,14 +187,14 @@ def test_masks_of_one_object_that_were_begun_in_another_array_do_not_count(site:
     site.spread()
     site.spread()
     held = {index: site.followed(site.compiled) for index in range(6)}
-    site.begin(held, site.outs[0])
+    site.prefetch(held, site.outs[0])
     site.outs[1][:] = UNTOUCHED
     site.check(held, site.outs[1])
 
 
 def step(site: Site, held: dict[int, AdvanceBatch], out: NDArray[np.int32], random: Random) -> None:
     """Begin with the masks of a step, check them, and accept a token in each row."""
-    site.begin(held, out)
+    site.prefetch(held, out)
     assert site.masks_posted() == remote_indices(site, held, out)
     site.check(held, out)
     assert site.masks_posted() == []
@@ -225,7 +225,7 @@ def test_masks_of_one_object_step_after_step(site: Site) -> None:
 
 def test_a_constraint_that_comes_to_a_worker_meanwhile(site: Site) -> None:
     held = {index: site.followed(site.compiled) for index in range(4)}
-    site.begin(held, site.outs[0])
+    site.prefetch(held, site.outs[0])
     assert site.masks_posted() == []
     site.spread()
     assert all(each.constraint.remote is not None for each in held.values())
@@ -236,7 +236,7 @@ def test_a_constraint_that_comes_to_a_worker_meanwhile(site: Site) -> None:
 def test_a_constraint_that_is_taken_back_meanwhile(site: Site) -> None:
     """Its worker has rejected a token that was accepted in between."""
     held, out = mixed(site), site.outs[0]
-    site.begin(held, out)
+    site.prefetch(held, out)
     index, each = next((index, each) for index, each in held.items() if each.constraint.remote is not None)
     remote = each.constraint.remote
     assert remote is not None
@@ -251,7 +251,7 @@ def test_a_constraint_that_is_taken_back_meanwhile(site: Site) -> None:
 def test_a_mask_that_is_refused_after_it_was_begun(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     held, out = mixed(site), site.outs[1]
     monkeypatch.setattr("tandem.engine_core.constraints.workers.worker.SLOW_SECONDS", -1.0)
-    site.begin(held, out)
+    site.prefetch(held, out)
     monkeypatch.undo()
     site.check(held, out)
     assert all(each.constraint.remote is None and each.constraint.remote_id == -1 for each in held.values())
@@ -259,7 +259,7 @@ def test_a_mask_that_is_refused_after_it_was_begun(site: Site, monkeypatch: pyte
         token = allowed_tokens(each.alone)[0]
         assert each.constraint.accept(token) and each.alone.consume_token(token)
     site.masks_posted()
-    site.begin(held, out)
+    site.prefetch(held, out)
     site.check(held, out)
     assert site.masks_posted() == [] and all(link.num_open == 0 for link in site.links)
 
@@ -270,7 +270,7 @@ def test_a_worker_that_is_lost_after_its_masks_were_begun(site: Site, is_noticed
     held, out = mixed(site), site.outs[0]
     gone, other = site.links
     gone.inline.do_next = lambda: None  # It dies over this batch.
-    site.begin(held, out)
+    site.prefetch(held, out)
     if is_noticed:
         gone.lose("is gone")
     else:
@@ -283,7 +283,7 @@ def test_a_worker_that_is_lost_after_its_masks_were_begun(site: Site, is_noticed
 
 
 def test_nothing_to_begin_with(site: Site) -> None:
-    site.builder.begin([], site.outs[0])
+    site.builder.prefetch([], site.outs[0])
     assert site.posted == []
     site.builder.fill([], site.outs[0])
     assert site.posted == []
@@ -303,7 +303,7 @@ def test_masks_are_those_of_matchers_alone_whatever_was_begun(grammars: Grammars
                 if index not in held or random.random() < 0.2:
                     held[index] = site.followed(random.choice([site.compiled, site.compiled, site.here]))
             if random.random() < 0.8:
-                site.begin(held, out)
+                site.prefetch(held, out)
             site.masks_posted()
             if random.random() < 0.3:
                 index = random.choice(list(held))
@@ -318,8 +318,8 @@ def test_masks_are_those_of_matchers_alone_whatever_was_begun(grammars: Grammars
             num_late, num_begun = num_late + late, num_begun + num_remote - late
             tokens = {index: random.choice(allowed_tokens(each.alone)) for index, each in wanted.items()}
             masks = [(index, each.constraint) for index, each in wanted.items()]
-            site.advancer.begin(masks, [tokens[index] for index, _ in masks], 1)
-            advanced = site.advancer.finish()
+            site.advancer.start_accept(masks, [tokens[index] for index, _ in masks], 1)
+            advanced = site.advancer.finish_accept()
             for index, each in wanted.items():
                 assert each.alone.consume_token(tokens[index])
                 assert index in advanced or each.constraint.accept(tokens[index])
@@ -341,7 +341,7 @@ def test_ends_are_looked_for_only_where_a_worker_has_found_some(
     monkeypatch.setattr(site.builder, "_drop_ends", lambda rows, out: (looked.append(rows), drop(rows, out))[1])
     out, (a,) = site.outs[0], grammars.prepare().tokenize_str("a")
     for number in range(6):
-        site.builder.begin([(each, 3)], out)
+        site.builder.prefetch([(each, 3)], out)
         site.builder.fill([(each, 3)], out)
         assert each.remote is not None
         allowed = np.flatnonzero(np.unpackbits(out[3].view(np.uint8), bitorder="little")).tolist()

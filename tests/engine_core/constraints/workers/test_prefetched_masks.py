@@ -28,9 +28,9 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     advancer = BatchAdvancer(pool)
     builder = MaskBuilder(ENDS, new_stats(), FakeClock(), workers=pool, memory=memory)
     a, b = (grammars.prepare().tokenize_str(letter)[0] for letter in "ab")
-    advancer.begin([(0, each)], [a], 1)
-    builder.begin([(each, 0)], out)
-    advancer.finish()
+    advancer.start_accept([(0, each)], [a], 1)
+    builder.prefetch([(each, 0)], out)
+    advancer.finish_accept()
     builder.fill([(each, 0)], out)
     # The worker's matcher fails at the next token, as it does where its tables are full; that of this process does not.
     worker, slot = link.worker, each.remote.id
@@ -42,9 +42,9 @@ def test_mask_of_a_matcher_that_was_taken_back_is_that_of_this_process(grammars:
     worker._write_mask = lambda *given: (late.append(given), False)[1]  # type: ignore[method-assign]
     finish = worker.channel.finish_batch
     worker.channel.finish_batch = lambda *_: worker.channel.finish_accepting()  # type: ignore[method-assign]
-    advancer.begin([(0, each)], [b], 1)
-    builder.begin([(each, 0)], out)
-    advancer.finish()
+    advancer.start_accept([(0, each)], [b], 1)
+    builder.prefetch([(each, 0)], out)
+    advancer.finish_accept()
     assert each.remote is None and each.accept(b) and not each.problem
     local_mask = np.zeros_like(out)
     each.local.write_mask(local_mask.ctypes.data, out.strides[0])
