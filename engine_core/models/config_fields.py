@@ -38,7 +38,7 @@ Layers = Annotated[int, Meta(gt=0, le=MAX_LAYERS)]
 
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 """Supported values of `hidden_act`."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (),
     "use_sliding_window": (False,),
     "attn_logit_softcapping": (),
@@ -56,7 +56,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "logits_scaling": (1.0,),
 }
-"""Fields that change the output of some family, with the values besides null that change nothing."""
+"""Values without effect, other than null, of fields that change the output in some families."""
 _QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 _OUTER_FIELDS = ("eos_token_id", "dtype", "torch_dtype", *_QUANTIZATION_FIELDS)
 """Fields of a multimodal config.json that also apply to its text backbone, unless overridden there."""
@@ -130,7 +130,7 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
     """The config.json, for error messages."""
     architecture: str
     fields: dict[str, Any]
-    """The object in config.json, or the part that describes the text half."""
+    """The object in config.json, or the part that describes the text backbone."""
     quantized_by: str = ""
     """The separate file that `quantization_config` was read from, if any."""
     generation_ends: int | list[int] | None = None
@@ -194,7 +194,7 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         others = {name: value for name, value in self.fields.items() if name not in kind.__struct_fields__}
         if others.get("use_sliding_window") is False:
             others.pop("sliding_window", None)
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in _NO_OP_VALUES.items():
             value = others.get(name)
             if value is not None and value not in neutral:
                 problems.append(f"{name} {msgspec.json.encode(value).decode()} is not supported")

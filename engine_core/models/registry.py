@@ -20,7 +20,7 @@ from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
-from tandem.engine_core.models.text_backbone import TEXT_HALVES, text_name
+from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, text_name
 from tandem.engine_core.models.unsupported import describe
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def resolve_source(source: ConfigSource) -> ModelConfig:
     """Return the `ModelConfig` of a model. Raises ConfigError as `read_config` does."""
     try:
         family = _find_family(source)
-        return family.read_config(source.text_backbone() if source.architecture in TEXT_HALVES else source)
+        return family.read_config(source.text_backbone() if source.architecture in TEXT_BACKBONES else source)
     except ConfigError as error:
         raise ConfigError(f"{source.path}: {error}") from None
 
@@ -106,7 +106,7 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
         return checkpoint
     text = checkpoint.renamed(text_name)
     logger.info(
-        "%s is multimodal; its text half is served, and the %d tensors of the others are not read",
+        "%s is multimodal; its text backbone is served, and the %d tensors of the others are not read",
         config.architecture,
         len(checkpoint.tensors) - len(text.tensors),
     )
@@ -125,8 +125,8 @@ def build_model(
     if checkpoint is not None and config.tie_embeddings:
         tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
-    half = TEXT_HALVES.get(config.architecture)
-    family = FAMILIES[half.architecture if half else config.architecture]
+    backbone = TEXT_BACKBONES.get(config.architecture)
+    family = FAMILIES[backbone.architecture if backbone else config.architecture]
     return family.build(config, max_positions or config.max_positions, context)
 
 
@@ -138,16 +138,16 @@ def _find_family(source: ConfigSource) -> Family:
     architecture = source.architecture
     models = ", ".join(family.models for family in FAMILIES.values())
     known = f"supported are dense models of these families: {models}; {FAMILY_TABLE} lists them"
-    half = TEXT_HALVES.get(architecture)
-    if half is not None:
+    backbone = TEXT_BACKBONES.get(architecture)
+    if backbone is not None:
         text = source.fields.get("text_config")
         found = text.get("model_type") if isinstance(text, dict) else None
-        if found != half.model_type:
+        if found != backbone.model_type:
             raise ConfigError(
                 f'the architecture {architecture} is multimodal, and its text_config of model_type "{found}" is not '
-                f'supported, only "{half.model_type}"; {known}'
+                f'supported, only "{backbone.model_type}"; {known}'
             )
-        return FAMILIES[half.architecture]
+        return FAMILIES[backbone.architecture]
     if architecture not in FAMILIES:
         nature = describe(architecture, source.fields)
         raise ConfigError(f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; {known}")

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextBackbone:
-    """The text half of a multimodal architecture."""
+    """Text backbone of a multimodal architecture."""
 
     architecture: str
-    """The architecture of the text half by itself."""
+    """Architecture of the text backbone alone."""
     model_type: str
-    """The `model_type` in the `text_config` of a supported text half."""
+    """`model_type` in the `text_config` of a supported text backbone."""
 
 
-TEXT_HALVES = {
+TEXT_BACKBONES = {
     "Gemma3ForConditionalGeneration": TextBackbone("Gemma3ForCausalLM", "gemma3_text"),
     "Mistral3ForConditionalGeneration": TextBackbone("MistralForCausalLM", "mistral"),
 }
@@ -30,17 +30,17 @@ _PREFIXES = {
 
 Published folders have the first two; transformers writes the third since 4.52, and `lm_head` unchanged.
 """
-_OTHER_HALVES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
-"""Beginnings of the names of tensors of other halves, behind `model.` or not."""
+_OTHER_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+"""Name prefixes of other tensors, with or without a leading `model.`."""
 
 
 def text_name(name: str) -> str | None:
-    """Return the name that a tensor has in the text model by itself.
+    """Return the name of a tensor in the text model alone.
 
-    name: that in the multimodal checkpoint. None: the tensor belongs to another half. Any other name is returned
+    name: in the multimodal checkpoint. Returns None for tensors outside the text backbone. Other names are returned
     unchanged.
     """
-    if name.removeprefix("model.").startswith(_OTHER_HALVES):
+    if name.removeprefix("model.").startswith(_OTHER_PREFIXES):
         return None
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):

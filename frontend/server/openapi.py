@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from tandem.frontend.api.openapi import ANTHROPIC_ERROR_BODY, ERROR_BODY, error_response
 from tandem.frontend.api.request_scope import ANTHROPIC_PREFIX
 from tandem.frontend.request.schema import Schema
-from tandem.frontend.server.paths import needed_right
+from tandem.frontend.server.paths import required_right
 
 _EVERYWHERE = {
     "405": "The path does not support this method.",
@@ -56,7 +56,7 @@ def document(app: FastAPI, routers: Iterable[APIRouter], guarded: bool, names: S
             if guarded and not keyless:
                 operation["security"] = [{"apiKey": []}]
                 responses["401"] = error_response("The API key is missing or unknown.", error_body)
-                if (right := needed_right(path)) is not None:
+                if (right := required_right(path)) is not None:
                     responses["403"] = error_response(f"The API key lacks the right {right.value!r}.", error_body)
             body = bodies.get((path, method))
             if body is not None:

@@ -1,7 +1,7 @@
 """Classify request paths.
 
-A path determines the label of metrics, the right that is needed, and whether it is a health check or a route that only
-other servers have.
+A path determines the metric label, the required right, and whether it is a health check or an unsupported route of
+OpenAI or vLLM.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _ROUTES = frozenset(
         *("/version", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/", "/docs"),
     )
 )
-_NAMED = {
+_PARAMETER_ROUTES = {
     "/v1/models/": "/v1/models/{model}",
     "/v1/sessions/": "/v1/sessions/{session_id}",
     "/v1/responses/": "/v1/responses/{response_id}",
@@ -49,9 +49,9 @@ ROUTE_RIGHTS: Mapping[str, Right | None] = {
     "/openapi.json": None,
 }
 """Required right by route label. None: any valid key, as for a path without a label, so every route is listed."""
-_OTHERS = {"/admin/": Right.ADMIN}
-"""Rights of other paths, by prefix."""
-_UNSERVED = {
+_PREFIX_RIGHTS = {"/admin/": Right.ADMIN}
+"""Required right by prefix, for paths without a label."""
+_UNSUPPORTED_ROUTES = {
     "/v1/embeddings": "embeddings are",
     "/embeddings": "embeddings are",
     "/v1/moderations": "moderation is",
@@ -73,7 +73,7 @@ _UNSERVED = {
     "/pooling": "pooling is",
     "/classify": "classification is",
 }
-"""Features of routes that only other servers have, by prefix."""
+"""Features of routes of OpenAI and vLLM that are not supported, by prefix."""
 _REMEDIES = {
     "/v1/batches": "; `tandem run-batch` sends a file of requests",
     "/v1/conversations": "; `/v1/responses` continues a stored response by `previous_response_id`",
@@ -82,24 +82,21 @@ _WITHOUT_PREFIX = ("/chat/completions", "/completions", "/responses", "/messages
 
 
 def route_label(path: str) -> str:
-    """Return the metric label of a path.
-
-    Clients cannot add labels.
-    """
+    """Return the metric label of a path, which is one of a fixed set."""
     if path in _ROUTES:
         return path
-    return next((label for start, label in _NAMED.items() if path.startswith(start)), OTHER)
+    return next((label for start, label in _PARAMETER_ROUTES.items() if path.startswith(start)), OTHER)
 
 
-def needed_right(path: str) -> Right | None:
-    """Return the right that a path needs; None if any key will do.
+def required_right(path: str) -> Right | None:
+    """Return the right that a path requires; None for any valid key.
 
     Unknown paths are open to any key and get a 404.
     """
     label = route_label(path)
     if label in ROUTE_RIGHTS:
         return ROUTE_RIGHTS[label]
-    return next((right for start, right in _OTHERS.items() if path.startswith(start)), None)
+    return next((right for start, right in _PREFIX_RIGHTS.items() if path.startswith(start)), None)
 
 
 def is_health_check(path: str) -> bool:
@@ -108,11 +105,8 @@ def is_health_check(path: str) -> bool:
 
 
 def missing_route(path: str) -> str | None:
-    """Return the error message for a route that only other servers have.
-
-    Return None for any other path.
-    """
-    for start, name in _UNSERVED.items():
+    """Return the error message for an unsupported route of OpenAI or vLLM, or a wrong base URL, else None."""
+    for start, name in _UNSUPPORTED_ROUTES.items():
         if path == start or path.startswith(start + "/"):
             return f"{name} not supported{_REMEDIES.get(start, '')}"
     if path.startswith("/v1/v1/"):

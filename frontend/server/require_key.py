@@ -11,7 +11,7 @@ from tandem.frontend.api.error_response import error_answer
 from tandem.frontend.api.request_scope import speaks_anthropic
 from tandem.frontend.engine.client import EngineClient
 from tandem.frontend.errors import ApiError
-from tandem.frontend.server.paths import is_health_check, needed_right
+from tandem.frontend.server.paths import is_health_check, required_right
 
 _BEARER = "'authorization: Bearer KEY'"
 
@@ -42,7 +42,7 @@ class RequireKey:
             await self._refuse(scope, receive, send)
             return
         scope[API_KEY] = key
-        right = needed_right(scope["path"])
+        right = required_right(scope["path"])
         if right is Right.GENERATE and right in key.rights:
             await self._app(scope, receive, self._with_rate_limits(scope, key, send))
         elif right is None or right in key.rights:

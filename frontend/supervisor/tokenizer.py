@@ -21,8 +21,8 @@ from tandem.protocol.installing import install_packages
 
 logger = logging.getLogger(__name__)
 
-_OTHERS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-"""Files that are read along with those that a tokenizer is converted from."""
+_EXTRA_FILES = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+"""Files that the conversion reads in addition to TOKENIZER_SOURCES."""
 MAX_SECONDS = 300.0
 """Maximum seconds of a conversion; a busy machine takes a minute to import transformers."""
 _PACKAGES = ("transformers", "sentencepiece", "protobuf", "tiktoken")
@@ -45,7 +45,7 @@ def with_tokenizer(folder: Path, cache: Path) -> Path:
     """
     if (folder / TOKENIZER).exists() or not any((folder / name).is_file() for name in TOKENIZER_SOURCES):
         return folder
-    sources = [path for name in (*TOKENIZER_SOURCES, *_OTHERS) if (path := folder / name).is_file()]
+    sources = [path for name in (*TOKENIZER_SOURCES, *_EXTRA_FILES) if (path := folder / name).is_file()]
     try:
         size = sum(path.stat().st_size for path in sources)
         if size > MAX_SOURCE_BYTES:

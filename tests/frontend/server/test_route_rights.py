@@ -13,7 +13,7 @@ from tandem.frontend.access.api_key import Right
 from tandem.frontend.api.page import page_paths
 from tandem.frontend.config import FrontendConfig
 from tandem.frontend.server.app import build_routers
-from tandem.frontend.server.paths import ROUTE_RIGHTS, is_health_check, needed_right, route_label
+from tandem.frontend.server.paths import ROUTE_RIGHTS, is_health_check, required_right, route_label
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, get, post, until
 from tests.support.api_keys import bearer, make_key, write_keys
@@ -50,7 +50,7 @@ def test_every_route_refuses_keys_without_its_right_before_it_reads_anything(gua
     with httpx.Client(base_url=guarded.url, timeout=DEADLINE) as client:
         for method, template in routes(guarded):
             path = re.sub(r"{.*?}", "x", template)
-            needed = needed_right(path)
+            needed = required_right(path)
             for right in Right:
                 response = client.request(method, path, headers=bearer(right.value))
                 if needed in (None, right):
@@ -70,7 +70,7 @@ def test_anthropic_routes_refuse_in_their_own_shape(guarded: RunningServer) -> N
 
 @pytest.mark.parametrize("path", ["/admin/new", "/admin/scheduler/x", "/admin/"])
 def test_paths_of_administration_that_do_not_exist_need_its_right(path: str) -> None:
-    assert needed_right(path) is Right.ADMIN
+    assert required_right(path) is Right.ADMIN
 
 
 def test_a_server_without_keys_is_open(server: RunningServer) -> None:
