@@ -156,8 +156,8 @@ class GrammarAdvancer(Protocol):
     def accept_on_arrival(self, masks: MaskedRows, arriving: ArrivingTokens) -> bool:
         """Let worker processes accept the sampled tokens of these rows as they arrive.
 
-        Return False if there are no workers for them. After True, `Runtime.prefetch_masks` may give the workers more
-        work. `start_accept` must be called with the same masks before any other use of the constraints.
+        Return False if the calling thread accepts them instead. After True, `Runtime.prefetch_masks` may add work for
+        the workers. `start_accept` must be called with the same masks before any other use of the constraints.
         """
 
     def start_accept(self, masks: MaskedRows, tokens: Sequence[int], least: int) -> None:

@@ -106,7 +106,7 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
         return checkpoint
     text = checkpoint.renamed(text_name)
     logger.info(
-        "%s is multimodal; its text backbone is served, and the %d tensors of the others are not read",
+        "%s is multimodal; serving its text backbone without %d other tensors",
         config.architecture,
         len(checkpoint.tensors) - len(text.tensors),
     )

@@ -1,4 +1,4 @@
-"""Gemma 3: logits equal those of transformers, alone and as the text half of a multimodal checkpoint."""
+"""Gemma 3: logits equal those of transformers, alone and as the text backbone of a multimodal checkpoint."""
 
 import json
 from collections import Counter
