@@ -123,8 +123,8 @@ def test_a_refused_mask_has_no_ends_where_they_are_ignored(site: Site, monkeypat
     assert all(out[0][token // 32] >> token % 32 & 1 for token in allowed if token not in ENDS)
 
 
-def test_masks_that_were_begun_are_not_looked_at_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_masks_are_not_enqueued_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     held, out = on_workers(site), site.outs[0]
     site.prefetch(held, out)
-    monkeypatch.setattr(type(site.builder), "_begin_others", None)
+    monkeypatch.setattr(type(site.builder), "_enqueue_missing", None)
     site.check(held, out)
