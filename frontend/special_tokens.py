@@ -125,8 +125,10 @@ class SpecialTokenGuard:
             model["merges"] = [merge for merge in model["merges"] if not self._makes_special(merge)]
         encoder = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(described))
         found = {encoder.token_to_id(name): text for text, name in self.names.items()}
-        if wrong := [text for token_id, text in found.items() if token_id is None or self._ids.get(token_id) != text]:
-            raise ValueError(f"the special tokens {wrong} cannot be told from text")
+        if ambiguous := [
+            text for token_id, text in found.items() if token_id is None or self._ids.get(token_id) != text
+        ]:
+            raise ValueError(f"the special tokens {ambiguous} cannot be told from text")
         return encoder
 
     def _protect_text(self, text: str) -> str:

@@ -104,7 +104,7 @@ def prepare_endpoint(endpoint: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"directory {path.parent} of endpoint {endpoint} cannot be created: {error}") from error
-    check_ipc_place(endpoint)
+    check_ipc_path(endpoint)
     if not path.exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -118,7 +118,7 @@ def prepare_endpoint(endpoint: str) -> None:
     raise ValueError(f"another process already listens on {endpoint}")
 
 
-def check_ipc_place(endpoint: str) -> None:
+def check_ipc_path(endpoint: str) -> None:
     """Check the path of an `ipc://` endpoint without changing it.
 
     Raises ValueError if its directory is accessible to other users, or if another kind of file is there. The directory

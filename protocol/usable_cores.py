@@ -31,9 +31,9 @@ def _quotas(root: Path) -> list[float]:
             base = root / "sys/fs/cgroup" / (controllers and ("cpu" if len(names) == 1 else controllers))
             group = base / path.lstrip("/")
             # In a container the path may be the host's; the mount then shows the container's own group.
-            for place in (group, *group.parents):
-                found += _quota(place)
-                if place == base:
+            for level in (group, *group.parents):
+                found += _quota(level)
+                if level == base:
                     break
     return found
 

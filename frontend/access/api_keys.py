@@ -62,8 +62,8 @@ class ApiKeys:
         try:
             ring = KeyRing(self._read())
         except ValueError as error:
-            why = with_fields(file=str(self.file), reason=str(error))
-            audit.error("API keys were not reloaded, those from before stay in force", extra=why)
+            fields = with_fields(file=str(self.file), reason=str(error))
+            audit.error("API keys were not reloaded, those from before stay in force", extra=fields)
             return False
         before, self.ring = self.ring, ring
         added, removed = ring.keys.keys() - before.keys.keys(), before.keys.keys() - ring.keys.keys()

@@ -42,8 +42,8 @@ def api_keys(arguments: argparse.Namespace, environ: Mapping[str, str] = os.envi
         try:
             lines = decode_text(arguments.api_key_file.read_bytes()).split()
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"--api-key-file {arguments.api_key_file} cannot be read: {why}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"--api-key-file {arguments.api_key_file} cannot be read: {reason}") from None
         if not lines:
             raise ValueError(f"--api-key-file {arguments.api_key_file} contains no key; write one per line")
         keys += lines

@@ -56,13 +56,13 @@ class Reservation:
             return
         budget, added = self._budget, size - self._held
         own = budget.used_by.get(self._owner, 0)
-        for used, most, whose in (
+        for used, limit, scope in (
             (budget.used, budget.max_bytes, ""),
             (own, budget.max_bytes // 2 if self._owner else budget.max_bytes, " of this API key"),
         ):
-            if used + added > most and used > self._held:
+            if used + added > limit and used > self._held:
                 raise overloaded(
-                    f"{budget.what}{whose} take {used} bytes, at most {most} are allowed at once; try again later",
+                    f"{budget.what}{scope} take {used} bytes, at most {limit} are allowed at once; try again later",
                     refusal="bodies",
                 )
         self._add(added)

@@ -219,12 +219,12 @@ class Chat:
                 is_stopped = TOOK_TOO_LONG in str(failure)
                 return ""
 
-        async def render_asked(name: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+        async def render_probe(name: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
             return await render(messages, {"tools": tools or None, "add_generation_prompt": True}, name)
 
         facts = await probe_template(render)
         traits = {
-            name: await probe_traits(partial(render_asked, name), needs_tools=name == "tool_use")
+            name: await probe_traits(partial(render_probe, name), needs_tools=name == "tool_use")
             for name in template.source.texts
         }
         return _Probed(facts, {} if is_stopped else traits)

@@ -10,11 +10,11 @@ from msgspec import Struct
 
 from tandem.protocol.fair_queue import FairQueue
 
-MAX_BYTES_AHEAD = 256 * 1024
+MAX_SENT_BYTES = 256 * 1024
 """Bytes of requests sent to the process in advance, so that it does not wait for the next one."""
-MAX_GIVEN = 4
+MAX_SENT = 4
 """Maximum number of conversations sent to the process, including the current one: the turn of a key waits for these."""
-FEW_GIVEN = 1
+REFILL_SENT = 1
 """Number of conversations in the process at which more are sent, in a single write."""
 
 
@@ -39,20 +39,20 @@ class RenderQueue:
     """
 
     def __init__(self) -> None:
-        self._again: deque[RenderJob] = deque()
+        self._retries: deque[RenderJob] = deque()
         """Conversations of a process that exited; they come first."""
         self._waiting: FairQueue[RenderJob] = FairQueue()
         """Other conversations, by key."""
-        self._given: deque[RenderJob] = deque()
-        self._bytes_ahead = 0
+        self._sent: deque[RenderJob] = deque()
+        self._sent_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._again) + len(self._waiting) + len(self._given)
+        return len(self._retries) + len(self._waiting) + len(self._sent)
 
     @property
     def current(self) -> RenderJob | None:
         """The conversation that the process renders."""
-        return self._given[0] if self._given else None
+        return self._sent[0] if self._sent else None
 
     def add(self, job: RenderJob) -> None:
         """Append a conversation to its key's queue."""
@@ -60,30 +60,30 @@ class RenderQueue:
 
     def retry(self, job: RenderJob) -> None:
         """Insert a conversation before all others."""
-        self._again.appendleft(job)
+        self._retries.appendleft(job)
 
-    def give(self) -> list[bytes]:
+    def next_frames(self) -> list[bytes]:
         """Return the requests to send to the process now.
 
-        None are sent while it has more than FEW_GIVEN. Abandoned conversations are dropped.
+        None are sent while it has more than REFILL_SENT. Abandoned conversations are dropped.
         """
         requests: list[bytes] = []
-        if len(self._given) > FEW_GIVEN:
+        if len(self._sent) > REFILL_SENT:
             return requests
-        while len(self._given) < MAX_GIVEN and (job := self._first()) is not None:
+        while len(self._sent) < MAX_SENT and (job := self._first()) is not None:
             if not job.prompt.done():
-                if self._given and self._bytes_ahead + len(job.request) > MAX_BYTES_AHEAD:
+                if self._sent and self._sent_bytes + len(job.request) > MAX_SENT_BYTES:
                     break
-                self._given.append(job)
-                self._bytes_ahead += len(job.request)
+                self._sent.append(job)
+                self._sent_bytes += len(job.request)
                 requests.append(job.request)
             self._remove_first()
         return requests
 
     def finish(self) -> RenderJob:
         """Remove the conversation that the process has finished."""
-        job = self._given.popleft()
-        self._bytes_ahead -= len(job.request)
+        job = self._sent.popleft()
+        self._sent_bytes -= len(job.request)
         return job
 
     def take_back(self) -> RenderJob | None:
@@ -91,31 +91,31 @@ class RenderQueue:
 
         Its other conversations go to its successor, in order.
         """
-        guilty = self.finish() if self._given else None
-        self._again.extendleft(reversed(self._given))
-        self._given.clear()
-        self._bytes_ahead = 0
+        guilty = self.finish() if self._sent else None
+        self._retries.extendleft(reversed(self._sent))
+        self._sent.clear()
+        self._sent_bytes = 0
         return guilty
 
     def take_all(self) -> list[RenderJob]:
         """Remove all conversations."""
-        jobs = [*self._given, *self._again, *self._waiting]
-        for removed in (self._given, self._again, self._waiting):
+        jobs = [*self._sent, *self._retries, *self._waiting]
+        for removed in (self._sent, self._retries, self._waiting):
             removed.clear()
-        self._bytes_ahead = 0
+        self._sent_bytes = 0
         return jobs
 
     def _first(self) -> RenderJob | None:
         """Return the next conversation."""
-        if self._again:
-            return self._again[0]
+        if self._retries:
+            return self._retries[0]
         found = self._waiting.peek()
         return None if found is None else found[1]
 
     def _remove_first(self) -> None:
         """Remove the next conversation; then it is another key's turn."""
-        if self._again:
-            self._again.popleft()
+        if self._retries:
+            self._retries.popleft()
             return
         found = self._waiting.take()
         assert found is not None, "no conversation waits"

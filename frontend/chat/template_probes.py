@@ -49,8 +49,8 @@ async def _call_format(render: Render) -> str | None:
         call = {"id": "zcall0001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         result = {"role": "tool", "tool_call_id": "zcall0001", "name": _NAME, "content": _RESULT}
         for content in ("", None):
-            asked: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
-            text = await render([_USER, asked, result], {"tools": [_TOOL], "add_generation_prompt": True})
+            message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+            text = await render([_USER, message, result], {"tools": [_TOOL], "add_generation_prompt": True})
             if (found := _format_of_call(text)) is not None:
                 return found
     return None

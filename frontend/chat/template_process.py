@@ -33,7 +33,7 @@ _EXIT_SECONDS = 1.0
 _ARGV = (sys.executable, "-P", "-m", "tandem.frontend.chat.render_worker")
 _LINE_BYTES = 2**16
 """Maximum length of a line of the process's stderr in the log."""
-_OWN_FAULTS = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+_CRASH_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 """Signals caused by the process itself; others are external."""
 
 
@@ -190,7 +190,7 @@ class TemplateProcess:
 
     def _give(self) -> None:
         assert self._connection is not None, "the process is ready"
-        requests = self._queue.give()
+        requests = self._queue.next_frames()
         if requests:
             self._connection.write(requests[0] if len(requests) == 1 else b"".join(requests))
             self._watch()
@@ -240,7 +240,7 @@ def _ended_with(status: str) -> RenderError | ApiError:
     """Return the error of a conversation after its process exited while rendering it."""
     if status == f"ended with exit code {OUT_OF_MEMORY}":
         return RenderError(f"it ran out of memory (at most {MEMORY_BYTES // 2**20} MiB)")
-    if status.removeprefix("ended with signal ") in _OWN_FAULTS:
+    if status.removeprefix("ended with signal ") in _CRASH_SIGNALS:
         return RenderError(f"its process {status}: it recurses too deeply or takes too much memory")
     return _ended(status)
 

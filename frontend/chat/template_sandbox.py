@@ -333,9 +333,9 @@ def _check_format(text: str) -> None:
 
 
 def _check_size(size: int, is_text: bool = True) -> None:
-    most = MAX_CHARS if is_text else MAX_ITEMS
-    if size > most:
-        raise _StoppedError(f"it builds more than {most} {'characters' if is_text else 'items'} and was stopped")
+    limit = MAX_CHARS if is_text else MAX_ITEMS
+    if size > limit:
+        raise _StoppedError(f"it builds more than {limit} {'characters' if is_text else 'items'} and was stopped")
 
 
 def _reason(error: Exception) -> str:

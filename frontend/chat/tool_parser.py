@@ -73,7 +73,7 @@ class ToolParser:
         self._in_array = False
         self._call: CallParser | NamedCallParser | None = None
         self._ids: set[str] = set()
-        self._is_behind_call = False
+        self._follows_call = False
         """True while only call syntax has followed a complete call."""
         self._deltas: list[MessageDelta] = []
 
@@ -133,7 +133,7 @@ class ToolParser:
         if self._required:
             self._cut()
             return self._take_deltas()
-        if self._is_behind_call:
+        if self._follows_call:
             return self._take_deltas()
         if self._call is not None and self._call.name is None:
             self._give_up("")
@@ -159,7 +159,7 @@ class ToolParser:
 
     def _add_content(self, text: str) -> None:
         if text:
-            self._is_behind_call = False
+            self._follows_call = False
             self._deltas.append(Content(text))
 
     def _parse_text(self, text: str) -> str:
@@ -241,7 +241,7 @@ class ToolParser:
         return ""
 
     def _start_call(self, name: str, given_id: str) -> None:
-        self._held, self._is_behind_call = "", False
+        self._held, self._follows_call = "", False
         if self._parallel or not self.num_calls:
             is_usable = len(given_id) == self._format.id_chars and given_id not in self._ids
             call_id = given_id if is_usable else self._new_id()
@@ -257,7 +257,7 @@ class ToolParser:
     def _end_call(self) -> None:
         assert self._call is not None, "no call to end"
         self._add_arguments(self._call)
-        self._is_behind_call = self._call.state is CallState.DONE
+        self._follows_call = self._call.state is CallState.DONE
         self._call = None
         self._mode = _Mode.AFTER
         self._num_blanks, self._closing, self._separated = 0, "", False

@@ -52,7 +52,7 @@ from tandem.protocol.engine_options import EngineOptions, engine_options, flag_n
 from tandem.protocol.errors import ExitCode
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
 from tandem.protocol.preflight import PreflightReport, Section
-from tandem.protocol.sockets import check_ipc_place, check_server_keys
+from tandem.protocol.sockets import check_ipc_path, check_server_keys
 
 _MAX_PORT = 65_535
 _REFUSALS = (LaunchError, ConversionError, ValueError, StoreError, TokenizerError, ChatTemplateError, TemplateFileError)
@@ -137,10 +137,10 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
     The engine's code does so in a child process.
     """
     options = engine_options(arguments)
-    wrong = wrong_numbers(options)
+    invalid = wrong_numbers(options)
     # Some flags are shared with the frontends and have the same bounds.
     reported = {text.partition(" ")[0] for text in found.problems}
-    found.problems += [text for name, text in wrong.items() if flag_name(name) not in reported]
+    found.problems += [text for name, text in invalid.items() if flag_name(name) not in reported]
     model, weight_bytes = _find_model(options.model, arguments, True, found)
     installed: list[bool] = []
     with found.caught():
@@ -152,29 +152,29 @@ def _check_engine(arguments: argparse.Namespace, ask: RunPreflight, found: Findi
     with found.caught():
         check_length(options.max_len, model.folder)
     if options.max_len is not None and positions is not None and options.max_len > positions:
-        wrong["max_len"] = ""
+        invalid["max_len"] = ""
     with found.caught():
-        _note(_ask(options, model, weight_bytes, ask, wrong), found, wrong)
+        _add_findings(_ask(options, model, weight_bytes, ask, invalid), found, invalid)
     return model
 
 
 def _ask(
-    options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: RunPreflight, wrong: Collection[str]
+    options: EngineOptions, model: ModelFolder, weight_bytes: int | None, ask: RunPreflight, invalid: Collection[str]
 ) -> PreflightReport:
     """Get the preflight report, with defaults in place of invalid numbers."""
     defaults = EngineOptions()
-    usual = {name: getattr(defaults, name) for name in wrong}
+    usual = {name: getattr(defaults, name) for name in invalid}
     return ask(structs.replace(options, **usual, model=str(model.folder)), weight_bytes)
 
 
-def _note(engine: PreflightReport, found: Findings, wrong: Collection[str]) -> None:
+def _add_findings(engine: PreflightReport, found: Findings, invalid: Collection[str]) -> None:
     """Record the preflight report.
 
     Invalid numbers were not passed to it, so its messages about their flags are skipped.
     """
-    asked_otherwise = [re.compile(rf"{flag_name(name)}(?![\w-])") for name in wrong]
-    found.problems += [text for text in engine.problems if not any(flag.search(text) for flag in asked_otherwise)]
-    if wrong:
+    replaced = [re.compile(rf"{flag_name(name)}(?![\w-])") for name in invalid]
+    found.problems += [text for text in engine.problems if not any(flag.search(text) for flag in replaced)]
+    if invalid:
         return
     if engine.shortage:
         found.warnings.append(f"{engine.shortage} now; it would fit if nothing else used the memory")
@@ -275,7 +275,7 @@ def _check_endpoint(arguments: argparse.Namespace, found: Findings) -> None:
         found.facts["endpoint"] = endpoint
         if arguments.command == "frontend":
             return
-        check_ipc_place(endpoint)
+        check_ipc_path(endpoint)
         ports: tuple[int, ...] = ()
         if endpoint.startswith("tcp://"):
             check_server_keys(settings)

@@ -89,8 +89,8 @@ class EngineWatch:
         stats = heartbeat.stats
         self._hear(_Pause(heartbeat.engine_epoch, stats.pause_changes, bool(stats.paused)))
         owes_steps = heartbeat.pending > 0 and heartbeat.phase is Phase.READY and not heartbeat.stats.paused
-        stood_still = previous is not None and _position(previous) == _position(heartbeat)
-        if not (owes_steps and stood_still):
+        is_stalled = previous is not None and _position(previous) == _position(heartbeat)
+        if not (owes_steps and is_stalled):
             self._progress_at = now
 
     def note_pause(self, epoch: int, changes: int) -> None:

@@ -57,12 +57,12 @@ class RetryQueue:
         """
         now = self._clock()
         self._returns = {back: amount for back, amount in self._returns.items() if back > now}
-        ahead = sum(self._returns.values()) * sharers
+        returning = sum(self._returns.values()) * sharers
         rate = (self._departed + assumed_rate * PRIOR_SECONDS) / (self._full_seconds + PRIOR_SECONDS)
-        seconds = (max(excess, 1) + ahead) / rate * (1 + _JITTER * self._uniform())
+        seconds = (max(excess, 1) + returning) / rate * (1 + _JITTER * self._uniform())
         if seconds > MAX_SECONDS:  # beyond the horizon: not in the queue, but must not return all at once
             seconds = MAX_SECONDS * (1 - self._uniform() / 2)
-        told = max(math.ceil(seconds), 1)
-        back = math.ceil(now + told)
+        retry_after = max(math.ceil(seconds), 1)
+        back = math.ceil(now + retry_after)
         self._returns[back] = self._returns.get(back, 0) + amount
-        return told
+        return retry_after

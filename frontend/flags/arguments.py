@@ -118,8 +118,8 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
         except ssl.SSLError as error:
-            why = "they are not a pair" if error.reason == "KEY_VALUES_MISMATCH" else "both must be in PEM format"
-            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {why}") from None
+            reason = "they are not a pair" if error.reason == "KEY_VALUES_MISMATCH" else "both must be in PEM format"
+            raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {reason}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}") from None
 

@@ -165,14 +165,14 @@ class Admission:
         A retry would not help.
         """
         wanted = options.n * prompts
-        for most, flags in (
+        for limit, flags in (
             (min(self._max_concurrent, limits.max_concurrent), "--max-concurrent"),
             (limits.max_rows + limits.max_waiting, "--max-rows and --max-waiting"),
         ):
-            if (options.max_tokens or options.prompt_logprobs is not None) and wanted > most:
+            if (options.max_tokens or options.prompt_logprobs is not None) and wanted > limit:
                 raise unsupported(
                     f"'n' times the number of prompts is {wanted} ({options.n} times {prompts}); "
-                    f"this server takes at most {most} sequences at once ({flags})",
+                    f"this server takes at most {limit} sequences at once ({flags})",
                     "n" if options.n > 1 else "prompt",
                 )
 
@@ -183,9 +183,9 @@ class Admission:
             if not prompt:
                 raise malformed("a prompt of token ids must hold at least one id", field)
             return prompt
-        fewest = self._tokenizer.min_tokens(prompt)
-        self._limits.check_prompt(fewest, field, "at least ")
-        _check_length(fewest, _room(fewest, options, ready), ready, field, "at least ")
+        lower_bound = self._tokenizer.min_tokens(prompt)
+        self._limits.check_prompt(lower_bound, field, "at least ")
+        _check_length(lower_bound, _room(lower_bound, options, ready), ready, field, "at least ")
         ids = await self._tokenizer.encode(prompt, add_special_tokens)
         if not ids:
             raise malformed("the prompt is empty and the model has no begin token; give at least one character", field)
@@ -206,30 +206,30 @@ class Admission:
         return AdmittedPrompt(text, ids, pack_ids(ids), max_tokens)
 
 
-def check_overload(open_sequences: int, wanted: int, most: int, retry_after: Callable[[int, int], int]) -> None:
+def check_overload(open_sequences: int, wanted: int, limit: int, retry_after: Callable[[int, int], int]) -> None:
     """Raise ApiError 429 if this frontend would have too many open sequences.
 
-    most: maximum number of open sequences, including the new request. retry_after: returns the Retry-After, given the
+    limit: maximum number of open sequences, including the new request. retry_after: returns the Retry-After, given the
     number that must finish first and the request's own.
     """
-    if (excess := open_sequences + wanted - most) > 0:
+    if (excess := open_sequences + wanted - limit) > 0:
         raise overloaded(
-            f"{open_sequences} sequences are open and this request asks for {wanted} more; the limit is {most} "
+            f"{open_sequences} sequences are open and this request asks for {wanted} more; the limit is {limit} "
             "(--max-concurrent); try again later",
             retry_after(excess, wanted),
             "concurrency",
         )
 
 
-def check_queue(queued: int, wanted: int, most: int, retry_after: Callable[[int, int], int]) -> None:
+def check_queue(queued: int, wanted: int, limit: int, retry_after: Callable[[int, int], int]) -> None:
     """Raise ApiError 429 if too many prompt tokens would wait in the engine.
 
-    At most `most` may wait; a request of any length is accepted while none do. retry_after: returns the Retry-After,
+    At most `limit` may wait; a request of any length is accepted while none do. retry_after: returns the Retry-After,
     given the number that must leave the queue first and the request's own.
     """
-    if queued and (excess := queued + wanted - most) > 0:
+    if queued and (excess := queued + wanted - limit) > 0:
         raise overloaded(
-            f"{queued} prompt tokens are waiting and this request has {wanted} more; the limit is {most} "
+            f"{queued} prompt tokens are waiting and this request has {wanted} more; the limit is {limit} "
             "(--max-queued-tokens); try again later",
             retry_after(min(excess, queued), wanted),
             "queued_tokens",
@@ -244,8 +244,8 @@ def _room(prompt_len: int, options: GenerationOptions, ready: Ready) -> int:
     """
     if not options.max_tokens_by_default:
         return options.max_tokens
-    most = min(ready.model.max_len, ready.limits.kv_tokens + 1)
-    return min(options.max_tokens, max(most - prompt_len, options.min_tokens, 1))
+    limit = min(ready.model.max_len, ready.limits.kv_tokens + 1)
+    return min(options.max_tokens, max(limit - prompt_len, options.min_tokens, 1))
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:

@@ -127,8 +127,8 @@ class RequestRecord(Struct):
         """Record the trace of an attempt that has ended. Idempotent."""
         if self.attempts and self.attempts[-1].ended is None:
             self.attempts[-1].ended = now
-            told = [TracedSequence(stream.choice, stream.times, stream.cached_tokens) for stream in streams]
-            self.attempts[-1].sequences = told
+            sequences = [TracedSequence(stream.choice, stream.times, stream.cached_tokens) for stream in streams]
+            self.attempts[-1].sequences = sequences
 
     def describe(self, admitted: Admitted, usage: Usage) -> None:
         """Set the figures of a request that was sent to the engine."""

@@ -152,8 +152,8 @@ class GrammarChecker:
         if found is None:
             return f": {_first_line(error)}"
         # Positions only make sense to the client if it wrote the grammar text.
-        place = f" at line {found[1]}, column {found[2]}" if grammar.param == "grammar" else ""
-        return f"{place}: {_first_line(error[found.end() :])}"
+        position = f" at line {found[1]}, column {found[2]}" if grammar.param == "grammar" else ""
+        return f"{position}: {_first_line(error[found.end() :])}"
 
 
 def _first_line(error: str) -> str:

@@ -245,33 +245,33 @@ class _Writer:
         return opening
 
     def _array(self, node: dict[str, Any]) -> str:
-        first, least, most = node.get("prefixItems", []), node.get("minItems", 0), node.get("maxItems")
+        first, min_items, max_items = node.get("prefixItems", []), node.get("minItems", 0), node.get("maxItems")
         other = node.get("items", True)
-        if least > MAX_REPEATED or (most or 0) > MAX_REPEATED:
+        if min_items > MAX_REPEATED or (max_items or 0) > MAX_REPEATED:
             raise _UnsupportedError
         if other is False:
-            most = min(len(first), len(first) if most is None else most)
-        if most is not None and least > most:
+            max_items = min(len(first), len(first) if max_items is None else max_items)
+        if max_items is not None and min_items > max_items:
             raise _UnsupportedError
-        texts = [self._value(child) for child in first[:most]]
-        more = None if most is None else most - len(texts)
+        texts = [self._value(child) for child in first[:max_items]]
+        more = None if max_items is None else max_items - len(texts)
         following = '""'
         if more != 0:
             item = self._rule(self._value(other))
-            fewest = max(least - len(texts), 0)
+            min_rest = max(min_items - len(texts), 0)
             if not texts:
-                rest = f"{item} {_repeated(item, max(fewest - 1, 0), None if more is None else more - 1)}"
-                return f'"[" {rest if least else f"({rest})?"} "]"'
-            following = _repeated(item, fewest, more)
+                rest = f"{item} {_repeated(item, max(min_rest - 1, 0), None if more is None else more - 1)}"
+                return f'"[" {rest if min_items else f"({rest})?"} "]"'
+            following = _repeated(item, min_rest, more)
         for index in range(len(texts) - 1, -1, -1):
             text = f"{quoted(',') if index else ''} {texts[index]} {following}"
-            following = self._rule(text if index < least else f"({text})?")
+            following = self._rule(text if index < min_items else f"({text})?")
         return f'"[" {following} "]"'
 
 
-def _repeated(item: str, least: int, most: int | None) -> str:
+def _repeated(item: str, min_items: int, max_items: int | None) -> str:
     """Write a repetition of further items."""
-    return "" if most == 0 else f'("," {item}){{{least},{"" if most is None else most}}}'
+    return "" if max_items == 0 else f'("," {item}){{{min_items},{"" if max_items is None else max_items}}}'
 
 
 def _name(name: str) -> str:

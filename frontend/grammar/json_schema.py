@@ -82,26 +82,30 @@ def with_options(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 def check_nesting(value: object) -> None:
     """Raise SchemaError if JSON is nested more than MAX_NESTING levels deep (without recursion)."""
-    level: list[_Place] = [(None, "", value)]
+    level: list[_Location] = [(None, "", value)]
     depth = 0
     while level:
         depth += 1
         if depth > MAX_NESTING + 1:
             reason = f"nested more than {MAX_NESTING} levels deep; make it flatter, or use $ref"
             raise SchemaError(_pointer_of(level[0]), reason)
-        level = [(place, key, child) for place in level for key, child in _items(place[2]) if _is_container(child)]
+        level = [
+            (location, key, child) for location in level for key, child in _items(location[2]) if _is_container(child)
+        ]
 
 
-_Place = tuple[Any, object, object]
-"""A value of a JSON document: the place of its container or None, its key there, and the value. Pointers are only built
-for errors, since a document may have a million values."""
+_Location = tuple[Any, object, object]
+"""A value of a JSON document: location of its container or None, its key there, and the value.
+
+Pointers are only built for errors, since a document may have a million values.
+"""
 
 
-def _pointer_of(place: _Place) -> str:
+def _pointer_of(location: _Location) -> str:
     keys: list[object] = []
-    while place[0] is not None:
-        keys.append(place[1])
-        place = place[0]
+    while location[0] is not None:
+        keys.append(location[1])
+        location = location[0]
     return join_pointer("#", *reversed(keys))
 
 
@@ -130,8 +134,8 @@ def check_schema(schema: dict[str, Any]) -> None:
             continue
         if not isinstance(node, dict):
             raise SchemaError(pointer, "a schema must be an object or a boolean")
-        for fault in faults(node, schema):
-            raise SchemaError(join_pointer(pointer, fault.key) if fault.is_value else pointer, fault.reason)
+        for problem in find_problems(node, schema):
+            raise SchemaError(join_pointer(pointer, problem.key) if problem.is_value else pointer, problem.reason)
         enum = node.get("enum")
         num_values += len(enum) if isinstance(enum, list) else 0
         if num_values > MAX_ENUM_VALUES:
@@ -209,7 +213,7 @@ def join_pointer(pointer: str, *keys: object) -> str:
     return "/".join([pointer, *(str(key).replace("~", "~0").replace("/", "~1")[:100] for key in keys)])
 
 
-class Fault(Struct, frozen=True):
+class SchemaProblem(Struct, frozen=True):
     """Malformed or unsupported keyword of a schema."""
 
     key: str
@@ -218,57 +222,57 @@ class Fault(Struct, frozen=True):
     """True if the error is in the keyword's value: its path then ends in the keyword, otherwise in the schema."""
 
 
-def faults(node: dict[str, Any], root: dict[str, Any]) -> Iterator[Fault]:
+def find_problems(node: dict[str, Any], root: dict[str, Any]) -> Iterator[SchemaProblem]:
     """Yield the malformed and unsupported keywords of one schema within `root`.
 
     Excludes its subschemas, and errors that only the compiler can find.
     """
     for key, value in node.items():
         if key not in SUPPORTED_KEYWORDS and (not key.startswith("x-") or key == _COMPILER_OPTIONS):
-            yield Fault(key, f"the keyword {key[:100]!r} is not supported; {_REMEDIES.get(key, 'remove it')}")
+            yield SchemaProblem(key, f"the keyword {key[:100]!r} is not supported; {_REMEDIES.get(key, 'remove it')}")
         elif key in _SCHEMA_LISTS and not isinstance(value, list):
-            yield Fault(key, f"{key!r} must be an array of schemas")
+            yield SchemaProblem(key, f"{key!r} must be an array of schemas")
         elif key in _SCHEMA_MAPS and not isinstance(value, dict):
-            yield Fault(key, f"{key!r} must be an object of schemas")
+            yield SchemaProblem(key, f"{key!r} must be an object of schemas")
     if "$id" in node and node is not root:
-        yield Fault("$id", "'$id' is supported only at the root; remove it")
-    yield from _faults_of_types(node)
-    if "$ref" in node and (reason := _reference_fault(node["$ref"], root)) is not None:
-        yield Fault("$ref", reason)
+        yield SchemaProblem("$id", "'$id' is supported only at the root; remove it")
+    yield from _type_problems(node)
+    if "$ref" in node and (reason := _reference_problem(node["$ref"], root)) is not None:
+        yield SchemaProblem("$ref", reason)
     for key in ("const", "enum", *NUMBERS):
         if key in node and (number := _inexact(node[key])) is not None:
             reason = f"the number {str(number)[:40]} is beyond 2**53 and cannot be enforced exactly"
-            yield Fault(key, reason, is_value=True)
+            yield SchemaProblem(key, reason, is_value=True)
 
 
-def _faults_of_types(node: dict[str, Any]) -> Iterator[Fault]:
+def _type_problems(node: dict[str, Any]) -> Iterator[SchemaProblem]:
     """Yield the keywords with a value of the wrong type or outside the allowed values."""
     kinds = node.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if not isinstance(kind, str) or kind not in _TYPES:
-            yield Fault("type", f"{str(kind)[:100]!r} is not a type; use one of {', '.join(sorted(_TYPES))}")
+            yield SchemaProblem("type", f"{str(kind)[:100]!r} is not a type; use one of {', '.join(sorted(_TYPES))}")
             break
     text_format = node.get("format")
     if isinstance(text_format, str) and text_format not in FORMATS and may_be_text(node):
         known = ", ".join(sorted(FORMATS - {"unknown"}))
-        yield Fault("format", f"the format {text_format[:100]!r} is not supported; use one of {known}")
+        yield SchemaProblem("format", f"the format {text_format[:100]!r} is not supported; use one of {known}")
     for key in ("format", "pattern"):
         if not isinstance(node.get(key, ""), str):
-            yield Fault(key, f"{key!r} must be a string", is_value=True)
+            yield SchemaProblem(key, f"{key!r} must be a string", is_value=True)
     for key in COUNTS:
         count = node.get(key, 0)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
-            yield Fault(key, f"{str(count)[:40]!r} is not an integer from 0 to {MAX_COUNT}", is_value=True)
+            yield SchemaProblem(key, f"{str(count)[:40]!r} is not an integer from 0 to {MAX_COUNT}", is_value=True)
     for key in NUMBERS:
         number = node.get(key, 1)
         is_flag = isinstance(number, bool)  # In draft 4 the exclusive limits are flags.
         if not isinstance(number, int | float) or (is_flag and not key.startswith("exclusive")):
-            yield Fault(key, f"{str(number)[:40]!r} is not a number", is_value=True)
+            yield SchemaProblem(key, f"{str(number)[:40]!r} is not a number", is_value=True)
     if not isinstance(node.get("enum", []), list):
-        yield Fault("enum", "'enum' must be an array", is_value=True)
+        yield SchemaProblem("enum", "'enum' must be an array", is_value=True)
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        yield Fault("required", "'required' must be an array of names", is_value=True)
+        yield SchemaProblem("required", "'required' must be an array of names", is_value=True)
 
 
 def _inexact(value: object) -> int | None:
@@ -289,7 +293,7 @@ def may_be_text(node: dict[str, Any]) -> bool:
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 
-def _reference_fault(reference: object, root: dict[str, Any]) -> str | None:
+def _reference_problem(reference: object, root: dict[str, Any]) -> str | None:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return f"$ref must point into the same schema ('#/$defs/...'), not to {str(reference)[:100]!r}"
     try:

@@ -158,11 +158,11 @@ def _object_ends(parts: list[dict[str, Any]], ends: Callable[[object], bool]) ->
 
 def _array_ends(parts: list[dict[str, Any]], ends: Callable[[object], bool]) -> bool:
     counts = [part.get("minItems", 0) for part in parts]
-    least = max((count for count in counts if isinstance(count, int)), default=0)
+    min_items = max((count for count in counts if isinstance(count, int)), default=0)
     for part in parts:
         first = part.get("prefixItems")
         first = first if isinstance(first, list) else []
-        for index in range(min(least, _MAX_ITEMS)):
+        for index in range(min(min_items, _MAX_ITEMS)):
             if not ends(first[index] if index < len(first) else part.get("items", True)):
                 return False
     return True

@@ -13,7 +13,7 @@ from tandem.frontend.grammar.json_schema import (
     NUMBERS,
     Path,
     check_nesting,
-    faults,
+    find_problems,
     join_pointer,
     map_schemas,
     subschemas,
@@ -113,7 +113,7 @@ def _replaced(value: Any, path: Path, part: object) -> Any:
 def _unenforceable(node: object, root: dict[str, Any]) -> list[str]:
     if not isinstance(node, dict):
         return []
-    found = {fault.key for fault in faults(node, root)}
+    found = {problem.key for problem in find_problems(node, root)}
     pattern = node.get("pattern")
     if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
         found.add("pattern")
@@ -174,8 +174,8 @@ def _without_nullable(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_one_item(node: dict[str, Any]) -> bool:
-    most = node.get("maxItems")
-    return isinstance(most, int) and most <= 1
+    max_items = node.get("maxItems")
+    return isinstance(max_items, int) and max_items <= 1
 
 
 def _without_property_names(node: dict[str, Any]) -> dict[str, Any]:

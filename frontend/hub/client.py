@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub
 from msgspec import Struct
 
 from tandem.frontend.hub.cache import COMMIT, ModelCache
-from tandem.frontend.hub.errors import Asked, HubError
+from tandem.frontend.hub.errors import HubError, RequestedModel
 from tandem.frontend.hub.options import HubOptions
 
 USER_AGENT = "tandem"
@@ -47,7 +47,7 @@ class HubModel:
         self.name = name
         self.revision = revision
         self.cache = ModelCache(cache_root, name)
-        self.asked = Asked(name, revision, endpoint, token is not None)
+        self.requested = RequestedModel(name, revision, endpoint, token is not None)
         self.offline = offline
         """True if requests to the hub are disabled by HF_HUB_OFFLINE."""
         self._endpoint = endpoint
@@ -77,12 +77,12 @@ class HubModel:
         Raises HubError if the model or the revision does not exist, and UnreachableError without a response.
         """
         if self.offline:
-            raise self.asked.offline()
+            raise self.requested.offline()
         api = HfApi(endpoint=self._endpoint, token=self._token or False, library_name=USER_AGENT)
         try:
             info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_LIST_SECONDS)
         except Exception as error:  # errors of the library or of its HTTP client
-            raise self.asked.explain(error) from None
+            raise self.requested.explain(error) from None
         files = {}
         for sibling in info.siblings or ():
             digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
@@ -116,7 +116,7 @@ class HubModel:
                 library_name=USER_AGENT,
             )
         except Exception as error:
-            raise self.asked.explain(error) from None
+            raise self.requested.explain(error) from None
 
 
 def _is_size(size: object) -> TypeGuard[int]:

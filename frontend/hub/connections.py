@@ -62,10 +62,10 @@ def _shut_down(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def open_connections(most: int) -> Connections:
+def open_connections(max_connections: int) -> Connections:
     """Create a client that uses the proxies and certificates of the environment.
 
-    most: maximum number of concurrent connections.
+    max_connections: maximum number of concurrent connections.
     """
-    limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
     return Connections(httpx.Client(follow_redirects=True, timeout=httpx.Timeout(_SECONDS), limits=limits))

@@ -218,7 +218,7 @@ class Download:
             else:
                 files -= 1
                 if error is not None:
-                    raise error if isinstance(error, OSError | StoppedError) else self._model.asked.explain(error)
+                    raise error if isinstance(error, OSError | StoppedError) else self._model.requested.explain(error)
             progress.show()
 
     @cached_property
@@ -235,7 +235,7 @@ class Download:
         if file.size > MAX_HTTP_BYTES:
             self._model.download_large(file, commit)
         else:
-            source = Source(self._model.url(file, commit), self._model.headers(), self._model.asked)
+            source = Source(self._model.url(file, commit), self._model.headers(), self._model.requested)
             Transfer(self._model.cache, file, source, connections, self._stop, progress, _log_wait).run()
             # Not via the library, which would send another request and could use a response that was not checked.
             self._model.cache.link(file.name, file.digest, commit)

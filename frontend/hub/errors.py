@@ -26,7 +26,7 @@ class UnreachableError(HubError):
     """The hub is unreachable or did not respond."""
 
 
-class Asked(Struct, frozen=True):
+class RequestedModel(Struct, frozen=True):
     """Request for a model, described in error messages."""
 
     name: str

@@ -89,7 +89,7 @@ def preview(model: HubModel) -> Preview:
 
     Raises HubError if the model is available neither from the hub nor from the cache.
     """
-    rows = {"hub": model.asked.endpoint, "cache": str(model.cache.root)}
+    rows = {"hub": model.requested.endpoint, "cache": str(model.cache.root)}
     cached = cached_snapshot(model, with_weights=True)
     try:
         listing = model.list_files()

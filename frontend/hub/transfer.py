@@ -18,7 +18,7 @@ from msgspec import Struct
 from tandem.frontend.hub.cache import ModelCache
 from tandem.frontend.hub.client import RemoteFile
 from tandem.frontend.hub.connections import Connections
-from tandem.frontend.hub.errors import Asked, HubError, UnreachableError
+from tandem.frontend.hub.errors import HubError, RequestedModel, UnreachableError
 from tandem.frontend.hub.progress import DownloadProgress
 
 MAX_FRUITLESS = 5
@@ -40,7 +40,7 @@ class Source(Struct, frozen=True):
     url: str
     headers: Mapping[str, str]
     """Request headers; the client drops the token if a redirect leaves the hub."""
-    asked: Asked
+    requested: RequestedModel
 
 
 class Transfer:
@@ -119,11 +119,11 @@ class Transfer:
         while (have := os.fstat(out).st_size) < self._file.size:
             try:
                 self._append(out, have)
-                problem: HubError = UnreachableError(f"the connection to {self._source.asked.endpoint} was cut")
+                problem: HubError = UnreachableError(f"the connection to {self._source.requested.endpoint} was cut")
             except httpx.TransportError as error:
-                problem = self._source.asked.explain(error)
+                problem = self._source.requested.explain(error)
             except _BusyError as error:
-                problem = self._source.asked.explain_status(error.status)
+                problem = self._source.requested.explain_status(error.status)
             if self._stop.is_set():
                 raise StoppedError
             if os.fstat(out).st_size > have:
@@ -150,7 +150,7 @@ class Transfer:
             if answer.status_code == _BEYOND:
                 return
             if answer.status_code not in (200, _PARTIAL):
-                raise self._source.asked.explain_status(answer.status_code)
+                raise self._source.requested.explain_status(answer.status_code)
             for chunk in answer.iter_raw(CHUNK_BYTES if self._file.size > CHUNK_BYTES else None):
                 have += len(chunk)
                 if have > self._file.size:
@@ -175,9 +175,9 @@ class Transfer:
             partial.unlink()
             raise self._spoiled(f"the checksum {found[:12]}, the hub lists {self._file.digest[:12]}")
 
-    def _spoiled(self, what: str) -> HubError:
+    def _spoiled(self, problem: str) -> HubError:
         return HubError(
-            f"{self._file.name} of {self._source.asked.name} arrived with {what}; it was thrown away: start again, "
+            f"{self._file.name} of {self._source.requested.name} arrived with {problem} and was deleted; start again, "
             "and if it happens again, look for a proxy in between"
         )
 

@@ -63,8 +63,8 @@ class EngineProcess:
         ):  # a refusal may have several lines; a traceback has its message last
             first = min((index for index, line in enumerate(lines) if _NAME.match(line)), default=first)
         reason = "".join(_NAME.sub("", line) for line in lines[first:]).strip()
-        said = f": {reason}" if lines and "SIGKILL" not in status else ""
-        raise EngineError(f"the engine core ended with {status}{said}")
+        detail = f": {reason}" if lines and "SIGKILL" not in status else ""
+        raise EngineError(f"the engine core ended with {status}{detail}")
 
     async def _read_rest(self) -> None:
         if self._reader is not None:

@@ -173,10 +173,10 @@ def check_prompt(prompt: Any, name: str = "the prompt") -> Prompt:
         return prompt
     if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
         prompt = _listed(prompt, name)
-    wrong = next((part for part in prompt if type(part) is not int), None)
-    if wrong is not None:
+    invalid = next((part for part in prompt if type(part) is not int), None)
+    if invalid is not None:
         raise TypeError(
-            f"{name} is a list with a {type(wrong).__name__}; a prompt is a text or a list of token ids, and several "
+            f"{name} is a list with a {type(invalid).__name__}; a prompt is a text or a list of token ids, and several "
             "prompts are one list of those"
         )
     return list(prompt)

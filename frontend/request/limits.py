@@ -23,13 +23,13 @@ class RequestLimits(Struct, frozen=True):
 
         Raises ApiError 400, with the limit and its flag, for options beyond the limits.
         """
-        for name, value, most, flag in (
+        for name, value, limit, flag in (
             ("n", options.n, self.max_n, "--max-n"),
             ("logprobs", options.logprobs or 0, self.max_top_logprobs, "--max-top-logprobs"),
             ("stop", len(options.stop), self.max_stop_strings, "--max-stop-strings"),
         ):
-            if value > most:
-                raise unsupported(f"{{param}} asks for {value}; this server allows at most {most} ({flag})", name)
+            if value > limit:
+                raise unsupported(f"{{param}} asks for {value}; this server allows at most {limit} ({flag})", name)
 
     def check_prompt(self, length: int, field: str, qualifier: str = "") -> None:
         """Check the number of prompt tokens.

@@ -101,9 +101,9 @@ def parse_messages(raw: Raw, ignored: IgnoredFields) -> list[dict[str, Any]]:
     """
     data = bytes(memoryview(raw))
     # In valid JSON these bytes are a key or a separate string: quotes within text are escaped.
-    for name, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "parts and tool calls")):
-        if (count := data.count(name)) > most:
-            raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", "messages")
+    for name, limit, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "parts and tool calls")):
+        if (count := data.count(name)) > limit:
+            raise unsupported(f"{{param}} takes at most {limit} {items}, not {count}", "messages")
     messages: list[_Message] = _DECODER.read(data, "messages", ignored)
     if not messages:
         raise malformed("{param} is an empty array; give at least one message", "messages")

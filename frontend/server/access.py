@@ -86,8 +86,8 @@ class Access:
         except Exception as error:
             # The framework has sent a 500 if the response had not started.
             record.error = record.error or "internal_error"
-            what = (_request_line(scope), own_id.decode(), type(error).__name__)
-            logger.error("%s failed, request id %s: %s", *what, extra=without_message(error))
+            fields = (_request_line(scope), own_id.decode(), type(error).__name__)
+            logger.error("%s failed, request id %s: %s", *fields, extra=without_message(error))
         finally:
             record.ended_at = time.monotonic()
             self._count_end(scope, record)
@@ -114,16 +114,16 @@ class Access:
         self._metrics.requests.labels(route_label(scope["path"]), str(status)).inc()
         if status >= 400 and not (status == 429 and self._access.is_written):  # the access log has the reason
             # A health check reports its 503 in the response; it is not logged as a failure.
-            is_fault = status >= 500 and not is_health_check(scope["path"])
+            is_error = status >= 500 and not is_health_check(scope["path"])
             line = f"{status} for {_request_line(scope)}, request id {own_id.decode()}"
             # The message may quote the request.
             is_own = status == 429 or status >= 500 or self._with_details
             if is_own and (message := scope.get(ERROR_KEY)):
                 line = f"{line}: {message[:_MESSAGE_CHARACTERS]!r}"
-            if status == 429 or (is_fault and status in (503, 504, 529)):
+            if status == 429 or (is_error and status in (503, 504, 529)):
                 self._log.warning(str(status), "%s", line)  # frequent under overload
             else:
-                logger.log(logging.WARNING if is_fault else logging.DEBUG, "%s", line)
+                logger.log(logging.WARNING if is_error else logging.DEBUG, "%s", line)
 
 
 def _without_slash(scope: Scope) -> Scope:

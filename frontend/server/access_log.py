@@ -150,5 +150,5 @@ def access_text(line: AccessLine) -> str:
             f" finish_reason={line.finish_reason}" if line.finish_reason else "",
         ]
     error = f" error={field_text(line.error)}" if line.error else ""
-    why = f" reason={line.reason} detail={field_text(line.detail)}" if line.reason else ""
-    return "".join(parts) + f" duration={line.duration or 0.0:.4f} end={line.end}{error}{why}"
+    reason = f" reason={line.reason} detail={field_text(line.detail)}" if line.reason else ""
+    return "".join(parts) + f" duration={line.duration or 0.0:.4f} end={line.end}{error}{reason}"

@@ -190,8 +190,8 @@ def _install_error_handlers(app: FastAPI) -> None:
 
 def _refused_route(request: Request, error: HTTPException) -> str:
     """Return an error message that points to existing routes or methods."""
-    asked = f"{request.method} {request.url.path[:200]}"
+    request_line = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
-        return f"{asked}: not found; GET /openapi.json lists all routes"
+        return f"{request_line}: not found; GET /openapi.json lists all routes"
     allowed = (error.headers or {}).get("Allow")
-    return f"{asked}: {error.detail}" + (f"; use {allowed}" if allowed else "")
+    return f"{request_line}: {error.detail}" + (f"; use {allowed}" if allowed else "")

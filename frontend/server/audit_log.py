@@ -42,8 +42,8 @@ class AuditLog:
             kind = f"key {key_name(scope)}" if record.status == 403 else address
             if record.status == 401 and self._refused.num_kinds >= _MAX_ADDRESSES:
                 kind = "others"
-            why = "no valid key" if record.status == 401 else "a key without the right"
-            self._refused.warning(kind, f"refused: {why}", extra=self._fields(scope))
+            reason = "no valid key" if record.status == 401 else "a key without the right"
+            self._refused.warning(kind, f"refused: {reason}", extra=self._fields(scope))
         elif path.startswith(_ADMIN) or (path.startswith(_SESSIONS) and scope["method"] == "DELETE"):
             self._logger.info("operator request", extra=self._fields(scope))
 

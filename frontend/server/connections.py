@@ -168,18 +168,20 @@ class Connections:
         if len(self) >= self.limit:
             oldest = next(self._replaceable(), None) or next(iter(self._waiting))
             del self._waiting[oldest]
-            why = f"all {self.limit} connections are taken, so the oldest without a request is closed"
-            self.report(Closed.EVICTED, oldest, f"{why}; raise --limit-concurrency and ulimit -n if clients need more")
+            reason = f"all {self.limit} connections are taken, so the oldest without a request is closed"
+            self.report(
+                Closed.EVICTED, oldest, f"{reason}; raise --limit-concurrency and ulimit -n if clients need more"
+            )
             oldest.evict()
         self._waiting[connection] = self._clock() + NEW_SECONDS
 
-    def room(self, most: int) -> int:
-        """Return how many connections can be added now, at most `most`.
+    def room(self, wanted: int) -> int:
+        """Return how many connections can be added now, at most `wanted`.
 
         Connections that may have a request in flight are not closed for them.
         """
         free = self.limit - len(self)
-        return free if free >= most else min(most, free + sum(1 for _ in self._replaceable()))
+        return free if free >= wanted else min(wanted, free + sum(1 for _ in self._replaceable()))
 
     def _replaceable(self) -> Iterator[Connection]:
         """Yield replaceable connections, the first one to close first."""

@@ -108,12 +108,12 @@ class Listeners:
     def _accept(self, listener: socket.socket, is_last: bool = False) -> int:
         """Accept connections and return their number. is_last: ignore the limit."""
         # All processes accept from the shared Unix socket; one connection at a time balances them.
-        most = 1 if listener.family == socket.AF_UNIX else _ACCEPTED_AT_ONCE
+        limit = 1 if listener.family == socket.AF_UNIX else _ACCEPTED_AT_ONCE
         if not is_last:
-            most = self._room(most)
-            if not most:
+            limit = self._room(limit)
+            if not limit:
                 self._pause(listener, _FULL_SECONDS)
-        for count in range(most):
+        for count in range(limit):
             try:
                 sock, address = listener.accept()
             except OSError as error:
@@ -126,7 +126,7 @@ class Listeners:
             task = self._connect(sock, peer)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return most
+        return limit
 
 
 ProtocolFactory = Callable[[Connection], asyncio.Protocol]
@@ -202,7 +202,7 @@ class Handshake:
             # A port scan, or a client that gave up: not a fault of the settings.
             connections.report(Closed.HANDSHAKE, self)
         except OSError as error:
-            why = f"the TLS handshake failed ({type(error).__name__}: {error})"
-            connections.report(Closed.HANDSHAKE, self, why)
+            reason = f"the TLS handshake failed ({type(error).__name__}: {error})"
+            connections.report(Closed.HANDSHAKE, self, reason)
         finally:
             connections.remove(self)

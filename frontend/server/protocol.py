@@ -288,8 +288,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if not backlog or left != self._bytes_left:
             self._bytes_left, self._left_at = left, now
         elif now - self._left_at >= self._limits.send_timeout:
-            why = f"the client has read nothing for {self._limits.send_timeout:g} s, {backlog} bytes wait to be sent"
-            self._connections.report(Closed.SEND_TIMEOUT, self, why)
+            reason = f"the client has read nothing for {self._limits.send_timeout:g} s, {backlog} bytes wait to be sent"
+            self._connections.report(Closed.SEND_TIMEOUT, self, reason)
             self.transport.abort()
 
     # Internals.
@@ -353,8 +353,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _after_parsing(self) -> None:
         """Limit headers, trailers and chunk lines; prepare for a late body."""
         limits = self._limits
-        most = limits.max_headers_size + (limits.max_url if self._input is _Input.HEADERS else 0)
-        if self._unparsed > most and self._input in (_Input.HEADERS, _Input.BODY):
+        max_unparsed = limits.max_headers_size + (limits.max_url if self._input is _Input.HEADERS else 0)
+        if self._unparsed > max_unparsed and self._input in (_Input.HEADERS, _Input.BODY):
             self._refuse(refusal.headers_too_large(limits))
         elif self._input is _Input.BODY and self._is_answering and self.cycle.transport is self.transport:
             self.cycle.transport = LingeringTransport(self.transport, self._linger_with_body)

@@ -185,8 +185,8 @@ class DrainingServer(uvicorn.Server):
         try:
             self._tls = server_context(cert, key)
         except (OSError, ValueError) as error:
-            why = with_fields(tls_cert=str(cert), tls_key=str(key), reason=str(error))
-            audit.error("the certificate was not reloaded, that from before stays", extra=why)
+            fields = with_fields(tls_cert=str(cert), tls_key=str(key), reason=str(error))
+            audit.error("the certificate was not reloaded, that from before stays", extra=fields)
         else:
             audit.info("the certificate was reloaded", extra=with_fields(tls_cert=str(cert), tls_key=str(key)))
 
@@ -271,9 +271,9 @@ class DrainingServer(uvicorn.Server):
         finally:
             self._num_opening -= 1
 
-    def _room(self, most: int) -> int:
-        """Return how many connections can be accepted now, at most `most`."""
-        return max(self.connections.room(most + self._num_opening) - self._num_opening, 0)
+    def _room(self, wanted: int) -> int:
+        """Return how many connections can be accepted now, at most `wanted`."""
+        return max(self.connections.room(wanted + self._num_opening) - self._num_opening, 0)
 
     def _make_protocol(self, successor_of: Connection | None = None) -> LimitedProtocol:
         return LimitedProtocol(

@@ -111,8 +111,8 @@ def check_store(directory: Path) -> None:
     """
     path = directory / FILE_NAME
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        why = "this user may not write there" if directory.is_dir() else "it is not a directory"
-        raise StoreError(f"the store {path} cannot be opened: {why}; choose another --state-dir")
+        reason = "this user may not write there" if directory.is_dir() else "it is not a directory"
+        raise StoreError(f"the store {path} cannot be opened: {reason}; choose another --state-dir")
     if not path.exists():
         return
     try:

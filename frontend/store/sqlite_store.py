@@ -235,21 +235,21 @@ class SqliteStore:
         found = self._execute("SELECT bytes FROM threads WHERE num = ?", thread).fetchone()
         stored = found[0] if found else 0
         conversation = f"the response needs {needed} bytes in addition to the {stored} of its conversation"
-        least = needed + stored
+        required = needed + stored
         # A few pages of every index are partly empty.
-        most = self._limits.max_bytes - self._limits.max_bytes // 16
+        limit = self._limits.max_bytes - self._limits.max_bytes // 16
         too_large = StoreError(f"{conversation}; the store holds {self._limits.max_bytes}: raise --store-size")
-        if least > most:
+        if required > limit:
             raise too_large
         quota = self._limits.max_owner_bytes
-        if quota is not None and least > quota:
+        if quota is not None and required > quota:
             raise StoreError(f"{conversation}; an API key may store {quota}: raise --store-size-per-key")
         while quota is not None and self._owner_bytes(owner) + needed > quota:
             if not self._drop_oldest(owner, thread):
                 break
         self._remove_dropped(purged)
         left = REMOVED_BYTES
-        while self._used_bytes() > most - needed:
+        while self._used_bytes() > limit - needed:
             if left <= 0:
                 return False
             removed = self._remove_dropped(left)
@@ -270,13 +270,13 @@ class SqliteStore:
         dropped = f"UPDATE threads SET used = ?, bytes = 0 WHERE num = ({oldest})"
         return self._execute(dropped, _DROPPED, owner, _DROPPED, spared).rowcount > 0
 
-    def _remove_dropped(self, most: int) -> int:
-        """Remove rows of expired or evicted threads; return their bytes, `most` or slightly more.
+    def _remove_dropped(self, limit: int) -> int:
+        """Remove rows of expired or evicted threads; return their bytes, `limit` or slightly more.
 
         A thread may have many rows, so part of it may be left to a later write.
         """
         removed = 0
-        while removed < most:
+        while removed < limit:
             found = self._execute(
                 "SELECT num FROM threads WHERE used < ? ORDER BY used LIMIT 1", self._oldest
             ).fetchone()
@@ -289,11 +289,11 @@ class SqliteStore:
                 self._execute("DELETE FROM threads WHERE num = ?", found[0])
                 removed += REMOVED_ROW_BYTES
                 continue
-            count = (most - removed) // REMOVED_ROW_BYTES + 1
+            count = (limit - removed) // REMOVED_ROW_BYTES + 1
             rows = self._execute("SELECT num, length(body) FROM items WHERE response = ? LIMIT ?", response[0], count)
             items = rows.fetchall()
             for num, size in items:
-                if removed >= most:
+                if removed >= limit:
                     return removed
                 self._execute("DELETE FROM items WHERE num = ?", num)
                 removed += size + REMOVED_ROW_BYTES

@@ -14,14 +14,14 @@ MAX_FILE_BYTES = 2**30
 
 def limit() -> None:
     """Limit the resources of this process."""
-    for kind, most in (
+    for kind, limit in (
         (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
         (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def convert(folder: str, out: str) -> None:

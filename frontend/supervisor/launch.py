@@ -41,7 +41,7 @@ from tandem.frontend.supervisor.supervisor import StopTimes, Supervisor
 from tandem.protocol.engine_options import EngineOptions, check_numbers, engine_argv, engine_options
 from tandem.protocol.installing import install_extra
 from tandem.protocol.model_folder import TemplateFileError, max_positions, read_template
-from tandem.protocol.sockets import Transport, check_ipc_place, check_port
+from tandem.protocol.sockets import Transport, check_ipc_path, check_port
 from tandem.protocol.transport_options import transport, transport_argv
 from tandem.protocol.usable_cores import usable_cores
 
@@ -96,13 +96,13 @@ def check_ipc_length(endpoint: str) -> None:
         )
 
 
-def check_place(endpoint: str) -> None:
+def check_endpoint_path(endpoint: str) -> None:
     """Raise LaunchError for an ipc endpoint that other users could reach.
 
     Also for a path of another type of file.
     """
     try:
-        check_ipc_place(endpoint)
+        check_ipc_path(endpoint)
     except ValueError as error:
         raise LaunchError(str(error)) from None
 
@@ -224,7 +224,7 @@ async def supervise(
         api = _addresses(arguments) if with_frontends else None
         check_ports(api, arguments.ops_host, arguments.ops_port, arguments.endpoint)
         if arguments.endpoint is not None:
-            check_place(endpoint)
+            check_endpoint_path(endpoint)
             once_free(lambda: check_unused(endpoint))
         # Before the ops port, so that a default ops port avoids a port that was given.
         listeners = _open_listeners(arguments, stack) if with_frontends else ServiceSockets(())

@@ -137,8 +137,8 @@ def _run(folder: Path, sources: list[Path], work: Path) -> None:
     except subprocess.TimeoutExpired:
         raise _refusal(folder, sources, f"its conversion took more than {MAX_SECONDS:g} s") from None
     if child.returncode or not (work / "out" / TOKENIZER).is_file():
-        said = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:_MAX_REASON_CHARS]
-        reason = "".join(char if char.isprintable() else "?" for char in said)
+        last_line = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:_MAX_REASON_CHARS]
+        reason = "".join(char if char.isprintable() else "?" for char in last_line)
         if child.returncode < 0:
             reason = "its conversion exceeded the limits on time or memory"
         hint = f". It may need packages; run {install_packages(*_PACKAGES)}" if _lacks_package(reason) else ""

@@ -173,9 +173,9 @@ def _check_blocks(content: Raw, path: str, known: Sequence[str]) -> None:
 def _check_counts(data: bytes, name: str) -> None:
     """Raise ApiError 400 for too many messages or blocks, before any is built."""
     # In valid JSON these bytes are a key or a separate string: quotes within text are escaped.
-    for key, most, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "content blocks")):
-        if (count := data.count(key)) > most:
-            raise unsupported(f"{{param}} takes at most {most} {items}, not {count}", name)
+    for key, limit, items in ((b'"role"', MAX_MESSAGES, "messages"), (b'"type"', MAX_PARTS, "content blocks")):
+        if (count := data.count(key)) > limit:
+            raise unsupported(f"{{param}} takes at most {limit} {items}, not {count}", name)
 
 
 def _add_user(messages: list[dict[str, Any]], content: str | Sequence[_Text | _ToolResult]) -> None:

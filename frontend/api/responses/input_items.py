@@ -267,9 +267,9 @@ def check_parts(bodies: Sequence[bytes]) -> None:
     Counts field names instead of parsing the JSON.
     """
     # In valid JSON these bytes are a key or a whole string: quotes within a text are escaped.
-    for name, most in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
-        if (count := sum([body.count(name) for body in bodies])) > most:
-            raise unsupported(f"{{param}} takes at most {most} of {name.decode()}, not {count}", "input")
+    for name, limit in ((b'"role"', MAX_MESSAGES), (b'"type"', MAX_PARTS)):
+        if (count := sum([body.count(name) for body in bodies])) > limit:
+            raise unsupported(f"{{param}} takes at most {limit} of {name.decode()}, not {count}", "input")
 
 
 def check_count(count: int) -> None:

@@ -28,17 +28,17 @@ class MessageLogprobs:
         `text` is the text of the message; it is searched for after the end of the previous message.
         """
         tokens = self._tokens[self._first :]
-        wanted = text.encode()
-        start = b"".join([token.token for token in tokens]).find(wanted)
-        if start < 0 or not wanted:
+        target = text.encode()
+        start = b"".join([token.token for token in tokens]).find(target)
+        if start < 0 or not target:
             return []
-        place, end, found = 0, start + len(wanted), []
+        offset, end, found = 0, start + len(target), []
         for token in tokens:
-            if place >= end:
+            if offset >= end:
                 break
-            place += len(token.token)
+            offset += len(token.token)
             self._first += 1
-            if place > start:
+            if offset > start:
                 found.append(token)
         content: list[dict[str, Any]] = chat_logprobs(found)["content"]
         return content

@@ -167,8 +167,8 @@ async def _page(
     return page
 
 
-def _not_found(response_id: str, why: str = "") -> ApiError:
-    message = f"Response with id {response_id[:100]!r} not found{why}."
+def _not_found(response_id: str, reason: str = "") -> ApiError:
+    message = f"Response with id {response_id[:100]!r} not found{reason}."
     return ApiError(404, message, "response_id", "response_not_found")
 
 

@@ -140,12 +140,12 @@ class _Writer:
 
     def drop(self, specs: ToolSpecs) -> None:
         """Drop the tools that `specs` redefines."""
-        again = {
+        redefined = {
             (inner.name, tool.name if isinstance(tool, _Namespace) else None)
             for tool, _ in specs.tools
             for inner in (tool.tools if isinstance(tool, _Namespace) else [tool])
         }
-        dropped = {name for name, known in self.names.items() if (known.name, known.namespace) in again}
+        dropped = {name for name, known in self.names.items() if (known.name, known.namespace) in redefined}
         self.functions = [function for function in self.functions if function.name not in dropped]
         self.names = {name: known for name, known in self.names.items() if name not in dropped}
 

@@ -148,8 +148,8 @@ async def complete(pool: ConnectionPool, body: bytes, record: Record) -> None:
     connection = await pool.post(endpoint, body)
     try:
         if connection.status != 200:
-            said = await connection.read_all()
-            raise RequestFailedError(f"HTTP {connection.status}", said.decode(errors="replace")[:300])
+            body = await connection.read_all()
+            raise RequestFailedError(f"HTTP {connection.status}", body.decode(errors="replace")[:300])
         events, meter = SseDecoder(), Meter(record)
         while (data := await connection.read()) is not None:
             now = time.monotonic()

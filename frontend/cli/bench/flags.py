@@ -96,8 +96,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _latencies(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if wrong := [name for name in names if name not in LATENCIES]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not one of {', '.join(LATENCIES)}")
+    if unknown := [name for name in names if name not in LATENCIES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(LATENCIES)}")
     return names
 
 

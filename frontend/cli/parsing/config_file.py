@@ -41,7 +41,7 @@ def config_words(
     """
     values = argparse.Namespace()
     words: list[str] = []
-    wrong: list[tuple[str, str]] = []
+    mistakes: list[tuple[str, str]] = []
     seen: dict[str, str] = {}
     overridden = {flags[flag].dest for word in given if (flag := word.partition("=")[0]) in flags}
     text = _read(path)
@@ -50,24 +50,24 @@ def config_words(
         action = flags.get(flag)
         if action is None or action.dest in NOT_IN_FILES:
             is_table = isinstance(value, dict)
-            wrong.append((name, _NO_TABLE.format(name) if is_table else _unknown(name, flag, flags, explain)))
+            mistakes.append((name, _NO_TABLE.format(name) if is_table else _unknown(name, flag, flags, explain)))
             continue
         if action.dest in seen:
-            wrong.append((name, f"{seen[action.dest]} and {name} are the same flag; leave one out"))
+            mistakes.append((name, f"{seen[action.dest]} and {name} are the same flag; leave one out"))
             continue
         seen[action.dest] = name
         try:
             new = _words(name, flag, action, value)
         except ValueError as error:
-            wrong.append((name, str(error)))
+            mistakes.append((name, str(error)))
             continue
         if action.dest not in overridden:
             words += new
             if not isinstance(value, list):
                 setattr(values, action.dest, action.type(str(value)) if callable(action.type) else value)
-    if wrong:
+    if mistakes:
         lines = _lines_of_names(text)
-        errors = [f"{path}:{lines[name]}: {what}" for name, what in wrong]
+        errors = [f"{path}:{lines[name]}: {text}" for name, text in mistakes]
         raise ValueError("\n".join([*errors, *(f"{path}: {problem}" for problem in check(values))]))
     return words
 

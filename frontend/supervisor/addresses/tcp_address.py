@@ -88,8 +88,8 @@ def tcp_addresses(hosts: Sequence[str], flag: str = "--host") -> list[TcpAddress
                 given.strip("[]") or "0.0.0.0", None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
         except (OSError, UnicodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise LaunchError(f"cannot listen on {given} ({why}); choose another {flag}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise LaunchError(f"cannot listen on {given} ({reason}); choose another {flag}") from None
         for family, _, _, _, address in resolved:
             if family in (socket.AF_INET, socket.AF_INET6):
                 found.setdefault(str(address[0]), given)

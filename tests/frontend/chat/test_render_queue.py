@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.chat.render_queue import FEW_GIVEN, MAX_BYTES_AHEAD, MAX_GIVEN, RenderJob, RenderQueue
+from tandem.frontend.chat.render_queue import MAX_SENT, MAX_SENT_BYTES, REFILL_SENT, RenderJob, RenderQueue
 
 COUNTS = {"many": 20, "few": 2, "one": 1}
 """Conversations of each API key."""
@@ -26,14 +26,14 @@ def job(loop: asyncio.AbstractEventLoop, size: int, client: str = "") -> RenderJ
 
 def test_a_process_is_given_requests_up_to_a_number_of_bytes(loop: asyncio.AbstractEventLoop) -> None:
     queue = RenderQueue()
-    jobs = [job(loop, size) for size in (MAX_BYTES_AHEAD * 2, MAX_BYTES_AHEAD // 2, MAX_BYTES_AHEAD // 2, 1)]
+    jobs = [job(loop, size) for size in (MAX_SENT_BYTES * 2, MAX_SENT_BYTES // 2, MAX_SENT_BYTES // 2, 1)]
     for one in jobs:
         queue.add(one)
-    assert queue.give() == [jobs[0].request]
+    assert queue.next_frames() == [jobs[0].request]
     assert queue.finish() is jobs[0]
-    assert queue.give() == [jobs[1].request, jobs[2].request]
+    assert queue.next_frames() == [jobs[1].request, jobs[2].request]
     assert queue.finish() is jobs[1]
-    assert queue.give() == [jobs[3].request]
+    assert queue.next_frames() == [jobs[3].request]
 
 
 def test_a_conversation_that_nobody_waits_for_is_not_rendered(loop: asyncio.AbstractEventLoop) -> None:
@@ -42,7 +42,7 @@ def test_a_conversation_that_nobody_waits_for_is_not_rendered(loop: asyncio.Abst
     queue.add(given_up)
     queue.add(other)
     given_up.prompt.cancel()
-    assert queue.give() == [other.request]
+    assert queue.next_frames() == [other.request]
     assert queue.current is other
     assert len(queue) == 1
 
@@ -51,13 +51,13 @@ def test_a_process_is_given_several_requests_in_one_write_and_no_more_until_it_h
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     queue = RenderQueue()
-    for _ in range(3 * MAX_GIVEN):
+    for _ in range(3 * MAX_SENT):
         queue.add(job(loop, 1))
-    assert len(queue.give()) == MAX_GIVEN
-    for _ in range(MAX_GIVEN - FEW_GIVEN):
-        assert queue.give() == []
+    assert len(queue.next_frames()) == MAX_SENT
+    for _ in range(MAX_SENT - REFILL_SENT):
+        assert queue.next_frames() == []
         queue.finish()
-    assert len(queue.give()) == MAX_GIVEN - FEW_GIVEN
+    assert len(queue.next_frames()) == MAX_SENT - REFILL_SENT
 
 
 def test_keys_take_turns_and_conversations_of_one_key_keep_their_order(loop: asyncio.AbstractEventLoop) -> None:
@@ -67,7 +67,7 @@ def test_keys_take_turns_and_conversations_of_one_key_keep_their_order(loop: asy
         for one in added:
             queue.add(one)
     order: list[RenderJob] = []
-    while queue.give() or queue.current is not None:
+    while queue.next_frames() or queue.current is not None:
         order.append(queue.finish())
     for added in jobs.values():
         assert [one for one in order if one in added] == added
@@ -79,13 +79,13 @@ def test_a_conversation_that_is_tried_again_comes_before_all_others(loop: asynci
     jobs = [job(loop, 1, client) for client in ("a", "b", "c")]
     for one in jobs:
         queue.add(one)
-    queue.give()
+    queue.next_frames()
     guilty = queue.take_back()
     assert guilty is jobs[0]
     queue.add(job(loop, 1, "d"))
     queue.retry(guilty)
     assert len(queue) == 4
-    queue.give()
+    queue.next_frames()
     assert [queue.finish().client for _ in range(4)] == ["a", "b", "c", "d"]
 
 
@@ -96,10 +96,10 @@ def test_each_conversation_is_answered_once_and_in_order_unless_its_process_ende
     queue, added, ended = RenderQueue(), list[RenderJob](), list[RenderJob]()
     for step in steps:
         if step.startswith("add"):
-            added.append(job(loop, MAX_BYTES_AHEAD if step == "add large" else 1))
+            added.append(job(loop, MAX_SENT_BYTES if step == "add large" else 1))
             queue.add(added[-1])
         elif step == "give":
-            queue.give()
+            queue.next_frames()
         elif step == "finish" and queue.current is not None:
             ended.append(queue.finish())
         elif step == "die":
@@ -112,7 +112,7 @@ def test_each_conversation_is_answered_once_and_in_order_unless_its_process_ende
                 ended.append(rendered)
         elif step == "cancel" and added:
             added[-1].prompt.cancel()
-    while queue.give() or queue.current is not None:
+    while queue.next_frames() or queue.current is not None:
         ended.append(queue.finish())
     loop.close()
     assert len(queue) == 0

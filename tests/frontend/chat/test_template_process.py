@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.frontend.chat import template_process
 from tandem.frontend.chat.render_frames import MEMORY_BYTES, RenderRequest, Templates, json_frame
-from tandem.frontend.chat.render_queue import MAX_GIVEN
+from tandem.frontend.chat.render_queue import MAX_SENT
 from tandem.frontend.chat.template_process import MAX_TICKS, TemplateProcess
 from tandem.frontend.chat.template_sandbox import RenderError
 from tandem.frontend.errors import ApiError
@@ -158,7 +158,7 @@ def test_conversations_of_one_key_delay_those_of_another_by_a_few() -> None:
         await asyncio.sleep(0)
         os.kill(stopped, signal.SIGCONT)
         await asyncio.gather(*tasks)
-        assert done.index("one") <= MAX_GIVEN + 1
+        assert done.index("one") <= MAX_SENT + 1
         assert restarts(registry) == {}
 
     with_process(body)

@@ -42,7 +42,7 @@ class Case:
         self.partial.write_bytes(content)
 
     def run(self) -> None:
-        source = Source(self.model.url(self.file, COMMIT), {}, self.model.asked)
+        source = Source(self.model.url(self.file, COMMIT), {}, self.model.requested)
         with closing(open_connections(1)) as connections:
             Transfer(
                 self.model.cache, self.file, source, connections, self.stop, self.progress, self.waits.append

@@ -9,7 +9,13 @@ import pytest
 
 from tandem.frontend.cli.main import build_parser, main
 from tandem.frontend.supervisor import launch, model
-from tandem.frontend.supervisor.launch import check_length, check_place, check_unused, default_frontends, listen_ops
+from tandem.frontend.supervisor.launch import (
+    check_endpoint_path,
+    check_length,
+    check_unused,
+    default_frontends,
+    listen_ops,
+)
 from tandem.frontend.supervisor.model import LaunchError
 from tests.support.serving import free_port
 from tests.support.tcp_proxy import free_ports
@@ -151,12 +157,12 @@ def test_default_leaves_two_cores_and_stays_between_one_and_eight(cores: int, fr
 def test_an_endpoint_that_others_could_reach_is_refused_before_anything_starts(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(LaunchError, match=rf"directory {tmp_path} of endpoint ipc://{tmp_path}/e must belong to user"):
-        check_place(f"ipc://{tmp_path}/e")
+        check_endpoint_path(f"ipc://{tmp_path}/e")
     (tmp_path / "own").mkdir(mode=0o700)
-    check_place(f"ipc://{tmp_path}/own/e")
-    check_place(f"ipc://{tmp_path}/missing/e")
+    check_endpoint_path(f"ipc://{tmp_path}/own/e")
+    check_endpoint_path(f"ipc://{tmp_path}/missing/e")
     with pytest.raises(LaunchError, match="cannot be reached: File name too long; choose another"):
-        check_place(f"ipc://{tmp_path}/{'e' * 300}/e")
+        check_endpoint_path(f"ipc://{tmp_path}/{'e' * 300}/e")
 
 
 def test_a_start_checks_the_place_of_its_endpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
