@@ -58,6 +58,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Largest --max-len where the rotary scaling can be stretched beyond `max_positions`; 0: it cannot."""
     multimodal: bool = False
     """True for the text backbone of a multimodal checkpoint; its other tensors are ignored."""
+    family: str = ""
+    """Architecture of the family that builds the model; empty: `architecture`. Multimodal ones differ."""
 
     @property
     def layers(self) -> int:

@@ -14,7 +14,12 @@ def _compressed(kind: str, name: str) -> dict[str, Any]:
         "weights": _WEIGHTS | {"type": kind},
         "input_activations": _TOKENS | {"type": kind},
     }
-    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 FORMATS: dict[str, dict[str, Any] | None] = {

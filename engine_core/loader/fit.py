@@ -9,14 +9,18 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.error_text import list_faults, printable
 from tandem.engine_core.loader.header import StoredTensor
-from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.loader.slots import FLOAT_DTYPES, WeightSlot
 
 IGNORED_SUFFIXES = (
-    ".rotary_emb.inv_freq", ".weight_shape", ".input_scale",
+    ".rotary_emb.inv_freq", ".weight_shape", ".input_scale", ".activation_scale",
     ".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale",
 )  # fmt: skip
 """Name suffixes of tensors that are not read: values derived from the configuration, activation scales (recomputed
 for each token), and scales of queries and of attention weights, which stay in 16 bits."""
+
+
+_STRAY_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".weight_zero_point")
+"""Name suffixes of scales, which are not read if the weight is in 16 bits: some tools save those of routers."""
 
 
 def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
@@ -36,7 +40,8 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
         by_name.setdefault(slot.name, []).append(slot)
     problems = []
     for name, tensor in checkpoint.tensors.items():
-        problems += _misfits(tensor, by_name.get(name, []))
+        if name in by_name or not _is_stray_scale(name, checkpoint):
+            problems += _misfits(tensor, by_name.get(name, []))
     present: dict[int, list[WeightSlot]] = {}
     for slot in slots:
         if slot.name in checkpoint.tensors:
@@ -48,6 +53,13 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
             problems.append(f"missing {slot.name}: expected {list(slot.accepted_shapes[0])}")
             others.append(slot)
     return sorted(problems) + _doubles(checkpoint, present)
+
+
+def _is_stray_scale(name: str, checkpoint: Checkpoint) -> bool:
+    """Return whether a tensor is a scale of a weight that is not quantized."""
+    module, _, last = name.rpartition(".")
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    return f".{last}" in _STRAY_SUFFIXES and weight is not None and weight.dtype in FLOAT_DTYPES
 
 
 def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:

@@ -44,6 +44,22 @@ def read_folder(directory: Path) -> Files:
     raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{_remedy(directory, found)}")
 
 
+def stored_dtypes(directory: Path) -> dict[str, str | None] | None:
+    """Return the dtype of each tensor of a folder, in the words of safetensors, by name.
+
+    Without the files, but with their index, the dtypes are None; with neither, the result is. Raises ConfigError as
+    `read_folder` does.
+    """
+    path = directory / INDEX
+    if not (directory / SINGLE).is_file() and path.is_file():
+        weight_map = _read_index(path)
+        if not all(Path(name).name == name and _is_file(directory / name) for name in set(weight_map.values())):
+            return dict.fromkeys(weight_map)
+    elif not any(directory.glob("*.safetensors")):
+        return None
+    return {name: tensor.dtype for found in read_folder(directory).values() for name, tensor in found.items()}
+
+
 def _remedy(directory: Path, safetensors: list[Path]) -> str:
     """Explain what a folder contains instead of loadable weights."""
     if safetensors:

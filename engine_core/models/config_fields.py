@@ -244,15 +244,15 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
             "eos_ids": self._end_ids(fields),
             "dtype": fields.dtype or fields.torch_dtype,
             "activation": ACTIVATIONS[fields.hidden_act],
-            "quantization": self._quantization(fields, len(attention)),
+            "quantization": self._quantization(fields),
             "multimodal": self.multimodal,
         }
         return ModelConfig(**(common | own))
 
-    def _quantization(self, fields: ConfigFields, layers: int) -> Quantization | None:
+    def _quantization(self, fields: ConfigFields) -> Quantization | None:
         found = fields.compression_config if fields.quantization_config is None else fields.quantization_config
         try:
-            return read_quantization(found, layers)
+            return read_quantization(found)
         except ConfigError as error:
             if not self.quantized_by:
                 raise

@@ -1,8 +1,10 @@
 """The families of models, by the architecture that a config.json names."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,15 +17,19 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.kv_scales import KVScales
 from tandem.engine_core.loader.checkpoint import Checkpoint
+from tandem.engine_core.loader.folder import stored_dtypes
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
-from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, text_name
+from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, dropping_rule, text_name
 from tandem.engine_core.models.unsupported import describe
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGGED = 5
+"""Maximum number of modules in a line of the log."""
 
 
 class Model(Loadable, Protocol):
@@ -79,17 +85,28 @@ FAMILY_TABLE = "engine_core/FAMILIES.md"
 def read_config(directory: Path) -> ModelConfig:
     """Read the configuration of a model folder.
 
+    Which linear layers are quantized follows from the names of the tensors, if the folder has the weights or their
+    index.
+
     Raises ConfigError if a file is missing or malformed, if the architecture is not supported, which is checked before
     any other field, or if the configuration asks for something that its family does not support.
     """
-    return resolve_source(ConfigSource.open(directory))
+    config = resolve_source(ConfigSource.open(directory))
+    stored = None if config.quantization is None else stored_dtypes(directory)
+    if config.quantization is None or stored is None:
+        return config
+    named = {own: dtype for name, dtype in stored.items() if (own := text_name(name, config.multimodal)) is not None}
+    return structs.replace(config, quantization=config.quantization.with_stored(named))
 
 
 def resolve_source(source: ConfigSource) -> ModelConfig:
     """Return the `ModelConfig` of a model. Raises ConfigError as `read_config` does."""
     try:
         family = _find_family(source)
-        return family.read_config(source.text_backbone() if source.architecture in TEXT_BACKBONES else source)
+        config = FAMILIES[family].read_config(
+            source.text_backbone() if source.architecture in TEXT_BACKBONES else source
+        )
+        return config if family == source.architecture else structs.replace(config, family=family)
     except ConfigError as error:
         raise ConfigError(f"{source.path}: {error}") from None
 
@@ -97,20 +114,22 @@ def resolve_source(source: ConfigSource) -> ModelConfig:
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
     """Open the checkpoint of a model.
 
-    For a multimodal checkpoint, only the tensors of the text backbone are included.
+    Tensors have the names of the text model by itself. Those of other modalities and of multi-token prediction are left
+    out.
 
     Raises ConfigError as `Checkpoint.open` does.
     """
     checkpoint = Checkpoint.open(directory)
-    if not config.multimodal:
-        return checkpoint
-    text = checkpoint.renamed(text_name)
-    logger.info(
-        "%s is multimodal; serving its text backbone without %d other tensors",
-        config.architecture,
-        len(checkpoint.tensors) - len(text.tensors),
+    dropped = Counter(
+        rule for name in checkpoint.tensors if (rule := dropping_rule(name, config.multimodal)) is not None
     )
-    return text
+    counts = ", ".join(f"{rule} ({count})" for rule, count in dropped.items())
+    if config.multimodal:
+        text = "%s is multimodal; serving its text backbone without %d other tensors"
+        logger.info(text, config.architecture, dropped.total())
+    if dropped:
+        logger.info("tensors that are not read: %s", counts)
+    return checkpoint.renamed(partial(text_name, multimodal=config.multimodal))
 
 
 def build_model(
@@ -125,30 +144,36 @@ def build_model(
     if checkpoint is not None and config.tie_embeddings:
         tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
-    backbone = TEXT_BACKBONES.get(config.architecture)
-    family = FAMILIES[backbone.architecture if backbone else config.architecture]
-    return family.build(config, max_positions or config.max_positions, context)
+    model = FAMILIES[config.family or config.architecture].build(config, max_positions or config.max_positions, context)
+    if context.quantization is not None and (plain := sorted(context.quantization.stored_plain)):
+        logger.info(
+            "%d linear layers that quantization_config does not exclude are stored in 16 bits, and served so: %s",
+            len(plain),
+            ", ".join(plain[:MAX_LOGGED]) + (", ..." if len(plain) > MAX_LOGGED else ""),
+        )
+    return model
 
 
-def _find_family(source: ConfigSource) -> Family:
-    """Return the family of an architecture.
+def _find_family(source: ConfigSource) -> str:
+    """Return the architecture of the family of a model, that of the text backbone if it is multimodal.
 
     Raises ConfigError that lists the known ones if it has none.
     """
     architecture = source.architecture
     models = ", ".join(family.models for family in FAMILIES.values())
     known = f"supported are dense models of these families: {models}; {FAMILY_TABLE} lists them"
-    backbone = TEXT_BACKBONES.get(architecture)
-    if backbone is not None:
+    backbones = TEXT_BACKBONES.get(architecture)
+    if backbones is not None:
         text = source.fields.get("text_config")
         found = text.get("model_type") if isinstance(text, dict) else None
-        if found != backbone.model_type:
+        if not isinstance(found, str) or found not in backbones:
+            quoted = " or ".join(f'"{known_type}"' for known_type in backbones)
             raise ConfigError(
                 f'the architecture {architecture} is multimodal, and its text_config of model_type "{found}" is not '
-                f'supported, only "{backbone.model_type}"; {known}'
+                f"supported, only {quoted}; {known}"
             )
-        return FAMILIES[backbone.architecture]
+        return backbones[found]
     if architecture not in FAMILIES:
         nature = describe(architecture, source.fields)
         raise ConfigError(f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; {known}")
-    return FAMILIES[architecture]
+    return architecture

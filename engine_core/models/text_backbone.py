@@ -1,48 +1,34 @@
-"""The text halves of multimodal checkpoints.
+"""The text backbones of multimodal checkpoints, and the tensors of a checkpoint that no text model reads."""
 
-They have families of their own, and other names of tensors.
-"""
-
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class TextBackbone:
-    """Text backbone of a multimodal architecture."""
-
-    architecture: str
-    """Architecture of the text backbone alone."""
-    model_type: str
-    """`model_type` in the `text_config` of a supported text backbone."""
-
+from tandem.engine_core.quantization.module_names import text_model_name
 
 TEXT_BACKBONES = {
-    "Gemma3ForConditionalGeneration": TextBackbone("Gemma3ForCausalLM", "gemma3_text"),
-    "Mistral3ForConditionalGeneration": TextBackbone("MistralForCausalLM", "mistral"),
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
 }
-"""Multimodal architectures that are served as text models."""
-_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-"""Prefixes of text tensors, mapped to the prefixes of the text model alone.
-
-Published folders have the first two; transformers writes the third since 4.52, and `lm_head` unchanged.
-"""
-_OTHER_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
-"""Name prefixes of other tensors, with or without a leading `model.`."""
+"""Multimodal architectures that are served as text models: the architecture of the text backbone alone, by the
+`model_type` in the `text_config`."""
+_MULTI_TOKEN = ("mtp",)
+"""First components of the names of tensors that predict several tokens at once, after `model.` or not."""
+_OTHER_MODALITIES = (
+    "visual", "vision_tower", "vision_model", "embed_vision", "audio_tower", "embed_audio", "multi_modal_projector",
+)  # fmt: skip
+"""First components of the names of tensors of other modalities, likewise."""
 
 
-def text_name(name: str) -> str | None:
-    """Return the name of a tensor in the text model alone.
+def dropping_rule(name: str, multimodal: bool) -> str | None:
+    """Return the rule by which a tensor is not read, such as "mtp.*", None for those of the text model.
 
-    name: in the multimodal checkpoint. Returns None for tensors outside the text backbone. Other names are returned
-    unchanged.
+    name: that in the checkpoint; multimodal: whether the architecture has other modalities.
     """
-    if name.removeprefix("model.").startswith(_OTHER_PREFIXES):
-        return None
-    for prefix, own in _PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return name
+    first = name.removeprefix("model.").partition(".")[0]
+    dropped = first in _MULTI_TOKEN or (multimodal and first in _OTHER_MODALITIES)
+    return f"{first}.*" if dropped else None
+
+
+def text_name(name: str, multimodal: bool) -> str | None:
+    """Return the name that a tensor has in the text model alone, None if it is not read.
+
+    name, multimodal: as in `dropping_rule`.
+    """
+    return None if dropping_rule(name, multimodal) is not None else text_model_name(name)

@@ -1,26 +1,9 @@
 """Typed access to the fields of a `quantization_config`."""
 
-import re
-from collections.abc import Callable, Collection, Mapping
-from fnmatch import translate
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tandem.engine_core.errors import ConfigError
-
-PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.qkv_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.gate_up_proj",
-    "mlp.down_proj",
-)
-"""Names of a layer's linear projections, including those of fused checkpoints."""
-_ROOTS = ("model.", "model.language_model.", "language_model.model.")
-"""Prefixes of layer names, including those of multimodal checkpoints."""
 
 
 class Fields:
@@ -69,6 +52,21 @@ class Fields:
             raise self.error(name, "an object")
         return Fields(value, f"{self._where}.{name}")
 
+    def tables(self, name: str) -> dict[str, "Fields"]:
+        """Return the entries of a field that is a table of tables, by name.
+
+        A missing table is empty. Raises ConfigError for anything else.
+        """
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise self.error(name, "an object")
+        inner = Fields(value, f"{self._where}.{name}")
+        return {key: inner.table(key) for key in value}
+
+    def with_overrides(self, other: "Fields") -> "Fields":
+        """Return these fields, with those of another table in place of the ones that both have."""
+        return Fields({**self._table, **other._table}, other._where)
+
     def names(self, *fields: str) -> list[str]:
         """Return the entries of lists of module names.
 
@@ -101,39 +99,6 @@ class Fields:
 def unsupported(why: str) -> ConfigError:
     """Return the error of an unsupported quantization."""
     return ConfigError(f"{why}; serve another quantization of the model, or the unquantized checkpoint")
-
-
-def check_unquantized(names: Collection[str], layers: int) -> None:
-    """Check the list of modules that a checkpoint leaves unquantized.
-
-    Its entries are names, dotted parts of names, patterns with "*", or regular expressions after "re:".
-    All projections of the layers must have one format: raises ConfigError if an entry matches one of them.
-    """
-    modules = [f"layers.{index}.{projection}" for index in range(layers) for projection in PROJECTIONS]
-    for entry in names:
-        is_named = _matcher(entry)
-        for module in modules:
-            if any(is_named(root + module) for root in _ROOTS):
-                raise unsupported(
-                    f"quantization_config leaves {_quoted(f'model.{module}')} unquantized (entry {_quoted(entry)}); "
-                    "all projections of the layers must have one format"
-                )
-
-
-def _matcher(entry: str) -> Callable[[str], bool]:
-    """Return a function that tests whether an entry matches a module."""
-    if entry.startswith("re:"):
-        try:
-            pattern = re.compile(entry[3:])
-        except re.error:
-            raise unsupported(f"quantization_config has an invalid regular expression, {_quoted(entry)}") from None
-        return lambda module: pattern.match(module) is not None
-    if "*" in entry:
-        # The module, or one of its parents.
-        whole_or_start = re.compile(rf"(?:{translate(entry)})|(?:{translate(entry + '.*')})")
-        return lambda module: whole_or_start.match(module) is not None
-    part = f".{entry}."
-    return lambda module: part in f".{module}."
 
 
 def _quoted(value: object) -> str:

@@ -1,17 +1,130 @@
 """Readers of `quantization_config`, one per tool.
 
-Each converts the fields of its tool to a scheme. The formats are those of transformers' `FineGrainedFP8Config`,
-AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors and ModelOpt.
+Each converts the fields of its tool to the schemes of a checkpoint's linear layers. The formats are those of
+transformers' `FineGrainedFP8Config`, AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, ModelOpt and
+AutoRound.
 """
 
+from typing import Any
+
 from tandem.engine_core.quantization.fields import Fields, unsupported
+from tandem.engine_core.quantization.module_names import ModuleNames
+from tandem.engine_core.quantization.quantization import Quantization, Rule, check_schemes, excluding
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
 
 PACKED_BITS = 4
+_MIXED = "MIXED_PRECISION"
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+_AUTOROUND_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+_PLAIN_BITS = 16
+"""Fewest bits in AutoRound's `extra_config` of a layer that is not quantized."""
 
 
-def fp8(fields: Fields) -> Scheme:
+def fp8(fields: Fields) -> Quantization:
     """Read `quant_method: fp8`: per-tensor or block scales."""
+    names = ModuleNames.below(fields.names("modules_to_not_convert", "ignored_layers", "ignore"))
+    return excluding(_fp8_scheme(fields), names)
+
+
+def gptq(fields: Fields) -> Quantization:
+    """Read `quant_method: gptq`: int4, with or without act-order, and GPTQModel's `dynamic`."""
+    rules = []
+    for key, overrides in fields.tables("dynamic").items():
+        if key.startswith("-:"):
+            rules.append(Rule(ModuleNames.matching(key.removeprefix("-:")), None))
+        else:
+            scheme = _gptq_scheme(fields.with_overrides(overrides))
+            rules.append(Rule(ModuleNames.matching(key.removeprefix("+:")), scheme))
+    excluded = ModuleNames.below(fields.names("modules_to_not_convert"))
+    blocks = fields.get("modules_in_block_to_quantize")
+    return Quantization(
+        _gptq_scheme(fields),
+        (*rules, Rule(excluded, None)),
+        None if blocks is None else ModuleNames.below(_flattened(fields, blocks)),
+        quantizes_head=fields.flag("lm_head", False),
+    )
+
+
+def awq(fields: Fields) -> Quantization:
+    """Read `quant_method: awq`: int4 in the "gemm" layout."""
+    names = fields.names("modules_to_not_convert")
+    return excluding(_awq_scheme(fields), ModuleNames.containing(names))
+
+
+def compressed_tensors(fields: Fields) -> Quantization | None:
+    """Read `quant_method: compressed-tensors`.
+
+    FP8, INT8 or int4, in groups of layers; or None for a checkpoint of 16-bit weights with KV scales only.
+    """
+    sparsity = fields.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"):
+        raise fields.error("sparsity_config", 'none, or its format "dense"')
+    if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
+        return None
+    fields.table("config_groups")
+    rules = [Rule(ModuleNames.exactly(fields.names("ignore")), None)]
+    default: Scheme | None = None
+    for group in fields.tables("config_groups").values():
+        targets = group.names("targets")
+        scheme = _group_scheme(fields, group)
+        if "Linear" in targets:
+            default = default or scheme
+        # Names come before the class of modules, whatever the order of groups.
+        rules.append(Rule(ModuleNames.exactly(target for target in targets if target != "Linear"), scheme))
+    return Quantization(default, tuple(rules), quantizes_head=True)
+
+
+def modelopt(fields: Fields) -> Quantization | None:
+    """Read `quant_method: modelopt`.
+
+    FP8, per tensor with static inputs, or per output with dynamic ones, for all linear layers or those listed; or None
+    for a checkpoint of 16-bit weights with KV scales only.
+    """
+    has_kv_scales = any(fields.get(name) is not None for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
+    if fields.get("quant_algo") == "NO_QUANT" or (fields.get("quant_algo") is None and has_kv_scales):
+        return None
+    names = ModuleNames.below(fields.names("exclude_modules", "ignore", "modules_to_not_convert"))
+    algorithm = fields.expect("quant_algo", (*_MODELOPT, _MIXED))
+    if algorithm != _MIXED:
+        return excluding(_modelopt_scheme(algorithm), names, quantizes_head=True)
+    layers = fields.tables("quantized_layers")
+    if not layers:
+        raise fields.error("quantized_layers", "the algorithm of each quantized layer")
+    algorithms = {name: str(layer.get("quant_algo")) for name, layer in layers.items()}
+    check_schemes(algorithms.items(), _MODELOPT)
+    rules = [
+        Rule(ModuleNames.below(name for name, used in algorithms.items() if used == algorithm), scheme)
+        for algorithm, scheme in ((each, _modelopt_scheme(each)) for each in _MODELOPT)
+    ]
+    return Quantization(None, (Rule(names, None), *rules))
+
+
+def auto_round(fields: Fields) -> Quantization:
+    """Read `quant_method: auto-round`: int4 in the layout of GPTQ or AWQ, with exceptions in `extra_config`."""
+    fields.expect("data_type", ("int",), "int")
+    fields.expect("packing_format", _AUTOROUND_PACKINGS, _AUTOROUND_PACKINGS[0])
+    if fields.number("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
+        raise fields.error("act_bits", "16: activations must be unquantized")
+    exact: dict[Scheme | None, list[str]] = {}
+    rules: list[Rule] = []
+    for key, overrides in fields.tables("extra_config").items():
+        merged = fields.with_overrides(overrides)
+        bits = merged.number("bits")
+        if overrides.get("data_type", "int") != "int" and bits < _PLAIN_BITS:
+            raise overrides.error("data_type", '"int"')
+        scheme = None if bits >= _PLAIN_BITS else _autoround_scheme(merged)
+        if set(key) & set("*+?^$()[]{}|\\"):
+            rules.append(Rule(ModuleNames.matching(key), scheme))
+        else:
+            exact.setdefault(scheme, []).append(key)
+    names = [Rule(ModuleNames.exactly(keys), scheme) for scheme, keys in exact.items()]
+    blocks = fields.get("block_name_to_quantize", fields.get("to_quant_block_names"))
+    found = blocks.split(",") if isinstance(blocks, str) else [] if blocks is None else _flattened(fields, blocks)
+    only = ModuleNames.below(name.strip() for name in found) if found else None
+    return Quantization(_autoround_scheme(fields), (*names, *rules), only)
+
+
+def _fp8_scheme(fields: Fields) -> Scheme:
     fields.expect("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     scheme = fields.expect("activation_scheme", ("dynamic", "static"))
     size = fields.get("weight_block_size")
@@ -26,13 +139,8 @@ def fp8(fields: Fields) -> Scheme:
     return EightBitScheme("fp8", Activations.TOKEN, scale_name="weight_scale_inv", block=(128, 128))
 
 
-def gptq(fields: Fields) -> Scheme:
-    """Read `quant_method: gptq`: int4, with or without act-order."""
+def _gptq_scheme(fields: Fields) -> Scheme:
     _four_bits(fields.number("bits"))
-    if fields.flag("lm_head", False):
-        raise fields.error("lm_head", "false: the output head must be unquantized")
-    if fields.get("dynamic"):
-        raise fields.error("dynamic", "none, the same settings for all linear layers")
     named = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     layout = fields.expect(named, ("gptq", "gptq_v2"), "gptq")
     return Int4Scheme(
@@ -44,8 +152,7 @@ def gptq(fields: Fields) -> Scheme:
     )
 
 
-def awq(fields: Fields) -> Scheme:
-    """Read `quant_method: awq`: int4 in the "gemm" layout."""
+def _awq_scheme(fields: Fields) -> Scheme:
     _four_bits(fields.number("bits", fields.get("w_bit")))
     for name in ("version", "format", "checkpoint_format"):
         version = fields.get(name, "gemm")
@@ -56,35 +163,37 @@ def awq(fields: Fields) -> Scheme:
     return Int4Scheme("awq", _group(fields.number("group_size", fields.get("q_group_size"))), False)
 
 
-def compressed_tensors(fields: Fields) -> Scheme | None:
-    """Read `quant_method: compressed-tensors`.
+def _autoround_scheme(fields: Fields) -> Scheme:
+    _four_bits(fields.number("bits"))
+    group = _group(fields.number("group_size"))
+    if "awq" in fields.get("packing_format", ""):
+        return Int4Scheme("awq", group, False)
+    return Int4Scheme("gptq", group, fields.flag("sym", True), zero_offset=1)
 
-    FP8, INT8 or int4, the same for all linear layers; or None for a checkpoint of 16-bit weights with KV scales only.
+
+def _modelopt_scheme(algorithm: str) -> Scheme:
+    by_tensor = algorithm == "FP8"
+    return EightBitScheme("fp8", Activations.STATIC if by_tensor else Activations.TOKEN, per_tensor=by_tensor)
+
+
+def _group_scheme(fields: Fields, group: Fields) -> Scheme:
+    """Read the scheme of a config group of compressed-tensors.
+
+    fields: of all groups, which name the format of those that do not.
     """
-    sparsity = fields.get("sparsity_config")
-    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"):
-        raise fields.error("sparsity_config", 'none, or its format "dense"')
-    if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
-        return None
-    groups = fields.table("config_groups")
-    names = list(fields.get("config_groups"))
-    if len(names) != 1:
-        raise unsupported(f"quantization_config has {len(names)} config_groups, supported is one for all linear layers")
-    group = groups.table(names[0])
-    if group.names("targets") != ["Linear"]:
-        raise group.error("targets", '["Linear"]')
     if group.get("output_activations") is not None:
         raise group.error("output_activations", "null")
+    layout = group if group.get("format") is not None else fields
     weights = group.table("weights")
     inputs = group.table("input_activations") if group.get("input_activations") is not None else None
     kind, bits = weights.expect("type", ("float", "int")), weights.number("num_bits")
     if (kind, bits) == ("int", PACKED_BITS):
-        return _packed(fields, weights, inputs)
+        return _packed(layout, weights, inputs)
     if bits != 8:
         raise weights.error("num_bits", "8, or 4 for integers")
-    if kind == "int" and fields.get("format") == "pack-quantized":
+    if kind == "int" and layout.get("format") == "pack-quantized":
         raise unsupported("quantization_config packs weights of 8 bits (W8A16), supported is W8A8, or W4A16 if packed")
-    fields.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
+    layout.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
     if not weights.flag("symmetric", True):
         raise weights.error("symmetric", "true")
     strategy = weights.expect("strategy", ("tensor", "channel", "block") if kind == "float" else ("tensor", "channel"))
@@ -99,22 +208,9 @@ def compressed_tensors(fields: Fields) -> Scheme | None:
     )
 
 
-def modelopt(fields: Fields) -> Scheme | None:
-    """Read `quant_method: modelopt`.
-
-    FP8, per tensor with static inputs, or per output with dynamic ones; or None for a checkpoint of 16-bit weights with
-    KV scales only.
-    """
-    has_kv_scales = any(fields.get(name) is not None for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
-    if fields.get("quant_algo") == "NO_QUANT" or (fields.get("quant_algo") is None and has_kv_scales):
-        return None
-    by_tensor = fields.expect("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")) == "FP8"
-    return EightBitScheme("fp8", Activations.STATIC if by_tensor else Activations.TOKEN, per_tensor=by_tensor)
-
-
-def _packed(fields: Fields, weights: Fields, inputs: Fields | None) -> Int4Scheme:
+def _packed(layout: Fields, weights: Fields, inputs: Fields | None) -> Int4Scheme:
     """Read int4 weights of compressed-tensors."""
-    fields.expect("format", ("pack-quantized",))
+    layout.expect("format", ("pack-quantized",))
     if inputs is not None:
         raise unsupported("quantization_config quantizes the inputs of four-bit weights, supported is 16 bits for them")
     strategy = weights.expect("strategy", ("group", "channel"))
@@ -136,6 +232,15 @@ def _activations(inputs: Fields | None, kind: str, bits: int) -> Activations:
             raise inputs.error("strategy", '"tensor" for scales that the checkpoint holds')
         return Activations.STATIC
     return Activations.TENSOR if strategy == "tensor" else Activations.TOKEN
+
+
+def _flattened(fields: Fields, names: Any) -> list[str]:
+    """Return the names in nested lists. Raises ConfigError for anything else."""
+    if isinstance(names, str):
+        return [names]
+    if not isinstance(names, list):
+        raise unsupported("quantization_config must list blocks by their names")
+    return [name for item in names for name in _flattened(fields, item)]
 
 
 def _group(size: int) -> int | None:

@@ -1,35 +1,153 @@
-"""Quantization of a checkpoint: the scheme of each of its linear layers."""
+"""Quantization of a checkpoint: the scheme of each of its linear layers.
 
-from collections.abc import Collection
-from dataclasses import dataclass
+Which layers are quantized follows from the tensors of the checkpoint, their parameters from its config. Without tensors
+the config decides.
+"""
 
-from tandem.engine_core.quantization.scheme import Scheme
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from tandem.engine_core.quantization.fields import unsupported
+from tandem.engine_core.quantization.module_names import ModuleNames
+from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
 
 HEAD = "lm_head"
+_PACKED = ("qweight", "weight_packed")
+"""Last components of the names of tensors that only quantized layers have."""
+_SCALES = ("weight_scale", "weight_scale_inv")
+"""Last components of the names of scales of weights that are not packed."""
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+
+StoredDtypes = Mapping[str, str | None]
+"""Dtype of each tensor of a checkpoint in the words of safetensors, by name in the text model; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The scheme of some linear layers, an exception from the others."""
+
+    names: ModuleNames
+    scheme: Scheme | None
+    """None: they are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Schemes of the linear layers of a checkpoint, by module name."""
 
-    scheme: Scheme
-    """Scheme of all linear layers except the output head."""
+    default: Scheme | None
+    """Scheme of the linear layers that no rule names; None: they are not quantized."""
+    rules: tuple[Rule, ...] = ()
+    """Exceptions; of several for one layer the first holds."""
+    only: ModuleNames | None = None
+    """The layers that the config limits quantization to; None: no limit."""
+    quantizes_head: bool = False
+    """True if `default` is the scheme of the output head too."""
+    stored: Mapping[str, Mapping[str, str | None]] | None = field(default=None, repr=False)
+    """Tensors of each module, and their dtypes, by the last component of their names; None: no tensors are known."""
+    stored_plain: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Layers that the config calls quantized and that `scheme_for` found stored in 16 bits."""
 
     def __str__(self) -> str:
-        return str(self.scheme)
+        schemes = (self.default, *(rule.scheme for rule in self.rules))
+        return ", ".join(dict.fromkeys(str(scheme) for scheme in schemes if scheme is not None))
+
+    def with_stored(self, tensors: StoredDtypes) -> "Quantization":
+        """Return the quantization of a checkpoint with these tensors."""
+        stored: dict[str, dict[str, str | None]] = {}
+        for name, dtype in tensors.items():
+            module, _, last = name.rpartition(".")
+            stored.setdefault(module, {})[last] = dtype
+        return replace(self, stored=stored, stored_plain=set())
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of a linear layer, None if it is not quantized.
 
-        name: of the module in the text model, such as "model.layers.3.mlp.down_proj".
+        name: of the module in the text model, such as "model.layers.3.mlp.down_proj". Raises ConfigError if the
+        tensors of the layer contradict the config.
         """
-        return None if name == HEAD else self.scheme
+        scheme, entry = self._configured(name)
+        tensors = None if self.stored is None else self.stored.get(name)
+        if tensors is None:
+            return scheme
+        if not _is_quantized(tensors, is_expected=scheme is not None):
+            if scheme is not None:
+                self.stored_plain.add(name)
+            return None
+        if scheme is None and entry is None and name == HEAD:
+            scheme = self.default
+        if scheme is None:
+            tensor = next((last for last in (*_PACKED, *_SCALES) if last in tensors), "weight")
+            excluded = f'excludes it (entry "{entry}")' if entry else "does not quantize it"
+            raise unsupported(f"the checkpoint has a quantized {name}.{tensor}, but quantization_config {excluded}")
+        if not stored_names(scheme) & tensors.keys():
+            found, expected = ", ".join(sorted(tensors)), " or ".join(sorted(stored_names(scheme)))
+            raise unsupported(
+                f"quantization_config gives {name} {scheme}, but the checkpoint has its {found}, not {expected}"
+            )
+        return scheme
 
     def part_schemes(self, name: str, parts: Collection[str]) -> list[Scheme | None]:
         """Return the scheme of each part of a fused projection.
 
-        name: of the fused module, such as "model.layers.3.self_attn.qkv_proj"; parts: last components of the parts'
-        names, such as "q_proj".
+        name: of the fused module, such as "model.layers.3.self_attn.qkv_proj", which a checkpoint may hold instead of
+        the parts; parts: last components of the parts' names, such as "q_proj".
         """
+        if self.stored is not None and name in self.stored:
+            return [self.scheme_for(name)] * len(parts)
         prefix = name[: name.rfind(".") + 1]
+        if self.stored is None:
+            whole = self._rule_for(name)
+            if whole is not None:
+                return [whole.scheme] * len(parts)
         return [self.scheme_for(prefix + part) for part in parts]
+
+    def _configured(self, name: str) -> tuple[Scheme | None, str | None]:
+        """Return the scheme that the config gives a layer, and the entry that names it."""
+        rule = self._rule_for(name)
+        if rule is not None:
+            return rule.scheme, rule.names.find(name)
+        if name == HEAD:
+            return (self.default if self.quantizes_head else None), None
+        if self.only is not None and self.only.find(name) is None:
+            return None, None
+        return self.default, None
+
+    def _rule_for(self, name: str) -> Rule | None:
+        return next((rule for rule in self.rules if rule.names.find(name) is not None), None)
+
+
+def excluding(scheme: Scheme | None, names: ModuleNames, quantizes_head: bool = False) -> Quantization:
+    """Return the quantization of all linear layers but some."""
+    return Quantization(scheme, (Rule(names, None),), quantizes_head=quantizes_head)
+
+
+def check_schemes(layers: Iterable[tuple[str, str]], supported: Collection[str]) -> None:
+    """Raise ConfigError that names the first of some layers with an unsupported algorithm.
+
+    layers: names and algorithms.
+    """
+    for name, algorithm in layers:
+        if algorithm not in supported:
+            known = " or ".join(f'"{each}"' for each in supported)
+            raise unsupported(f'quantization_config gives {name} the algorithm "{algorithm}", supported is {known}')
+
+
+def stored_names(scheme: Scheme) -> set[str]:
+    """Return the last components of the names of the tensor with the weights of a scheme."""
+    if isinstance(scheme, EightBitScheme):
+        return {"weight"}
+    return {"weight_packed" if scheme.packing == "compressed-tensors" else "qweight"}
+
+
+def _is_quantized(tensors: Mapping[str, str | None], is_expected: bool) -> bool:
+    """Return whether the tensors of a layer are those of a quantized one.
+
+    is_expected: whether the config quantizes it. A stray scale of a 16-bit weight changes nothing.
+    """
+    if any(name in tensors for name in _PACKED):
+        return True
+    dtype = tensors.get("weight")
+    if dtype is not None:
+        return dtype not in _PLAIN_DTYPES
+    return is_expected and any(name in tensors for name in _SCALES)

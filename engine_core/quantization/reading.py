@@ -4,17 +4,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.engine_core.errors import ConfigError
-from tandem.engine_core.quantization.fields import Fields, check_unquantized
-from tandem.engine_core.quantization.formats import awq, compressed_tensors, fp8, gptq, modelopt
+from tandem.engine_core.quantization.fields import Fields, unsupported
+from tandem.engine_core.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
+from tandem.engine_core.quantization.module_names import PatternError
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import Scheme
 
-READERS: Mapping[str, Callable[[Fields], Scheme | None]] = {
+READERS: Mapping[str, Callable[[Fields], Quantization | None]] = {
     "fp8": fp8,
     "gptq": gptq,
     "awq": awq,
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
+    "auto-round": auto_round,
 }
 """Readers by `quant_method`."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -26,11 +27,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that change the meaning of any method's tensors, with the values that do not."""
 
 
-def read_quantization(quantization: Mapping[str, Any] | None, layers: int) -> Quantization | None:
-    """Return the quantization of a model's linear layers, None if they are not quantized.
+def read_quantization(quantization: Mapping[str, Any] | None) -> Quantization | None:
+    """Return the quantization of a model's linear layers by its config alone, None if they are not quantized.
 
-    quantization: the `quantization_config` of config.json, None if missing; layers: number of layers. Raises
-    ConfigError for an unsupported quantization, listing the supported ones.
+    quantization: the `quantization_config` of config.json, None if missing. Raises ConfigError for an unsupported
+    quantization, listing the supported ones.
     """
     if quantization is None:
         return None
@@ -46,8 +47,7 @@ def read_quantization(quantization: Mapping[str, Any] | None, layers: int) -> Qu
     for name, neutral in NEUTRAL.items():
         if fields.get(name) not in (None, *neutral):
             raise fields.error(name, "false" if neutral == (False,) else "none")
-    scheme = reader(fields)
-    if scheme is None:
-        return None
-    check_unquantized(fields.names("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"), layers)
-    return Quantization(scheme)
+    try:
+        return reader(fields)
+    except PatternError as error:
+        raise unsupported(f'quantization_config has an invalid regular expression, "{error}"') from None

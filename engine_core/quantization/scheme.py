@@ -25,7 +25,7 @@ class EightBitScheme:
     """Float8 e4m3, or int8."""
     activations: Activations
     scale_name: str = "weight_scale"
-    """Last component of the name of the scale tensor."""
+    """Usual last component of the name of the scale tensor."""
     per_tensor: bool = False
     """True for one scale per projection, False for one per output (or per block)."""
     block: tuple[int, int] | None = None
@@ -35,6 +35,15 @@ class EightBitScheme:
 
     def __str__(self) -> str:
         return self.kind if self.block is None else f"{self.kind} in blocks of {self.block[0]}x{self.block[1]}"
+
+    @property
+    def scale_names(self) -> tuple[str, ...]:
+        """Last components that the name of the scale tensor may have, the usual one first.
+
+        Transformers writes FP8 scales as `weight_scale_inv`, other tools as `weight_scale`; both multiply.
+        """
+        names = ("weight_scale", "weight_scale_inv") if self.kind == "fp8" else ("weight_scale",)
+        return tuple(sorted(names, key=lambda name: name != self.scale_name))
 
     @property
     def has_input_scale(self) -> bool:

@@ -208,7 +208,7 @@ def test_quantization_is_read_from_either_field(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("found", [{}, {"quant_method": "bitsandbytes"}, {"quant_method": 8}])
 def test_other_quantizations_are_refused_with_those_that_are_served(found: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"is not supported \(supported: fp8, gptq, awq, compressed-tensors, modelopt\)"
+        ConfigError, match=r"is not supported \(supported: fp8, gptq, awq, compressed-tensors, modelopt, auto-round\)"
     ) as caught:
         read(tmp_path, quantization_config=found)
     assert str(found.get("quant_method", "unknown")) in str(caught.value)

@@ -33,10 +33,21 @@ def quantize_checkpoint(directory: Path, layout: Layout, fitted: bool = False) -
 
     fitted: zero points fit the weights, instead of being any.
     """
+    quantize_layers(directory, lambda module: layout if module.endswith("_proj") else None, layout.config, fitted)
+
+
+def quantize_layers(
+    directory: Path, layout_of: Callable[[str], Layout | None], config: dict[str, Any], fitted: bool = False
+) -> None:
+    """Quantize some layers of a float checkpoint in place, and store the same numbers in float32 in `plain`.
+
+    layout_of: returns the layout of a module, None for one that is not quantized; config: the `quantization_config`.
+    """
     quantized: Tensors = {}
     plain: Tensors = {}
     for index, (name, tensor) in enumerate(load_file(directory / "model.safetensors").items()):
-        if not name.endswith("_proj.weight"):
+        layout = layout_of(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layout is None:
             quantized[name] = plain[name] = tensor
             continue
         tensors, plain[name] = layout.write(tensor, None if fitted else index)
@@ -47,7 +58,7 @@ def quantize_checkpoint(directory: Path, layout: Layout, fitted: bool = False) -
         (directory / "plain" / path.name).write_bytes(path.read_bytes())
     save_file({name: value.contiguous() for name, value in plain.items()}, directory / "plain" / "model.safetensors")
     save_file(quantized, directory / "model.safetensors")
-    set_quantization(directory, layout.config)
+    set_quantization(directory, config)
 
 
 def set_quantization(directory: Path, config: dict[str, Any] | None) -> None:
@@ -62,6 +73,14 @@ def fp8_tensor(weight: Tensor, seed: int | None) -> tuple[Tensors, Tensor]:
     shape = () if seed and seed % 2 else (1,)
     tensors = {"weight": values, "weight_scale": scale.reshape(shape), "input_scale": torch.full(shape, 0.01)}
     return tensors, values.float() * scale
+
+
+def fp8_transformers(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:
+    """Write a weight as transformers' `FP8Linear` without blocks and with static inputs."""
+    scale = (weight.abs().max() / 448).bfloat16()
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    tensors = {"weight": values, "weight_scale_inv": scale, "activation_scale": torch.tensor(0.01).bfloat16()}
+    return tensors, values.float() * scale.float()
 
 
 def fp8_channel(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:

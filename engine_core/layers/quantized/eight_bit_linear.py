@@ -20,6 +20,10 @@ from tandem.engine_core.quantization.fields import unsupported
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 
 _DTYPES = {"fp8": ("F8_E4M3", torch.float8_e4m3fn), "int8": ("I8", torch.int8)}
+_INPUT_SCALES = ("input_scale", "activation_scale")
+"""Last components of the names of static input scales: of most tools, and of transformers."""
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Smallest scale that inputs or weights are divided by: that of normal numbers, as GPUs may flush smaller ones to 0."""
 _ROWS = 4096
 """Outputs dequantized at a time, to limit the memory of float32 intermediates."""
 
@@ -89,20 +93,20 @@ class EightBitLinear(QuantizedLinear):
         slots = []
         for projection, start, length in part_slices(prefix, name, parts, self.values.shape[0]):
             slots.append(WeightSlot(f"{projection}.weight", self.values, 0, start, length, dtypes=(stored,)))
-            slots.append(self._scale_slot(f"{projection}.{self.scheme.scale_name}", start, length))
+            slots += [self._scale_slot(f"{projection}.{scale}", start, length) for scale in self.scheme.scale_names]
         return slots if self.input_scale is None else slots + self._input_slots(prefix, name, parts)
 
     def _input_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
-        """List the slots of the static input scales, `input_scale`."""
+        """List the slots of the static input scales: `input_scale`, or `activation_scale` of transformers."""
         count = len(parts or {}) or 1
         found = torch.ones(count, device=self.values.device)
         keep = partial(self._keep_input_scale, found, f"{prefix}{name}")
         slots = []
         for index, (projection, _, length) in enumerate(part_slices(prefix, name, parts, self.values.shape[0])):
             first, length = (0, count) if index == len(parts or {}) else (index, 1)
-            slots.append(
+            slots += [
                 WeightSlot(
-                    f"{projection}.input_scale",
+                    f"{projection}.{name}",
                     found,
                     0,
                     first,
@@ -111,17 +115,21 @@ class EightBitLinear(QuantizedLinear):
                     on_filled=keep,
                     transform=partial(_spread, length=length),
                 )
-            )
+                for name in _INPUT_SCALES
+            ]
         return slots
 
     def _keep_input_scale(self, found: Tensor, name: str) -> None:
         """Keep the maximum scale of a projection's parts, which have the same inputs.
 
-        Raises ConfigError for a scale that is not a positive number.
+        Raises ConfigError for a scale that is not a positive number, or so small that its inverse is infinite.
         """
-        if not bool((found.isfinite() & (found > 0)).all()):
+        if not bool((found.isfinite() & (found >= _LEAST_SCALE)).all()):
             wrong = ", ".join(f"{scale:g}" for scale in found.tolist())
-            raise ConfigError(f"{name}: its input_scale is {wrong}; it must be a positive number in each part")
+            raise ConfigError(
+                f"{name}: its input_scale is {wrong}; it must be a positive number in each part, at least "
+                f"{_LEAST_SCALE:g}"
+            )
         assert self.input_scale is not None
         self.input_scale.copy_(found.max())
 
@@ -186,10 +194,10 @@ def uses_w8a8(outputs: int, inputs: int, scheme: EightBitScheme) -> bool:
 def row_scales(weight: Tensor) -> Tensor:
     """Return scales that map the absolute maximum of each row to FP8_MAX.
 
-    [outputs] float32, 1 for a row of zeros. weight: [outputs, inputs].
+    [outputs] float32, 1 for a row of zeros or of numbers that no float32 scale fits. weight: [outputs, inputs].
     """
     scales = weight.abs().amax(1).float() / FP8_MAX
-    return torch.where(scales > 0, scales, 1.0)
+    return torch.where(scales >= _LEAST_SCALE, scales, 1.0)
 
 
 def quantize_weight(weight: Tensor) -> Tensor:

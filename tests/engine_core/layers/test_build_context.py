@@ -1,8 +1,5 @@
 """Linear layers by name: the scheme of each, and fused projections with different schemes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 
 from tandem.engine_core.kernels.activation import Activation
@@ -17,25 +14,18 @@ from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.layers.torch_linear import TorchLinear
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.loader.weights import fill_with_noise
-from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Scheme
+from tandem.engine_core.quantization.module_names import ModuleNames
+from tandem.engine_core.quantization.quantization import excluding
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
 
 FP8 = EightBitScheme("fp8", Activations.TOKEN)
 PARTS = {"q_proj": 24, "k_proj": 16, "v_proj": 16}
 
 
-@dataclass(frozen=True, slots=True)
-class SchemeTable(Quantization):
-    """Schemes given by name, FP8 by default."""
-
-    table: Mapping[str, Scheme | None]
-
-    def scheme_for(self, name: str) -> Scheme | None:
-        return self.table.get(name, FP8)
-
-
-def context_of(table: Mapping[str, Scheme | None]) -> BuildContext:
-    return torch_build_context(torch.device("cpu"), torch.float32, SchemeTable(FP8, table))
+def context_of(*plain: str) -> BuildContext:
+    """Return a context in which all linear layers but some are FP8."""
+    quantization = excluding(FP8, ModuleNames.exactly(plain))
+    return torch_build_context(torch.device("cpu"), torch.float32, quantization)
 
 
 def filled(linear: LinearWeights) -> LinearWeights:
@@ -48,22 +38,22 @@ def filled(linear: LinearWeights) -> LinearWeights:
 
 
 def test_each_module_gets_its_own_scheme() -> None:
-    context = context_of({"a.o_proj": None})
+    context = context_of("a.o_proj")
     assert isinstance(context.linear("a.o_proj", 16, 16), TorchLinear)
     assert isinstance(context.linear("b.o_proj", 16, 16), EightBitLinear)
     assert context.method_for(FP8) is context.method_for(FP8)
 
 
 def test_parts_of_one_scheme_are_merged() -> None:
-    linear = context_of({"a.qkv_proj": None}).linear("a.qkv_proj", 56, 32, parts=PARTS)
+    linear = context_of("b.qkv_proj").linear("a.qkv_proj", 56, 32, parts=PARTS)
     assert isinstance(linear, EightBitLinear)
     assert linear.values.shape == (56, 32)
-    plain = context_of({f"a.{part}": None for part in PARTS}).linear("a.qkv_proj", 56, 32, parts=PARTS)
+    plain = context_of(*(f"a.{part}" for part in PARTS)).linear("a.qkv_proj", 56, 32, parts=PARTS)
     assert isinstance(plain, TorchLinear)
 
 
 def test_parts_of_different_schemes_run_one_by_one() -> None:
-    linear = filled(context_of({"a.v_proj": None}).linear("a.qkv_proj", 56, 32, bias=True, parts=PARTS))
+    linear = filled(context_of("a.v_proj").linear("a.qkv_proj", 56, 32, bias=True, parts=PARTS))
     assert isinstance(linear, SplitLinear)
     query, key, value = linear.parts.values()
     assert isinstance(query, EightBitLinear) and isinstance(key, EightBitLinear) and isinstance(value, TorchLinear)
@@ -73,12 +63,12 @@ def test_parts_of_different_schemes_run_one_by_one() -> None:
     out = torch.empty(5, 56)
     assert linear.apply(x, out) is out and torch.equal(out, expected)
     names = [slot.name for slot in linear.slots("a.", "qkv_proj", PARTS)]
-    assert names[:3] == ["a.q_proj.weight", "a.q_proj.weight_scale", "a.q_proj.bias"]
+    assert names[:3] == ["a.q_proj.weight", "a.q_proj.weight_scale", "a.q_proj.weight_scale_inv"]
     assert not any("qkv_proj" in name for name in names)
 
 
 def test_a_split_gate_normalizes_once_and_activates() -> None:
-    context = context_of({"a.up_proj": None})
+    context = context_of("a.up_proj")
     linear = context.linear("a.gate_up_proj", 64, 32, parts={"gate_proj": 32, "up_proj": 32})
     assert isinstance(linear, SplitLinear)
 

@@ -111,7 +111,7 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
     ],
 )
 def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4Scheme) -> None:
-    found = read_quantization(config, 2)
+    found = read_quantization(config)
     assert found is not None and found.scheme_for("model.layers.1.mlp.down_proj") == scheme
 
 
@@ -125,8 +125,6 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
         (GPTQ | {"bits": 8}, "8 bits, supported is 4"),
         (GPTQ | {"bits": None}, "bits is None, supported is an integer"),
         (GPTQ | {"group_size": 100}, "groups 100 inputs"),
-        (GPTQ | {"lm_head": True}, "the output head must be unquantized"),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "supported is none, the same settings for all linear layers"),
         (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
         (GPTQ | {"desc_act": 1}, "desc_act is 1, supported is true or false"),
         (AWQ | {"version": "gemv"}, 'version is "gemv", supported is "gemm"'),
@@ -144,11 +142,6 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
             },
             "sparsity_config is",
         ),
-        (
-            MODELOPT | {"exclude_modules": ["language_model.model.layers.1.mlp*"]},
-            'leaves "model.layers.1.mlp.gate_proj" unquantized',
-        ),
-        (packed() | {"ignore": ["re:model.language_model.layers.0.*"]}, 'leaves "model.layers.0.self_attn.q_proj"'),
         (packed() | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, "transform_config is {"),
         (packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is {"),
         (packed() | {"sparsity_config": "2:4"}, "sparsity_config is"),
@@ -159,13 +152,11 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
         (compressed("pack-quantized", byte("int")), "packs weights of 8 bits (W8A16), supported is W8A8, or W4A16"),
         (compressed("pack-quantized", byte("float")), 'format is "pack-quantized"'),
         (MODELOPT | {"quant_algo": "NVFP4"}, 'quant_algo is "NVFP4", supported is "FP8" or "FP8_PER_CHANNEL_PER'),
+        (packed() | {"config_groups": packed()["config_groups"] | {"group_1": {}}}, "group_1.weights is missing"),
+        (GPTQ | {"dynamic": {".*down.*": {"bits": 2}}}, "2 bits, supported is 4"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, "an invalid regular expression"),
+        (GPTQ | {"dynamic": {".*down.*": 8}}, "is 8, supported is an object"),
         ({"quant_method": "modelopt"}, "quant_algo is missing"),
-        (
-            MODELOPT | {"exclude_modules": ["lm_head", "model.layers.1*"]},
-            'leaves "model.layers.1.self_attn.q_proj" unquantized (entry "model.layers.1*")',
-        ),
-        (MODELOPT | {"exclude_modules": ["*.down_proj"]}, 'leaves "model.layers.0.mlp.down_proj" unquantized'),
-        (MODELOPT | {"exclude_modules": ["*self_attn"]}, 'leaves "model.layers.0.self_attn.q_proj" unquantized'),
         (compressed("int-quantized", byte("int", symmetric=False)), "weights.symmetric is False"),
         (
             compressed("int-quantized", byte("int"), byte("int", "token", symmetric=False, dynamic=True)),
@@ -174,46 +165,24 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
         (compressed("int-quantized", byte("int"), inputs("int", "token", False)), "that the checkpoint holds"),
         (compressed("int-quantized", byte("int"), inputs("float", "token", True)), 'type is "float"'),
         (compressed("float-quantized", byte("float", "block")), "block_structure is missing"),
-        (
-            packed() | {"config_groups": packed()["config_groups"] | {"group_1": {}}},
-            "2 config_groups, supported is one",
-        ),
         ({"quant_method": "compressed-tensors"}, "config_groups is missing, supported is an object"),
-        (
-            AWQ | {"modules_to_not_convert": ["lm_head", "o_proj"]},
-            '"model.layers.0.self_attn.o_proj" unquantized',
-        ),
         (AWQ | {"modules_to_not_convert": "lm_head"}, "a list of names"),
-        (packed() | {"ignore": [r"re:.*layers\.1\.mlp.*"]}, 'leaves "model.layers.1.mlp.gate_proj" unquantized'),
         (packed() | {"ignore": ["re:("]}, "an invalid regular expression"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="serve another quantization of the model, or the unquantized") as caught:
-        read_quantization(config, 2)
+        read_quantization(config)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("fields", [{"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": 8}}])
 def test_scales_of_keys_and_values_alone_are_no_quantization_of_weights(fields: dict[str, Any]) -> None:
     for config in ({"quant_algo": None} | fields, {"quant_algo": "NO_QUANT"}):
-        assert read_quantization({"quant_method": "modelopt"} | config, 2) is None
-
-
-def test_lists_of_other_modules_are_fine() -> None:
-    others = [
-        "lm_head",
-        "vision_tower*",
-        "model.visual.*",
-        "re:.*vision_tower.*",
-        "re:.*lm_head",
-        "multi_modal_projector",
-        "model.layers.7.mlp.up_proj",
-    ]
-    assert read_quantization(packed() | {"ignore": others}, 2) is not None
+        assert read_quantization({"quant_method": "modelopt"} | config) is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_checkpoint_without_quantization_has_no_scheme_and_others_have_one(name: str) -> None:
-    assert read_quantization(None, 2) is None
-    assert read_quantization(LAYOUTS[name].config, 2) is not None
+    assert read_quantization(None) is None
+    assert read_quantization(LAYOUTS[name].config) is not None

@@ -178,14 +178,14 @@ def test_parts_with_different_orders_are_refused(tmp_path: Path) -> None:
 
 def test_a_fused_part_that_ends_within_sixteen_outputs_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 160, "intermediate_size": 104})
-    set_quantization(tmp_path, LAYOUTS["fp8_block"].config)
+    quantize_checkpoint(tmp_path, LAYOUTS["fp8_block"])
     with pytest.raises(ConfigError, match=r"ends at output 104, which is not a multiple of 16"):
         load(tmp_path)
 
 
 def test_a_width_that_is_not_whole_groups_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 72})
-    set_quantization(tmp_path, LAYOUTS["awq"].config)
+    quantize_checkpoint(tmp_path, LAYOUTS["awq"])
     with pytest.raises(ConfigError, match=r"72 inputs and \d+ outputs"):
         load(tmp_path)
 
@@ -194,6 +194,7 @@ def test_a_width_that_is_not_whole_groups_is_refused(tmp_path: Path) -> None:
 def test_dummy_weights_are_finite(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, SHAPES.get(name, USUAL))
     set_quantization(tmp_path, LAYOUTS[name].config)
+    (tmp_path / "model.safetensors").unlink()
     config = read_config(tmp_path)
     model = build_model(config, torch_build_context(torch.device("cpu"), torch.float32, config.quantization))
     fill_with_noise(model)
