@@ -6,6 +6,7 @@ from array import array
 from contextlib import ExitStack
 
 from tandem.engine_core.contracts import Constraint
+from tandem.engine_core.plan import PADDING_PAGE
 from tandem.protocol.commands import Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Finished
@@ -14,14 +15,25 @@ from tandem.protocol.events import Failure, Finished
 class CacheState:
     """State of a sequence in the prefix cache."""
 
-    __slots__ = ("awaited_key", "matched", "matched_epoch", "namespace", "nodes", "num_cached_tokens", "pending_key")
+    __slots__ = (
+        "awaited_key",
+        "matched",
+        "matched_epoch",
+        "namespace",
+        "nodes",
+        "num_cached_tokens",
+        "pending_key",
+        "start",
+    )
 
     namespace: bytes
     """Namespace of the prefix cache: KV is shared only between sequences of the same one."""
     nodes: list[int]
-    """Nodes of the tree that the sequence reads and has locked: they hold the first pages of its page table."""
+    """Nodes of the tree that the sequence reads and has locked: they hold the first pages of its page tables."""
+    start: int
+    """Node at which the match ended when the sequence was admitted; 0: nothing was cached."""
     matched: list[int]
-    """Nodes that hold the sequence's first tokens, as found while it waited; it does not lock them."""
+    """Nodes that hold the sequence's first tokens, as found last; it does not lock them."""
     matched_epoch: int
     """`RadixTree.epoch` when `matched` was found."""
     pending_key: bytes
@@ -34,6 +46,7 @@ class CacheState:
     def __init__(self, namespace: bytes) -> None:
         self.namespace = namespace
         self.nodes, self.matched, self.matched_epoch = [], [], -1
+        self.start = 0
         self.pending_key = self.awaited_key = b""
         self.num_cached_tokens = 0
 
@@ -102,6 +115,7 @@ class Sequence:
         "constraint",
         "device",
         "end_ids",
+        "first_pages",
         "id",
         "in_steady_decode",
         "inflight",
@@ -144,6 +158,9 @@ class Sequence:
     pages: tuple[list[int], ...]
     """Page table of the sequence for each KV group, by page index; no tables while the sequence holds no pages. The
     pages of `cache.nodes` come first, then own pages."""
+    first_pages: list[int]
+    """Index of the first page that the sequence still holds, for each class of groups (`kv_cache/page_classes.py`); the
+    tables have `PADDING_PAGE` before it."""
     next_page_boundary: int
     """Below this position a decode row needs no new page and is not the last row."""
     in_steady_decode: bool
@@ -182,7 +199,7 @@ class Sequence:
         self.in_steady_decode = False
         self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
         self.row = -1
-        self.pages = ()
+        self.pages, self.first_pages = (), []
         self.next_page_boundary = self.steps_skipped = self.preemptions = 0
         self.leases = ExitStack()
         self.outcome: Finished | Failure | None = None
@@ -199,8 +216,8 @@ class Sequence:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages over all groups."""
-        return sum([len(table) for table in self.pages])
+        """Number of pages that the sequence holds, over all groups."""
+        return sum([len(table) - table.count(PADDING_PAGE) for table in self.pages])
 
     @property
     def needs_prompt_logprobs(self) -> bool:

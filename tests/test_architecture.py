@@ -31,7 +31,7 @@ L1 = {
 }
 L2 = {"tandem.engine_core.pipeline", "tandem.engine_core.scheduler"} | {
     f"tandem.engine_core.kv_cache.{name}"
-    for name in ("manager", "audit", "pages", "radix", "eviction", "pending_pages", "sessions")
+    for name in ("manager", "audit", "page_classes", "pages", "radix", "eviction", "pending_pages", "sessions")
 }
 L3_NAMES = (
     "kernels",

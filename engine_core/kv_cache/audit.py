@@ -1,9 +1,12 @@
 """Comparison of pages and nodes with the sequences that hold them."""
 
+from collections import Counter
 from collections.abc import Sequence as Items
 
+from tandem.engine_core.kv_cache.page_classes import ABSENT
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
+from tandem.engine_core.plan import PADDING_PAGE
 from tandem.engine_core.sequence import Sequence
 
 
@@ -15,11 +18,12 @@ def audit_owners(pages: PageAllocator, tree: RadixTree | None, sequences: Items[
     problems = pages.audit()
     owned = {owner: sorted(held) for owner, held in pages.owned().items()}
     expected = {
-        seq.id: sorted(page for table in seq.pages for page in table[len(seq.cache.nodes) :]) for seq in sequences
+        seq.id: sorted(page for table in seq.pages for page in table[len(seq.cache.nodes) :] if page != PADDING_PAGE)
+        for seq in sequences
     }
     if tree is not None:
-        cached = [page for group in range(tree.num_groups) for page in tree.pages(list(tree), group) if page >= 0]
-        expected[CACHE] = sorted(cached)
+        tables = [table for pages in tree.classes for table in pages.tables]
+        expected[CACHE] = sorted(page for table in tables for page in table if page != ABSENT)
     if {owner: held for owner, held in expected.items() if held} != owned:
         problems.append(f"pages belong to {owned}, expected {expected}")
     return problems
@@ -33,16 +37,17 @@ def audit_readers(tree: RadixTree | None, sequences: Items[Sequence]) -> list[st
     if tree is None:
         return [f"{seq} holds nodes without a prefix cache" for seq in sequences if seq.cache.nodes]
     problems = tree.audit()
-    readers: dict[int, int] = {}
-    for seq in sequences:
-        nodes = seq.cache.nodes
-        for group, table in enumerate(seq.pages):
-            mapped, held = table[: len(nodes)], tree.pages(nodes, group)
-            if held != mapped:
-                problems.append(f"{seq} has pages {mapped} of group {group}, its nodes hold {held}")
-        for node in nodes:
-            readers[node] = readers.get(node, 0) + 1
-    for node in {*tree, *readers}:
-        if tree.num_readers(node) != readers.get(node, 0):
-            problems.append(f"node {node} has {tree.num_readers(node)} locks, {readers.get(node, 0)} readers")
+    for number, pages in enumerate(tree.classes):
+        readers = Counter[int]()
+        for seq in [seq for seq in sequences if seq.pages]:
+            nodes, first = seq.cache.nodes, seq.first_pages[number]
+            readers.update(nodes[first:])
+            for group in pages.kind.groups:
+                mapped, held = seq.pages[group], [PADDING_PAGE] * first + tree.pages(nodes[first:], group)
+                if mapped[: len(held)] != held:
+                    problems.append(f"{seq} has pages {mapped} of group {group}, its nodes hold {held}")
+        for node in {*tree, *readers}:
+            if tree.num_readers(node, number) != readers[node]:
+                locks = tree.num_readers(node, number)
+                problems.append(f"node {node} has {locks} locks of class {number}, {readers[node]} readers")
     return problems

@@ -35,6 +35,15 @@ class EvictionQueue:
         """
         return self._heap[0][0] if self._heap else sys.maxsize
 
+    def oldest_valid_use(self, is_valid: IsValid) -> int:
+        """Return the last use of the first valid entry, and remove the invalid ones before it.
+
+        The largest integer if no entry is valid.
+        """
+        while self._heap and not is_valid(self._heap[0][1], self._heap[0][0]):
+            heapq.heappop(self._heap)
+        return self.oldest_use
+
     def push(self, node: int, last_use: int, is_valid: IsValid, max_valid: int) -> None:
         """Add a node to the queue.
 

@@ -1,12 +1,17 @@
 """The KV pool as sequences see it: own pages, shared pages, and their release.
 
-The page table of a sequence begins with the pages of nodes of the prefix cache, which it locks, followed by pages of
-its own. A page moves from the second kind to the first when the step that fills it has been launched: later steps run
-after it on the device (I1), so they may read it at once, and it is never written again. For the same reason a page that
-a sequence no longer needs is free at once, even if a step in flight reads or writes it: its next owner writes it in a
-later step. Only work outside the compute stream, such as a copy to host memory, would have to hold it.
+The page tables of a sequence, one for each KV group, begin with the pages of nodes of the prefix cache, which it locks,
+followed by pages of its own. A page moves from the second kind to the first when the step that fills it has been
+launched: later steps run after it on the device (I1), so they may read it at once, and it is never written again. For
+the same reason a page that a sequence no longer needs is free at once, even if a step in flight reads or writes it: its
+next owner writes it in a later step. Only work outside the compute stream, such as a copy to host memory, would have to
+hold it.
+
+Groups of layers with a window give up the pages that no later step reads. They keep those that a match at the last full
+page of the known tokens needs, so that the sequence itself can be continued from the cache.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
@@ -15,14 +20,22 @@ from msgspec import Struct
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.audit import audit_owners, audit_readers
+from tandem.engine_core.kv_cache.page_classes import PageClass, page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
-from tandem.engine_core.plan import ScheduledSequence
+from tandem.engine_core.plan import PADDING_PAGE, ScheduledSequence
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode
 
+Leaving = Counter[tuple[int, int]]
+"""Number of leaving readers by class and node."""
+EXTRA_PAGES = 3
+"""Pages that a sequence needs in a group with a window besides those within it: the page that it writes, one that is
+partly outside the window, and the next one."""
+MAX_NODES_PER_PAGE = 8
+"""Nodes of the prefix cache per page of the pool, in models that have windows in all layers."""
 EVICT_AHEAD = 4096
 """Evict one page more than needed per this number of evictable pages: together they cost less."""
 
@@ -71,7 +84,14 @@ class KVManager:
         self.epoch = 0
         """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
         self._page_size = page_size
-        self._num_groups = len(windows)
+        self.num_groups = len(windows)
+        self._classes = page_classes(windows, page_size)
+        self._tails: list[tuple[int, PageClass, int]] = [
+            (number, kind, kind.tail) for number, kind in enumerate(self._classes) if kind.tail is not None
+        ]
+        """Number, class and length of the tail of each class with a window."""
+        if tree is not None:
+            assert tuple([pages.kind for pages in tree.classes]) == self._classes, f"other classes than {windows}"
 
     @property
     def usage(self) -> KVUsage:
@@ -90,12 +110,16 @@ class KVManager:
             tree.num_evicted,
         )
 
-    def check_fits(self, seq: Sequence) -> None:
+    def check_fits(self, seq: Sequence, whole: bool = False) -> None:
         """Raise RequestError if a sequence at full length is larger than the pool.
 
-        The message contains the numbers and the setting to change.
+        The message contains the numbers and the setting to change. whole: True if prompts are computed in one step, for
+        which groups with a window need pages of all positions.
         """
-        needed = self._num_groups * ceil_div(seq.kv_len, self._page_size)
+        count, needed = ceil_div(seq.kv_len, self._page_size), 0
+        for kind in self._classes:
+            held = count if whole or kind.tail is None else min(count, kind.tail + EXTRA_PAGES)
+            needed += held * len(kind.groups)
         if needed > self.pages.total:
             max_tokens = seq.total_len - seq.prompt_len
             raise RequestError(
@@ -126,38 +150,55 @@ class KVManager:
         if tree is None or not self.pending or seq.needs_prompt_logprobs:
             return False
         if cache.awaited_key not in self.pending or not tree.is_current(cache.matched, cache.matched_epoch):
-            path = self._match(seq)
-            if len(path) >= self._max_cached_pages(seq):
+            path = self._walk(seq)
+            depth = tree.reach(path)
+            if depth >= self._max_cached_pages(seq):
                 return False
-            cache.awaited_key = tree.key(cache.namespace, seq.tokens, len(path), _last(path))
+            cache.awaited_key = tree.key(cache.namespace, seq.tokens, depth, path[depth - 1] if depth else ROOT)
         return self.pending.blocks(seq)
 
-    def admit(self, seq: Sequence, chunk: int, keep: int) -> bool:
+    def admit(self, seq: Sequence, chunk: int, keep: int, *, whole: bool = False, alone: bool = False) -> bool:
         """Give a waiting sequence its first pages.
 
         These are the cached pages of its prompt, and pages for the `chunk` positions after them. Return False, with
-        nothing given, if there are too few. chunk: positions, cut at the end of the known tokens; keep: pages that must
-        remain available.
+        nothing given, if there are too few. chunk: positions, cut at the end of the known tokens, 0: all of them; keep:
+        pages that must remain available; whole: True if there must be pages for all known tokens, which groups with a
+        window do not need at once; alone: True if no other sequence has pages: then fewer pages than the chunk needs
+        are enough.
         """
-        tree, path = self.tree, self._match(seq)
-        start = len(path) * self._page_size
-        end = start + min(chunk, len(seq.tokens) - start)
+        tree, size, known = self.tree, self._page_size, len(seq.tokens)
+        path = self._walk(seq)
+        depth = len(path) if tree is None else tree.reach(path)
+        nodes, firsts = path[:depth], self._tail_starts(depth)
+        start = depth * size
+        end = min(start + chunk, known) if chunk and not (whole and not self._tails) else known
+        if whole:
+            keep += len(self._classes[0].groups) * (ceil_div(known, size) - ceil_div(end, size))
         if tree is not None:
-            tree.lock(path)
-        own = self._allocate(seq.id, ceil_div(end, self._page_size) - len(path), keep)
+            tree.lock(nodes, firsts)
+        own = self._allocate(seq.id, ceil_div(end, size) - depth, keep)
+        if own is None and alone and self._tails and (rest := self.usage.available // self.num_groups):
+            own = self._allocate(seq.id, min(rest, ceil_div(end, size) - depth))
         if own is None:
             if tree is not None:
-                tree.unlock(path)
+                tree.unlock(nodes, firsts)
             return False
         if tree is not None:
-            own = [tree.pages(path, group) + pages for group, pages in enumerate(own)]
-        seq.pages, seq.num_scheduled_tokens = tuple(own), start
-        seq.cache.nodes, seq.cache.matched, seq.cache.matched_epoch = path, [], -1
-        if tree is not None and not (seq.preemptions or seq.needs_prompt_logprobs):
-            self.num_queried_tokens += len(seq.tokens)
-            self._count_hit(seq, start)
+            for kind, first in zip(self._classes, firsts, strict=True):
+                for group in kind.groups:
+                    own[group][:0] = [PADDING_PAGE] * first + tree.pages(nodes[first:], group)
+        seq.pages, seq.first_pages, seq.num_scheduled_tokens = tuple(own), firsts, start
+        cache = seq.cache
+        cache.nodes, cache.start = nodes, _last(nodes)
+        if not self._tails:
+            cache.matched, cache.matched_epoch = [], -1
+        if tree is not None:
+            tree.touch(cache.start)
+            if not (seq.preemptions or seq.needs_prompt_logprobs):
+                self.num_queried_tokens += known
+                self._count_hit(seq, start)
         if seq.submit.session:
-            self.sessions.resume(seq.submit.session, seq.id, path)
+            self.sessions.resume(seq.submit.session, seq.id, nodes)
         self._register_pending(seq)
         return True
 
@@ -170,32 +211,53 @@ class KVManager:
         if tree is None or seq.needs_prompt_logprobs:
             return
         shared = len(cache.nodes)
-        found = tree.match(cache.namespace, seq.tokens, self._max_cached_pages(seq), shared, _last(cache.nodes))
-        end = (shared + len(found)) * self._page_size
-        if end <= seq.num_scheduled_tokens:
+        if self._tails:
+            path = self._walk(seq)
+            found = path[shared : tree.reach(path)]
+        else:
+            limit = self._max_cached_pages(seq)
+            found = tree.walk(cache.namespace, seq.tokens, limit, shared, _last(cache.nodes))
+        depth = shared + len(found)
+        if depth * self._page_size <= seq.num_scheduled_tokens:
             return
-        tree.lock(found)
-        unused: list[int] = []
-        for group, table in enumerate(seq.pages):
-            unused += table[shared : shared + len(found)]
-            table[shared : shared + len(found)] = tree.pages(found, group)
-        cache.nodes += found
-        self._release_own(seq, unused)
+        self._read(seq, found)
         if not seq.preemptions:
-            self._count_hit(seq, end - seq.num_scheduled_tokens)
+            self._count_hit(seq, depth * self._page_size - seq.num_scheduled_tokens)
         seq.remap(shared)
-        seq.num_scheduled_tokens = end
+        seq.num_scheduled_tokens = depth * self._page_size
         self._register_pending(seq)
+
+    def _read(self, seq: Sequence, found: list[int]) -> None:
+        """Have a sequence read these nodes, behind those that it reads, instead of its own pages."""
+        tree, nodes = self.tree, seq.cache.nodes
+        assert tree is not None, f"{seq} reads nodes without a prefix cache"
+        shared, depth = len(nodes), len(nodes) + len(found)
+        starts = self._tail_starts(depth)
+        for number, _, _ in self._tails:
+            self._give_up(seq, number, min(shared, starts[number]))
+        held = seq.first_pages
+        seq.first_pages = firsts = [max(first, start) for first, start in zip(held, starts, strict=True)]
+        tree.lock(found, [max(0, first - shared) for first in firsts])
+        unused: list[int] = []
+        for kind, first, before in zip(self._classes, firsts, held, strict=True):
+            skipped = max(0, first - shared)
+            for group in kind.groups:
+                table = seq.pages[group]
+                unused += table[max(shared, before) : depth]
+                table[shared:depth] = [PADDING_PAGE] * skipped + tree.pages(found[skipped:], group)
+        nodes += found
+        self._release_own(seq, unused)
 
     def grow(self, seq: Sequence, end: int) -> int:
         """Allocate pages for the positions of a sequence below `end`.
 
         Return the position below which it now has pages: `end`, or less where the pool has too few.
         """
+        self._give_up_passed(seq)
         missing = ceil_div(end, self._page_size) - len(seq.pages[0])
         if missing > 0:
             own = self._allocate(seq.id, missing)
-            if own is None and (rest := self.usage.available // self._num_groups):
+            if own is None and (rest := self.usage.available // self.num_groups):
                 own = self._allocate(seq.id, rest)
             for table, pages in zip(seq.pages, own or (), strict=False):
                 table += pages
@@ -208,35 +270,40 @@ class KVManager:
         """
         size = self._page_size
         full = [seq for seq in sequences if len(seq.pages[0]) * size <= seq.num_scheduled_tokens]
-        tables = [(seq.id, table) for seq in full for table in seq.pages]
-        pages = self.pages.allocate_each([owner for owner, _ in tables]) if self._make_free(len(tables)) else None
+        if self._tails:
+            for seq in full:
+                self._give_up_passed(seq)
+        owners = [seq.id for seq in full] * self.num_groups
+        pages = self.pages.allocate_each(owners) if self._make_free(len(owners)) else None
         if pages is None:
             return False
-        for (_, table), page in zip(tables, pages, strict=True):
-            table.append(page)
+        for group in range(self.num_groups):
+            for seq, page in zip(full, pages[group * len(full) :], strict=False):
+                seq.pages[group].append(page)
         return True
 
-    def unmapped_pages(self, seq: Sequence, end: int | None = None) -> tuple[int, ...]:
-        """Return the pages of positions below `end` that the device's tables lack, group by group.
-
-        end None: pages of all positions.
-        """
-        first, last = seq.device.num_mapped_pages, None if end is None else ceil_div(end, self._page_size)
-        if self._num_groups == 1:
+    def unmapped_pages(self, seq: Sequence, end: int) -> tuple[int, ...]:
+        """Return the pages of positions below `end` that the device's tables lack, group by group."""
+        first, last = seq.device.num_mapped_pages, ceil_div(end, self._page_size)
+        if self.num_groups == 1:
             return tuple(seq.pages[0][first:last])
         return tuple([page for table in seq.pages for page in table[first:last]])
 
     def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
         """Record the pages that a launched row brought to the device.
 
-        Also publish the pages that it filled with known tokens.
+        Also publish the pages that it filled with known tokens, and give up those that no later step reads.
         """
-        num_mapped = row.first_page + len(row.new_pages) // self._num_groups
+        num_mapped = row.first_page + len(row.new_pages) // self.num_groups
         seq.device.num_mapped_pages = num_mapped
         seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
         if row.tokens and self.tree is not None:
             self._release_own(seq, self._publish(seq))
             self._register_pending(seq)
+            if row.start < seq.prompt_len <= row.end:
+                self._mark_prompt(seq)
+        if self._tails:
+            self._give_up_passed(seq)
 
     def end_turn(self, seq: Sequence, now: float) -> None:
         """End the session turn of a sequence that has its outcome.
@@ -247,6 +314,7 @@ class KVManager:
         if seq.pages and not seq.is_broken:
             self._release_own(seq, self._publish(seq))
             path = seq.cache.nodes
+            self._mark(path)
         self.sessions.end_turn(seq.submit.session, seq.id, now, path)
 
     def release(self, seq: Sequence) -> None:
@@ -258,35 +326,103 @@ class KVManager:
         if self.tree is not None:
             own = self._publish(seq) if not seq.is_broken else []
             self.pending.remove(seq)
-            self.tree.unlock(seq.cache.nodes)
+            if not seq.is_broken:
+                self._mark(seq.cache.nodes)
+            if self.tree.num_children(seq.cache.start) > 1:
+                self.tree.touch(seq.cache.start)
+            self.tree.unlock(seq.cache.nodes, seq.first_pages)
             if seq.is_broken:
                 self.pages.release(CACHE, self.tree.discard(seq.cache.nodes))
-        for table in seq.pages:
-            own += table[len(seq.cache.nodes) :]
+        for first, table in self._own_tables(seq):
+            own += table[first:]
         self._release_own(seq, own)
         self.epoch += 1
-        seq.pages, seq.cache.nodes = (), []
+        seq.pages, seq.first_pages, seq.cache.nodes = (), [], []
         seq.device.num_mapped_pages = seq.num_scheduled_tokens = seq.device.uploaded_len = 0
 
-    def num_released(self, seq: Sequence, leaving: Mapping[int, int]) -> int:
+    def num_released(self, seq: Sequence, leaving: Mapping[tuple[int, int], int]) -> int:
         """Return the number of pages that become unused when a sequence leaves.
 
-        These are its own pages, and shared pages without another reader. leaving: by node, the number of its other
-        readers that leave as well.
+        These are its own pages, and shared pages without another reader. leaving: the number of other readers that
+        leave as well.
         """
-        nodes = seq.cache.nodes
-        count = seq.num_pages - len(nodes) * len(seq.pages)
-        if self.tree is not None:
+        count = sum([len(table) - first for first, table in self._own_tables(seq)])
+        if self.tree is not None and seq.pages:
             readers = self.tree.num_readers
-            count += self._num_groups * sum([readers(node) == leaving.get(node, 0) + 1 for node in nodes])
+            for number, (kind, first) in enumerate(zip(self._classes, seq.first_pages, strict=True)):
+                last = [readers(node, number) == leaving.get((number, node), 0) + 1 for node in seq.cache.nodes[first:]]
+                count += len(kind.groups) * sum(last)
         return count
+
+    def add_leaving(self, seq: Sequence, leaving: Leaving) -> int:
+        """Add a sequence to the readers that leave; return the number of pages that become unused with it."""
+        count = self.num_released(seq, leaving)
+        for number, first in enumerate(seq.first_pages):
+            leaving.update([(number, node) for node in seq.cache.nodes[first:]])
+        return count
+
+    def num_shared_pages(self, seq: Sequence) -> int:
+        """Return the number of pages of the prefix cache that a sequence reads."""
+        return seq.num_pages - sum([len(table) - first for first, table in self._own_tables(seq)])
+
+    def _own_tables(self, seq: Sequence) -> list[tuple[int, list[int]]]:
+        """Return each page table of a sequence, with the index of its first own page."""
+        if not seq.pages:
+            return []
+        shared = len(seq.cache.nodes)
+        return [
+            (max(shared, first), seq.pages[group])
+            for kind, first in zip(self._classes, seq.first_pages, strict=True)
+            for group in kind.groups
+        ]
+
+    def _tail_starts(self, depth: int) -> list[int]:
+        """Return, by class, the index of the first page that a sequence needs after `depth` whole pages."""
+        return [0 if kind.tail is None else max(0, depth - kind.tail) for kind in self._classes]
+
+    def _give_up_passed(self, seq: Sequence) -> None:
+        """Give up the pages that neither later steps nor a match at the last full page of the sequence need.
+
+        The position of the sequence is a lower bound (I9): samples in flight do not count.
+        """
+        full = min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size
+        for number, _, tail in self._tails:
+            self._give_up(seq, number, full - tail)
+
+    def _give_up(self, seq: Sequence, number: int, end: int) -> None:
+        """Give up the pages of a class below index `end`: own ones become free, shared ones lose a reader."""
+        first, nodes = seq.first_pages[number], seq.cache.nodes
+        if end <= first:
+            return
+        shared = min(max(first, len(nodes)), end)
+        if shared > first and self.tree is not None:
+            self.tree.pass_by(nodes[first:shared], number)
+            self.epoch += 1
+        own: list[int] = []
+        for group in self._classes[number].groups:
+            table = seq.pages[group]
+            own += table[shared:end]
+            table[first:end] = [PADDING_PAGE] * (end - first)
+        seq.first_pages[number] = end
+        self._release_own(seq, own)
+
+    def _mark_prompt(self, seq: Sequence) -> None:
+        """Make the end of a prompt a match point, and the last page that the same prompt could match."""
+        nodes, size = seq.cache.nodes, self._page_size
+        for depth in {(seq.prompt_len - 1) // size, seq.prompt_len // size}:
+            self._mark(nodes[:depth])
+
+    def _mark(self, path: list[int]) -> None:
+        """Make the last node of a path a match point."""
+        if self.tree is not None and self._tails:
+            self.tree.mark(_last(path))
 
     def _allocate(self, owner: int, count: int, keep: int = 0) -> list[list[int]] | None:
         """Allocate `count` pages of each group for an owner, evicting cached pages if needed.
 
         Return them by group; None, with nothing evicted, unless `keep` more pages remain available.
         """
-        groups = self._num_groups
+        groups = self.num_groups
         if not self._make_free(count * groups, keep):
             return None
         pages = self.pages.allocate(owner, count * groups)
@@ -322,8 +458,8 @@ class KVManager:
         """
         return (len(seq.tokens) - 1) // self._page_size
 
-    def _match(self, seq: Sequence) -> list[int]:
-        """Resume matching from the cached path of a waiting sequence; return the path.
+    def _walk(self, seq: Sequence) -> list[int]:
+        """Resume the search for the cached tokens of a sequence; return the path of nodes that hold them.
 
         Nodes evicted since the path was found are dropped from it first.
         """
@@ -333,7 +469,8 @@ class KVManager:
         path = cache.matched
         tree.prune(path, cache.matched_epoch)
         cache.matched_epoch = tree.epoch
-        path += tree.match(cache.namespace, seq.tokens, self._max_cached_pages(seq), len(path), _last(path))
+        path += cache.nodes[len(path) :]
+        path += tree.walk(cache.namespace, seq.tokens, self._max_cached_pages(seq), len(path), _last(path))
         return path
 
     def _count_hit(self, seq: Sequence, tokens: int) -> None:
@@ -355,22 +492,44 @@ class KVManager:
             return []
         duplicates: list[int] = []
         first, parent = len(nodes), _last(nodes)
-        for index in range(first, min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size):
+        full = first + self._room_for_nodes(min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size - first)
+        for index in range(first, full):
             node = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
             nodes.append(node)
             parent = node
-            for group, table in enumerate(seq.pages):
-                page = table[index]
-                held = tree.attach(node, page, group)
-                if held == page:
-                    self.pages.transfer(seq.id, CACHE, page)
-                else:
-                    duplicates.append(page)
-                    table[index] = held
-                    seq.remap(index)
-        tree.lock(nodes[first:])
-        self.epoch += len(nodes) - first
+            for number, kind in enumerate(self._classes):
+                if index >= seq.first_pages[number]:
+                    duplicates += self._attach(seq, node, index, number, kind)
+        if full > first:
+            tree.lock(nodes[first:], [max(0, held - first) for held in seq.first_pages])
+            self.epoch += full - first
         return duplicates
+
+    def _attach(self, seq: Sequence, node: int, index: int, number: int, kind: PageClass) -> list[int]:
+        """Give a node the pages of a class that a sequence has at an index.
+
+        If the node holds some already, the sequence reads those instead: return its own.
+        """
+        tree = self.tree
+        assert tree is not None, f"{seq} publishes pages without a prefix cache"
+        pages = [seq.pages[group][index] for group in kind.groups]
+        if tree.attach(node, pages, number):
+            for page in pages:
+                self.pages.transfer(seq.id, CACHE, page)
+            return []
+        for group, page in zip(kind.groups, tree.classes[number].pages(node), strict=True):
+            seq.pages[group][index] = page
+        if pages:
+            seq.remap(index)
+        return pages
+
+    def _room_for_nodes(self, count: int) -> int:
+        """Return how many of `count` nodes the prefix cache may still add, after it has removed unused ones."""
+        if self.tree is None or count <= 0 or self._classes[0].groups:
+            return max(0, count)
+        room, evicted = self.tree.make_room(count)
+        self.pages.release(CACHE, evicted)
+        return room
 
     def _release_own(self, seq: Sequence, pages: list[int]) -> None:
         """Free pages of a sequence at once.

@@ -11,64 +11,70 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from tandem.engine_core.kv_cache.eviction import EvictionQueue
+from tandem.engine_core.kv_cache.page_classes import ABSENT, ClassPages, PageClass
 
 ROOT = 0
 """Id of the root, the parent of the nodes of first pages; it has no tokens and no pages."""
-ABSENT = -1
-"""Placeholder in a node for the page of a KV group that it does not hold."""
+WHOLE_PATH = (PageClass((0,)),)
+"""Classes of a model with one KV group that attends to all positions."""
 
 
 class RadixTree:
     """Tree of nodes with KV pages, shared by the sequences of a namespace.
 
-    Any sequence of the namespace may read the pages of a node, and none may write them.
+    Any sequence of the namespace may read the pages of a node, and none may write them. Namespaces are bytes: KV under
+    another adapter or another salt is another namespace.
 
-    A node holds one page per KV group; pages may be absent. A node that lacks a page stays in the tree but is never
-    matched; a sequence that computes its tokens again gives it a page again.
+    A node holds the pages of each class (`page_classes`) or lacks them. The first class is needed on the whole path: a
+    node that lacks its pages stays in the tree but is never matched; a sequence that computes its tokens again gives it
+    pages again. Of the other classes a match needs the tail: their pages may be evicted from any node.
 
-    Each node counts its readers (`lock`) and the sessions that keep it between turns (`pin`). A reader of a node reads
-    every node before it as well, so a node in use never hangs below one that is not, and evicting leaves is enough.
-    Namespaces are bytes: KV under another adapter or another salt is another namespace.
+    Each node counts, by class, its readers (`lock`) and the sessions that keep it between turns (`pin`). A reader of a
+    node reads every node before it as well in the first class, so a node in use never hangs below one that is not, and
+    evicting leaves is enough to free all pages of that class.
 
-    The counts `num_pages`, `num_locked` and `num_pinned` are of pages, over all groups.
+    Match points are nodes where later matches are expected to end: the last nodes of prompts, turns and sessions, and
+    nodes with two children. The pages of their tails are evicted after all others of their class.
+
+    The counts `num_pages`, `num_locked` and `num_pinned` are of pages, over all classes.
     """
 
-    def __init__(self, page_size: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, page_size: int, classes: tuple[PageClass, ...] = WHOLE_PATH, max_nodes: int | None = None
+    ) -> None:
         """Start with the root only.
 
-        page_size: tokens of an edge; num_groups: pages that a complete node holds.
+        page_size: tokens of an edge; classes: of the pages of a node; max_nodes: see `make_room`.
         """
         self.page_size = page_size
-        self.num_groups = num_groups
-        self.num_pages = 0
-        """Pages that nodes hold."""
-        self.num_locked = 0
-        """Pages of nodes that have a reader."""
-        self.num_pinned = 0
-        """Pages of nodes without a reader that a session keeps."""
+        self.classes = tuple([ClassPages(kind) for kind in classes])
+        self.max_nodes = max_nodes
         self.num_evicted = 0
         """Number of pages given up since the start."""
         self.epoch = 0
-        """Incremented whenever a node leaves the tree or loses a page."""
+        """Incremented whenever a node leaves the tree or loses a page that matches need on their whole path."""
+        self._path, self._tails = self.classes[0], self.classes[1:]
+        assert self._path.kind.tail is None and all(tail.kind.tail is not None for tail in self._tails)
+        self._tables = {
+            group: table for pages in self.classes for group, table in zip(pages.kind.groups, pages.tables, strict=True)
+        }
         self._index: dict[bytes, int] = {}
         self._key: list[bytes | None] = [None]
         """Key of each node; None for the root and for ids that are not in the tree."""
         self._parent = [ROOT]
         self._num_children = [0]
-        self._locks = [0]
-        self._pins = [0]
-        self._pages = [[ABSENT] for _ in range(num_groups)]
-        """Page of each node, by group."""
-        self._num_held = [0]
-        """Pages that each node holds, 0 to `num_groups`."""
         self._removed_at = [0]
         """`epoch` when the node with this id left the tree last; 0 if none has."""
         self._dropped_at = 0
-        """`epoch` when a node that stayed in the tree lost a page last."""
+        """`epoch` when a node that stayed in the tree lost a page of the first class last."""
         self._last_use = [0]
         self._uses = 0
         self._free_ids: list[int] = []
         self._queue = EvictionQueue()
+        """Unused leaves."""
+        self._points: dict[int, int] = {}
+        """Last use of each match point; empty without tails."""
+        self._point_queue = EvictionQueue()
 
     @property
     def num_nodes(self) -> int:
@@ -76,9 +82,29 @@ class RadixTree:
         return len(self._index)
 
     @property
+    def num_pages(self) -> int:
+        """Pages that nodes hold."""
+        return sum([pages.num_held * len(pages.tables) for pages in self.classes])
+
+    @property
+    def num_locked(self) -> int:
+        """Pages that have a reader."""
+        return sum([pages.num_locked * len(pages.tables) for pages in self.classes])
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages without a reader that a session keeps."""
+        return sum([pages.num_pinned * len(pages.tables) for pages in self.classes])
+
+    @property
     def num_evictable(self) -> int:
         """Pages that `evict` can give up."""
-        return self.num_pages - self.num_locked - self.num_pinned
+        return sum([pages.num_evictable * len(pages.tables) for pages in self.classes])
+
+    @property
+    def match_points(self) -> list[int]:
+        """The match points, the least recently used first."""
+        return sorted(self._points, key=self._points.__getitem__)
 
     def __contains__(self, node: int) -> bool:
         return 0 <= node < len(self._key) and self._key[node] is not None
@@ -87,14 +113,18 @@ class RadixTree:
         """Yield the ids of the nodes in the tree."""
         return iter([node for node, key in enumerate(self._key) if key is not None])
 
-    def num_readers(self, node: int) -> int:
-        """Return the number of locks on a node."""
-        return self._locks[node]
-
     def pages(self, nodes: Sequence[int], group: int = 0) -> list[int]:
         """Return the page of each node in one group, `ABSENT` where it holds none."""
-        held = self._pages[group]
+        held = self._tables[group]
         return [held[node] for node in nodes]
+
+    def num_readers(self, node: int, kind: int = 0) -> int:
+        """Return the number of locks on a node's pages of a class."""
+        return self.classes[kind].locks[node]
+
+    def num_children(self, node: int) -> int:
+        """Return the number of nodes right behind a node."""
+        return self._num_children[node]
 
     def key(self, namespace: bytes, tokens: array[int], index: int, parent: int) -> bytes:
         """Return the key of the node for page `index` of a sequence.
@@ -104,33 +134,67 @@ class RadixTree:
         start = index * self.page_size
         return _key(parent, namespace, tokens[start : start + self.page_size].tobytes())
 
-    def match(self, namespace: bytes, tokens: array[int], limit: int, index: int = 0, parent: int = ROOT) -> list[int]:
-        """Return the path of complete nodes that hold these tokens.
+    def match(self, namespace: bytes, tokens: array[int], limit: int) -> list[int]:
+        """Return the longest path that holds these tokens and whose pages a sequence can read.
 
-        It covers the pages from `index` on and below `limit`, and ends before the first node that lacks a page of any
-        group. parent: the node of page `index - 1`.
+        limit: largest number of nodes.
+        """
+        path = self.walk(namespace, tokens, limit)
+        return path[: self.reach(path)]
+
+    def walk(self, namespace: bytes, tokens: array[int], limit: int, index: int = 0, parent: int = ROOT) -> list[int]:
+        """Return the nodes that hold these tokens, whether or not a match can end at the last one.
+
+        They are the nodes of the pages from `index` on and below `limit`, up to the first one without a page of the
+        first class. parent: the node of page `index - 1`.
         """
         found: list[int] = []
-        size, known, num_held, complete = self.page_size, self._index, self._num_held, self.num_groups
+        size, known, held = self.page_size, self._index, self._path.held
         for start in range(index * size, limit * size, size):
             node = known.get(_key(parent, namespace, tokens[start : start + size].tobytes()))
-            if node is None or num_held[node] < complete:
+            if node is None or not held[node]:
                 break
             found.append(node)
             parent = node
         return found
 
+    def reach(self, path: Sequence[int]) -> int:
+        """Return the number of nodes in the longest match on a path from the root.
+
+        The path as `walk` returns it. A match ends at a node if the tails of all classes are complete there.
+        """
+        depth = len(path)
+        known = [depth] * len(self._tails)
+        """By class: nodes from this index to `depth` hold their pages."""
+        unknown = list(enumerate(self._tails))
+        while unknown:
+            number, tail = unknown.pop()
+            held, index = tail.held, min(known[number], depth)
+            first = self.tail_start(depth, tail.kind)
+            while index > first and held[path[index - 1]]:
+                index -= 1
+            known[number] = index
+            if index > first:  # No match can end at the node that lacks its pages, or in the tail behind it.
+                depth = index - 1
+                unknown = list(enumerate(self._tails))
+        return depth
+
+    @staticmethod
+    def tail_start(depth: int, kind: PageClass) -> int:
+        """Return the index of the first node that a match of `depth` nodes needs of a class."""
+        return 0 if kind.tail is None else max(0, depth - kind.tail)
+
     def is_current(self, path: Sequence[int], epoch: int) -> bool:
-        """Return whether a path matched at this epoch is still in the tree.
+        """Return whether a path found by `walk` at this epoch is still in the tree.
 
         Its last node decides, because leaves are evicted first.
         """
         return epoch >= self._dropped_at and (not path or epoch >= self._removed_at[path[-1]])
 
     def prune(self, path: list[int], epoch: int) -> None:
-        """Remove stale nodes from a path that was matched at this epoch.
+        """Remove stale nodes from a path that was found by `walk` at this epoch.
 
-        A node is stale if it has left the tree or lost a page since.
+        A node is stale if it has left the tree or lost a page of the first class since.
         """
         if epoch < self._dropped_at:
             path.clear()
@@ -150,94 +214,110 @@ class RadixTree:
         self._key[node] = key
         self._parent[node] = parent
         self._num_children[parent] += 1
+        if self._num_children[parent] == 2:
+            self.mark(parent)
         return node
 
-    def attach(self, node: int, page: int, group: int = 0) -> int:
-        """Give a node its page of a group, unless it holds one.
+    def attach(self, node: int, pages: Sequence[int], kind: int = 0) -> bool:
+        """Give a node its pages of a class, one for each group.
 
-        Return the page that the node holds now.
+        Return False if it holds some already, and then it keeps those.
         """
-        held = self._pages[group][node]
-        if held != ABSENT:
-            return held
-        assert not (self._locks[node] or self._pins[node]), f"node {node} is in use without its page; {self}"
-        self._pages[group][node] = page
-        self._num_held[node] += 1
-        self.num_pages += 1
-        return page
+        attached = self.classes[kind].attach(node, pages)
+        if attached and kind and self._num_children[node] > 1:
+            self.mark(node)
+        return attached
 
-    def drop(self, node: int, group: int = 0) -> int:
-        """Take the page of a group from a node that stays in the tree.
+    def drop(self, node: int, kind: int = 0) -> list[int]:
+        """Take the pages of a class from a node that stays in the tree.
 
-        Return the page. The node must have neither readers nor pins.
+        Return the pages. They must have neither readers nor pins.
         """
-        page = self._pages[group][node]
-        assert page != ABSENT, f"node {node} holds no page of group {group}; {self}"
-        assert not (self._locks[node] or self._pins[node]), f"node {node} loses a page while in use; {self}"
-        self._pages[group][node] = ABSENT
-        self._num_held[node] -= 1
-        self.num_pages -= 1
-        self.num_evicted += 1
-        self.epoch = self._dropped_at = self.epoch + 1
-        return page
+        assert self.classes[kind].held[node], f"node {node} holds no page of class {kind}; {self}"
+        pages = self.classes[kind].take(node)
+        self.num_evicted += len(pages)
+        if not kind:
+            self.epoch = self._dropped_at = self.epoch + 1
+        return pages
 
-    def lock(self, nodes: Sequence[int]) -> None:
-        """Add a reader to consecutive nodes of a path, all of them complete."""
-        locks, pins, groups = self._locks, self._pins, self.num_groups
-        for node in nodes:
-            if not locks[node]:
-                assert self._num_held[node] == groups, f"node {node} is locked without all its pages; {self}"
-                self.num_locked += groups
-                if pins[node]:
-                    self.num_pinned -= groups
-            locks[node] += 1
+    def lock(self, nodes: Sequence[int], firsts: Sequence[int] = (0,)) -> None:
+        """Add a reader to consecutive nodes of a path, which hold their pages.
 
-    def unlock(self, nodes: Sequence[int]) -> None:
-        """Remove a reader from consecutive nodes of a path."""
-        locks, pins, groups = self._locks, self._pins, self.num_groups
+        firsts: by class, index of the first node that is read.
+        """
+        for pages, first in zip(self.classes, firsts, strict=True):
+            pages.lock(nodes[first:] if first else nodes)
+
+    def unlock(self, nodes: Sequence[int], firsts: Sequence[int] = (0,)) -> None:
+        """Remove a reader from consecutive nodes of a path.
+
+        firsts: by class, index of the first node that was read.
+        """
+        for pages, first in zip(self.classes, firsts, strict=True):
+            pages.unlock(nodes[first:] if first else nodes)
+        self._on_use(nodes)
+
+    def pass_by(self, nodes: Sequence[int], kind: int) -> None:
+        """Remove a reader of one class, other than the first, from consecutive nodes of a path."""
+        assert kind, "a reader passes no page of the first class"
+        self.classes[kind].unlock(nodes)
+
+    def pin(self, nodes: Sequence[int]) -> list[int]:
+        """Keep a path from the root in the tree, with or without readers, and the tails that its last node has.
+
+        Return, by class, the index of the first node whose pages are kept.
+        """
+        firsts = []
+        for pages in self.classes:
+            first = self.tail_start(len(nodes), pages.kind)
+            if pages.kind.tail is not None and not all(pages.held[node] for node in nodes[first:]):
+                first = len(nodes)
+            pages.pin(nodes[first:])
+            firsts.append(first)
+        return firsts
+
+    def unpin(self, nodes: Sequence[int], firsts: Sequence[int] = (0,)) -> None:
+        """Undo one `pin`, which returned `firsts`, of a path."""
+        for pages, first in zip(self.classes, firsts, strict=True):
+            pages.unpin(nodes[first:])
+        self._on_use(nodes)
+
+    def mark(self, node: int) -> None:
+        """Make a node a match point, or note its use.
+
+        Does nothing if no match can end there, because the node lacks a page of its tail.
+        """
+        if not self._tails or node == ROOT:
+            return
+        if node not in self._points:
+            tails = [(pages, self._tail(node, pages.kind)) for pages in self._tails]
+            if not all(pages.held[member] for pages, tail in tails for member in tail):
+                return
+            for pages, tail in tails:
+                for member in tail:
+                    pages.protect(member)
         self._uses += 1
-        for node in nodes:
-            assert locks[node] > 0, f"node {node} unlocked without a lock; {self}"
-            locks[node] -= 1
-            self._last_use[node] = self._uses
-            if not locks[node]:
-                self.num_locked -= groups
-                if pins[node]:
-                    self.num_pinned += groups
-        self._offer(nodes)
+        self._points[node] = self._uses
+        self._point_queue.push(node, self._uses, self._is_point, len(self._points))
 
-    def pin(self, nodes: Sequence[int]) -> None:
-        """Keep consecutive nodes of a path in the tree, with or without readers.
-
-        All of them must be complete.
-        """
-        for node in nodes:
-            assert self._num_held[node] == self.num_groups, f"node {node} is pinned without all its pages; {self}"
-            if not (self._locks[node] or self._pins[node]):
-                self.num_pinned += self.num_groups
-            self._pins[node] += 1
-
-    def unpin(self, nodes: Sequence[int]) -> None:
-        """Undo one `pin` of consecutive nodes of a path."""
-        self._uses += 1
-        for node in nodes:
-            assert self._pins[node] > 0, f"node {node} unpinned without a pin; {self}"
-            self._pins[node] -= 1
-            self._last_use[node] = self._uses
-            if not (self._locks[node] or self._pins[node]):
-                self.num_pinned -= self.num_groups
-        self._offer(nodes)
+    def touch(self, node: int) -> None:
+        """Note the use of a match point; does nothing for other nodes."""
+        if node in self._points:
+            self.mark(node)
 
     def evict(self, count: int) -> list[int]:
-        """Evict nodes until at least `count` pages are released; return the pages.
+        """Evict pages until at least `count` are released; return them.
 
-        Nodes in use stay, so there may be fewer pages than `count`. Leaves go first, the least recently used first. The
+        Pages in use stay, so there may be fewer pages than `count`. Loose pages go first. Then the least recently used
+        match point loses its tail, or the least recently used leaf leaves the tree, whichever was used earlier. The
         pages of a node go together, so there may also be a few more.
         """
         pages: list[int] = []
         node = ROOT
         while len(pages) < count:
             if node == ROOT:
+                if self._tails and self._evict_tail(pages):
+                    continue
                 oldest = self._queue.pop(self._is_evictable)
                 if oldest is None:
                     break
@@ -246,25 +326,65 @@ class RadixTree:
             node = ROOT
             if parent != ROOT and self._is_evictable(parent, last_use := self._last_use[parent]):
                 # Nodes of one sequence were mostly used together: then the parent is next, and need not queue.
-                if len(pages) < count and last_use <= self._queue.oldest_use:
+                if len(pages) < count and last_use <= self._queue.oldest_use and not self._tails:
                     node = parent
                 else:
                     self._offer((parent,))
-        self.num_pages -= len(pages)
         self.num_evicted += len(pages)
         return pages
 
+    def _evict_tail(self, pages: list[int]) -> bool:
+        """Add the pages of one node's tail class to a list, or make the tail of a match point loose.
+
+        Return False if no page is loose and a leaf was used before the match points.
+        """
+        for tail in self._tails:
+            if tail.loose:
+                node = next(iter(tail.loose))
+                pages += tail.take(node)
+                self._remove_empty(node)
+                return True
+        point_use = self._point_queue.oldest_valid_use(self._is_point)
+        if point_use >= self._queue.oldest_valid_use(self._is_evictable):
+            return False
+        point = self._point_queue.pop(self._is_point)
+        if point is None:
+            return False
+        self._forget_point(point)
+        self._remove_empty(point)
+        return True
+
+    def make_room(self, count: int) -> tuple[int, list[int]]:
+        """Remove leaves, the least recently used first, until `count` nodes can be added.
+
+        Return how many can be added, and the pages that were released. The pool bounds the number of nodes that hold
+        pages on their whole path. If a model has no such pages, `max_nodes` does.
+        """
+        pages: list[int] = []
+        if self.max_nodes is None:
+            return count, pages
+        while self.num_nodes + count > self.max_nodes:
+            leaf = self._queue.pop(self._is_evictable)
+            if leaf is None:
+                break
+            parent = self._remove(leaf, pages)
+            self._offer((parent,))
+        self.num_evicted += len(pages)
+        return min(count, max(0, self.max_nodes - self.num_nodes)), pages
+
     def discard(self, nodes: Sequence[int]) -> list[int]:
-        """Take the pages from the unused nodes of a path; return the pages.
+        """Take the unused pages from the nodes of a path; return the pages.
 
         Leaves go with their pages. Other nodes stay without them and are not matched until they are computed again.
         """
         pages: list[int] = []
         for node in reversed(nodes):
-            if self._locks[node] or self._pins[node]:
+            unused = [kind for kind, held in enumerate(self.classes) if not held.in_use(node)]
+            if not unused and not self._tails:
                 break
-            groups = range(self.num_groups)
-            pages += [self.drop(node, group) for group in groups if self._pages[group][node] != ABSENT]
+            for kind in unused:
+                if self.classes[kind].held[node]:
+                    pages += self.drop(node, kind)
             if self._is_evictable(node, self._last_use[node]):
                 self._remove(node, [])
         return pages
@@ -276,11 +396,11 @@ class RadixTree:
         """
         key, parent = self._key[node], self._parent[node]
         assert key is not None, f"node {node} is not in the tree; {self}"
-        for held in self._pages:
-            if (page := held[node]) != ABSENT:
-                pages.append(page)
-                held[node] = ABSENT
-        self._num_held[node] = 0
+        for held in self.classes:
+            if held.held[node]:
+                pages += held.take(node)
+        if node in self._points:
+            self._forget_point(node)
         del self._index[key]
         self._key[node] = None
         self._num_children[parent] -= 1
@@ -288,17 +408,55 @@ class RadixTree:
         self._free_ids.append(node)
         return parent
 
+    def _remove_empty(self, node: int) -> None:
+        """Remove a node that holds no page, if nothing needs it, and then those before it."""
+        removed = False
+        while (
+            node != ROOT
+            and self._is_evictable(node, self._last_use[node])
+            and node not in self._points
+            and not any(held.held[node] and held.tables for held in self.classes)
+        ):
+            node, removed = self._remove(node, []), True
+        if removed:
+            self._offer((node,))
+
+    def _tail(self, node: int, kind: PageClass) -> list[int]:
+        """Return the nodes whose pages of a class a match that ends at a node needs."""
+        tail: list[int] = []
+        while node != ROOT and len(tail) < (kind.tail or 0):
+            tail.append(node)
+            node = self._parent[node]
+        return tail
+
+    def _forget_point(self, node: int) -> None:
+        """Make a match point a node like others."""
+        del self._points[node]
+        for pages in self._tails:
+            for member in self._tail(node, pages.kind):
+                pages.unprotect(member)
+
+    def _is_point(self, node: int, last_use: int) -> bool:
+        """Return whether a node is a match point that was last used at this time."""
+        return self._points.get(node) == last_use
+
     def _new_id(self) -> int:
         """Return an id that no node in the tree has."""
         if self._free_ids:
             return self._free_ids.pop()
         self._key.append(None)
-        lists = (self._parent, self._num_children, self._locks, self._pins, self._num_held, self._removed_at)
-        for column in (*lists, self._last_use):
+        for column in (self._parent, self._num_children, self._removed_at, self._last_use):
             column.append(0)
-        for held in self._pages:
-            held.append(ABSENT)
+        for pages in self.classes:
+            pages.add_node()
         return len(self._key) - 1
+
+    def _on_use(self, nodes: Sequence[int]) -> None:
+        """Note the use of consecutive nodes of a path, and queue the last one if it can be evicted."""
+        self._uses += 1
+        for node in nodes:
+            self._last_use[node] = self._uses
+        self._offer(nodes)
 
     def _offer(self, nodes: Sequence[int]) -> None:
         """Queue the last node of a path for eviction, if it is evictable.
@@ -313,7 +471,7 @@ class RadixTree:
     def _is_evictable(self, node: int, last_use: int) -> bool:
         """Return whether a node is an unused leaf that was last used at this time."""
         return (
-            not (self._num_children[node] or self._locks[node] or self._pins[node])
+            not (self._num_children[node] or self._path.locks[node] or self._path.pins[node])
             and self._last_use[node] == last_use
             and self._key[node] is not None
         )
@@ -325,24 +483,23 @@ class RadixTree:
         """
         members = list(self)
         problems = self._audit_shape(members)
-        held = [sum([pages[node] != ABSENT for pages in self._pages]) for node in range(len(self._key))]
-        if held != self._num_held or sum(held) != self.num_pages:
-            problems.append(f"{self.num_pages} pages counted, nodes hold {sum(held)}")
-        every = [page for pages in self._pages for page in pages if page != ABSENT]
+        every = [page for pages in self.classes for table in pages.tables for page in table if page != ABSENT]
         if len(set(every)) != len(every):
             problems.append("a page is held by two nodes")
-        locked = [node for node in range(len(self._key)) if self._locks[node]]
-        pinned = [node for node in range(len(self._key)) if self._pins[node] and not self._locks[node]]
-        counts = sum([held[node] for node in locked]), sum([held[node] for node in pinned])
-        if counts != (self.num_locked, self.num_pinned):
-            problems.append(f"{self.num_locked} pages locked and {self.num_pinned} pinned, {counts} are")
-        for node in (*locked, *pinned):
-            if node not in self:
-                problems.append(f"node {node} is in use outside the tree")
-            elif held[node] < self.num_groups:
-                problems.append(f"node {node} is in use with {held[node]} of {self.num_groups} pages")
-        outside = [node for node, count in enumerate(held) if count and node not in self]
-        problems += [f"node {node} holds a page outside the tree" for node in outside]
+        for number, pages in enumerate(self.classes):
+            problems += [f"class {number}: {line}" for line in pages.audit()]
+            needed = [0] * len(self._key)
+            for point in self._points if pages.kind.tail is not None else ():
+                for member in self._tail(point, pages.kind):
+                    needed[member] += 1
+            if needed != pages.num_points:
+                problems.append(f"class {number}: match points protect {needed}, counted {pages.num_points}")
+            for node in [node for node in range(len(self._key)) if node not in self]:
+                if pages.held[node]:
+                    problems.append(f"node {node} holds a page outside the tree")
+                if pages.in_use(node):
+                    problems.append(f"node {node} is in use outside the tree")
+        problems += [f"match point {node} is not in the tree" for node in self._points if node not in self]
         return problems
 
     def _audit_shape(self, members: list[int]) -> list[str]:
@@ -352,14 +509,17 @@ class RadixTree:
         if sorted((*members, *self._free_ids)) != list(range(1, len(self._key))):
             problems.append("a node id is lost, or in the tree and free")
         children = [0] * len(self._key)
+        locks, pins = self._path.locks, self._path.pins
         for node in members:
             parent = self._parent[node]
             children[parent] += 1
+            if any(pages.locks[node] > locks[node] for pages in self._tails):
+                problems.append(f"node {node} is read by more sequences than use its path")
             if parent == ROOT:
                 continue
             if parent not in self:
                 problems.append(f"node {node} hangs below node {parent}, which is not in the tree")
-            if self._locks[node] > self._locks[parent] or self._pins[node] > self._pins[parent]:
+            if locks[node] > locks[parent] or pins[node] > pins[parent]:
                 problems.append(f"node {node} is in use more often than node {parent} before it")
         if children != self._num_children:
             problems.append("children are miscounted")

@@ -27,12 +27,14 @@ class Session:
     Its nodes are pinned in the tree; a turn in progress locks them as any sequence does.
     """
 
-    __slots__ = ("ending", "idle_since", "name", "nodes", "turn")
+    __slots__ = ("ending", "firsts", "idle_since", "name", "nodes", "turn")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: list[int] = []
         """Nodes of the prefix cache that the session keeps, from the root on."""
+        self.firsts: list[int] = []
+        """Index of the first node whose pages the session keeps, by class."""
         self.turn: int | None = None
         """Id of the sequence that is the turn in progress; None: the session is idle."""
         self.idle_since = 0.0
@@ -173,13 +175,17 @@ class Sessions:
         self.num_evicted += 1
 
     def _drop(self, session: Session) -> None:
+        if self.tree is not None and session.nodes:
+            self.tree.mark(session.nodes[-1])
         self._keep(session, [])
         del self._known[session.name]
         self._idle.pop(session.name, None)
 
     def _keep(self, session: Session, nodes: list[int]) -> None:
         """Replace the nodes that a session pins."""
-        assert self.tree is not None, f"session {session.name!r} without a prefix cache"
-        self.tree.pin(nodes)
-        self.tree.unpin(session.nodes)
-        session.nodes = list(nodes)
+        tree = self.tree
+        assert tree is not None, f"session {session.name!r} without a prefix cache"
+        firsts = tree.pin(nodes)
+        if session.nodes:
+            tree.unpin(session.nodes, session.firsts)
+        session.nodes, session.firsts = list(nodes), firsts

@@ -15,7 +15,7 @@ from tandem.engine_core.scheduler.queue import WaitingQueue
 from tandem.engine_core.sequence import Sequence
 
 MAX_RESERVE_FRACTION = 16
-"""An admission leaves one page for each sequence that may still grow, but at most 1/16 of the pool."""
+"""An admission leaves one page of each KV group for each sequence that may still grow, but at most 1/16 of the pool."""
 MAX_BYPASSED = 64
 """Sequences at the head of the queue that may wait for a shared page while those behind them are admitted."""
 
@@ -79,9 +79,8 @@ class PageGate:
         """`PageAllocator.num_allocated` when the growing holders were counted; -1 if a holder has left since."""
 
     def acquire(self, seq: Sequence) -> Callable[[], None] | None:
-        whole = seq.preemptions or not self.chunk
-        first = len(seq.tokens) if whole else self.chunk
-        if not self.memory.admit(seq, first, self._reserve() * (1 + seq.preemptions)):
+        keep = self._reserve() * (1 + seq.preemptions)
+        if not self.memory.admit(seq, self.chunk, keep, whole=seq.preemptions > 0, alone=not self._holders):
             return None
         self._holders[seq.id] = seq
         self._num_growing += self.memory.lacks_pages(seq, seq.kv_len)
@@ -104,7 +103,7 @@ class PageGate:
         if self._counted_at != pages.num_allocated:
             self._num_growing = self.memory.num_lacking_pages(self._holders.values())
             self._counted_at = pages.num_allocated
-        return min(self._num_growing, ceil_div(pages.total, MAX_RESERVE_FRACTION))
+        return min(self._num_growing * self.memory.num_groups, ceil_div(pages.total, MAX_RESERVE_FRACTION))
 
 
 def admit(seq: Sequence, gates: Iterable[Gate]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.manager import KVManager, Leaving
 from tandem.engine_core.kv_cache.sessions import Session, split_scoped
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
@@ -31,13 +31,13 @@ def inspect(
     waiting = [*scheduler.waiting, *scheduler.compiling.values()]
     running = list(scheduler.running.values())
     others = [seq for seq in scheduler.held if seq.id not in scheduler.running]
-    sequences = [_sequence(seq, _state(seq), now) for seq in running]
-    sequences += [_sequence(seq, "leaving" if seq.outcome is None else "zombie", now) for seq in others]
+    sequences = [_sequence(memory, seq, _state(seq), now) for seq in running]
+    sequences += [_sequence(memory, seq, "leaving" if seq.outcome is None else "zombie", now) for seq in others]
     for seq in waiting[:MAX_LISTED]:
         state: SequenceState = (
             "compiling" if seq.compiling else "following" if memory.pending.blocks(seq) else "waiting"
         )
-        sequences.append(_sequence(seq, state, now, now - seq.queued_at))
+        sequences.append(_sequence(memory, seq, state, now, now - seq.queued_at))
     return Inspection(
         call,
         scheduler.policy,
@@ -80,12 +80,8 @@ def _releasing(memory: KVManager, leaving: Iterable[Sequence]) -> int:
 
     They come back once no step in flight holds the sequences.
     """
-    count, readers = 0, dict[int, int]()
-    for seq in leaving:
-        count += memory.num_released(seq, readers)
-        for node in seq.cache.nodes:
-            readers[node] = readers.get(node, 0) + 1
-    return count
+    readers = Leaving()
+    return sum([memory.add_leaving(seq, readers) for seq in leaving])
 
 
 def _state(seq: Sequence) -> SequenceState:
@@ -96,7 +92,9 @@ def _state(seq: Sequence) -> SequenceState:
     return "prefill" if seq.num_scheduled_tokens < max(seq.prompt_len, seq.wire.reported_len) else "decode"
 
 
-def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0) -> InspectedSequence:
+def _sequence(
+    memory: KVManager, seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
+) -> InspectedSequence:
     """Return one sequence as an inspection shows it.
 
     now, wait: seconds.
@@ -110,7 +108,7 @@ def _sequence(seq: Sequence, state: SequenceState, now: float, wait: float = 0.0
         seq.generated,
         seq.num_scheduled_tokens,
         seq.num_pages,
-        len(seq.cache.nodes) * len(seq.pages),
+        memory.num_shared_pages(seq),
         seq.cache.num_cached_tokens,
         seq.priority,
         seq.preemptions,

@@ -12,7 +12,7 @@ progress, and after it the next one.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.manager import KVManager, Leaving
 from tandem.engine_core.scheduler.queue import seniority
 from tandem.engine_core.sequence import Sequence
 
@@ -65,7 +65,7 @@ class PageReserver:
                     break
             else:
                 self.out_of_pages = True
-                pressure.promised += 1
+                pressure.promised += self.memory.num_groups
         if pressure is not None:
             for index, seq in enumerate(candidates):
                 if seq.id not in running:
@@ -92,9 +92,9 @@ class Reclaim:
         self.reclaimable = 0
         """Number of pages that come back with the steps in flight, from sequences that end, ended or were preempted."""
         self.promised = 0
-        """Number of rows that wait for those pages."""
-        self._leaving: dict[int, int] = {}
-        """Nodes of the prefix cache that leaving sequences read, with the number of readers that leave."""
+        """Number of pages that the rows wait for which got none."""
+        self._leaving: Leaving = Leaving()
+        """Readers of the prefix cache that leave."""
         self._juniors = sorted(running.values(), key=seniority, reverse=True)
         for seq in held:
             if seq.id not in running or seq.finishing:
@@ -105,18 +105,16 @@ class Reclaim:
 
         Its own pages are released, and shared pages without another reader.
         """
-        self.reclaimable += self.memory.num_released(seq, self._leaving)
-        for node in seq.cache.nodes:
-            self._leaving[node] = self._leaving.get(node, 0) + 1
+        self.reclaimable += self.memory.add_leaving(seq, self._leaving)
 
     def victim(self, seq: Sequence) -> Sequence | None:
         """Return the sequence to preempt for this one, or None.
 
-        None if more pages are being released than others wait for, or if no running sequence is junior to this one. The
-        victim is the most junior sequence that would release a page at once, or else the most junior of all: the pages
-        that it shares may become free with the next victim.
+        None if enough pages are being released for this one and those that wait, or if no running sequence is junior to
+        this one. The victim is the most junior sequence that would release a page at once, or else the most junior of
+        all: the pages that it shares may become free with the next victim.
         """
-        if self.reclaimable > self.promised:
+        if self.reclaimable >= self.promised + self.memory.num_groups:
             return None
         last: Sequence | None = None
         for other in self._juniors:

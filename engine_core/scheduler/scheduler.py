@@ -93,7 +93,7 @@ class Scheduler:
 
         Raises RequestError, with the numbers, if it can never fit or the queue is full.
         """
-        self.memory.check_fits(seq)
+        self.memory.check_fits(seq, whole=not self.limits.prefill_chunk)
         waiting = len(self.waiting) + len(self.compiling)
         if waiting >= self.limits.max_waiting + self.rows.free:
             raise queue_full(waiting, self.rows.free, self.limits.max_waiting)

@@ -27,7 +27,8 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.groups import KVGroup
-from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.manager import MAX_NODES_PER_PAGE, KVManager
+from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
@@ -308,9 +309,12 @@ def _kv_layout(groups: tuple[KVGroup, ...], config: StepConfig) -> KVLayout:
 
 
 def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
-    tree = RadixTree(config.page_size, len(groups)) if config.prefix_cache else None
+    windows, tree = tuple([group.window for group in groups]), None
+    if config.prefix_cache:
+        classes = page_classes(windows, config.page_size)
+        tree = RadixTree(config.page_size, classes, MAX_NODES_PER_PAGE * config.pages)
     sessions = Sessions(tree, config.max_sessions, config.session_ttl)
-    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions)
+    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows)
 
 
 def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:

@@ -1,5 +1,6 @@
 """A runtime made of lists that keeps the contract of `contracts.Runtime` and asserts that its caller does."""
 
+import itertools
 from array import array
 from collections.abc import Callable
 
@@ -20,20 +21,32 @@ from tests.fakes.model import choose, fold, logprob_record
 class FakeRuntime:
     """Executes in the order of enqueueing, like a stream; results leave a slot through `collect` only.
 
-    Holds a token table by row, a page table by row and a pool of positions. A slot of the pool holds what the KV of
-    a position depends on: the position, and the fold of all tokens up to it. Every row checks every slot that its
-    attention reads against the tokens it has: a page that holds another prefix, was freed, or is not written to its
-    end is an assertion here, not a wrong token later.
+    Holds a token table by row, page tables by row and KV group, and a pool of positions. A slot of the pool holds what
+    the KV of a position depends on: the group, the position, and the fold of all tokens up to it. Every row checks
+    every slot that its attention reads against the tokens it has: a page that holds another prefix or group, was freed,
+    or is not written to its end is an assertion here, not a wrong token later.
     """
 
-    def __init__(self, max_rows: int, pages: int, page_size: int) -> None:
+    def __init__(
+        self, max_rows: int, pages: int, page_size: int, windows: tuple[int | None, ...] = (None,), chunk: int = 0
+    ) -> None:
+        """Start with an empty pool.
+
+        windows: window of each KV group; chunk: largest number of positions of a row, for the tables of windows.
+        """
         self.page_size = page_size
+        self.windows = windows
+        self.rings = [window and -(-(window + chunk) // page_size) + 2 for window in windows]
+        """Number of pages in the table of each group with a window: page `index` is in column `index % ring`."""
         self.tokens: list[dict[int, int]] = [{} for _ in range(max_rows + 1)]
         self.lengths = [1] * (max_rows + 1)
         """Number of tokens of each row that are known, as in the device's table."""
-        self.page_table: list[list[int]] = [[] for _ in range(max_rows + 1)]
-        self.pool: list[tuple[int, int] | None] = [None] * (pages * page_size)
-        """Position and folded state in each slot of the pool."""
+        self.page_tables: list[list[dict[int, int]]] = [[{} for _ in windows] for _ in range(max_rows + 1)]
+        """Page by column, for each row and group."""
+        self.num_mapped = [0] * (max_rows + 1)
+        """Number of pages of each row that plans have brought."""
+        self.pool: list[tuple[int, int, int] | None] = [None] * (pages * page_size)
+        """Group, position and folded state in each slot of the pool."""
         self.admissions: dict[int, NewSequence] = {}
         self.resumed: set[int] = set()
         """Sequences admitted more than once, whose uploads may hold sampled tokens."""
@@ -76,7 +89,8 @@ class FakeRuntime:
                 self.resumed.add(admission.seq_id)
             self.admissions[admission.seq_id] = admission
             self.tokens[admission.row] = {}
-            self.page_table[admission.row] = []
+            self.page_tables[admission.row] = [{} for _ in self.windows]
+            self.num_mapped[admission.row] = 0
         scored = self.scored[slot] = []
         self.uploads = 0
         states = self.states[slot] = []
@@ -131,18 +145,33 @@ class FakeRuntime:
         for page in pages:
             self.pool[page * self.page_size : (page + 1) * self.page_size] = [None] * self.page_size
 
-    def _slot(self, row: ScheduledSequence, position: int) -> int:
-        page = self.page_table[row.row][position // self.page_size]
-        assert page != PADDING_PAGE, f"{row} uses the reserved page"
+    def _slot(self, row: ScheduledSequence, position: int, group: int) -> int:
+        page = self.page_tables[row.row][group].get(self._column(position // self.page_size, group), PADDING_PAGE)
+        assert page != PADDING_PAGE, f"{row} uses the reserved page for position {position} of group {group}"
         return page * self.page_size + position % self.page_size
+
+    def _column(self, index: int, group: int) -> int:
+        ring = self.rings[group]
+        return index if ring is None else index % ring
+
+    def _map(self, row: ScheduledSequence) -> None:
+        """Write the new pages of a row to its tables, of those that share a column the last."""
+        assert row.first_page <= self.num_mapped[row.row], f"{row} leaves a hole in the page table"
+        count, rest = divmod(len(row.new_pages), len(self.windows))
+        assert not rest, f"{row} brings {len(row.new_pages)} pages for {len(self.windows)} groups"
+        for group, table in enumerate(self.page_tables[row.row]):
+            pages = row.new_pages[group * count : (group + 1) * count]
+            for index, page in enumerate(pages, row.first_page):
+                assert page != PADDING_PAGE or self.windows[group], f"{row} lacks page {index} of group {group}"
+                table[self._column(index, group)] = page
+        self.num_mapped[row.row] = row.first_page + count
 
     def _forward(self, row: ScheduledSequence) -> int:
         """Compute the positions of a row; return the state at the last one."""
         assert row.row != PADDING_ROW, f"{row} uses the reserved row"
-        table, known = self.page_table[row.row], self.tokens[row.row]
-        assert not row.new_pages or row.first_page <= len(table), f"{row} leaves a hole in the page table"
+        known = self.tokens[row.row]
         if row.new_pages:
-            table[row.first_page :] = row.new_pages
+            self._map(row)
         uploaded = array("i", row.tokens)
         self.uploads += len(uploaded)
         assert not row.skipped or uploaded, f"{row} skips positions and uploads nothing"
@@ -157,17 +186,16 @@ class FakeRuntime:
             self.lengths[row.row] = row.end
         if row.length == 1:
             assert self.lengths[row.row] - 1 == row.start, f"{row} is at {self.lengths[row.row] - 1} on the device"
-        state = 0
-        for position in range(row.start):
-            state = fold(state, known[position])
-            held = self.pool[self._slot(row, position)]
-            assert held == (position, state), f"{row} reads {held} for position {position}, not {state}"
-        for position in range(row.start, row.end):
-            state = fold(state, known[position])
-            slot = self._slot(row, position)
-            assert not self.is_shared(slot // self.page_size), f"{row} writes position {position} into a shared page"
-            self.pool[slot] = (position, state)
-        return state
+        states = list(itertools.accumulate([known[position] for position in range(row.end)], fold, initial=0))[1:]
+        for group, window in enumerate(self.windows):
+            for position in range(row.start, row.end):
+                slot = self._slot(row, position, group)
+                assert not self.is_shared(slot // self.page_size), f"{row} writes a shared page at {position}"
+                self.pool[slot] = (group, position, states[position])
+            for position in range(0 if window is None else max(0, row.start + 1 - window), row.end):
+                expected, read = (group, position, states[position]), self.pool[self._slot(row, position, group)]
+                assert read == expected, f"{row} reads {read}, not {expected}"
+        return states[-1]
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """Return the records of a row's scored positions; their targets must be the prompt's tokens."""
@@ -177,9 +205,9 @@ class FakeRuntime:
         return [logprob_record(self._state(row, row.start + index), token, top) for index, token in enumerate(targets)]
 
     def _state(self, row: ScheduledSequence, position: int) -> int:
-        held = self.pool[self._slot(row, position)]
-        assert held is not None and held[0] == position, f"{row} reads {held} at {position}"
-        return held[1]
+        held = self.pool[self._slot(row, position, 0)]
+        assert held is not None and held[:2] == (0, position), f"{row} reads {held} at {position}"
+        return held[2]
 
     def _sample(self, row: ScheduledSequence, state: int, constraint: Constraint | None) -> int:
         admission = self.admissions[row.seq_id]

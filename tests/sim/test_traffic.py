@@ -26,6 +26,12 @@ SHAPES = {
     "small pages and calm": Shape(1, 0.3, page_size=1, pages=(40, 70), calm=True),
     "conversations": Shape(depth=2, constrained=0.0, cache=True, pages=(60, 140), sessions=0.8, requests=20),
     "static batches": Shape(depth=2, constrained=0.4, static=True),
+    "windows": Shape(2, 0.2, windows=(None, 9, 9), sessions=0.3),
+    "windows and short of pages": Shape(2, 0.2, cache=True, pages=(12, 40), windows=(None, 12, 5), priorities=True),
+    "windows and calm": Shape(1, 0.2, cache=True, pages=(12, 40), windows=(None, 9), requests=20, calm=True),
+    "windows without cache": Shape(2, 0.4, cache=False, windows=(None, 9, 9), sessions=0.0),
+    "windows in all layers": Shape(2, 0.2, cache=True, pages=(20, 60), windows=(9,), sessions=0.4, requests=20),
+    "windows in static batches": Shape(depth=2, constrained=0.4, static=True, windows=(None, 9)),
 }
 
 
@@ -41,6 +47,10 @@ EXPECTED = {
     "short of pages": (*SHARING, "for lack of pages"),
     "short of pages and calm": (*SHARING, "for lack of pages"),
     "small pages and calm": (*SHARING, "for lack of pages"),
+    "windows": SHARING,
+    "windows and short of pages": (*SHARING, "for lack of pages"),
+    "windows and calm": (*SHARING, "for lack of pages"),
+    "windows in all layers": (*SHARING, "session hits"),
     "conversations": (*SHARING, "session busy", "sessions evicted", "session hits"),
 }
 """Events that the traffics of a shape must contain."""

@@ -1,6 +1,7 @@
 """A KV pool of the real parts, and what tests do to one from outside."""
 
-from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.manager import MAX_NODES_PER_PAGE, KVManager
+from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
@@ -9,10 +10,17 @@ STRANGER = 10_000
 """Owner of pages that no sequence of a test has."""
 
 
-def kv_memory(pages: int, page_size: int = 4, cache: bool = True, sessions: int = 4, ttl: float = 60.0) -> KVManager:
-    """Build a pool. pages: the reserved page 0 included."""
-    tree = RadixTree(page_size) if cache else None
-    return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl))
+def kv_memory(
+    pages: int,
+    page_size: int = 4,
+    cache: bool = True,
+    sessions: int = 4,
+    ttl: float = 60.0,
+    windows: tuple[int | None, ...] = (None,),
+) -> KVManager:
+    """Build a pool. pages: the reserved page 0 included; windows: of each KV group."""
+    tree = RadixTree(page_size, page_classes(windows, page_size), MAX_NODES_PER_PAGE * pages) if cache else None
+    return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl), windows)
 
 
 def occupy(memory: KVManager, count: int) -> list[int]:
@@ -37,7 +45,7 @@ def evict_unused(memory: KVManager) -> None:
 def drop_page(memory: KVManager, node: int) -> None:
     """Take the page of a node that stays in the tree."""
     assert memory.tree is not None
-    memory.pages.release(CACHE, [memory.tree.drop(node)])
+    memory.pages.release(CACHE, memory.tree.drop(node))
 
 
 def end_sessions(memory: KVManager) -> None:

@@ -94,6 +94,8 @@ class Shape:
     calm: bool = False
     """Whether there are no aborts or interventions, so that the scheduler has to make progress on its own."""
     priorities: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    """Window of each KV group."""
 
 
 class Traffic:

@@ -8,10 +8,11 @@ from collections.abc import Sequence as Items
 from tandem.engine_core.contracts import MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
+from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
-from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.plan import PADDING_PAGE, StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.audit import audit_lengths
 from tandem.engine_core.scheduler.planner import SchedulerLimits
@@ -38,8 +39,18 @@ OPERATOR = b"operator"
 class FaultyRuntime(FakeRuntime):
     """Raises device errors in one place: launch, sample or collect."""
 
-    def __init__(self, *sizes: int, fault: str, rng: random.Random) -> None:
-        super().__init__(*sizes)
+    def __init__(
+        self,
+        max_rows: int,
+        pages: int,
+        page_size: int,
+        windows: tuple[int | None, ...],
+        chunk: int,
+        *,
+        fault: str,
+        rng: random.Random,
+    ) -> None:
+        super().__init__(max_rows, pages, page_size, windows, chunk)
         self.fault = fault
         self.rng = rng
 
@@ -107,17 +118,23 @@ class World:
         """Build the engine. times: draws what concerns the durations of steps."""
         rng, shape = self.rng, self.shape
         page_size = shape.page_size or rng.choice([1, 2, 4, 8, LONGEST])
-        pages = max(2, 1 + rng.randint(*shape.pages) * 2 // (page_size + 1))
+        pages = max(2, 1 + len(shape.windows) * (rng.randint(*shape.pages) * 2 // (page_size + 1)))
         max_rows = rng.randint(1, 6)
         whole = shape.static or rng.random() < 0.15
         step_tokens = rng.randint(max_rows, 40) + whole * LONGEST
         cache = rng.random() < 0.8 if shape.cache is None else shape.cache
         self.allocator = PoisoningAllocator(pages)
-        tree = RadixTree(page_size) if cache and not shape.static else None
+        classes = page_classes(shape.windows, page_size)
+        tree = RadixTree(page_size, classes, pages + 64) if cache and not shape.static else None
         self.memory = KVManager(
-            self.allocator, page_size, tree, Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9]))
+            self.allocator,
+            page_size,
+            tree,
+            Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9])),
+            shape.windows,
         )
-        self.runtime = FaultyRuntime(max_rows, pages, page_size, fault=shape.faults, rng=rng)
+        chunk = min(step_tokens, LONGEST)
+        self.runtime = FaultyRuntime(max_rows, pages, page_size, shape.windows, chunk, fault=shape.faults, rng=rng)
         self.allocator.erase = self.runtime.free
         self.runtime.is_shared = self.allocator.is_shared
         self.runtime.on_launch = self._check_announced
@@ -301,7 +318,7 @@ class World:
             assert seq.inflight == holders.pop(seq.id, 0), f"inflight differs from the pipeline: {seq} {self.pipeline}"
             assert 0 <= seq.inflight <= self.pipeline.depth, seq
             assert 0 <= seq.num_inflight_samples <= seq.inflight, seq
-            for page in [page for table in seq.pages for page in table]:
+            for page in {page for table in seq.pages for page in table} - {PADDING_PAGE}:
                 assert readers.setdefault(page, seq.cache.namespace) == seq.cache.namespace, (
                     f"page {page} is read under two namespaces"
                 )
