@@ -9,7 +9,7 @@ from msgspec import Struct
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.rope_config import RopeConfig
+from tandem.engine_core.rope_config import QueryScaling, RopeConfig
 
 
 def layer_prefix(index: int) -> str:
@@ -46,6 +46,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """True if the output projection of attention has a bias."""
     mlp_bias: bool = False
     """True if the projections of the feed-forward networks have biases."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of queries by their position, None: there is none."""
     qk_norm: bool = False
     """True if each query and key head is normalised before the rotary embedding."""
     activation: Activation = Activation.SILU

@@ -135,6 +135,14 @@ class RopeConfig(Struct, frozen=True):
         return stated, stated
 
 
+class QueryScaling(Struct, frozen=True):
+    """Scaling of queries by their position p, as in Llama 4: 1 + beta * log(1 + floor(p / original_positions))."""
+
+    beta: float
+    original_positions: Count
+    """Positions of the original context, whose queries are unscaled."""
+
+
 class _Type(Struct):
     """The fields `rope_type` and, in older configs, `type`."""
 

@@ -22,6 +22,19 @@ COMMON: dict[str, Any] = {
 """Config fields of all families, with layers for two local and two global ones."""
 TINY: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"},
+    "Ministral3ForCausalLM": {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 24},
     "Qwen2ForCausalLM": {
         "model_type": "qwen2",

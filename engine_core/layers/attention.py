@@ -114,6 +114,9 @@ class Attention:
         """
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
+        if step.query_scales is not None:
+            # RoPE is linear, so scaling before it is the same.
+            qkv[:, : self.heads] *= step.query_scales
         q_norm, k_norm = self.q_norm, self.k_norm
         rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping)
         if q_norm is not None and k_norm is not None:

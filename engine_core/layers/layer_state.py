@@ -15,6 +15,8 @@ class StepContext:
     batch: ForwardBatch
     rotary: Sequence[tuple[Tensor, Tensor]]
     """Cosines and sines of the batch's positions, from each of the model's rotary tables."""
+    query_scales: Tensor | None = None
+    """Factors of the queries, [T, 1, 1] in the model's dtype; None: they are not scaled."""
 
 
 @dataclass(frozen=True, slots=True)

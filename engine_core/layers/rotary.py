@@ -21,6 +21,7 @@ from tandem.engine_core.rope_config import (
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
+    QueryScaling,
     RopeConfig,
     YarnScaling,
 )
@@ -66,6 +67,16 @@ class RotaryTable:
         """
         rows = self.table.index_select(0, positions)
         return rows[:, :1], rows[:, 1:]
+
+
+def query_scale_table(
+    scaling: QueryScaling | None, positions: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the factors of queries at positions 0 to `positions - 1`, [positions, 1, 1]; None if all are 1."""
+    if scaling is None or positions <= scaling.original_positions:
+        return None
+    contexts = torch.arange(positions, device=device) // scaling.original_positions
+    return (1 + scaling.beta * torch.log1p(contexts.float())).to(dtype).view(-1, 1, 1)
 
 
 def attention_factor(config: RopeConfig) -> float:

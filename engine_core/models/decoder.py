@@ -19,7 +19,7 @@ from tandem.engine_core.layers.kv_scales import KVScales
 from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
-from tandem.engine_core.layers.rotary import RotaryTable
+from tandem.engine_core.layers.rotary import RotaryTable, query_scale_table
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig, layer_prefix
 
@@ -62,6 +62,8 @@ class Decoder:
     head: LinearWeights
     kernels: KernelSet
     kv_scales: KVScales
+    query_scales: Tensor | None
+    """Factors of the queries by position, see `query_scale_table`."""
 
     @classmethod
     def build(
@@ -96,11 +98,16 @@ class Decoder:
             head,
             context.kernels,
             KVScales.build(config.layers, config.kv_heads, context.device),
+            query_scale_table(config.query_scaling, max_positions, context.device, context.dtype),
         )
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
         """Implement `Model.forward`."""
-        step = StepContext(batch, [table(batch.positions) for table in self.rotary_tables])
+        step = StepContext(
+            batch,
+            [table(batch.positions) for table in self.rotary_tables],
+            None if self.query_scales is None else self.query_scales.index_select(0, batch.positions),
+        )
         update: Tensor = self.embedding(batch.input_ids)
         residual: Tensor | None = None
         scales = self.kv_scales.layers if kv.layout.has_scales else [None] * len(self.layers)

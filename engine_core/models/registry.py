@@ -20,7 +20,7 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.folder import stored_dtypes
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
+from tandem.engine_core.models import gemma2, gemma3, llama, ministral3, mistral, olmo2, phi3, qwen2, qwen3
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
 from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, dropping_rule, text_name
@@ -71,6 +71,7 @@ FAMILIES = {
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2.read_config, gemma2.build),
     "Gemma3ForCausalLM": Family("Gemma 3", gemma3.read_config, gemma3.build),
     "LlamaForCausalLM": Family("Llama 2 and 3", llama.read_config, llama.build),
+    "Ministral3ForCausalLM": Family("Ministral 3 and Devstral Small 2", ministral3.read_config, ministral3.build),
     "MistralForCausalLM": Family("Mistral", mistral.read_config, mistral.build),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo2.read_config, olmo2.build),
     "Phi3ForCausalLM": Family("Phi-3 and Phi-4", phi3.read_config, phi3.build),

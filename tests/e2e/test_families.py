@@ -17,6 +17,19 @@ WINDOW = 8
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "phi3": ("Phi3Config", {"rope_parameters": PARTIAL, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2Config", {}),

@@ -105,6 +105,7 @@ SHAPES = {
     "mistral-7b-v0.1": shape("MistralConfig", 4096, 14336, 32, 8, sliding_window=WINDOW),
     "mistral-7b-v0.3": shape("MistralConfig", 4096, 14336, 32, 8, sliding_window=None),
     "mistral-nemo": shape("MistralConfig", 5120, 14336, 32, 8, head_dim=128, sliding_window=None),
+    "ministral-3-3b": shape("Ministral3Config", 3072, 9216, 32, 8, head_dim=128, tie_word_embeddings=True),
     "phi-3-mini-4k": shape("Phi3Config", 3072, 8192, 32, 32, sliding_window=WINDOW),
     "phi-4": shape("Phi3Config", 5120, 17920, 40, 10, rope_parameters={"rope_type": "default", "rope_theta": 250000.0}),
     "phi-4-mini": shape(

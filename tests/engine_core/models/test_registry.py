@@ -237,7 +237,7 @@ def test_vision_tensors_of_a_text_model_remain_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ({"model_type": "ministral3"}, 'its text_config of model_type "ministral3" is not supported, only "mistral"'),
+        ({"model_type": "pixtral"}, 'model_type "pixtral" is not supported, only "mistral" or "ministral3"'),
         (None, 'its text_config of model_type "None" is not supported'),
         ({"model_type": "mistral", "hidden_size": 0}, "hidden_size"),
     ],
