@@ -52,6 +52,7 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
 from tandem.engine_core.runtime.staging import Ints, capacity, pack
@@ -98,7 +99,7 @@ class StagingRuntime:
         return None
 
     def launch(self, slot: int, plan: StepPlan) -> None:
-        pack(plan, MAX_LEN, MAX_LEN // PAGE_SIZE, self.buffers[slot])
+        pack(plan, MAX_LEN, (PageColumns(0, MAX_LEN // PAGE_SIZE),), self.buffers[slot])
         self.rows[slot], self.indices[slot] = plan.rows, mask_indices(plan)
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:

@@ -28,6 +28,11 @@ class PageColumns(Struct, frozen=True):
     ring: int = 0
     """Number of pages that are kept; 0: all of a row's pages are."""
 
+    @property
+    def pages(self) -> int:
+        """Maximum number of a row's pages that a step reads."""
+        return self.ring or self.count
+
 
 def page_columns(windows: Windows, page_size: int, max_len: int, chunk: int) -> tuple[PageColumns, ...]:
     """Return the columns of all groups, one after the other.

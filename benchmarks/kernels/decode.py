@@ -26,6 +26,7 @@ from tandem.engine_core.kernels.norm import add_rms_norm, rms_norm
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.tiles.plan_types import Tile
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.runtime.tables import DeviceTables
 
@@ -170,11 +171,11 @@ def rope(pdl: bool) -> Iterator[Timing]:
 
 
 def inputs(pdl: bool) -> Iterator[Timing]:
-    tables = DeviceTables.allocate(256, 4096, 4096 // PAGE, torch.device("cuda"))
+    tables = DeviceTables.allocate(256, 4096, (PageColumns(0, 4096 // PAGE),), torch.device("cuda"))
     table = PageTable(tables.pages, PAGE, PAGE)
     for batch in (1, 256):
         rows = torch.arange(1, batch + 1, dtype=torch.int32, device="cuda")
-        launches: list[Launch] = [partial(decode_inputs, tables.sampling, table, rows, rows.clone(), pdl=pdl)] * 32
+        launches: list[Launch] = [partial(decode_inputs, tables.sampling, [table], rows, rows.clone(), pdl=pdl)] * 32
         yield f"decode_inputs {batch}", graph_microseconds(launches), batch * 32
 
 

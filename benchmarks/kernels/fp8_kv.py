@@ -49,7 +49,7 @@ class Setup:
         self.scales = None
         if dtype == FP8:
             self.scales = torch.stack((self.keys.abs().max(), self.values.abs().max())).float() / LARGEST
-        slots = self.table.first_slots(slice(0, rows), length).flatten()
+        slots = self.table.slots_between(range(rows), 0, length).flatten()
         for layer in range(LAYERS):
             for kind, pool, x in ((0, self.storage.keys, self.keys), (1, self.storage.values, self.values)):
                 write_pool(pool[layer], slots, x, None if self.scales is None else self.scales[kind])
@@ -77,7 +77,7 @@ def triton_layer(setup: Setup) -> Layer:
     """Return Triton's attention of one prompt."""
     queries = tile_queries(setup.heads, setup.kv_heads, setup.head_dim, BF16)
     planner = RaggedPlanner.allocate(pinned, torch.device("cuda"), setup.gpu, queries, 1, setup.length)
-    step = planner.plan([Span(0, 0, 0, setup.length)], setup.table)
+    step = planner.plan([Span(0, 0, 0, setup.length)], [setup.table])
     query = setup.scaled_query(setup.length)
     keys, values = setup.storage.keys, setup.storage.values
     return lambda index: step.run(query, keys[index], values[index], setup.layer, setup.scales)
@@ -115,7 +115,7 @@ def decode_layer(setup: Setup) -> Layer:
     positions = torch.full_like(rows, setup.length - 1)
     fewest = choose_plan(setup.head_dim, setup.rows * setup.kv_heads, BF16, setup.dtype, setup.gpu).splits
     splits = choose_splits(setup.rows, setup.kv_heads, setup.gpu.multiprocessors, setup.length, fewest)
-    step = DecodeStep(rows, positions, setup.table, splits, setup.gpu)
+    step = DecodeStep(rows, positions, [setup.table], splits, setup.gpu)
     query = setup.scaled_query(setup.rows)
     keys, values = setup.storage.keys, setup.storage.values
     return lambda index: step.run(query, keys[index], values[index], setup.layer, setup.scales)

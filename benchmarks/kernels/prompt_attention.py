@@ -80,7 +80,7 @@ def triton_layer(
     queries = setup.queries(shape)
     host = partial(torch.empty, dtype=torch.int32)
     ragged = RaggedPlanner.allocate(host, torch.device("cuda"), setup.gpu, queries, 1, tokens)
-    tiles = ragged.plan([Span(0, 0, context, tokens)], setup.page_table).tiles
+    tiles = ragged.plan([Span(0, 0, context, tokens)], [setup.page_table]).tiles
     query, out = setup.query(tokens), torch.zeros_like(setup.query(tokens))
 
     def layer(index: int) -> Tensor:

@@ -95,16 +95,21 @@ class LocalEngine:
 
     def _step(self, ids: Sequence[int], start: int) -> Tensor:
         runtime = self.runtime
-        device, table = runtime.device.torch_device, runtime.page_table
-        used = ceil_div(start + len(ids), table.page_size)
-        table.pages[ROW, :used] = torch.arange(1, used + 1, dtype=torch.int32, device=device)
+        device, tables = runtime.device.torch_device, runtime.page_tables
+        used = ceil_div(start + len(ids), tables[0].page_size)
+        for group, table in enumerate(tables):
+            pages = torch.arange(1 + group * used, 1 + (group + 1) * used, dtype=torch.int32, device=device)
+            if not table.ring:
+                table.pages[ROW, :used] = pages
+            for page in range(max(0, used - table.ring), used) if table.ring else ():
+                table.pages[ROW, [page % table.ring, page % table.ring + table.ring]] = pages[page]
         positions = torch.arange(start, start + len(ids), device=device)
         batch = ForwardBatch(
             input_ids=torch.tensor(ids, device=device),
             positions=positions,
-            slot_mapping=table.slots(torch.full_like(positions, ROW), positions),
+            slot_mapping=[table.slots(torch.full_like(positions, ROW), positions) for table in tables],
             sample_index=None,
-            attention=runtime.slots[0].attention.plan([Span(ROW, 0, start, len(ids))], table),
+            attention=runtime.slots[0].attention.plan([Span(ROW, 0, start, len(ids))], tables),
         )
         return runtime.model.logits(runtime.model.forward(batch, runtime.kv))
 

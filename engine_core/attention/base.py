@@ -3,8 +3,8 @@
 A planner plans the attention of a step once for all layers; each layer runs the resulting step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from tandem.engine_core.kernels.quantized_activation import ActivationFormat, Qu
 class LayerAttention:
     """Attention parameters of a layer.
 
-    Layers with equal parameters share one plan.
+    Layers with equal parameters but the group share one plan.
     """
 
     scale: float
@@ -29,6 +29,16 @@ class LayerAttention:
     """Soft cap c: scaled scores s become c * tanh(s / c). None: no cap."""
     rotary: int = 0
     """Index of the layer's table among the model's rotary tables."""
+    group: int = 0
+    """Index of the layer's KV group, whose page table and slots it uses."""
+
+
+def kinds_of_attention(layers: Iterable[LayerAttention]) -> tuple[LayerAttention, ...]:
+    """Return the distinct kinds among layers, each in the first of its groups."""
+    kinds: dict[LayerAttention, LayerAttention] = {}
+    for layer in layers:
+        kinds.setdefault(replace(layer, group=0), layer)
+    return tuple(kinds.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +123,10 @@ class FusedStep(Protocol):
 class AttentionPlanner(Protocol):
     """Planner of attention for steps with rows of any lengths."""
 
-    def plan(self, spans: Sequence[Span], page_table: PageTable) -> AttentionStep:
+    def plan(self, spans: Sequence[Span], page_tables: Sequence[PageTable]) -> AttentionStep:
         """Plan one step for all layers, without synchronizing with the device.
 
-        spans: in the order of the step's tokens, without gaps.
+        spans: in the order of the step's tokens, without gaps; page_tables: of each KV group.
         """
 
 
@@ -177,8 +187,8 @@ class ForwardBatch:
     """[T] int64."""
     positions: Tensor
     """[T] int64, position of each token in its sequence."""
-    slot_mapping: Tensor
-    """[T] int64, slot of each token's key and value in the pool of every layer; see `PageTable`."""
+    slot_mapping: Sequence[Tensor]
+    """For each KV group, [T] int64: slot of each token's key and value in the pool of its layers; see `PageTable`."""
     sample_index: Tensor | None
     """[S] int64, indices of the tokens to sample from. None: all T of them."""
     attention: AttentionStep

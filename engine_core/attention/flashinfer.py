@@ -6,14 +6,15 @@ a pinned buffer of the planner: copies from pageable memory would synchronize (I
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from tandem.engine_core.attention.base import LayerAttention, Span
+from tandem.engine_core.attention.base import LayerAttention, Span, kinds_of_attention
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.page_table import PageTable
 
@@ -40,7 +41,22 @@ class HeadShape:
 
 
 Wrappers = dict[LayerAttention, BatchPrefillWithPagedKVCacheWrapper]
-"""One wrapper per kind of layer, since each is planned for one scale, window and soft cap."""
+"""One wrapper per kind of layer, since each is planned for one scale, window and soft cap.
+
+Layers of several KV groups share it: their plans are equal, as the tables of equal windows have equal columns. Only the
+page ids differ, which are set before each run.
+"""
+
+
+def wrappers_of(
+    kinds: Sequence[LayerAttention], new: Callable[[LayerAttention], BatchPrefillWithPagedKVCacheWrapper]
+) -> Wrappers:
+    """Return the wrapper of each kind, one for all groups of a kind.
+
+    new: makes a wrapper.
+    """
+    made = {replace(kind, group=0): new(kind) for kind in kinds_of_attention(kinds)}
+    return {kind: made[replace(kind, group=0)] for kind in kinds}
 
 
 class RowLengths(Tensor):
@@ -65,7 +81,9 @@ class FlashInferStep:
     tokens: int
     """Number of planned queries. A graph may pass more; their results are unchanged."""
     page_table: PageTable
-    """The pages of all rows."""
+    """Page table of any KV group; its layout is that of all."""
+    page_ids: Sequence[Tensor]
+    """For each KV group, int32 on the device: what the plans' offsets of pages refer to."""
 
     def run(
         self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
@@ -88,11 +106,26 @@ class FlashInferStep:
     ) -> None:
         """Implement `PromptStep.run_into`."""
         pool = self.page_table.view_pages(keys), self.page_table.view_pages(values)
-        self.wrappers[layer].run(query[: self.tokens], pool, out=out[: self.tokens])
+        wrapper = self.wrappers[layer]
+        wrapper._paged_kv_indices_buf = self.page_ids[layer.group]
+        wrapper.run(query[: self.tokens], pool, out=out[: self.tokens])
         if scales is not None:
             # The library's kernel for 16-bit queries takes no scale, and its `run` would launch the same
             # multiplication. A graph's padding is multiplied again in each layer; only padding reads it.
             out[: self.tokens].mul_(scales[1])
+
+
+class RowPages(NamedTuple):
+    """Pages that B rows of a step read, in tables of one window."""
+
+    pages_before: Tensor
+    """[B + 1] int32 on the host, number of pages before those of each row."""
+    last: Tensor
+    """[B] int32 on the host, number of positions in the last page."""
+    lengths: Tensor
+    """[B] int32 on the host, number of positions from the beginning of the first page on."""
+    entries: Tensor
+    """int32 on the device, index of each page in the flat table."""
 
 
 class FlashInferPlanner:
@@ -105,16 +138,17 @@ class FlashInferPlanner:
         heads: HeadShape,
         host: Tensor,
         device_index: Tensor,
+        stride: int,
         batch: int | None = None,
-        page_ids: Tensor | None = None,
+        page_ids: Sequence[Tensor] = (),
         for_hopper: bool = False,
     ) -> None:
         """Store the wrappers and the memory that plans are written to.
 
         workspace: of the wrappers; host: pinned int32; device_index: int32 on the device, at least as long as one
-        step's page tables. For wrappers that a graph captures: batch: rows that every plan is padded to; page_ids:
-        int32 on the device, where the kernels read the pages of the planned rows. for_hopper: True if graphs can be
-        planned as in `flashinfer_hopper`.
+        step's page tables; stride: words of host memory from one array of rows to the next. For wrappers that a graph
+        captures: batch: rows that every plan is padded to; page_ids: for each KV group, int32 on the device, where the
+        kernels read the pages of the planned rows. for_hopper: True if graphs can be planned as in `flashinfer_hopper`.
         """
         self.wrappers = wrappers
         self.workspace = workspace
@@ -122,10 +156,12 @@ class FlashInferPlanner:
         self.host = host
         self.view = host.numpy()
         self.device_index = device_index
+        self.stride = stride
         self.batch = batch
         self.page_ids = page_ids
         self.for_hopper = for_hopper
-        self._planned = device_index[:0]
+        self._kinds = kinds_of_attention(wrappers)
+        self._planned: list[Tensor] = []
 
     @classmethod
     def allocate(
@@ -145,94 +181,106 @@ class FlashInferPlanner:
         counted each time.
         """
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        num_layouts = len({kind.window for kind in kinds}) if any(kind.group for kind in kinds) else 1
         return cls(
-            {kind: BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD") for kind in kinds},
+            wrappers_of(kinds, lambda _: BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD")),
             workspace,
             heads,
-            pinned(4 * (max_rows + 1) + max_pages),
+            pinned((1 + 3 * num_layouts) * (max_rows + 1) + max_pages),
             torch.zeros(max_pages, dtype=torch.int32, device=device),
+            max_rows + 1,
             for_hopper=for_hopper,
         )
 
-    def for_graph(self, batch: int, max_pages: int) -> "FlashInferPlanner":
+    def for_graph(self, batch: int, max_pages: Sequence[int]) -> "FlashInferPlanner":
         """Return another planner for the same slot, with steps that can be captured.
 
-        batch: maximum rows of a step; max_pages: maximum entries of their page tables. The kernels read the plan from
-        memory that the next call of `plan` overwrites.
+        batch: maximum rows of a step; max_pages: maximum entries of their page tables, by KV group. The kernels read
+        the plan from memory that the next call of `plan` overwrites.
         """
         # The arrays of a plan are consecutive in host memory.
-        assert batch < self._stride, f"a graph of {batch} rows does not fit a planner of {self._stride - 1}"
-        page_ids = torch.zeros(max_pages, dtype=torch.int32, device=self.device_index.device)
-        wrappers = {kind: graph_wrapper(self.workspace, batch, page_ids) for kind in self.wrappers}
-        return FlashInferPlanner(wrappers, self.workspace, self.heads, self.host, self.device_index, batch, page_ids)
+        assert batch < self.stride, f"a graph of {batch} rows does not fit a planner of {self.stride - 1}"
+        page_ids = [torch.zeros(count, dtype=torch.int32, device=self.device_index.device) for count in max_pages]
+        wrappers = wrappers_of(
+            list(self.wrappers), lambda kind: graph_wrapper(self.workspace, batch, page_ids[kind.group])
+        )
+        given = wrappers, self.workspace, self.heads, self.host, self.device_index, self.stride
+        return FlashInferPlanner(*given, batch, page_ids)
 
-    def plan(self, spans: Sequence[Span], page_table: PageTable) -> FlashInferStep:
+    def plan(self, spans: Sequence[Span], page_tables: Sequence[PageTable]) -> FlashInferStep:
         """Implement `AttentionPlanner.plan`.
 
         The plan is in the wrappers, so the next one replaces it. Captured wrappers lack the pages until `gather_pages`
         is called.
         """
-        page_size = page_table.page_size
         count = self.batch or len(spans)
-        padding = count - len(spans)
-        lengths = np.array([span.length for span in spans] + [0] * padding, dtype=np.int32)
-        ends = np.array([span.start + span.length for span in spans] + [0] * padding, dtype=np.int32)
-        used = -(-ends // page_size)
-        queries, tables, last, totals = (self._part(index, count + 1) for index in range(4))
-        queries[0] = tables[0] = 0
+        lengths = np.array([span.length for span in spans] + [0] * (count - len(spans)), dtype=np.int32)
+        queries, longest = self._part(0, count + 1), int(lengths.max())
+        queries[0] = 0
         np.cumsum(lengths, out=queries[1:])
-        np.cumsum(used, out=tables[1:])
-        last[:count] = (ends - 1) % page_size + 1
-        totals[:count] = ends
-        self._planned = self._upload_entries(spans, used, page_table.pages.shape[1])
-        if self.page_ids is None:
-            page_ids = page_table.pages.reshape(-1).index_select(0, self._planned)
-        else:
-            assert len(self._planned) <= len(self.page_ids), (
-                f"{len(self._planned)} pages of the planned rows in memory of {len(self.page_ids)}"
-            )
-            page_ids = self.page_ids[:0]
-        rows = self._host(0, count + 1), self._host(1, count + 1), page_ids, self._host(2, count)
-        contexts, longest = self._host(3, count), int(lengths.max())
-        for layer, wrapper in self.wrappers.items():
-            plan_wrapper(wrapper, rows, contexts, longest, self.heads, layer, page_size)
-        return FlashInferStep(self.wrappers, int(queries[-1]), page_table)
+        laid_out: dict[tuple[int | None, int], RowPages] = {}
+        used = 0
+        for table in page_tables:
+            key = table.window, table.ring
+            if key not in laid_out:
+                laid_out[key] = self._lay_out(len(laid_out), used, spans, count, table)
+                used += len(laid_out[key].entries)
+        rows = [laid_out[table.window, table.ring] for table in page_tables]
+        self._planned = [own.entries for own in rows]
+        page_ids = self.page_ids
+        if not page_ids:
+            page_ids = [table.flat.index_select(0, own.entries) for table, own in zip(page_tables, rows, strict=True)]
+        for kind in self._kinds:
+            own, wrapper = rows[kind.group], self.wrappers[kind]
+            ids = page_ids[kind.group][:0] if self.page_ids else page_ids[kind.group]
+            if self.page_ids:
+                assert len(own.entries) <= len(self.page_ids[kind.group]), (
+                    f"{len(own.entries)} pages of the planned rows in memory of {len(self.page_ids[kind.group])}"
+                )
+            arrays = self._host(0, count + 1), own.pages_before, ids, own.last
+            plan_wrapper(wrapper, arrays, own.lengths, longest, self.heads, kind, page_tables[0].page_size)
+        return FlashInferStep(self.wrappers, int(queries[-1]), page_tables[0], page_ids)
 
-    def gather_pages(self, pages: Tensor) -> None:
-        """Gather the pages of the planned rows for captured wrappers.
+    def gather_pages(self, page_tables: Sequence[PageTable]) -> None:
+        """Gather the pages of the planned rows for captured wrappers, from the page table of each KV group."""
+        assert self.page_ids, "only planners of graphs gather pages after planning"
+        for table, entries, ids in zip(page_tables, self._planned, self.page_ids, strict=True):
+            torch.index_select(table.flat, 0, entries, out=ids[: len(entries)])
 
-        pages: the page table, [rows, pages_per_row] int32.
+    def _lay_out(self, number: int, used: int, spans: Sequence[Span], count: int, table: PageTable) -> "RowPages":
+        """Write the pages that each row reads to host memory, and their entries of the table to the device.
+
+        With a window they begin at the first that a row's first query sees: earlier pages may hold anything.
+
+        number: of layouts before this one; used: of entries of page tables before; count: of rows, including padding.
         """
-        assert self.page_ids is not None, "only planners of graphs gather pages after planning"
-        torch.index_select(pages.view(-1), 0, self._planned, out=self.page_ids[: len(self._planned)])
-
-    def _upload_entries(self, spans: Sequence[Span], used: np.ndarray, width: int) -> Tensor:
-        """Copy the indices of the spans' page table entries to the device.
-
-        used: number of pages of each span, then padding; width: of a row of the table. Return the indices row by row,
-        int32.
-        """
-        used = used[: len(spans)]
-        total = int(used.sum())
-        offset = 4 * self._stride
+        page_size, real = table.page_size, len(spans)
+        first = np.array([table.first_page(span.start) for span in spans], dtype=np.int32)
+        lengths = np.zeros(count, dtype=np.int32)
+        lengths[:real] = [span.start + span.length for span in spans]
+        lengths[:real] -= first * page_size
+        pages = -(-lengths // page_size)
+        before, last, totals = (self._part(1 + 3 * number + index, count + 1) for index in range(3))
+        before[0] = 0
+        np.cumsum(pages, out=before[1:])
+        last[:count] = (lengths - 1) % page_size + 1
+        totals[:count] = lengths
+        columns = np.array([table.column(page) for page in first.tolist()], dtype=np.int32)
+        begin = np.array([span.row for span in spans], dtype=np.int32) * table.pages.stride(0) + columns
+        total, offset = int(before[count]), len(self.host) - len(self.device_index) + used
         entries = self.view[offset : offset + total]
-        first = np.cumsum(used) - used
-        begin = np.array([span.row for span in spans], dtype=np.int32) * width
-        entries[:] = np.arange(total, dtype=np.int32) + np.repeat(begin - first, used)
-        index = self.device_index[:total]
+        entries[:] = np.arange(total, dtype=np.int32) + np.repeat(begin - before[:real], pages[:real])
+        index = self.device_index[used : used + total]
         index.copy_(self.host[offset : offset + total], non_blocking=True)
-        return index
-
-    @property
-    def _stride(self) -> int:
-        """Length of each of the four arrays at the start of the host memory, in words."""
-        return (len(self.host) - len(self.device_index)) // 4
+        row_array = 1 + 3 * number
+        last_lengths = self._host(row_array + 1, count), self._host(row_array + 2, count)
+        return RowPages(self._host(row_array, count + 1), *last_lengths, index)
 
     def _part(self, index: int, length: int) -> np.ndarray:
-        return self.view[index * self._stride : index * self._stride + length]
+        return self.view[index * self.stride : index * self.stride + length]
 
     def _host(self, index: int, length: int) -> Tensor:
-        return self.host[index * self._stride : index * self._stride + length]
+        return self.host[index * self.stride : index * self.stride + length]
 
 
 def graph_wrapper(workspace: Tensor, batch: int, page_ids: Tensor) -> BatchPrefillWithPagedKVCacheWrapper:
@@ -293,9 +341,10 @@ def load_kernel(kind: LayerAttention, pinned: Callable[[int], Tensor], device: t
     The library compiles kernels that are not prebuilt. pinned: as in `FlashInferPlanner.allocate`. Raises RuntimeError
     or OSError if compilation fails, for example without a CUDA compiler.
     """
+    kind = replace(kind, group=0)
     planner = FlashInferPlanner.allocate([kind], pinned, device, heads, 1, 1)
     page = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    planner.plan([Span(0, 0, 0, 1)], PageTable(page, page_size=1, page_stride=1))
+    planner.plan([Span(0, 0, 0, 1)], [PageTable(page, page_size=1, page_stride=1)])
     return str(planner.wrappers[kind]._backend)
 
 
@@ -305,33 +354,38 @@ class FlashInferGraphPlanner:
     It plans any of the library's kernels by its own `plan`. `flashinfer_hopper` takes less host time, where supported.
     """
 
-    def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_table: PageTable) -> None:
+    def __init__(self, planner: FlashInferPlanner, step: FlashInferStep, page_tables: Sequence[PageTable]) -> None:
         """Store a planner and the step that its graphs capture.
 
         planner: from `FlashInferPlanner.for_graph`; step: planned by it for the graphs' number of tokens.
         """
         self.planner = planner
         self.step = step
-        self.page_table = page_table
+        self.page_tables = page_tables
 
     @classmethod
     def build(
-        cls, eager: FlashInferPlanner, batch: int, tokens: int, max_pages: int, page_table: PageTable
+        cls,
+        eager: FlashInferPlanner,
+        batch: int,
+        tokens: int,
+        max_pages: Sequence[int],
+        page_tables: Sequence[PageTable],
     ) -> "FlashInferGraphPlanner":
         """Plan a full step of one row on the padding page, so that it can be captured.
 
         eager: of the slot, for uncaptured steps; batch, max_pages: as in `FlashInferPlanner.for_graph`.
         """
         planner = eager.for_graph(batch, max_pages)
-        used = ceil_div(tokens, page_table.page_size)
-        padding = torch.zeros(1, used, dtype=torch.int32, device=page_table.pages.device)
-        full = PageTable(padding, page_table.page_size, page_table.page_stride)
-        return cls(planner, planner.plan([Span(0, 0, 0, tokens)], full), page_table)
+        used = ceil_div(tokens, page_tables[0].page_size)
+        padding = torch.zeros(1, used, dtype=torch.int32, device=page_tables[0].pages.device)
+        full = [replace(table, pages=padding) for table in page_tables]
+        return cls(planner, planner.plan([Span(0, 0, 0, tokens)], full), page_tables)
 
     def plan(self, spans: Sequence[Span]) -> None:
         """Implement `GraphPromptPlanner.plan`."""
-        self.planner.plan(spans, self.page_table)
+        self.planner.plan(spans, self.page_tables)
 
     def gather_pages(self) -> None:
         """Implement `GraphPromptPlanner.gather_pages`."""
-        self.planner.gather_pages(self.page_table.pages)
+        self.planner.gather_pages(self.page_tables)

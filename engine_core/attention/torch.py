@@ -6,7 +6,7 @@ positions, with several a stride of 0 repeats the key head.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,14 +80,14 @@ Part = SingleQueries | QueryRun
 class TorchStep:
     """An `AttentionStep` that computes its parts sequentially."""
 
-    parts: dict[int | None, tuple[Part, ...]]
-    """Parts of the step by the layer's window, in the order of the step's tokens."""
+    parts: dict[tuple[int, int | None], tuple[Part, ...]]
+    """Parts of the step by the layer's KV group and window, in the order of the step's tokens."""
 
     def run(
         self, query: Tensor, keys: Tensor, values: Tensor, layer: LayerAttention, scales: Tensor | None = None
     ) -> Tensor:
         """Implement `AttentionStep.run`."""
-        parts = self.parts[layer.window]
+        parts = self.parts[layer.group, layer.window]
         outputs = [part.run(query[part.offset : part.offset + part.count], keys, values, layer) for part in parts]
         if not outputs:
             return query
@@ -102,20 +102,14 @@ class TorchPlanner:
         """Store the distinct kinds of attention among the model's layers."""
         self.kinds = kinds
 
-    def plan(self, spans: Sequence[Span], page_table: PageTable) -> TorchStep:
-        """Implement `AttentionPlanner.plan`, once for each window of the layers."""
-        own = replace(page_table, pages=page_table.pages[[span.row for span in spans]])
-        parts: dict[int | None, tuple[Part, ...]] = {}
-        for window in {kind.window for kind in self.kinds}:
-            parts[window] = _parts(spans, own, window)
-        return TorchStep(parts)
+    def plan(self, spans: Sequence[Span], page_tables: Sequence[PageTable]) -> TorchStep:
+        """Implement `AttentionPlanner.plan`, once for each KV group and window of its layers."""
+        kinds = {(kind.group, kind.window) for kind in self.kinds}
+        return TorchStep({(group, window): _parts(spans, page_tables[group], window) for group, window in kinds})
 
 
 def _parts(spans: Sequence[Span], page_table: PageTable, window: int | None) -> tuple[Part, ...]:
-    """Group the spans into parts.
-
-    page_table: row i holds the pages of span i.
-    """
+    """Group the spans into parts."""
     parts: list[Part] = []
     first = 0
     while first < len(spans):
@@ -123,9 +117,9 @@ def _parts(spans: Sequence[Span], page_table: PageTable, window: int | None) -> 
         if spans[first].length == 1:
             while last < len(spans) and spans[last].length == 1:
                 last += 1
-            parts.append(_single_queries(spans[first:last], slice(first, last), page_table, window))
+            parts.append(_single_queries(spans[first:last], page_table, window))
         else:
-            parts.append(_query_run(spans[first], slice(first, last), page_table, window))
+            parts.append(_query_run(spans[first], page_table, window))
         first = last
     return tuple(parts)
 
@@ -135,11 +129,11 @@ def _first_key(start: int, window: int | None) -> int:
     return 0 if window is None else max(0, start + 1 - window)
 
 
-def _single_queries(spans: Sequence[Span], rows: slice, page_table: PageTable, window: int | None) -> SingleQueries:
+def _single_queries(spans: Sequence[Span], page_table: PageTable, window: int | None) -> SingleQueries:
     ends = [span.start + 1 for span in spans]
     firsts = [_first_key(span.start, window) for span in spans]
     lowest, longest = min(firsts), max(ends)
-    slots = page_table.first_slots(rows, longest)[:, lowest:]
+    slots = page_table.slots_between([span.row for span in spans], lowest, longest)
     mask = None
     if min(ends) < longest or max(firsts) > lowest:
         mask = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
@@ -151,9 +145,9 @@ def _single_queries(spans: Sequence[Span], rows: slice, page_table: PageTable, w
     return SingleQueries(spans[0].offset, len(spans), longest - lowest, slots.flatten(), mask)
 
 
-def _query_run(span: Span, rows: slice, page_table: PageTable, window: int | None) -> QueryRun:
+def _query_run(span: Span, page_table: PageTable, window: int | None) -> QueryRun:
     lowest, end = _first_key(span.start, window), span.start + span.length
-    slots = page_table.first_slots(rows, end).flatten()[lowest:]
+    slots = page_table.slots_between([span.row], lowest, end).flatten()
     mask = None
     if span.start > 0 or (window is not None and window < span.length):
         mask = torch.ones(span.length, end - lowest, dtype=torch.bool, device=slots.device)

@@ -51,8 +51,8 @@ class DecodeStep:
     """[B] int32, rows of the page table."""
     positions: Tensor
     """[B] int32, position of each row's query."""
-    page_table: PageTable
-    """The pages of all rows."""
+    page_tables: Sequence[PageTable]
+    """The pages of all rows, by KV group."""
     splits: int
     """Number of splits per row."""
     gpu: GpuTraits
@@ -150,7 +150,8 @@ class DecodeStep:
     ) -> Tensor:
         plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
         return paged_decode(
-            *(query, keys, values, self.rows, self.positions, self.page_table, layer.scale, self.splits),
+            *(query, keys, values, self.rows, self.positions, self.page_tables[layer.group]),
+            *(layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
             pdl=self.gpu.pdl,
@@ -181,8 +182,8 @@ class RaggedStep:
 
     tiles: Tensor
     """[N, TILE_WORDS] int32, as in `paged_prefill`."""
-    page_table: PageTable
-    """The pages of all rows."""
+    page_tables: Sequence[PageTable]
+    """The pages of all rows, by KV group."""
     gpu: GpuTraits
     splits: int = 1
     """Number of splits per tile."""
@@ -192,7 +193,7 @@ class RaggedStep:
     ) -> Tensor:
         """Implement `AttentionStep.run`."""
         return paged_prefill(
-            *(query, keys, values, self.tiles, self.page_table, layer.scale, self.splits),
+            *(query, keys, values, self.tiles, self.page_tables[layer.group], layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
             shape=self._shape(query, keys),
@@ -212,7 +213,7 @@ class RaggedStep:
     ) -> None:
         """Implement `PromptStep.run_into`."""
         paged_prefill(
-            *(query, keys, values, self.tiles, self.page_table, layer.scale, self.splits),
+            *(query, keys, values, self.tiles, self.page_tables[layer.group], layer.scale, self.splits),
             window=layer.window,
             softcap=layer.softcap,
             pdl=self.gpu.pdl,
@@ -308,9 +309,9 @@ class RaggedPlanner:
         shape = (max_tiles(max_rows, max_step_tokens, queries), TILE_WORDS)
         return cls(gpu, queries, pinned(*shape), torch.zeros(shape, dtype=torch.int32, device=device))
 
-    def plan(self, spans: Sequence[Span], page_table: PageTable) -> RaggedStep:
+    def plan(self, spans: Sequence[Span], page_tables: Sequence[PageTable]) -> RaggedStep:
         """Implement `AttentionPlanner.plan`."""
-        return RaggedStep(self.upload(spans), page_table, self.gpu)
+        return RaggedStep(self.upload(spans), page_tables, self.gpu)
 
     def upload(self, spans: Sequence[Span], num_tiles: int = 0) -> Tensor:
         """Copy the tiles of the spans to the device.
@@ -345,12 +346,14 @@ class RaggedGraphPlanner:
         self.step = step
 
     @classmethod
-    def build(cls, ragged: RaggedPlanner, num_tiles: int, splits: int, page_table: PageTable) -> "RaggedGraphPlanner":
+    def build(
+        cls, ragged: RaggedPlanner, num_tiles: int, splits: int, page_tables: Sequence[PageTable]
+    ) -> "RaggedGraphPlanner":
         """Build a planner for graphs of `num_tiles` tiles.
 
         splits: per tile.
         """
-        return cls(ragged, RaggedStep(ragged.tiles[:num_tiles], page_table, ragged.gpu, splits))
+        return cls(ragged, RaggedStep(ragged.tiles[:num_tiles], page_tables, ragged.gpu, splits))
 
     def plan(self, spans: Sequence[Span]) -> None:
         """Implement `GraphPromptPlanner.plan`."""

@@ -1,5 +1,6 @@
 """Page table, mapping rows and positions to slots of the KV pool."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,33 +18,60 @@ class PageTable:
     """
 
     pages: Tensor
-    """[rows, pages_per_row] int32 on the device. Row r lists its pages in order of position."""
+    """[rows, columns] int32 on the device. Row r lists its pages in order of position, see `ring`."""
     page_size: int
     """Positions in a page, a power of two."""
     page_stride: int
     """Slots between the starts of consecutive pages."""
+    window: int | None = None
+    """Window of all layers that use the table: pages before it may hold anything. None: a row keeps all of its pages.
+    """
+    ring: int = 0
+    """Number of pages after which the columns repeat, 0 if they do not: the page with index p is in columns p % ring
+    and ring + p % ring, so that any `ring` consecutive pages are in consecutive columns."""
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the slots of the given positions.
 
         rows, positions: int64, of equal shape, which is also the result's.
         """
-        page = self.pages[rows, positions // self.page_size].long()
+        column = positions // self.page_size
+        page = self.pages[rows, column % self.ring if self.ring else column].long()
         return page * self.page_stride + positions % self.page_size
 
-    def first_slots(self, rows: slice, count: int) -> Tensor:
-        """Return the slots of the first positions of consecutive rows.
+    def slots_between(self, rows: Sequence[int], first: int, end: int) -> Tensor:
+        """Return the slots of positions `first` to `end - 1` of rows, [rows, end - first] int64.
 
-        count: number of positions of each row. Returns [rows, count] int64.
+        Slots of positions that a row does not keep are those of any page.
         """
+        lowest, last = first // self.page_size, ceil_div(end, self.page_size)
         offsets = torch.arange(self.page_size, device=self.pages.device)
-        pages = self.pages[rows, : ceil_div(count, self.page_size)].long()
-        return (pages.unsqueeze(-1) * self.page_stride + offsets).flatten(1)[:, :count]
+        pages = self.pages[list(rows)]
+        if self.ring:
+            pages = pages[:, torch.arange(lowest, last, device=self.pages.device) % self.ring]
+        else:
+            pages = pages[:, lowest:last]
+        slots = (pages.long().unsqueeze(-1) * self.page_stride + offsets).flatten(1)
+        return slots[:, first - lowest * self.page_size : end - lowest * self.page_size]
+
+    def first_page(self, start: int) -> int:
+        """Return the index of the first page that a query at position `start` reads, and those after it."""
+        return 0 if self.window is None else max(0, start + 1 - self.window) // self.page_size
+
+    def column(self, page: int) -> int:
+        """Return the first column of a page, by its index."""
+        return page % self.ring if self.ring else page
+
+    @property
+    def flat(self) -> Tensor:
+        """All columns up to the table's last, one row after the other; row r begins at index r * pages.stride(0)."""
+        rows, columns = self.pages.shape
+        return self.pages.as_strided(((rows - 1) * self.pages.stride(0) + columns,), (1,))
 
     @property
     def constants(self) -> dict[str, int]:
         """Compile-time constants for kernels that address the pool."""
-        return {"PAGE_SIZE": self.page_size, "PAGE_STRIDE": self.page_stride}
+        return {"PAGE_SIZE": self.page_size, "PAGE_STRIDE": self.page_stride, "RING": self.ring}
 
     def check(self) -> None:
         """Raise ValueError for a table that the kernels cannot address.
@@ -54,6 +82,8 @@ class PageTable:
             raise ValueError(
                 f"pages of {self.page_size} positions are not supported; the page size must be a power of two"
             )
+        if self.ring and self.window is None:
+            raise ValueError("only a table of layers with a window may have columns that repeat")
         if self.pages.stride(1) != 1:
             raise ValueError("each row of the page table must be contiguous")
 

@@ -35,6 +35,30 @@ def slots_of(page, position, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr)
 
 
 @triton.jit
+def ring_row(page_row, lowest, PAGE_SIZE: tl.constexpr, RING: tl.constexpr):
+    """Return the pointer to a row of the page table to which page indexes are added.
+
+    lowest: the lowest position of the row that will be looked up. RING: as in `PageTable`.
+    """
+    if RING:
+        first = lowest // PAGE_SIZE
+        page_row += first % RING - first
+    return page_row
+
+
+@triton.jit
+def page_index(position, lowest, last, PAGE_SIZE: tl.constexpr, RING: tl.constexpr):
+    """Return the index of the page of each position, at most that of `last`.
+
+    In a table whose columns repeat it is also at least that of `lowest`.
+    """
+    position = tl.minimum(position, last)
+    if RING:
+        position = tl.maximum(position, lowest)
+    return position // PAGE_SIZE
+
+
+@triton.jit
 def in_head(mask, d, D: tl.constexpr, WIDE: tl.constexpr):
     """Return a mask over rows and head elements, [rows, 1] or [rows, WIDE].
 

@@ -122,12 +122,13 @@ class KVStorage:
         """Number of pages, page 0 included."""
         return self.pool.shape[0]
 
-    def page_table(self, pages: Tensor) -> PageTable:
-        """Return a page table of this pool.
+    def page_table(self, pages: Tensor, group: int = 0, ring: int = 0) -> PageTable:
+        """Return a page table of a group of layers of this pool.
 
-        pages: pages of each row, [rows, pages_per_row] int32.
+        pages, ring: as in `PageTable`.
         """
-        return PageTable(pages, self.layout.page_size, _page_stride(self.layout))
+        layout = self.layout
+        return PageTable(pages, layout.page_size, _page_stride(layout), layout.groups[group].window, ring)
 
 
 def _page_stride(layout: KVLayout) -> int:

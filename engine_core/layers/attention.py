@@ -118,7 +118,7 @@ class Attention:
             # RoPE is linear, so scaling before it is the same.
             qkv[:, : self.heads] *= step.query_scales
         q_norm, k_norm = self.q_norm, self.k_norm
-        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping)
+        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping[self.layer.group])
         if q_norm is not None and k_norm is not None:
             rotation = rotation._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
         given = (qkv, rotation, step.batch, state.keys, state.values, self.layer, self.output, self.kernels)

@@ -77,7 +77,7 @@ class Olmo2Attention(Attention):
         key, _ = self.k_norm(projected[:, width : width + kv_width].contiguous(), None)
         value = projected[:, width + kv_width :]
         qkv = torch.cat((query, key, value), dim=-1).view(len(stream), -1, self.head_dim)
-        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping)
+        rotation = Rotation(*step.rotary[self.layer.rotary], step.batch.slot_mapping[self.layer.group])
         given = (qkv, rotation, step.batch, state.keys, state.values, self.layer, self.output, self.kernels)
         return attend_and_project(*given, state.scales)
 

@@ -1,5 +1,7 @@
 """Forward passes that read only device memory, as graphs capture them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,16 +32,16 @@ class CudaForward:
     """
 
     def __init__(
-        self, model: Model, kv: KVStorage, tables: DeviceTables, page_table: PageTable, gpu: GpuTraits
+        self, model: Model, kv: KVStorage, tables: DeviceTables, page_tables: Sequence[PageTable], gpu: GpuTraits
     ) -> None:
         """Keep a model and the memory that its forward passes read.
 
-        page_table: of the tables' pages in the KV storage.
+        page_tables: of the tables' pages in the KV storage, by KV group.
         """
         self.model = model
         self.kv = kv
         self.tables = tables
-        self.page_table = page_table
+        self.page_tables = page_tables
         self.gpu = gpu
 
     @torch.inference_mode()
@@ -52,7 +54,7 @@ class CudaForward:
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
         step = self._decode_step(rows, positions, has_long_rows)
-        batch = ForwardBatch(input_ids, positions, slot_mapping, None, step, step)
+        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
@@ -77,7 +79,7 @@ class CudaForward:
         input_ids, slot_mapping = self._inputs(rows, positions)
         count = bucket.num_decode_tokens
         decode = self._decode_step(rows[:count], positions[:count])
-        batch = ForwardBatch(input_ids, positions, slot_mapping, None, MixedStep(decode, prompts, attended))
+        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, MixedStep(decode, prompts, attended))
         return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()
@@ -98,12 +100,12 @@ class CudaForward:
     def _inputs(
         self, rows: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        return decode_inputs(self.tables.sampling, self.page_table, rows, positions, kept, pdl=self.gpu.pdl)
+        return decode_inputs(self.tables.sampling, self.page_tables, rows, positions, kept, pdl=self.gpu.pdl)
 
     def _decode_step(self, rows: Tensor, positions: Tensor, has_long_rows: bool = True) -> DecodeStep:
         splits, count = self._programs(len(rows))
         extra_splits = assign_extra_splits(positions, splits, count if has_long_rows else 0, pdl=self.gpu.pdl)
-        return DecodeStep(rows, positions, self.page_table, splits, self.gpu, extra_splits)
+        return DecodeStep(rows, positions, self.page_tables, splits, self.gpu, extra_splits)
 
     def _programs(self, rows: int) -> tuple[int, int]:
         """Return the programs of every row of a step, and the spare ones."""

@@ -1,6 +1,7 @@
 """Execution of step plans on a device, written once for CUDA and CPU."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class TorchRuntime:
         scorer: TokenScorer,
         filler: MaskFiller,
         slots: list[StepSlot],
-        page_table: PageTable,
+        page_tables: Sequence[PageTable],
         graphs: StepGraphs | None = None,
         clock: StepClock | None = None,
     ) -> None:
@@ -62,7 +63,7 @@ class TorchRuntime:
         self.scorer = scorer
         self.filler = filler
         self.slots = slots
-        self.page_table = page_table
+        self.page_tables = page_tables
         self.graphs = graphs
         self.clock = clock
         self._collected = 0.0
@@ -71,9 +72,9 @@ class TorchRuntime:
         s = self.slots[slot]
         assert s.plan is None, f"slot {slot} staged while step {s.plan.step_id} holds it (I6)"
         bucket = self.graphs.bucket(plan) if self.graphs is not None else None
-        max_len, pages_per_row = self.tables.tokens.shape[1], self.tables.pages.shape[1]
+        max_len, columns = self.tables.tokens.shape[1], self.tables.columns
         capacity = self.graphs.sample_capacity(bucket) if self.graphs is not None and bucket is not None else 0
-        packed = pack(plan, max_len, pages_per_row, s.inputs_view, bucket, capacity)
+        packed = pack(plan, max_len, columns, s.inputs_view, bucket, capacity)
         self.tables.note(plan.admitted)
         if plan.logprobs >= 0:
             packed.add("record_index", np.flatnonzero(self.tables.needs_logprobs[packed.sample_rows]).astype(np.int32))
@@ -292,9 +293,9 @@ class TorchRuntime:
         return ForwardBatch(
             input_ids=self.tables.tokens[rows, positions].long(),
             positions=positions,
-            slot_mapping=self.page_table.slots(rows, positions),
+            slot_mapping=[table.slots(rows, positions) for table in self.page_tables],
             sample_index=index.long(),
-            attention=s.attention.plan(_spans(s.plan), self.page_table),
+            attention=s.attention.plan(_spans(s.plan), self.page_tables),
         )
 
     def _upload_masks(self, s: StepSlot, masks: MaskedRows) -> Tensor:

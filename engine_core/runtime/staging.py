@@ -17,20 +17,22 @@ Only in steps that need them:
     record_index [R]: samples whose log-probabilities are wanted, added by the runtime.
     upload_index [U] int64, upload_tokens [U]: new tokens, at indices of the flat token table.
     length_rows [L] int64, lengths [L]: rows that bring tokens, and how many tokens of each are known then.
-    page_index [G] int64, pages [G]: new pages, at indices of the flat page table.
+    page_index [G] int64, pages [G]: new pages, at indices of the flat table of all groups' pages.
     ints [A * INT_COLUMNS] int64, floats [A * FLOAT_COLUMNS], suppressed [A * MAX_SUPPRESSED]: parameters of A admitted
         rows, as in the sampling tables.
     bias_index, bias_ids, biases [B]: their biases, at indices of the flat bias table, if any row has one.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, UPDATE_FIELDS
-from tandem.engine_core.plan import PADDING_ROW, NewSequence, StepPlan
+from tandem.engine_core.page_counts import PageColumns
+from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.protocol.codec import unpack_floats, unpack_ids
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SAMPLING_FIELDS
@@ -126,16 +128,16 @@ def capacity(max_rows: int, max_step_tokens: int, pages: int, uploads: int) -> i
 def pack(
     plan: StepPlan,
     max_len: int,
-    pages_per_row: int,
+    columns: Sequence[PageColumns],
     out: Ints,
     bucket: GraphBucket | None = None,
     sample_capacity: int = 0,
 ) -> Packed:
     """Write a plan into `out`, with the fields that the module docstring describes.
 
-    max_len, pages_per_row: columns of the token and page tables; bucket: of the graph that runs the step, which the
-    plan has to fit, or None for a step that no graph holds; sample_capacity: number of samples that the graph of a
-    bucket with prompts has room for.
+    max_len: columns of the token table; columns: of each KV group in the page table; bucket: of the graph that runs
+    the step, which the plan has to fit, or None for a step that no graph holds; sample_capacity: number of samples that
+    the graph of a bucket with prompts has room for.
     """
     if plan.is_decode_only and (bucket is None or not bucket.num_prefill_tokens):
         packed = _pack_decode(plan, out, bucket)
@@ -145,7 +147,7 @@ def pack(
         masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
         packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
     if plan.updated_rows:
-        _add_updates(plan, max_len, pages_per_row, packed)
+        _add_updates(plan, max_len, columns, packed)
     if plan.admitted:
         _add_admissions(plan.admitted, packed)
     return packed
@@ -223,33 +225,72 @@ def _first_slots(length: Ints, steady: int, bucket: GraphBucket | None) -> Ints:
     return np.where(is_single, single, longer)
 
 
-def _add_updates(plan: StepPlan, max_len: int, pages_per_row: int, packed: Packed) -> None:
+def _add_updates(plan: StepPlan, max_len: int, columns: Sequence[PageColumns], packed: Packed) -> None:
     """Add the tokens and pages that the device does not know yet, if there are any."""
     starts: list[int] = []
     tokens: list[Ints] = []
     rows: list[int] = []
     lengths: list[int] = []
-    index: list[int] = []
-    pages: list[int] = []
     for r in plan.updated_rows:
         if r.tokens:
             starts.append(r.row * max_len + r.start - r.skipped)
             tokens.append(np.frombuffer(r.tokens, np.int32))
             rows.append(r.row)
             lengths.append(r.end if r.row != PADDING_ROW else 1)
-        if r.new_pages:
-            first = r.row * pages_per_row + r.first_page
-            index += range(first, first + len(r.new_pages))
-            pages += r.new_pages
     if tokens:
         ranges = [np.arange(first, first + len(ids), dtype=np.int64) for first, ids in zip(starts, tokens, strict=True)]
         packed.add_wide("upload_index", np.concatenate(ranges))
         packed.add("upload_tokens", np.concatenate(tokens))
         packed.add_wide("length_rows", np.array(rows, np.int64))
         packed.add("lengths", np.array(lengths, np.int32))
-    if pages:
-        packed.add_wide("page_index", np.array(index, np.int64))
-        packed.add("pages", np.array(pages, np.int32))
+    brought = [r for r in plan.updated_rows if r.new_pages]
+    if brought and len(columns) == 1 and not columns[0].ring:
+        _add_pages(brought, columns[0].count, packed)
+    elif brought:
+        _add_group_pages(brought, columns, packed)
+
+
+def _add_pages(brought: Sequence[ScheduledSequence], width: int, packed: Packed) -> None:
+    """Add the new pages of rows of the only KV group.
+
+    width: columns of the page table.
+    """
+    index: list[int] = []
+    pages: list[int] = []
+    for r in brought:
+        first = r.row * width + r.first_page
+        index += range(first, first + len(r.new_pages))
+        pages += r.new_pages
+    packed.add_wide("page_index", np.array(index, np.int64))
+    packed.add("pages", np.array(pages, np.int32))
+
+
+def _add_group_pages(brought: Sequence[ScheduledSequence], columns: Sequence[PageColumns], packed: Packed) -> None:
+    """Add the new pages of all KV groups, to each of their columns.
+
+    Of more pages than a group with a window keeps, only the last ones are added.
+    """
+    groups = len(columns)
+    count = np.array([len(r.new_pages) // groups for r in brought])
+    first = np.array([r.first_page for r in brought])
+    pages = np.concatenate([np.array(r.new_pages, np.int32).reshape(groups, -1) for r in brought], axis=1)
+    # Of each page: begin of its row in the table, its index in the row, and one past the row's last index.
+    row = np.repeat(np.array([r.row for r in brought], np.int64) * sum(own.count for own in columns), count)
+    number = np.arange(len(row)) + np.repeat(first - np.cumsum(count) + count, count)
+    end = np.repeat(first + count, count)
+    index: list[NDArray[np.int64]] = []
+    values: list[Ints] = []
+    for own, ids in zip(columns, pages, strict=True):
+        if not own.ring:
+            index.append(row + own.first + number)
+            values.append(ids)
+            continue
+        kept = number >= end - own.ring
+        column = (row + own.first + number % own.ring)[kept]
+        index += (column, column + own.ring)
+        values += (ids[kept],) * 2
+    packed.add_wide("page_index", np.concatenate(index))
+    packed.add("pages", np.concatenate(values))
 
 
 def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:

@@ -10,7 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.inputs import FLOAT_COLUMNS, INT_COLUMNS, SamplingBatch, SamplingTables
+from tandem.engine_core.kv_cache.storage import KVStorage
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import NewSequence
 from tandem.engine_core.runtime.captured import Graph
 from tandem.engine_core.runtime.staging import MAX_SUPPRESSED, Packed
@@ -24,9 +27,11 @@ class DeviceTables:
     Launches that bring updates write them in stream order; every forward pass and sampling reads them.
     """
 
-    def __init__(self, pages: Tensor, sampling: SamplingTables) -> None:
+    def __init__(self, pages: Tensor, columns: tuple[PageColumns, ...], sampling: SamplingTables) -> None:
         self.pages = pages
-        """Page table, [rows, pages_per_row] int32."""
+        """Page tables of all KV groups, [rows, columns] int32."""
+        self.columns = columns
+        """Columns of each group."""
         self.sampling = sampling
         """Tables that sampling reads, the tokens among them."""
         self.needs = np.zeros(len(sampling.tokens), dtype=np.uint8)
@@ -39,8 +44,13 @@ class DeviceTables:
         """[rows] on the host: True for rows with biased ids other than -1 on the device."""
 
     @classmethod
-    def allocate(cls, max_rows: int, max_len: int, pages_per_row: int, device: torch.device) -> "DeviceTables":
-        """Allocate zeroed tables for `max_rows` rows and the padding row."""
+    def allocate(
+        cls, max_rows: int, max_len: int, columns: tuple[PageColumns, ...], device: torch.device
+    ) -> "DeviceTables":
+        """Allocate zeroed tables for `max_rows` rows and the padding row.
+
+        columns: of each KV group's page table.
+        """
         rows = max_rows + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -54,7 +64,14 @@ class DeviceTables:
             suppressed=zeros(rows, MAX_SUPPRESSED),
             lengths=torch.ones(rows, dtype=torch.int32, device=device),
         )
-        return cls(zeros(rows, pages_per_row), sampling)
+        return cls(zeros(rows, sum(own.count for own in columns)), columns, sampling)
+
+    def page_tables(self, kv: KVStorage) -> tuple[PageTable, ...]:
+        """Return the page table of each KV group, of pages of a pool."""
+        return tuple(
+            kv.page_table(self.pages[:, own.first : own.first + own.count], group, own.ring)
+            for group, own in enumerate(self.columns)
+        )
 
     @property
     def tokens(self) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlanner, LayerAttention
+from tandem.engine_core.attention.base import AttentionPlanner, GraphPromptPlanner, LayerAttention, kinds_of_attention
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -52,9 +52,10 @@ def eager_planners(
     kinds = model.attention_kinds
     sorts: set[str] = set()
     load = _kernel_loader(device, model, dtype, layout, sorts)
-    entries = (config.max_rows + 1) * config.pages_per_row
+    entries = (config.max_rows + 1) * sum(columns.count for columns in config.page_columns)
     hopper = gpu.capability[0] == HOPPER
-    obstacle = find_obstacle(model.head_dim, dtype, layout, kinds, load, hopper=hopper, entries=entries)
+    distinct = kinds_of_attention(kinds)
+    obstacle = find_obstacle(model.head_dim, dtype, layout, distinct, load, hopper=hopper, entries=entries)
     if obstacle:
         logger.info("prompts run on Triton instead of FlashInfer: %s", obstacle)
         return lambda: _ragged(device, gpu, model, config)
@@ -203,17 +204,17 @@ class GraphPlanners:
         gpu: GpuTraits,
         model: ModelConfig,
         config: StepConfig,
-        page_table: PageTable,
+        page_tables: Sequence[PageTable],
         eager: list[AttentionPlanner],
     ) -> None:
         """Keep the planners of each slot.
 
-        page_table: of all rows; eager: planner of each slot for eager steps.
+        page_tables: of all rows, by KV group; eager: planner of each slot for eager steps.
         """
         self.gpu = gpu
         self.model = model
         self.config = config
-        self.page_table = page_table
+        self.page_tables = page_tables
         self.eager = eager
         self.ragged = [_as_ragged(one) or _ragged(device, gpu, model, config) for one in eager]
 
@@ -229,13 +230,13 @@ class GraphPlanners:
 
             eager = cast("FlashInferPlanner", self.eager[slot])
             if eager.for_hopper:
-                return HopperGraphPlanner.build(eager, rows, tokens, self.page_table)
+                return HopperGraphPlanner.build(eager, rows, tokens, self.page_tables)
             entries = _max_page_entries(self.config)
-            return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_table)
+            return FlashInferGraphPlanner.build(eager, rows, tokens, entries, self.page_tables)
         ragged = self.ragged[slot]
         num_tiles = max_graph_tiles(rows, tokens, ragged.queries)
         splits = choose_splits(ceil_div(tokens, ragged.queries), self.model.kv_heads, self.gpu.multiprocessors)
-        planner = RaggedGraphPlanner.build(ragged, num_tiles, splits, self.page_table)
+        planner = RaggedGraphPlanner.build(ragged, num_tiles, splits, self.page_tables)
         # Capture with padding only: tiles left by an eager step may point beyond the queries of a smaller graph.
         planner.plan([])
         return planner
@@ -253,8 +254,8 @@ def further_graph_bytes(config: StepConfig, eager: AttentionPlanner) -> int:
 
     planner = cast("FlashInferPlanner", eager)
     tables = 4 * 3 * (MAX_PROMPTS + 1)
-    pages = 0 if planner.for_hopper else 4 * _max_page_entries(config)
-    return (count - 1) * (len(planner.wrappers) * (GRAPH_PLAN_BYTES + tables) + pages)
+    pages = 0 if planner.for_hopper else 4 * sum(_max_page_entries(config))
+    return (count - 1) * (len(kinds_of_attention(planner.wrappers)) * (GRAPH_PLAN_BYTES + tables) + pages)
 
 
 def _as_ragged(eager: AttentionPlanner) -> "RaggedPlanner | None":
@@ -267,7 +268,7 @@ def _in_flashinfer(eager: AttentionPlanner, tokens: int) -> bool:
     return _as_ragged(eager) is None and tokens > FEW_TOKENS
 
 
-def _max_page_entries(config: StepConfig) -> int:
-    """Return the maximum number of page table entries of the prompts in a graph."""
-    longest = config.num_pages(config.graph_tokens[-1])
-    return max(min(MAX_PROMPTS, config.max_rows) * config.pages_per_row, longest)
+def _max_page_entries(config: StepConfig) -> list[int]:
+    """Return the maximum number of page table entries of the prompts in a graph, by KV group."""
+    rows, longest = min(MAX_PROMPTS, config.max_rows), config.num_pages(config.graph_tokens[-1])
+    return [max(rows * columns.pages, longest) for columns in config.page_columns]

@@ -252,7 +252,7 @@ class CudaParts:
             return None
         assert isinstance(sampler, TritonSampler)
 
-        forward = CudaForward(model, kv, tables, kv.page_table(tables.pages), self.gpu)
+        forward = CudaForward(model, kv, tables, tables.page_tables(kv), self.gpu)
         recorder = self.new_recorder()
         with torch.inference_mode():
             rows = config.graph_rows
@@ -292,7 +292,7 @@ class CudaParts:
             return []
         model = forward.model.config
         eager = [slot.attention for slot in slots]
-        prompts = GraphPlanners(self.device, self.gpu, model, config, forward.page_table, eager)
+        prompts = GraphPlanners(self.device, self.gpu, model, config, forward.page_tables, eager)
         largest = max(sum(bucket) for bucket in sample_counts)
         attended = self._zeros(config, largest, model.heads, model.head_dim)
         buffers = MixedBuffers(attended, self._zeros(config, largest, model.hidden_size))

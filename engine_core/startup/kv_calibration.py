@@ -81,8 +81,10 @@ def _largest(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -
     prompt = min(PROMPT, max_len)
     total = min(prompt + SAMPLED, max_len)
     used = ceil_div(total, PAGE_SIZE)
-    kv = KVStorage.allocate(structs.replace(layout, dtype=dtype, page_size=PAGE_SIZE), ROWS * used + 1, device)
-    table = kv.page_table(torch.arange(1, ROWS * used + 1, dtype=torch.int32, device=device).view(ROWS, used))
+    groups = len(layout.groups)
+    kv = KVStorage.allocate(structs.replace(layout, dtype=dtype, page_size=PAGE_SIZE), groups * ROWS * used + 1, device)
+    pages = torch.arange(1, groups * ROWS * used + 1, dtype=torch.int32, device=device).view(groups, ROWS, used)
+    tables = [kv.page_table(own, group) for group, own in enumerate(pages)]
     planner = TorchPlanner(model.config.attention_kinds)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (ROWS, prompt), generator=generator)
@@ -93,9 +95,13 @@ def _largest(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -
         positions = torch.arange(start, start + length, device=device).repeat(ROWS)
         rows = torch.arange(ROWS, device=device).repeat_interleave(length)
         last = torch.arange(1, ROWS + 1, device=device) * length - 1
-        step = planner.plan(spans, table)
-        batch = ForwardBatch(ids.flatten().to(device), positions, table.slots(rows, positions), last, step)
+        slots = [table.slots(rows, positions) for table in tables]
+        step = planner.plan(spans, tables)
+        batch = ForwardBatch(ids.flatten().to(device), positions, slots, last, step)
         logits = model.logits(model.forward(batch, kv)).float().cpu()
         start += length
         ids = torch.multinomial(logits.nan_to_num().softmax(-1), 1, generator=generator)
-    return kv.pool.abs().amax((0, 3, 4, 5)).float()
+    largest = torch.zeros(model.config.layers, 2, device=device)
+    for group, own in zip(layout.groups, pages, strict=True):
+        largest[list(group.layers)] = kv.pool[own.flatten()].abs().amax((0, 3, 4, 5)).float()[: len(group.layers)]
+    return largest

@@ -93,7 +93,7 @@ class RuntimeBuilder(Struct, frozen=True):
             self.scorer,
             self.filler,
             self.slots,
-            kv.page_table(self.tables.pages),
+            self.tables.page_tables(kv),
             graphs,
             StepClock(self.parts.device.instant),
         )
@@ -210,7 +210,7 @@ def _new_builder(
     log.mark("weights")
     calibrate_kv_scales(model, source.layout, source.dtype, config.max_len)
     vocab_size = source.model.vocab_size
-    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.pages_per_row, device.torch_device)
+    tables = DeviceTables.allocate(config.max_rows, config.max_len, config.page_columns, device.torch_device)
     words = capacity(config.max_rows, config.max_step_tokens, config.max_page_entries, config.max_uploads)
     new_planner = parts.attention(source.model, config, source.dtype, source.layout)
     slots = [

@@ -65,9 +65,9 @@ def logits_of(sequence: Sequence[int], device: str, dtype: torch.dtype) -> torch
     batch = ForwardBatch(
         input_ids=torch.tensor(sequence, device=where),
         positions=positions,
-        slot_mapping=page_table.slots(torch.zeros_like(positions), positions),
+        slot_mapping=[page_table.slots(torch.zeros_like(positions), positions)],
         sample_index=positions,
-        attention=planner.plan([Span(0, 0, 0, len(sequence))], page_table),
+        attention=planner.plan([Span(0, 0, 0, len(sequence))], [page_table]),
     )
     with torch.inference_mode():
         return model.logits(model.forward(batch, kv)).cpu()

@@ -139,7 +139,7 @@ def test_rows_of_any_lengths_equal_the_oracle(
         offset,
     )
     layer, own_scales = LayerAttention(scale), scales() if narrow else None
-    found = ragged.plan(spans, page_table).run(query / factor, keys, values, layer, own_scales)
+    found = ragged.plan(spans, [page_table]).run(query / factor, keys, values, layer, own_scales)
     exact = reference_attention.paged_prefill(query, read_keys, read_values, WORK, page_table, scale)
     tolerance = 2 * STEP.get(dtype, 1e-5)
     torch.testing.assert_close(found.float(), exact, atol=tolerance, rtol=tolerance)
@@ -173,10 +173,10 @@ def test_flashinfer_over_8_bits_equals_the_oracle(
     shaped = HeadShape(heads, kv_heads, head_dim, torch.bfloat16, FP8)
     eager = FlashInferPlanner.allocate([kind], pinned, torch.device("cuda"), shaped, len(spans) + 2, sum(used))
     exact = reference_attention.paged_prefill(query, *read(keys, values), WORK, page_table, kind.scale, kind.window)
-    for planner in (eager, eager.for_graph(len(spans) + 2, sum(used))):
-        step = planner.plan(spans, page_table)
+    for planner in (eager, eager.for_graph(len(spans) + 2, [sum(used)])):
+        step = planner.plan(spans, [page_table])
         if planner.page_ids is not None:
-            planner.gather_pages(page_table.pages)
+            planner.gather_pages([page_table])
         found = step.run(query / FACTORS[0], keys, values, kind, scales())
         torch.testing.assert_close(found.float(), exact, atol=3 * 2.0**-8, rtol=3 * 2.0**-8)
 

@@ -107,8 +107,8 @@ def test_decode_inputs_equal_the_oracle(batch: int, page_stride: int) -> None:
     rows = torch.randint(0, 257, (batch,), dtype=torch.int32, device="cuda")
     positions = torch.randint(-1500, 4096, (batch,), dtype=torch.int32, device="cuda").clamp(min=-1)
     table, tables, again = PageTable(pages, 16, page_stride), tables_of(tokens), positions.clone()
-    found = decode_inputs(tables, table, rows, positions, pdl=True)
-    for ours, wanted in zip(found, decode_inputs_reference(tables, table, rows, again), strict=True):
+    found = decode_inputs(tables, [table], rows, positions, pdl=True)
+    for ours, wanted in zip(found, decode_inputs_reference(tables, [table], rows, again), strict=True):
         assert torch.equal(ours, wanted)
     assert torch.equal(positions, again) and (positions >= 0).all()
 

@@ -114,7 +114,7 @@ def check_kinds(kinds: list[LayerAttention], heads: HeadShape, apart: int, libra
     planner: AttentionPlanner = ragged(heads.query, heads.kv, heads.head_dim, heads.dtype, len(spans), len(query))
     if library:
         planner = FlashInferPlanner.allocate(kinds, pinned, torch.device("cuda"), heads, len(spans), slots // PAGE)
-    step, tolerance = planner.plan(spans, table), 3 * STEP[heads.dtype]
+    step, tolerance = planner.plan(spans, [table]), 3 * STEP[heads.dtype]
     for layer in kinds:
         exact = reference_attention.paged_prefill(
             query, keys, values, WORK, table, layer.scale, layer.window, layer.softcap
@@ -165,7 +165,7 @@ def test_plans_of_graphs_name_the_pages_in_the_page_table(heads: HeadShape) -> N
     keys, values = (randn(slots, heads.kv, heads.head_dim, dtype=heads.dtype) for _ in range(2))
     tokens, tolerance = sum(length for _, length in WORK) + 7, 3 * STEP[heads.dtype]
     eager = FlashInferPlanner.allocate(kinds, pinned, torch.device("cuda"), heads, len(WORK), slots // PAGE)
-    planner = HopperGraphPlanner.build(eager, len(WORK), tokens, table)
+    planner = HopperGraphPlanner.build(eager, len(WORK), tokens, [table])
     query = randn(tokens, heads.query, heads.head_dim, dtype=heads.dtype)
     for rows in ([0, 1, 2, 3, 4], [4, 2, 0], [3], [], [1, 4]):
         work = [WORK[row] for row in rows]
@@ -202,12 +202,12 @@ def test_addresses_beyond_32_bits_equal_the_oracle() -> None:
     exact = reference_attention.paged_prefill(query, keys, values, work, table, 0.125)
     layer, spans = LayerAttention(0.125), spans_of(work)
     own = ragged(heads, kv_heads, head_dim, torch.bfloat16, len(spans), len(query))
-    decode = DecodeStep(rows.int(), positions.int(), table, 2, read_gpu_traits())
-    steps: list[AttentionStep] = [own.plan(spans, table), decode]
+    decode = DecodeStep(rows.int(), positions.int(), [table], 2, read_gpu_traits())
+    steps: list[AttentionStep] = [own.plan(spans, [table]), decode]
     if not missing_kernel(heads, kv_heads, head_dim, torch.bfloat16, [layer]):
         shape = HeadShape(heads, kv_heads, head_dim, torch.bfloat16)
         library = FlashInferPlanner.allocate([layer], pinned, torch.device("cuda"), shape, len(spans), 6)
-        steps.append(library.plan(spans, table))
+        steps.append(library.plan(spans, [table]))
     for step in steps:
         found = step.run(query, keys, values, layer)
         torch.testing.assert_close(found.float(), exact, atol=2 * 2.0**-8, rtol=2 * 2.0**-8)
@@ -235,10 +235,10 @@ class Chain:
         self.weight, self.start_of_all = randn(3072), randn(len(rows), 3072)
         self.own = ragged(self.HEADS, self.KV_HEADS, self.HEAD_DIM, torch.bfloat16, 9, room)
         self.tiles = max_tiles(9, room, self.own.queries)
-        prompts = RaggedGraphPlanner.build(self.own, self.tiles, self.SPLITS, self.table)
+        prompts = RaggedGraphPlanner.build(self.own, self.tiles, self.SPLITS, [self.table])
         prompts.plan([Span(decoding, 0, self.start, self.length)])
         out = torch.zeros(len(rows), self.HEADS, self.HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        decode = DecodeStep(self.rows, self.positions, self.table, self.SPLITS, read_gpu_traits())
+        decode = DecodeStep(self.rows, self.positions, [self.table], self.SPLITS, read_gpu_traits())
         self.step = MixedStep(decode, prompts.step, out)
 
     def run(self, early: bool) -> Tensor:

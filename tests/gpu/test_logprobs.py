@@ -106,8 +106,8 @@ class Watch:
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self.runtime = runtime
-        page_table = runtime.page_table
-        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, page_table, read_gpu_traits())
+        page_tables = runtime.page_tables
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, page_tables, read_gpu_traits())
         self.logits: dict[int, Tensor] = {}
         self.lines: dict[int, Tensor] = {}
         self.equal: list[bool] = []

@@ -303,7 +303,7 @@ def test_steps_with_prompts_from_graphs_have_the_bits_of_the_same_kernels_run_ea
     )
     driven = DrivenEngine.build(options)
     runtime = runtime_of(driven)
-    forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_table, read_gpu_traits())
+    forward = CudaForward(runtime.model, runtime.kv, runtime.tables, runtime.page_tables, read_gpu_traits())
     launch, equal, sizes = runtime.launch, list[Tensor](), set[int]()
 
     def on_launch(slot: int, plan: StepPlan) -> None:

@@ -130,8 +130,8 @@ class Eager:
     def __init__(self, runtime: TorchRuntime) -> None:
         assert isinstance(runtime.sampler, TritonSampler)
         self.runtime, self.sampler = runtime, runtime.sampler
-        page_table = runtime.page_table
-        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, page_table, read_gpu_traits())
+        page_tables = runtime.page_tables
+        self.forward = CudaForward(runtime.model, runtime.kv, runtime.tables, page_tables, read_gpu_traits())
         self.modes: set[Mode] = set()
         self.equal: list[Tensor] = []
         self.mixed = 0

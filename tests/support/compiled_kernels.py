@@ -118,6 +118,12 @@ def kind_of(head_dim: int) -> LayerAttention:
     return LayerAttention(0.1, window=4096, softcap=50.0) if head_dim == 256 else LayerAttention(0.1)
 
 
+def table_for(layer: LayerAttention, rows: int) -> PageTable:
+    """Return a page table, with columns that repeat for a layer with a window."""
+    ring = 0 if layer.window is None else 258
+    return PageTable(torch.zeros(rows, max(8, 2 * ring), dtype=torch.int32), 16, 64, layer.window, ring)
+
+
 def scales_for(kv_dtype: torch.dtype) -> Tensor | None:
     return torch.ones(2) if kv_dtype == FP8 else None
 
@@ -144,13 +150,13 @@ def decode(
         plan = choose_plan(head_dim, pairs, torch.bfloat16, kv_dtype, gpu)._replace(early=early)
         gpu = replace(gpu, tiles=TileTable(gpu.name, {}, {keyed: plan}))
     rows = pairs // kv_heads
-    table = PageTable(torch.zeros(rows, 8, dtype=torch.int32), 16, 64)
     index, pool = torch.zeros(rows, dtype=torch.int32), half(64, kv_heads, head_dim, dtype=kv_dtype)
     query, layer = half(rows, kv_heads * group, head_dim), kind_of(head_dim)
+    table = table_for(layer, rows)
     shared = (
         ExtraSplits(torch.zeros(2 * rows + extra_splits, dtype=torch.int32), extra_splits) if extra_splits else None
     )
-    step = DecodeStep(index, index, table, splits, gpu, shared)
+    step = DecodeStep(index, index, [table], splits, gpu, shared)
     if rotary_dim is None:
         return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
     qkv, angles = half(rows, kv_heads * (group + 2), head_dim), torch.zeros(rows, 1, rotary_dim)
@@ -161,9 +167,9 @@ def decode(
 
 def prompts(gpu: GpuTraits, head_dim: int, group: int, kv_dtype: torch.dtype, splits: int = 2) -> Launch:
     """One tile of prompts, on one KV head and overlapping decode rows."""
-    table = PageTable(torch.zeros(1, 8, dtype=torch.int32), 16, 64)
     query, pool, layer = half(1, group, head_dim), half(64, 1, head_dim, dtype=kv_dtype), kind_of(head_dim)
-    ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), table, gpu, splits)
+    table = table_for(layer, 1)
+    ragged = RaggedStep(torch.zeros(1, TILE_WORDS, dtype=torch.int32), [table], gpu, splits)
     return lambda: ragged.run_into(query, query, pool, pool, layer, scales_for(kv_dtype), overlaps_decode=True)
 
 
@@ -203,10 +209,13 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
         call = (heads, angles, angles, slots, pool, pool)
         yield lambda call=call: kernels.rope_and_kv_write(*call, None, None, 1e-6, None)
     index = torch.zeros(2, dtype=torch.int32)
-    table = PageTable(torch.zeros(2, 8, dtype=torch.int32), 16, 64)
+    pages = torch.zeros(2, 20, dtype=torch.int32)
+    table, ring = PageTable(pages[:, :8], 16, 64), PageTable(pages[:, 8:], 16, 64, window=40, ring=6)
     tables = tables_of(torch.zeros(2, 64, dtype=torch.int32))
-    yield lambda: decode_inputs(tables, table, index, index, (index, index), pdl=gpu.pdl)
-    yield lambda: update_tables(index.new_zeros(9, 2), index, table.pages, tables)
+    for page_tables in ([table], [table, ring]):
+        given = tables, page_tables, index, index, (index, index)
+        yield lambda given=given: decode_inputs(*given, pdl=gpu.pdl)
+    yield lambda: update_tables(index.new_zeros(9, 2), index, pages, tables)
     yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
     yield lambda: assign_extra_splits(index, 1, 17, pdl=gpu.pdl)
 
@@ -233,7 +242,7 @@ def rounding_decodes(gpu: GpuTraits) -> Iterator[Launch]:
     formats = ActivationFormat(FP8, scale=torch.ones(1)), ActivationFormat(FP8, 128), ActivationFormat(torch.int8)
     for to, splits in product(formats, (1, 2)):
         given = (half(8, 32, 128), None, pool, pool, LayerAttention(0.1), None, to)
-        step = DecodeStep(index, index, table, splits, gpu)
+        step = DecodeStep(index, index, [table], splits, gpu)
         if to.dtype == torch.int8 or gpu.capability >= FP8_CAPABILITY:
             yield lambda step=step, given=given: step.run_quantized(*given)
 

@@ -74,9 +74,9 @@ class PagedRun:
             slots.append(self.page_table.slots(torch.full_like(where, row), where))
         planner = TorchPlanner(self.model.config.attention_kinds)
         with torch.inference_mode():
-            attention = planner.plan(spans, self.page_table)
+            attention = planner.plan(spans, [self.page_table])
             batch = ForwardBatch(
-                torch.cat(ids), torch.cat(positions), torch.cat(slots), torch.arange(offset), attention
+                torch.cat(ids), torch.cat(positions), [torch.cat(slots)], torch.arange(offset), attention
             )
             return self.model.logits(self.model.forward(batch, self.storage))
 

@@ -115,7 +115,7 @@ def state(runtime: TorchRuntime) -> dict[str, Tensor]:
     rows = {name: (table[:, 1:] if name == "bias" else table[1:]).clone() for name, table in tables.items()}
     for name, pools in (("keys", kv.keys), ("values", kv.values)):
         for layer, pool in enumerate(pools):
-            rows[f"{name} {layer}"] = runtime.page_table.view_pages(pool)[1:].flatten(0, 1).clone()
+            rows[f"{name} {layer}"] = runtime.page_tables[0].view_pages(pool)[1:].flatten(0, 1).clone()
     runtime.synchronize()
     return rows
 

@@ -16,6 +16,7 @@ from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.models.registry import build_model
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.rope_config import RopeConfig
 from tandem.engine_core.runtime.device import CpuDevice
@@ -227,7 +228,9 @@ def build_runtime(model: Decoder, shape: Shape) -> RecordingTorchRuntime:
         dtype=torch.float32,
     )
     kv = KVStorage.allocate(layout, pages, "cpu")
-    tables = DeviceTables.allocate(shape.max_rows, MAX_LEN, -(-MAX_LEN // shape.page_size), device.torch_device)
+    tables = DeviceTables.allocate(
+        shape.max_rows, MAX_LEN, (PageColumns(0, -(-MAX_LEN // shape.page_size)),), device.torch_device
+    )
     words = capacity(shape.max_rows, shape.step_tokens, shape.max_rows * -(-MAX_LEN // shape.page_size), 1024)
     attention, filler = TorchPlanner(CONFIG.attention_kinds), ReplayingFiller(FakeFiller())
     slots = [
@@ -235,9 +238,7 @@ def build_runtime(model: Decoder, shape: Shape) -> RecordingTorchRuntime:
         for _ in range(shape.depth)
     ]
     sampler, scorer = TorchSampler(tables.sampling), TorchScorer()
-    runtime = RecordingTorchRuntime(
-        device, model, kv, tables, sampler, scorer, filler, slots, kv.page_table(tables.pages)
-    )
+    runtime = RecordingTorchRuntime(device, model, kv, tables, sampler, scorer, filler, slots, tables.page_tables(kv))
     runtime.record()
     return runtime
 

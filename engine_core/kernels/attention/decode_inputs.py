@@ -5,6 +5,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -22,24 +24,24 @@ BLOCK = 128
 
 def decode_inputs_reference(
     tables: SamplingTables,
-    page_table: PageTable,
+    page_tables: Sequence[PageTable],
     rows: Tensor,
     positions: Tensor,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the input token and the KV slot of each token of a step.
+    """Return the input token and the KV slots of each token of a step.
 
-    Token i's input is the token table's entry for its row and position, and its key and value go to the slot that the
-    page table maps this position to. A negative position means the row's newest token, and `positions` is updated with
-    it. `kept` receives copies of rows and positions. Shapes and dtypes are those of `decode_inputs`; this is its
-    oracle.
+    Token i's input is the token table's entry for its row and position, and its key and value go to the slots that the
+    page tables of the KV groups map this position to. A negative position means the row's newest token, and `positions`
+    is updated with it. `kept` receives copies of rows and positions. Shapes and dtypes are those of `decode_inputs`;
+    this is its oracle.
     """
     tables.find_positions(rows, positions)
     if kept is not None:
         kept[0].copy_(rows)
         kept[1].copy_(positions)
     row, position = rows.long(), positions.long()
-    return tables.tokens[row, position].long(), page_table.slots(row, position)
+    return tables.tokens[row, position].long(), torch.stack([table.slots(row, position) for table in page_tables])
 
 
 @triton.jit
@@ -57,6 +59,7 @@ def _decode_inputs_kernel(
     batch,
     token_stride,
     table_stride,
+    COLUMNS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,14 +81,19 @@ def _decode_inputs_kernel(
         tl.store(kept_positions_ptr + offs, position.to(tl.int32), mask=mask)
     position = position.to(tl.int64)
     token = tl.load(tokens_ptr + row * token_stride + position, mask=mask, other=0)
-    page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=mask, other=0)
     tl.store(input_ids_ptr + offs, token.to(tl.int64), mask=mask)
-    tl.store(slot_mapping_ptr + offs, slots_of(page, position, PAGE_SIZE, PAGE_STRIDE), mask=mask)
+    for group in tl.static_range(len(COLUMNS)):
+        column = position // PAGE_SIZE
+        if COLUMNS[group][1]:
+            column = column % COLUMNS[group][1]
+        page = tl.load(page_table_ptr + row * table_stride + COLUMNS[group][0] + column, mask=mask, other=0)
+        slot = slots_of(page, position, PAGE_SIZE, PAGE_STRIDE)
+        tl.store(slot_mapping_ptr + group * batch + offs, slot, mask=mask)
 
 
 def decode_inputs(
     tables: SamplingTables,
-    page_table: PageTable,
+    page_tables: Sequence[PageTable],
     rows: Tensor,
     positions: Tensor,
     kept: tuple[Tensor, Tensor] | None = None,
@@ -93,19 +101,20 @@ def decode_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Gather the token ids and slots of a step; see `decode_inputs_reference`.
 
-    tables, page_table: of R rows; rows, positions: [B] int32, contiguous, rows below R, positions below max_len and
-    within the rows' pages, or negative; bounds are not checked, since the values are on the device; kept: [B] int32
-    each, written: rows, and resolved positions. Returns (input_ids, slot_mapping), each [B] int64, and replaces
-    negative positions. Raises ValueError if the rows of a table are not contiguous or the page size is not a power of
-    two.
+    tables: of R rows; page_tables: one for each KV group, views of columns of one tensor of R rows; rows, positions:
+    [B] int32, contiguous, rows below R, positions below max_len and within the rows' pages, or negative; bounds are not
+    checked, since the values are on the device; kept: [B] int32 each, written: rows, and resolved positions. Returns
+    (input_ids, slot_mapping), [B] and [groups, B] int64, and replaces negative positions. Raises ValueError if the rows
+    of a table are not contiguous or the page size is not a power of two.
     """
-    pages, tokens = page_table.pages, tables.tokens
-    page_table.check()
+    pages, tokens = page_tables[0].pages, tables.tokens
+    for table in page_tables:
+        table.check()
     if tokens.stride(1) != 1:
         raise ValueError("each row of the token table must be contiguous")
     batch = rows.shape[0]
     input_ids = torch.empty(batch, dtype=torch.int64, device=rows.device)
-    slot_mapping = torch.empty(batch, dtype=torch.int64, device=rows.device)
+    slot_mapping = torch.empty(len(page_tables), batch, dtype=torch.int64, device=rows.device)
     if batch == 0:
         return input_ids, slot_mapping
     _decode_inputs_kernel[(triton.cdiv(batch, BLOCK),)](
@@ -124,7 +133,9 @@ def decode_inputs(
         BLOCK=BLOCK,
         KEEP=kept is not None,
         PDL=pdl,
-        **page_table.constants,
+        COLUMNS=tuple((t.pages.storage_offset() - pages.storage_offset(), t.ring) for t in page_tables),
+        PAGE_SIZE=page_tables[0].page_size,
+        PAGE_STRIDE=page_tables[0].page_stride,
         num_warps=BLOCK // 32,
         **({"launch_pdl": True} if pdl else {}),
     )

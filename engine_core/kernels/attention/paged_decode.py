@@ -45,6 +45,8 @@ from tandem.engine_core.kernels.paged_pool import (
     check_heads,
     head_width,
     in_head,
+    page_index,
+    ring_row,
     slots_of,
 )
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
@@ -97,6 +99,7 @@ def _paged_decode_kernel(
     WIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
+    RING: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,14 +146,14 @@ def _paged_decode_kernel(
     g = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
     n = tl.arange(0, BLOCK)
-    page_row = page_table_ptr + row * table_stride
+    page_row = ring_row(page_table_ptr + row * table_stride, lowest, PAGE_SIZE, RING)
     head_keys = keys_ptr + head * D
     head_values = values_ptr + head * D
 
     # Prefetch page ids one tile ahead: otherwise each tile's loads would wait for its page ids, and only one tile would
     # be in flight at a time.
     end = tl.minimum(last * BLOCK, length) - 1
-    page = tl.load(page_row + tl.minimum(first * BLOCK + n, end) // PAGE_SIZE)
+    page = tl.load(page_row + page_index(first * BLOCK + n, lowest, end, PAGE_SIZE, RING))
     query_row = query_ptr + b.to(tl.int64) * query_stride
     in_group = in_head(g < GROUP, d, D, WIDE)
     in_pool, owner, newest = length, last * BLOCK > position, None
@@ -190,7 +193,7 @@ def _paged_decode_kernel(
             visible = visible & (m >= lowest)
         k = tl.load(head_keys + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
         v = tl.load(head_values + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
-        page = tl.load(page_row + tl.minimum(m + BLOCK, end) // PAGE_SIZE)
+        page = tl.load(page_row + page_index(m + BLOCK, lowest, end, PAGE_SIZE, RING))
         best, weight, acc = attend(q, k, v, visible[None, :], scale, best, weight, acc, CAP, PRECISION)
     acc = acc / weight[:, None]
     if SCALED:

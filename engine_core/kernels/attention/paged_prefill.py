@@ -38,6 +38,8 @@ from tandem.engine_core.kernels.paged_pool import (
     check_heads,
     head_width,
     in_head,
+    page_index,
+    ring_row,
     slots_of,
 )
 
@@ -132,6 +134,7 @@ def _paged_prefill_kernel(
     WIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
+    RING: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -167,11 +170,11 @@ def _paged_prefill_kernel(
     mask = (r // WIDTH < queries) & (group < GROUP)
     q_offs = (first + index) * query_stride + (head * GROUP + tl.minimum(group, GROUP - 1)) * D
     position = start + index
-    page_row = page_table_ptr + row * table_stride
+    page_row = ring_row(page_table_ptr + row * table_stride, lowest, PAGE_SIZE, RING)
     head_keys = keys_ptr + head * D
     head_values = values_ptr + head * D
     # Prefetch page ids one tile ahead, as in `paged_decode`.
-    page = tl.load(page_row + tl.minimum(begin * BLOCK + n, length - 1) // PAGE_SIZE)
+    page = tl.load(page_row + page_index(begin * BLOCK + n, lowest, length - 1, PAGE_SIZE, RING))
     if PDL:
         if not OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -193,7 +196,7 @@ def _paged_prefill_kernel(
             inside = inside & (m >= lowest)
         k = tl.load(head_keys + offs, mask=in_head(inside, d, D, WIDE), other=0.0)
         v = tl.load(head_values + offs, mask=in_head(inside, d, D, WIDE), other=0.0)
-        page = tl.load(page_row + tl.minimum(m + BLOCK, length - 1) // PAGE_SIZE)
+        page = tl.load(page_row + page_index(m + BLOCK, lowest, length - 1, PAGE_SIZE, RING))
         visible = m[None, :] <= position[:, None]
         if WINDOW is not None:
             visible = visible & (m[None, :] > position[:, None] - WINDOW)

@@ -13,11 +13,11 @@ KINDS = LayerAttention(0.125, window=32), LayerAttention(0.5, softcap=20.0)
 PAGE, WIDTH, ROWS, TOKENS = 8, 6, 4, 64
 
 
-def build(monkeypatch: pytest.MonkeyPatch, table: PageTable) -> Any:
+def build(monkeypatch: pytest.MonkeyPatch, *tables: PageTable, kinds: tuple[LayerAttention, ...] = KINDS) -> Any:
     library, hopper = load_over_double(monkeypatch)
     heads = library.HeadShape(4, 2, 64, torch.bfloat16)
     eager = library.FlashInferPlanner.allocate(
-        KINDS,
+        kinds,
         lambda count: torch.zeros(count, dtype=torch.int32),
         torch.device("cpu"),
         heads,
@@ -25,7 +25,7 @@ def build(monkeypatch: pytest.MonkeyPatch, table: PageTable) -> Any:
         64,
         for_hopper=True,
     )
-    return hopper.HopperGraphPlanner.build(eager, ROWS, TOKENS, table)
+    return hopper.HopperGraphPlanner.build(eager, ROWS, TOKENS, list(tables))
 
 
 def table_of(rows: int) -> PageTable:
@@ -84,3 +84,24 @@ def test_more_rows_than_a_graph_has_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_full_step_must_fit_the_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="64 tokens, 6 entries"):
         build(monkeypatch, table_of(1))
+
+
+def test_groups_with_a_window_are_planned_once_from_the_first_page_that_they_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row at position 33 sees from position 22 on: its pages 2 to 4, in columns 2 to 4 of the doubled ring of 3."""
+    pages = torch.arange(5 * 20, dtype=torch.int32).view(5, 20)
+    tables = [
+        PageTable(pages[:, :8], PAGE, PAGE),
+        *(PageTable(pages[:, first : first + 6], PAGE, PAGE, window=12, ring=3) for first in (8, 14)),
+    ]
+    full, *local = [LayerAttention(0.125), *(LayerAttention(0.125, window=12, group=group) for group in (1, 2))]
+    planner = build(monkeypatch, *tables, kinds=(full, *local))
+    planner.plan([Span(2, 0, 0, 12), Span(4, 12, 33, 3)])
+    step = planner.step
+    assert step.wrappers[local[0]] is step.wrappers[local[1]]
+    ((queries, first, lengths, *_),) = step.wrappers[full].planned
+    assert (queries[:3], first[:2], lengths[:2]) == ([0, 12, 15], [40, 80], [12, 36])
+    ((queries, first, lengths, *_),) = step.wrappers[local[0]].planned
+    assert (queries[:3], first[:2], lengths[:2]) == ([0, 12, 15], [40, 80 + 2], [12, 36 - 16])
+    assert [ids[first[1]].item() for ids in step.page_ids] == [82, 90, 96]

@@ -70,7 +70,7 @@ def test_rows_of_any_lengths_equal_dense_attention(
         offset += length
     query = torch.randn(offset, kv_heads * group, head_dim, generator=generator)
     layers = [LayerAttention(0.3, window, softcap) for window in windows]
-    step = TorchPlanner(layers).plan(spans, PageTable(pages, page_size, page_stride))
+    step = TorchPlanner(layers).plan(spans, [PageTable(pages, page_size, page_stride)])
     for layer in layers:
         found = step.run(query, keys, values, layer)
         assert found.shape == query.shape
@@ -83,28 +83,28 @@ def test_rows_of_any_lengths_equal_dense_attention(
 
 
 def test_a_step_without_rows_returns_its_empty_query() -> None:
-    step = TorchPlanner([FULL]).plan([], PageTable(torch.zeros(0, 1, dtype=torch.int32), 4, 4))
+    step = TorchPlanner([FULL]).plan([], [PageTable(torch.zeros(0, 1, dtype=torch.int32), 4, 4)])
     query = torch.zeros(0, 4, 8)
     assert step.run(query, torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), FULL).shape == query.shape
 
 
 def test_adjacent_decode_rows_form_one_part() -> None:
     spans = [Span(0, 0, 3, 1), Span(1, 1, 9, 1), Span(2, 2, 0, 4), Span(3, 6, 5, 1)]
-    step = TorchPlanner([FULL]).plan(spans, PageTable(torch.ones(4, 3, dtype=torch.int32), 4, 4))
-    assert [(part.offset, part.count) for part in step.parts[None]] == [(0, 2), (2, 4), (6, 1)]
+    step = TorchPlanner([FULL]).plan(spans, [PageTable(torch.ones(4, 3, dtype=torch.int32), 4, 4)])
+    assert [(part.offset, part.count) for part in step.parts[0, None]] == [(0, 2), (2, 4), (6, 1)]
 
 
 def test_layers_of_one_window_share_their_parts() -> None:
     layers = [LayerAttention(0.3, 4), LayerAttention(0.5, 4, 20.0, rotary=1), LayerAttention(0.3)]
-    step = TorchPlanner(layers).plan([Span(0, 0, 3, 1)], PageTable(torch.ones(1, 3, dtype=torch.int32), 4, 4))
-    assert step.parts.keys() == {4, None}
+    step = TorchPlanner(layers).plan([Span(0, 0, 3, 1)], [PageTable(torch.ones(1, 3, dtype=torch.int32), 4, 4)])
+    assert step.parts.keys() == {(0, 4), (0, None)}
 
 
 def test_a_window_reads_no_key_before_it() -> None:
     """The decode rows of a step read from the lowest position visible to any of them."""
     spans = [Span(0, 0, 30, 1), Span(1, 1, 25, 1)]
-    step = TorchPlanner([LayerAttention(0.3, 8)]).plan(spans, PageTable(torch.ones(2, 8, dtype=torch.int32), 4, 4))
-    (part,) = step.parts[8]
+    step = TorchPlanner([LayerAttention(0.3, 8)]).plan(spans, [PageTable(torch.ones(2, 8, dtype=torch.int32), 4, 4)])
+    (part,) = step.parts[0, 8]
     assert len(part.slots) == 2 * (31 - 18)
 
 
@@ -115,7 +115,7 @@ def test_bfloat16_stays_close_to_dense_attention() -> None:
     spans = [Span(0, 0, 6, 1), Span(1, 1, 2, 1), Span(2, 2, 3, 5)]
     pages = torch.tensor([[1, 2], [3, 0], [4, 5]], dtype=torch.int32)
     query = torch.randn(7, 4, 8).bfloat16()
-    found = TorchPlanner([layer]).plan(spans, PageTable(pages, 4, 4)).run(query, keys, values, layer)
+    found = TorchPlanner([layer]).plan(spans, [PageTable(pages, 4, 4)]).run(query, keys, values, layer)
     assert found.dtype == torch.bfloat16
     expected = dense(query[2:], spread(keys, [4, 5], 4, 4), spread(values, [4, 5], 4, 4), 3, layer)
     torch.testing.assert_close(found[2:].double(), expected, atol=2e-2, rtol=0)

@@ -23,7 +23,7 @@ def test_a_wide_matmul_waits_for_the_end_of_attention_but_prompts_overlap_it(
     """Llama 3.2 1B and 3B, and Llama 3.1 8B."""
     rows = torch.zeros(2, dtype=torch.int32)
     query, pool = torch.zeros(2, heads, head_dim).bfloat16(), torch.zeros(64, 8, head_dim).bfloat16()
-    step = DecodeStep(rows, rows, PAGES, 1, H200)
+    step = DecodeStep(rows, rows, [PAGES], 1, H200)
     with patch.object(triton, "paged_decode") as launched:
         step.run(query, pool, pool, LayerAttention(1.0))
         step.run(query, pool, pool, LayerAttention(1.0), out=torch.empty_like(query), scratch=step.scratch(query))
@@ -39,7 +39,7 @@ def test_fused_rope_uses_its_own_plan(rows: int, head_dim: int, early: bool) -> 
     angles = torch.zeros(rows, 1, head_dim)
     rotation = Rotation(angles, angles, index.long())
     with patch.object(triton, "paged_decode") as launched:
-        DecodeStep(index, index, PAGES, 1, H200).run_with_rope(qkv, rotation, pool, pool, LayerAttention(1.0))
+        DecodeStep(index, index, [PAGES], 1, H200).run_with_rope(qkv, rotation, pool, pool, LayerAttention(1.0))
     call = launched.call_args
     assert call.args[0] is qkv
     assert call.kwargs["rotation"] is rotation
@@ -53,7 +53,7 @@ def test_the_tile_is_for_the_heads_of_queries_alone() -> None:
     index = torch.zeros(rows, dtype=torch.int32)
     qkv, pool = torch.zeros(rows, 18, 64).bfloat16(), torch.zeros(64, 1, 64).bfloat16()
     angles = torch.zeros(rows, 1, 64)
-    step = DecodeStep(index, index, PAGES, 1, H200)
+    step = DecodeStep(index, index, [PAGES], 1, H200)
     with patch.object(triton, "paged_decode") as launched:
         step.run_with_rope(qkv, Rotation(angles, angles, index.long()), pool, pool, LayerAttention(1.0))
     assert step.fuses_rope(pool)
@@ -66,7 +66,7 @@ def test_the_output_is_quantized_per_query_head(fuses_rope: bool) -> None:
     heads, pool = torch.zeros(2, 48 if fuses_rope else 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
     angles = torch.zeros(2, 1, 128)
     rotation = Rotation(angles, angles, index.long()) if fuses_rope else None
-    step, to = DecodeStep(index, index, PAGES, 1, H200), ActivationFormat(torch.float8_e4m3fn, 128)
+    step, to = DecodeStep(index, index, [PAGES], 1, H200), ActivationFormat(torch.float8_e4m3fn, 128)
     with patch.object(triton, "paged_decode") as launched:
         found = step.run_quantized(heads, rotation, pool, pool, LayerAttention(1.0), None, to)
     call = launched.call_args
@@ -79,7 +79,7 @@ def test_the_output_is_quantized_per_query_head(fuses_rope: bool) -> None:
 def test_row_scales_are_applied_by_a_second_launch_that_gets_each_heads_amax() -> None:
     index = torch.zeros(2, dtype=torch.int32)
     heads, pool = torch.zeros(2, 32, 128).bfloat16(), torch.zeros(64, 8, 128).bfloat16()
-    step, to = DecodeStep(index, index, PAGES, 1, H200), ActivationFormat(torch.int8)
+    step, to = DecodeStep(index, index, [PAGES], 1, H200), ActivationFormat(torch.int8)
     with (
         patch.object(triton, "paged_decode", return_value=heads) as attended,
         patch.object(triton, "quantize_by_amax") as quantized,
@@ -96,7 +96,7 @@ def test_row_scales_are_applied_by_a_second_launch_that_gets_each_heads_amax() -
 
 def test_other_group_sizes_are_quantized_after_attention() -> None:
     index = torch.zeros(2, dtype=torch.int32)
-    step, fp8 = DecodeStep(index, index, PAGES, 1, H200), torch.float8_e4m3fn
+    step, fp8 = DecodeStep(index, index, [PAGES], 1, H200), torch.float8_e4m3fn
     known, rows, heads = ActivationFormat(fp8, scale=torch.ones(1)), ActivationFormat(fp8), ActivationFormat(fp8, 128)
     assert [step.fuses_quant(to, 128) for to in (known, rows, heads)] == [True, True, True]
     assert not step.fuses_quant(heads, 64), "two heads share a scale"

@@ -17,11 +17,30 @@ def test_slots_follow_the_pages_of_a_row() -> None:
     assert table().slots(rows, positions).tolist() == [50, 53, 20, 93, 3, 10 * 2**30 + 1]
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 12])
-def test_first_slots_are_those_of_the_first_positions(count: int) -> None:
-    found = table().first_slots(slice(1, 3), count)
-    positions = torch.arange(count).expand(2, -1)
-    assert torch.equal(found, table().slots(torch.tensor([[1], [2]]).expand(2, count), positions))
+@pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1), (0, 4), (0, 5), (0, 12), (3, 5), (4, 8), (7, 12), (11, 12)])
+def test_slots_between_two_positions_are_those_of_each(first: int, end: int) -> None:
+    found = table().slots_between([2, 1], first, end)
+    positions = torch.arange(first, end).expand(2, -1)
+    assert torch.equal(found, table().slots(torch.tensor([[2], [1]]).expand(2, end - first), positions))
+
+
+def test_columns_of_a_ring_repeat() -> None:
+    """The page with index p is in columns p % 3 and 3 + p % 3: pages 4, 5 and 6 in columns 1 to 3."""
+    pages = torch.tensor([[0] * 6, [9, 7, 8] * 2], dtype=torch.int32)
+    ring = PageTable(pages, 4, 10, window=7, ring=3)
+    positions = torch.arange(16, 28)
+    expected = [page * 10 + offset for page in (7, 8, 9) for offset in range(4)]
+    assert ring.slots(torch.ones_like(positions), positions).tolist() == expected
+    assert ring.slots_between([1], 16, 28).tolist() == [expected]
+    assert ring.flat[6 + ring.column(4) :][:3].tolist() == [7, 8, 9]
+    assert [ring.first_page(start) for start in (0, 6, 9, 10, 14)] == [0, 0, 0, 1, 2]
+
+
+def test_the_flat_view_of_a_group_begins_at_its_first_column() -> None:
+    pages = torch.arange(15, dtype=torch.int32).view(3, 5)
+    own = PageTable(pages[:, 2:4], 4, 10)
+    assert own.flat.tolist() == list(range(2, 14))
+    assert [own.flat[row * pages.stride(0) + 1].item() for row in range(3)] == [3, 8, 13]
 
 
 def test_pages_are_views_of_the_slots_that_the_table_names() -> None:
@@ -41,5 +60,7 @@ def test_tables_that_kernels_cannot_address_are_refused() -> None:
     for page_size in (0, -4, 3, 24):
         with pytest.raises(ValueError, match=f"pages of {page_size} positions are not supported"):
             table(page_size=page_size).check()
+    with pytest.raises(ValueError, match="repeat"):
+        PageTable(torch.zeros(4, 4, dtype=torch.int32), 16, 16, ring=2).check()
     with pytest.raises(ValueError, match="contiguous"):
         PageTable(torch.zeros(4, 4, dtype=torch.int32).t()[:, ::2], 16, 16).check()

@@ -63,7 +63,7 @@ def assert_same_result(
     pools = [to_pool(part.nan_to_num(9.0), dtype) for part in (given.keys, given.values)]
     scales = torch.tensor([0.5, 3.0], device=DEVICE) if byte_pool else None
     output, kernels = output_of(scheme), triton_kernels(pdl=False)
-    step = DecodeStep(given.rows, given.positions, given.page_table, 2, L4)
+    step = DecodeStep(given.rows, given.positions, [given.page_table], 2, L4)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     rounding = patch.object(DecodeStep, "run_quantized", autospec=True, side_effect=DecodeStep.run_quantized)
     rotating = patch.object(triton_attention, "choose_fused_rope_plan", return_value=PLAN if turns else None)
@@ -71,7 +71,7 @@ def assert_same_result(
         for fused in (step, None):
             keys, values = (pool.clone() for pool in pools)
             positions = given.positions.long()
-            batch = ForwardBatch(positions, positions, rotation.slot_mapping, None, step, fused)
+            batch = ForwardBatch(positions, positions, [rotation.slot_mapping], None, step, fused)
             y = attend_and_project(qkv, rotation, batch, keys, values, LayerAttention(0.2), output, kernels, scales)
             found.append((y, keys.float(), values.float()))
     (y, keys, values), (expected, *written) = found

@@ -95,9 +95,9 @@ def test_forward_returns_sampled_positions_only(tmp_path: Path) -> None:
     slots = run.page_table.slots(rows, positions)
     for sampled in ([18], [11, 18], []):
         with torch.inference_mode():
-            attention = planner.plan([Span(0, 0, 0, 12), Span(1, 12, 0, 7)], run.page_table)
+            attention = planner.plan([Span(0, 0, 0, 12), Span(1, 12, 0, 7)], [run.page_table])
             index = torch.tensor(sampled, dtype=torch.int64)
-            batch = ForwardBatch(torch.cat(tokens), positions, slots, index, attention)
+            batch = ForwardBatch(torch.cat(tokens), positions, [slots], index, attention)
             hidden = run.model.forward(batch, run.storage)
             assert hidden.shape == (len(sampled), BASE["hidden_size"])
             torch.testing.assert_close(run.model.logits(hidden), everything[sampled], atol=1e-5, rtol=0)

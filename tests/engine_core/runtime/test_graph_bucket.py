@@ -10,7 +10,7 @@ from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket, long_spans
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS, StepGraphs, max_samples
 from tandem.engine_core.runtime.staging import NEWEST, Packed, capacity, pack
-from tests.engine_core.runtime.test_staging import MAX_LEN, PAGES_PER_ROW, ROWS, plans
+from tests.engine_core.runtime.test_staging import COLUMNS, MAX_LEN, PAGES_PER_ROW, ROWS, plans
 
 LAYOUT = {"token_rows", "positions", "sample_index", "score_index"}
 """Fields that depend on the layout; all others are the same in every one."""
@@ -28,9 +28,16 @@ def test_every_token_is_packed_into_its_slot_of_the_bucket(
     tight = exact_bucket(plan)
     bucket = GraphBucket(tight.num_decode_tokens + free_rows, tight.num_prefill_tokens + free_tokens)
     out = np.full(capacity(ROWS + 3, 9 * ROWS + 5, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
-    eager = fields(pack(plan, MAX_LEN, PAGES_PER_ROW, out), out)
+    eager = fields(pack(plan, MAX_LEN, COLUMNS, out), out)
     samples = sum(row.samples for row in plan.rows)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, bucket, samples + free_samples if bucket.num_prefill_tokens else 0)
+    packed = pack(
+        plan,
+        MAX_LEN,
+        COLUMNS,
+        out,
+        bucket,
+        samples + free_samples if bucket.num_prefill_tokens else 0,
+    )
     found = fields(packed, out)
     assert {name: found[name] for name in found.keys() - LAYOUT} == {
         name: eager[name] for name in eager.keys() - LAYOUT
@@ -142,8 +149,8 @@ def test_a_decode_step_packs_alike_with_and_without_a_restricted_row() -> None:
     plan, other_plan = plan_of(rows), plan_of([*rows[:2], ScheduledSequence(3, 3, 13, 1, True, tokens=b"\0\0\0\0")])
     assert plan.is_unconstrained_decode and not other_plan.is_decode_only
     out, other = np.full(50, -77, dtype=np.int32), np.full(50, -77, dtype=np.int32)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
-    general = pack(other_plan, MAX_LEN, PAGES_PER_ROW, other, GraphBucket(4, 0))
+    packed = pack(plan, MAX_LEN, COLUMNS, out, GraphBucket(4, 0))
+    general = pack(other_plan, MAX_LEN, COLUMNS, other, GraphBucket(4, 0))
     assert out[:8].tolist() == other[:8].tolist() == [1, 2, 3, 0, NEWEST, NEWEST, NEWEST, 0]
     assert packed.sample_rows.tolist() == general.sample_rows.tolist()
     assert packed.longest == general.longest == 14

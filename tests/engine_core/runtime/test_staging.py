@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.masks import mask_indices
@@ -16,6 +17,7 @@ from tandem.protocol.codec import pack_floats, pack_ids, unpack_floats, unpack_i
 from tandem.protocol.params import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_LEN, PAGES_PER_ROW, ROWS = 50, 13, 8
+COLUMNS = (PageColumns(0, PAGES_PER_ROW),)
 IDS = st.integers(0, 2**31 - 1)
 FLOATS = st.floats(0.0, 2.0, width=32)
 
@@ -150,7 +152,7 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
 @given(plans())
 def test_every_field_of_an_eager_step_equals_the_reference(plan: StepPlan) -> None:
     out = np.full(capacity(ROWS, 9 * ROWS, ROWS * PAGES_PER_ROW, ROWS * MAX_LEN), -77, dtype=np.int32)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out)
+    packed = pack(plan, MAX_LEN, COLUMNS, out)
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     assert found == by_hand(plan)
     assert (out[packed.total :] == -77).all(), "nothing is written past the end"
@@ -183,7 +185,7 @@ def test_a_decode_step_is_packed_where_its_graph_reads_it(
     ]
     plan, bucket = StepPlan.of(3, tuple(rows)), len(rows) + padding
     out = np.full(capacity(len(rows), bucket, 2 * len(rows), 0), -77, dtype=np.int32)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(bucket, 0))
+    packed = pack(plan, MAX_LEN, COLUMNS, out, GraphBucket(bucket, 0))
     found = {name: out[start : start + length].tolist() for name, (start, length) in packed.fields.items()}
     expected = by_hand(plan)
     assert found["token_rows"] == [row.row for row in rows] + [0] * padding
@@ -244,7 +246,7 @@ def worst(rows: int, step_tokens: int, pages: int, uploads: int) -> StepPlan:
 def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int, uploads: int) -> None:
     step_tokens = rows + more
     out = np.zeros(capacity(rows, step_tokens, pages, uploads), dtype=np.int32)
-    packed = pack(worst(rows, step_tokens, pages, uploads), 10_000, 1000, out)
+    packed = pack(worst(rows, step_tokens, pages, uploads), 10_000, (PageColumns(0, 1000),), out)
     assert packed.total <= len(out)
     fields: dict[str, Any] = packed.fields
     assert fields["suppressed"][1] == rows * MAX_SUPPRESSED
@@ -256,7 +258,7 @@ def test_capacity_is_enough_for_the_worst_step(rows: int, more: int, pages: int,
 def test_a_decode_step_stores_equal_columns_once() -> None:
     rows = tuple(ScheduledSequence(number, number, 10 + number, 1, True) for number in range(1, 5))
     out = np.zeros(100, dtype=np.int32)
-    packed = pack(StepPlan.of(1, rows), MAX_LEN, PAGES_PER_ROW, out)
+    packed = pack(StepPlan.of(1, rows), MAX_LEN, COLUMNS, out)
     assert packed.total <= 4 * len(rows), "columns with the same content share their offset"
 
 
@@ -266,7 +268,7 @@ def test_new_pages_follow_the_inputs_of_a_decode_graph() -> None:
     plan = StepPlan.of(1, rows)
     assert plan.is_unconstrained_decode
     out = np.zeros(100, dtype=np.int32)
-    packed = pack(plan, MAX_LEN, PAGES_PER_ROW, out, GraphBucket(4, 0))
+    packed = pack(plan, MAX_LEN, COLUMNS, out, GraphBucket(4, 0))
     assert out[: packed.total].tolist() == [1, 2, 0, 0, NEWEST, NEWEST, 0, 0, PAGES_PER_ROW + 2, 0, 7]
     layout = {"token_rows": (0, 4), "positions": (4, 4), "page_index": (8, 2), "pages": (10, 1)}
     assert packed.fields == layout | {"sample_rows": (0, 2)}
@@ -277,7 +279,9 @@ def test_a_decode_step_brings_nothing_more_where_contexts_may_be_longer() -> Non
     plan = StepPlan.of(1, tuple([ScheduledSequence(number, number, 448) for number in range(1, 65)]))
     layouts = []
     for max_len in (4096, 131_072):
-        packed = pack(plan, max_len, max_len // 16, np.zeros(1000, dtype=np.int32), GraphBucket(64, 0))
+        packed = pack(
+            plan, max_len, (PageColumns(0, max_len // 16),), np.zeros(1000, dtype=np.int32), GraphBucket(64, 0)
+        )
         layouts.append((packed.total, packed.fields, packed.longest))
     assert layouts[0] == layouts[1]
 
@@ -288,7 +292,7 @@ def test_offsets_in_the_largest_tables_are_exact(rows: int, max_len: int) -> Non
     last = ScheduledSequence(
         9, rows, max_len - 2, 2, tokens=pack_ids([5, 6]), new_pages=(3,), first_page=max_len // 16 - 1
     )
-    packed = pack(StepPlan.of(1, (last,)), max_len, max_len // 16, np.zeros(100, dtype=np.int32))
+    packed = pack(StepPlan.of(1, (last,)), max_len, (PageColumns(0, max_len // 16),), np.zeros(100, dtype=np.int32))
     tokens = packed.read("upload_index").view(np.int64)
     assert tokens.tolist() == [(rows + 1) * max_len - 2, (rows + 1) * max_len - 1]
     assert packed.read("page_index").view(np.int64).tolist() == [(rows + 1) * (max_len // 16) - 1]

@@ -11,7 +11,10 @@ from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.kernels.reference.sampling import SamplingRows
 from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
+from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.models.decoder import Decoder
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime import tables as tables_module
 from tandem.engine_core.runtime.device import CpuDevice, open_device
@@ -31,12 +34,12 @@ GREEDY = SamplingParams(4, temperature=0.0)
 
 
 def tables() -> DeviceTables:
-    return DeviceTables.allocate(4, 20, 5, torch.device("cpu"))
+    return DeviceTables.allocate(4, 20, (PageColumns(0, 5),), torch.device("cpu"))
 
 
 def staged(plan: StepPlan) -> tuple[torch.Tensor, Packed]:
     out = np.zeros(capacity(4, 40, 30, 40), dtype=np.int32)
-    packed = pack(plan, 20, 5, out)
+    packed = pack(plan, 20, (PageColumns(0, 5),), out)
     return torch.from_numpy(out)[: packed.total], packed
 
 
@@ -160,13 +163,46 @@ def test_decode_rows_are_at_the_devices_positions() -> None:
     assert batch.positions.tolist() == [4, 2]
 
 
+def test_pages_of_each_group_are_written_to_its_columns() -> None:
+    """A row brings pages 0 to 5, of which a group with a window keeps 4, then one more, in the column of the oldest."""
+    columns = PageColumns(0, 8), PageColumns(8, 8, 4), PageColumns(16, 8)
+    table = DeviceTables.allocate(2, 32, columns, torch.device("cpu"))
+
+    def bring(*rows: ScheduledSequence) -> None:
+        out = np.zeros(capacity(4, 40, 60, 40), dtype=np.int32)
+        packed = pack(StepPlan.of(1, rows), 32, columns, out)
+        table.apply(torch.from_numpy(out)[: packed.total], packed)
+
+    ids = tuple(range(10, 16)), (0, 0, 22, 23, 24, 25), (0, 0, 0, 0, 34, 35)
+    other = ScheduledSequence(2, 2, 4, 1, new_pages=(91, 92, 93, 94, 95, 96), first_page=1)
+    bring(ScheduledSequence(1, 1, 23, 1, new_pages=sum(ids, ())), other)
+    full, ring, last = (table.pages[:, own.first : own.first + own.count].tolist() for own in columns)
+    assert (full[1], full[2]) == ([*ids[0], 0, 0], [0, 91, 92, 0, 0, 0, 0, 0])
+    assert (ring[1], ring[2]) == ([24, 25, 22, 23] * 2, [0, 93, 94, 0] * 2)
+    assert (last[1], last[2]) == ([*ids[2], 0, 0], [0, 95, 96, 0, 0, 0, 0, 0])
+    bring(ScheduledSequence(1, 1, 24, 1, new_pages=(16, 26, 36), first_page=6))
+    full, ring, last = (table.pages[1, own.first : own.first + own.count].tolist() for own in columns)
+    assert (full[6], ring, last[6]) == (16, [24, 25, 26, 23] * 2, 36)
+
+
+def test_page_tables_are_views_of_the_columns_of_their_groups() -> None:
+    groups = KVGroup((0,), 1, 8), KVGroup((1,), 1, 8, 6)
+    kv = KVStorage.allocate(KVLayout(groups=groups, page_size=4, dtype=torch.float32), 3, "cpu")
+    table = DeviceTables.allocate(2, 32, (PageColumns(0, 8), PageColumns(8, 6, 3)), torch.device("cpu"))
+    full, local = table.page_tables(kv)
+    assert (full.window, full.ring, full.pages.shape) == (None, 0, (3, 8))
+    assert (local.window, local.ring, local.pages.shape) == (6, 3, (3, 6))
+    table.pages[2, 8] = 7
+    assert local.pages[2, 0] == 7 and full.page_stride == local.page_stride == 8
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_len", [2, 3, 4, 5, MAX_LEN])
 def test_warm_up_writes_to_the_padding_row_and_page_only(model: Decoder, depth: int, max_len: int) -> None:
     runtime = build_runtime(model, Shape(depth))
     pages_per_row = -(-max_len // 4)
-    runtime.tables = DeviceTables.allocate(4, max_len, pages_per_row, torch.device("cpu"))
-    runtime.page_table = runtime.kv.page_table(runtime.tables.pages)
+    runtime.tables = DeviceTables.allocate(4, max_len, (PageColumns(0, pages_per_row),), torch.device("cpu"))
+    runtime.page_tables = runtime.tables.page_tables(runtime.kv)
     runtime.sampler = TorchSampler(runtime.tables.sampling)
     config = StepConfig(
         model_name="x", device="cpu", dtype="float32", depth=depth, max_rows=4, max_len=max_len, max_step_tokens=30,

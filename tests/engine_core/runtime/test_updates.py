@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.attention.table_updates import update_tables_reference
 from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.captured import Graph
 from tandem.engine_core.runtime.device import CpuDevice
@@ -22,6 +23,7 @@ from tests.fakes.constraint import FakeFiller
 from tests.fakes.recording_gpu import RecordedGraph
 
 ROWS, MAX_LEN, PAGES = 4, 20, 5
+COLUMNS = (PageColumns(0, PAGES),)
 PLAN = StepPlan.of(
     1,
     (ScheduledSequence(2, 2, 0, 3, True, tokens=pack_ids([7, 8, 9]), new_pages=(3, 4)),),
@@ -51,14 +53,18 @@ def slot_of() -> StepSlot:
 
 def load(slot: StepSlot) -> None:
     """Put a step into a slot, and copy it to the device."""
-    packed = pack(PLAN, MAX_LEN, PAGES, slot.inputs_view)
+    packed = pack(PLAN, MAX_LEN, COLUMNS, slot.inputs_view)
     slot.locations_view[:] = packed.locate_updates()
     slot.device_memory.copy_(slot.host_memory)
 
 
 def test_capture_runs_without_the_updates_that_an_earlier_step_has_left() -> None:
     """Its inputs are overwritten by then: the padding row would get what they hold."""
-    tables, slots, recorder = DeviceTables.allocate(ROWS, MAX_LEN, PAGES, torch.device("cpu")), [slot_of()], Recorder()
+    tables, slots, recorder = (
+        DeviceTables.allocate(ROWS, MAX_LEN, COLUMNS, torch.device("cpu")),
+        [slot_of()],
+        Recorder(),
+    )
     load(slots[0])
     slots[0].device_inputs.zero_()
 
@@ -78,7 +84,10 @@ def test_capture_runs_without_the_updates_that_an_earlier_step_has_left() -> Non
 
 
 def test_each_slot_has_its_own_updates() -> None:
-    tables, slots = DeviceTables.allocate(ROWS, MAX_LEN, PAGES, torch.device("cpu")), [slot_of(), slot_of()]
+    tables, slots = (
+        DeviceTables.allocate(ROWS, MAX_LEN, COLUMNS, torch.device("cpu")),
+        [slot_of(), slot_of()],
+    )
     update = partial(update_tables_reference, pages=tables.pages, tables=tables.sampling)
     graphs = capture_updates(Recorder(), slots, update)
     load(slots[1])

@@ -11,6 +11,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.attention.triton import RaggedGraphPlanner
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVLayout
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.runtime.device import CpuDevice
 from tandem.engine_core.startup.attention import (
     MAX_PAGE_TABLE_ENTRIES,
@@ -165,12 +166,13 @@ def test_graphs_of_many_tokens_are_planned_by_what_their_slots_planner_allows(
         [PLAIN, LOCAL], device.host_buffer, device.torch_device, heads, 3, 192, for_hopper
     )
     config: Any = SimpleNamespace(
-        max_rows=3, max_step_tokens=512, dtype="bfloat16", pages_per_row=64, depth=2, graph_tokens=(64, 384, 512),
+        max_rows=3, max_step_tokens=512, dtype="bfloat16", page_columns=(PageColumns(0, 64),), depth=2,
+        graph_tokens=(64, 384, 512),
         num_pages=lambda positions: positions // 8,
     )  # fmt: skip
     model: Any = SimpleNamespace(heads=4, kv_heads=2, head_dim=64)
     table = PageTable(torch.zeros(4, 64, dtype=torch.int32), 8, 8)
-    planners = GraphPlanners(device, H200, model, config, table, [eager])
+    planners = GraphPlanners(device, H200, model, config, [table], [eager])
     assert isinstance(planners(0, 256), RaggedGraphPlanner)
     planner = planners(0, 384)
     assert type(planner) is (hopper.HopperGraphPlanner if for_hopper else library.FlashInferGraphPlanner)

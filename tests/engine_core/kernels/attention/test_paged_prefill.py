@@ -106,7 +106,7 @@ def planner_for(heads: int, kv_heads: int, head_dim: int, spans: Sequence[Span],
 def assert_equals_the_oracle(work: Work, given: Inputs, layer: LayerAttention) -> None:
     spans, query, keys, values, table = given
     heads, kv_heads, head_dim = query.shape[1], keys.shape[1], query.shape[2]
-    step = planner_for(heads, kv_heads, head_dim, spans, str(query.device)).plan(spans, table)
+    step = planner_for(heads, kv_heads, head_dim, spans, str(query.device)).plan(spans, [table])
     expected = reference.paged_prefill(query, keys, values, work, table, layer.scale, layer.window, layer.softcap)
     torch.testing.assert_close(step.run(query, keys, values, layer), expected, atol=2e-5, rtol=2e-5)
 
@@ -164,7 +164,7 @@ def test_a_window_reads_no_key_outside_it(device: str) -> None:
     """Pages before a window may be freed: neither their keys nor their ids are read any more."""
     spans, query, keys, values, table = inputs([(60, 9)], 2, 1, 32, 8, device)
     layer = LayerAttention(0.2, 20)
-    step = planner_for(2, 1, 32, spans, device).plan(spans, table)
+    step = planner_for(2, 1, 32, spans, device).plan(spans, [table])
     expected = step.run(query, keys, values, layer)
     n = torch.arange(41, device=device)
     slots = table.slots(torch.zeros_like(n), n)
@@ -188,7 +188,7 @@ def test_programs_that_share_a_tile_equal_the_oracle(
     """Some splits see none of a query's keys; unused tiles lie between used ones."""
     monkeypatch.setattr(kernel, "MIN_SPLIT_POSITIONS", 16)
     spans, query, keys, values, table = inputs(work, 6, 2, 32, 4, device)
-    tiles = planner_for(6, 2, 32, spans, device).plan(spans, table).tiles
+    tiles = planner_for(6, 2, 32, spans, device).plan(spans, [table]).tiles
     idle = torch.zeros_like(tiles)
     tiles = torch.stack((idle, tiles), 1).flatten(0, 1).contiguous()
     out = torch.full_like(query, torch.nan)
@@ -210,10 +210,10 @@ def test_a_mixed_step_equals_the_oracle(layer: LayerAttention, decoding: int, de
     spans, query, keys, values, table = inputs(work, 4, 2, 32, 8, device)
     prompts = [Span(span.row, span.offset - decoding, span.start, span.length) for span in spans[decoding:]]
     ragged = planner_for(4, 2, 32, prompts, device)
-    graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 2, table)
+    graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 2, [table])
     graph.plan(prompts)
     positions = torch.tensor([start for start, _ in work[:decoding]], dtype=torch.int32, device=device)
-    decode = DecodeStep(torch.arange(decoding, dtype=torch.int32, device=device), positions, table, 2, A100)
+    decode = DecodeStep(torch.arange(decoding, dtype=torch.int32, device=device), positions, [table], 2, A100)
     out = torch.full((len(query) + 2, *query.shape[1:]), 7.0, device=device)
     padded = torch.cat((query, torch.zeros(2, *query.shape[1:], device=device)))
     found = MixedStep(decode, graph.step, out).run(padded, keys, values, layer)
@@ -230,7 +230,7 @@ def test_a_strided_pool_and_a_query_inside_a_projection_change_nothing(device: s
     spans, query, keys, values, table = inputs([(3, 9)], 2, 1, 32, 4, device)
     pool = torch.stack((keys, values), 1)
     wide = torch.cat((query, query), 1)[:, :2]
-    step = planner_for(2, 1, 32, spans, device).plan(spans, table)
+    step = planner_for(2, 1, 32, spans, device).plan(spans, [table])
     found = step.run(wide, pool[:, 0], pool[:, 1], LAYER)
     torch.testing.assert_close(found, step.run(query, keys, values, LAYER), atol=1e-6, rtol=1e-6)
 
@@ -239,7 +239,7 @@ def test_tiles_cover_every_query_once(device: str) -> None:
     work: Work = [(5, 1), (0, 33), (16, 16), (2, 17)]
     spans = spans_of(work)
     ragged = planner_for(2, 1, 32, spans, device)
-    tiles = ragged.plan(spans, PageTable(torch.zeros(4, 3, dtype=torch.int32, device=device), 16, 16)).tiles
+    tiles = ragged.plan(spans, [PageTable(torch.zeros(4, 3, dtype=torch.int32, device=device), 16, 16)]).tiles
     covered = []
     for row, first, position, left in tiles.tolist():
         span = spans[row]
@@ -251,8 +251,8 @@ def test_tiles_cover_every_query_once(device: str) -> None:
 def test_a_graph_does_not_compute_tiles_of_earlier_steps(device: str) -> None:
     table = PageTable(torch.zeros(3, 3, dtype=torch.int32, device=device), 16, 16)
     ragged = planner_for(2, 1, 32, spans_of([(0, 33), (16, 16), (2, 17)]), device)
-    ragged.plan(spans_of([(0, 33), (16, 16), (2, 17)]), table)
-    graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 1, table)
+    ragged.plan(spans_of([(0, 33), (16, 16), (2, 17)]), [table])
+    graph = RaggedGraphPlanner.build(ragged, len(ragged.tiles), 1, [table])
     graph.plan(spans_of([(5, 9)]))
     assert ragged.tiles[:2].tolist() == [[0, 0, 5, 9], [0, 8, 13, 1]]
     assert not ragged.tiles[2:].any()
@@ -295,8 +295,8 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     spans, query, keys, values, table = inputs([(0, 20)], 2, 1, 32, 4, device)
     # Multiples of a thousand: different scores differ by far more than their rounding.
     query, keys, layer = query.round() * 1e3, keys.round(), LayerAttention(1.0)
-    found = planner_for(2, 1, 32, spans, device).plan(spans, table).run(query, keys, values, layer)
-    expected = TorchPlanner([layer]).plan(spans, table).run(query, keys, values, layer)
+    found = planner_for(2, 1, 32, spans, device).plan(spans, [table]).run(query, keys, values, layer)
+    expected = TorchPlanner([layer]).plan(spans, [table]).run(query, keys, values, layer)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -349,9 +349,9 @@ def test_a_pool_of_8_bit_floats_is_read_exactly(pair: tuple[float, float] | None
     keys, values = (to_pool(part.nan_to_num(), torch.float8_e4m3fn) for part in (keys, values))
     key_scale, value_scale = pair or (1.0, 1.0)
     scales = None if pair is None else torch.tensor(pair, device=device)
-    plain = TorchPlanner([LAYER]).plan(spans, table)
+    plain = TorchPlanner([LAYER]).plan(spans, [table])
     expected = plain.run(query, keys.float() * key_scale, values.float() * value_scale, LAYER)
-    step = replace(planner_for(4, 2, 32, spans, device).plan(spans, table), splits=splits)
+    step = replace(planner_for(4, 2, 32, spans, device).plan(spans, [table]), splits=splits)
     for tolerance, one in ((2e-5, step), (1e-6, plain)):
         found = one.run(query * key_scale, keys, values, LAYER, scales)
         torch.testing.assert_close(found, expected, atol=tolerance * value_scale, rtol=tolerance)

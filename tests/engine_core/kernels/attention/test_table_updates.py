@@ -16,6 +16,7 @@ from tandem.engine_core.kernels.attention.table_updates import (
     update_tables_reference,
 )
 from tandem.engine_core.kernels.sampling.inputs import UPDATE_FIELDS, SamplingTables
+from tandem.engine_core.page_counts import PageColumns
 from tandem.engine_core.plan import NewSequence, ScheduledSequence, StepPlan
 from tandem.engine_core.runtime.staging import Packed, capacity, pack
 from tandem.engine_core.runtime.tables import DeviceTables
@@ -25,10 +26,11 @@ from tandem.protocol.params import MAX_SEED, SamplingParams
 NORESERVE = 0x4000
 """Linux's MAP_NORESERVE, which Python names from 3.13 on."""
 ROWS, MAX_LEN, PAGES = 120, 2 * BLOCK * PROGRAMS, 300
+COLUMNS = (PageColumns(0, PAGES),)
 
 
 def tables_of(device: str) -> DeviceTables:
-    return DeviceTables.allocate(ROWS, MAX_LEN, PAGES, torch.device(device))
+    return DeviceTables.allocate(ROWS, MAX_LEN, COLUMNS, torch.device(device))
 
 
 def admission(draw: random.Random, row: int, length: int) -> NewSequence:
@@ -56,7 +58,7 @@ def random_plan(draw: random.Random, lengths: tuple[int, ...]) -> StepPlan:
 def staged(plan: StepPlan, device: str) -> tuple[Tensor, Tensor, Packed]:
     """Return the locations of a step's updates, its inputs, and the offsets of all of these."""
     out = np.full(capacity(ROWS, ROWS * MAX_LEN, ROWS * PAGES, ROWS * MAX_LEN), -77, dtype=np.int32)
-    packed = pack(plan, MAX_LEN, PAGES, out)
+    packed = pack(plan, MAX_LEN, COLUMNS, out)
     locations = torch.tensor(packed.locate_updates(), dtype=torch.int32)
     assert locations.shape == (len(UPDATE_FIELDS), 2)
     return locations.to(device), torch.from_numpy(out)[: packed.total].to(device), packed
