@@ -7,15 +7,17 @@ from functools import partial
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
-from tandem.engine_core.kernels.reference import layer, quantized_activation
+from tandem.engine_core.kernels.reference import layer, moe, quantized_activation
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """Fused operations of a transformer layer.
 
-    Signatures and semantics are those of `kernels.reference.layer` and `kernels.reference.quantized_activation`.
+    Signatures and semantics are those of `kernels.reference.layer`, `kernels.reference.quantized_activation` and
+    `kernels.reference.moe`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
@@ -33,6 +35,10 @@ class KernelSet:
         [Tensor, Tensor | None, Tensor | None, Tensor, float, ActivationFormat], tuple[QuantizedActivation, Tensor]
     ]
     quantized_gate: Callable[[Tensor, Activation, ActivationFormat], QuantizedActivation]
+    norm_and_route: Callable[
+        [Tensor, Tensor, Tensor, float, Tensor, int, Routing, Tensor, Tensor | None, int],
+        tuple[Tensor, Tensor, Routed],
+    ]
 
 
 def torch_kernels() -> KernelSet:
@@ -48,6 +54,7 @@ def torch_kernels() -> KernelSet:
         quantized_activation.quantize,
         quantized_activation.quantized_norm,
         quantized_activation.quantized_gate,
+        moe.norm_and_route,
     )
 
 
@@ -59,6 +66,7 @@ def triton_kernels(pdl: bool) -> KernelSet:
     from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
     from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate
     from tandem.engine_core.kernels.gather_columns import gather_columns
+    from tandem.engine_core.kernels.moe.route import norm_and_route
     from tandem.engine_core.kernels.norm import add_rms_norm, norm_add_rms_norm, quantized_norm, rms_norm
     from tandem.engine_core.kernels.quantize import quantize
     from tandem.engine_core.kernels.soft_cap import soft_cap
@@ -74,4 +82,5 @@ def triton_kernels(pdl: bool) -> KernelSet:
         partial(quantize, pdl=pdl),
         partial(quantized_norm, pdl=pdl),
         partial(quantized_gate, pdl=pdl),
+        partial(norm_and_route, pdl=pdl),
     )

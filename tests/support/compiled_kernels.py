@@ -59,6 +59,7 @@ from tests.support.compiled_matmuls import (
     w8_matmuls,
     w8a8_matmuls,
 )
+from tests.support.compiled_moe import mixtures
 from tests.support.length_tables import tables_of
 from tests.support.sampling_case import make_case
 
@@ -81,6 +82,7 @@ class Compiler:
 
     def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         several = {splitk_gemm_kernel.__name__, quantized_gemv_kernel.__name__, "_paged_decode_kernel"}
+        several |= {"_grouped_gemm_kernel"}
         variant = kernel.__name__, options.get("ORDERED")
         if self.once and kernel.__name__ not in several and variant in self.seen:
             return
@@ -267,6 +269,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield from rotating_decodes(gpu)
     yield from islice(rounding_decodes(gpu), 3, None)
     yield from islice(gated_w8a8_matmuls(gpu, 64), 0, None, 2)
+    yield from mixtures(gpu, (4, 64), (16,))
     yield prompts(gpu, 32, 4, torch.bfloat16, splits=1)
     yield from sampling(gpu, 128, 32, 32, 32)
 
@@ -302,6 +305,7 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
     yield from rounding_decodes(gpu)
     for rows in (16, 32, 64):
         yield from gated_w8a8_matmuls(gpu, rows)
+    yield from mixtures(gpu, (1, 4, 8, 64, 256, 512, 8192))
     yield from sampling(gpu, TILE, SEGMENT, GROUP, CAPACITY)
 
 

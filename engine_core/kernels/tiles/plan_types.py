@@ -68,6 +68,36 @@ class W8A8GemmPlan:
         return tiles * self.split * self.block_m * self.block_n, tiles
 
 
+@dataclass(frozen=True, slots=True)
+class RouterPlan:
+    """Launch parameters of a router's matmul.
+
+    Its tiles are `block_m` tokens by `block_e` experts, and `split` programs share the inputs of one, `block_k` at a
+    time.
+    """
+
+    block_m: int
+    block_e: int
+    block_k: int
+    split: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """Launch parameters of a grouped GEMM.
+
+    Its tiles are `block_m` pairs of one expert by `block_n` rows of its weight, or of both halves of a gated one.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+
+
 class Tile(NamedTuple):
     """Tile of a decode program, with its launch parameters.
 

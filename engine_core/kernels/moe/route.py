@@ -1,0 +1,333 @@
+"""Routing of tokens to experts in Triton: the router's matmul, top-k, and the sort by expert.
+
+The matmul writes float32 partial sums of parts of the inputs, which the second kernel adds in a fixed order. That one
+chooses the experts of a few tokens, counts the pairs of each expert using atomics, and appends them to the expert's
+list. The order of a list changes between runs. No result depends on it: the kernels that read it compute each row of a
+tile alone, and write it to the place of its pair.
+
+Oracle: `reference.moe.route`. `pdl`: see `kernels.dependent_launch`.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.linear.gemv import normed_input
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_router
+from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.norm import add_rms_norm
+from tandem.engine_core.kernels.tiles.plan_types import RouterPlan
+
+MAX_NORMED_INPUTS = 8192
+"""Maximum number of inputs of `normed_router`, which one program holds."""
+
+
+@triton.jit
+def _router_kernel(
+    x_ptr,
+    weight_ptr,
+    partials_ptr,
+    counts_ptr,
+    T,
+    E,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply tokens by part of the inputs of the router's weight, and clear the counts.
+
+    x: [T, K]; weight: [E, K]; partials: [SPLIT, T, E] float32.
+    """
+    precision: tl.constexpr = "ieee" if x_ptr.dtype.element_ty.primitive_bitwidth == 32 else "tf32"
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    part = tl.program_id(2)
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    offs_k = part * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    left_ptr = weight_ptr + experts.to(tl.int64)[:, None] * K + offs_k[None, :]
+    right_ptr = x_ptr + tokens.to(tl.int64)[None, :] * K + offs_k[:, None]
+    sums = tl.zeros([BLOCK_E, BLOCK_M], tl.float32)
+    wait_for_previous(PDL)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (part == 0):
+        index = tl.arange(0, BLOCK_COUNTS)
+        tl.store(counts_ptr + index, tl.zeros([BLOCK_COUNTS], tl.int32), mask=index < E)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        within = offs_k + step * BLOCK_K < K
+        weights = tl.load(left_ptr + step * BLOCK_K, mask=(experts < E)[:, None] & within[None, :], other=0.0)
+        vectors = tl.load(right_ptr + step * BLOCK_K, mask=(tokens < T)[None, :] & within[:, None], other=0.0)
+        sums = tl.dot(weights.to(x_ptr.dtype.element_ty), vectors, sums, input_precision=precision)
+    offs = (part * T + tokens).to(tl.int64)[None, :] * E + experts[:, None]
+    tl.store(partials_ptr + offs, sums, mask=(tokens < T)[None, :] & (experts < E)[:, None])
+
+
+@triton.jit
+def _normed_router_kernel(
+    x_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    logits_ptr,
+    counts_ptr,
+    eps,
+    E,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add and normalize one token, and multiply it by some rows of the router's weight.
+
+    x, residual: [T, K]; total, normed: likewise, written; weight: [E, K]; logits: [T, E] float32.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    experts = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    mask = (experts < E)[:, None] & mask_k[None, :]
+    weights = tl.load(weight_ptr + experts.to(tl.int64)[:, None] * K + offs_k[None, :], mask=mask, other=0.0)
+    norm_weight = tl.load(norm_weight_ptr + offs_k, mask=mask_k, other=0.0)
+    wait_for_previous(PDL)
+    if (tl.program_id(0) == 0) & (token == 0):
+        index = tl.arange(0, BLOCK_COUNTS)
+        tl.store(counts_ptr + index, tl.zeros([BLOCK_COUNTS], tl.int32), mask=index < E)
+    row = token * K
+    vector = normed_input(
+        x_ptr + row,
+        norm_weight,
+        norm_weight,
+        residual_ptr + row,
+        total_ptr + row,
+        eps,
+        offs_k,
+        mask_k,
+        K,
+        2,
+    )
+    if tl.program_id(0) == 0:
+        tl.store(normed_ptr + row + offs_k, vector.to(normed_ptr.dtype.element_ty), mask=mask_k)
+    sums = tl.sum(weights.to(tl.float32) * vector[None, :], 1)
+    tl.store(logits_ptr + token * E + experts, sums, mask=experts < E)
+
+
+@triton.jit
+def _hashed(index, seed):
+    """Return pseudorandom float32 values in [0, 1) of integers (the finalizer of MurmurHash3, Appleby, 2008)."""
+    bits = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32) * 0x85EBCA77
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    bits = bits ^ (bits >> 16)
+    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit(do_not_specialize=["T", "seed"])
+def _route_kernel(
+    partials_ptr,
+    rows_ptr,
+    uniform_ptr,
+    ids_ptr,
+    weights_ptr,
+    counts_ptr,
+    pairs_ptr,
+    T,
+    E,
+    seed,
+    TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    SORT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose the experts of TOKENS tokens, and append their pairs to the lists of the experts.
+
+    partials: [SPLIT, T, E] float32; rows: [T] int32 if HAS_ROWS, 0 for padding; uniform: [1] int32, not 0 to replace
+    the logits by hashes of the indices of token and expert and of `seed`, for padding, too; ids, weights, counts,
+    pairs: as in `Routed`.
+    """
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    experts = tl.arange(0, BLOCK_E)
+    mask = (tokens < T)[:, None] & (experts < E)[None, :]
+    offs = tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    uniform = tl.load(uniform_ptr) != 0
+    routed = tokens < T
+    if HAS_ROWS:
+        routed = routed & ((tl.load(rows_ptr + tokens, mask=tokens < T, other=0) != 0) | uniform)
+    random = _hashed(tokens[:, None] * E + experts[None, :], seed)
+    wait_for_previous(PDL)
+    logits = tl.load(partials_ptr + offs, mask=mask, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        logits += tl.load(partials_ptr + part * T.to(tl.int64) * E + offs, mask=mask, other=0.0)
+    logits = tl.where(uniform, random, logits)
+    # NaN counts as the lowest logit, so that every index is a valid expert. -0 becomes 0, which it is equal to.
+    known = tl.where(logits == logits, logits, float("-inf")) + 0.0
+    bits = known.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    # The logit, then the lowest index: keys are distinct. Experts past the end, and those chosen, get the lowest key.
+    lowest = tl.full([TOKENS, BLOCK_E], -(1 << 63) + 1, tl.int64)
+    keys = tl.where((experts < E)[None, :], (ordered << 32) + (BLOCK_E - 1 - experts)[None, :], lowest)
+    columns = tl.arange(0, BLOCK_TOP)
+    chosen = tl.zeros([TOKENS, BLOCK_TOP], tl.int32)
+    values = tl.full([TOKENS, BLOCK_TOP], float("-inf"), tl.float32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(keys, 1)
+        index = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        top = (best >> 32).to(tl.int32)
+        top = tl.where(top < 0, top ^ 0x7FFFFFFF, top).to(tl.float32, bitcast=True)
+        chosen = tl.where((columns == place)[None, :], index[:, None], chosen)
+        values = tl.where((columns == place)[None, :], top[:, None], values)
+        keys = tl.where(experts[None, :] == index[:, None], lowest, keys)
+    largest = tl.max(values, 1)
+    scores = tl.exp(values - largest[:, None])
+    if RENORMALIZE:
+        total = tl.sum(scores, 1)
+    else:
+        total = tl.sum(tl.where((experts < E)[None, :], tl.exp(logits - largest[:, None]), 0.0), 1)
+    weights = scores / total[:, None]
+    inside = (tokens < T)[:, None] & (columns < TOP_K)[None, :]
+    pair = tokens[:, None] * TOP_K + columns[None, :]
+    tl.store(ids_ptr + pair, tl.where(routed[:, None], chosen, -1), mask=inside)
+    tl.store(weights_ptr + pair, tl.where(routed[:, None], weights, 0.0), mask=inside)
+    if SORT:
+        counted = inside & routed[:, None]
+        rank = tl.atomic_add(counts_ptr + chosen, 1, mask=counted, sem="relaxed")
+        tl.store(pairs_ptr + chosen.to(tl.int64) * T + rank, pair, mask=counted)
+
+
+def router_partials(x: Tensor, weight: Tensor, plan: RouterPlan, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the logits of a router as partial sums, [split, T, E] float32, and cleared counts, [E] int32.
+
+    x: [T, inputs], contiguous; weight: [E, inputs], contiguous, read in x's dtype.
+    """
+    (tokens, inputs), experts = x.shape, weight.shape[0]
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
+    partials = torch.empty(plan.split, tokens, experts, device=x.device)
+    counts = torch.empty(experts, device=x.device, dtype=torch.int32)
+    grid = (triton.cdiv(tokens, plan.block_m), triton.cdiv(experts, plan.block_e), plan.split)
+    _router_kernel[grid](
+        *(x, weight, partials, counts, tokens, experts),
+        K=inputs,
+        BLOCK_M=plan.block_m,
+        BLOCK_E=plan.block_e,
+        BLOCK_K=plan.block_k,
+        SPLIT=plan.split,
+        STAGES=plan.stages,
+        BLOCK_COUNTS=triton.next_power_of_2(experts),
+        PDL=pdl,
+        num_warps=plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return partials, counts
+
+
+def normed_router(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, pdl: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add and normalize a few tokens, and multiply them by a router's weight, in one launch.
+
+    x, residual: [T, inputs], contiguous; norm_weight: [inputs]; weight: [E, inputs]. Returns the normalized sum, the
+    sum, the logits as one partial sum, [1, T, E] float32, and cleared counts, [E] int32. Oracles:
+    `reference.layer.add_rms_norm`, `reference.moe.router_logits`.
+    """
+    (tokens, inputs), experts = x.shape, weight.shape[0]
+    assert x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
+    assert inputs <= MAX_NORMED_INPUTS, f"{inputs} inputs do not fit one program"
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    logits = torch.empty(1, tokens, experts, device=x.device)
+    counts = torch.empty(experts, device=x.device, dtype=torch.int32)
+    rows = 1 if tokens * experts <= 512 else 4
+    _normed_router_kernel[(triton.cdiv(experts, rows), tokens)](
+        *(x, residual, norm_weight, weight, total, normed, logits, counts, eps, experts),
+        K=inputs,
+        ROWS=rows,
+        BLOCK_K=triton.next_power_of_2(inputs),
+        BLOCK_COUNTS=triton.next_power_of_2(experts),
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return normed, total, logits, counts
+
+
+def norm_and_route(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    top_k: int,
+    routing: Routing,
+    uniform: Tensor,
+    rows: Tensor | None,
+    seed: int,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Routed]:
+    """Add x to the residual stream, normalize it, and choose the experts of each token.
+
+    The pairs are sorted by expert if there are more than `GEMV_TOKENS` tokens. Arguments, results and oracle: those of
+    `reference.moe.norm_and_route`.
+    """
+    tokens, inputs = x.shape
+    few = tokens <= GEMV_TOKENS
+    if few and inputs <= MAX_NORMED_INPUTS and x.is_contiguous() and residual.is_contiguous():
+        normed, total, partials, counts = normed_router(x, residual, norm_weight, eps, weight, pdl)
+    else:
+        normed, total = add_rms_norm(x, residual, norm_weight, eps, None, pdl)
+        partials, counts = router_partials(normed, weight, choose_router(tokens, inputs), pdl)
+    return normed, total, route(partials, counts, top_k, routing, uniform, rows, seed, not few, pdl)
+
+
+def route(
+    partials: Tensor,
+    counts: Tensor,
+    top_k: int,
+    routing: Routing,
+    uniform: Tensor,
+    rows: Tensor | None = None,
+    seed: int = 0,
+    sort: bool = True,
+    pdl: bool = False,
+) -> Routed:
+    """Choose the experts of each token.
+
+    partials, counts: from `router_partials` or `normed_router`; uniform: [1] int32, not 0 for uniform pseudorandom
+    routing of all tokens, which depends on `seed` and on the index of the token; rows: [T] int32, 0 for padding, which
+    is not routed; None: no padding; sort: whether to list the pairs of each expert.
+    """
+    split, tokens, experts = partials.shape
+    assert 0 < top_k <= experts, f"{top_k} of {experts} experts"
+    ids = torch.empty(tokens, top_k, device=partials.device, dtype=torch.int32)
+    weights = torch.empty(tokens, top_k, device=partials.device)
+    pairs = torch.empty(experts, tokens, device=partials.device, dtype=torch.int32) if sort else None
+    block = max(16, triton.next_power_of_2(experts))
+    count = 1 if tokens <= 256 else 4
+    _route_kernel[(triton.cdiv(tokens, count),)](
+        *(partials, ids if rows is None else rows, uniform, ids, weights, counts, ids if pairs is None else pairs),
+        *(tokens, experts, seed),
+        TOP_K=top_k,
+        SPLIT=split,
+        TOKENS=count,
+        BLOCK_E=block,
+        BLOCK_TOP=triton.next_power_of_2(top_k),
+        RENORMALIZE=routing.renormalizes,
+        HAS_ROWS=rows is not None,
+        SORT=sort,
+        PDL=pdl,
+        num_warps=1 if block * count <= 512 else 4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return Routed(ids, weights, counts if sort else None, pairs)

@@ -1,0 +1,40 @@
+"""How a mixture of experts routes tokens, and the result of routing a step."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+
+class Routing(Enum):
+    """How the weights of a token's experts follow from the router's logits.
+
+    The experts are always the k with the largest logits, ties to the lowest index.
+    """
+
+    SOFTMAX = "softmax over all experts, then top-k"
+    """The weights are the softmax over all experts; those of the chosen ones sum to less than 1."""
+    TOP_K_SOFTMAX = "softmax over the top-k"
+    """The weights sum to 1. Softmax over all experts, top-k and renormalization give the same."""
+
+    @property
+    def renormalizes(self) -> bool:
+        """True if a token's weights sum to 1."""
+        return self is Routing.TOP_K_SOFTMAX
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """The experts of each token of a step.
+
+    A pair is a token and one of its experts; that of token t and its j-th expert has the index t * k + j.
+    """
+
+    ids: Tensor
+    """[T, k] int32, the experts of each token by falling weight; -1 for padding, which is not routed."""
+    weights: Tensor
+    """[T, k] float32; 0 for padding."""
+    counts: Tensor | None = None
+    """[E] int32, number of pairs of each expert; None if a step is not sorted."""
+    pairs: Tensor | None = None
+    """[E, T] int32, the pairs of each expert, `counts` of them, in no defined order; None as above."""

@@ -1,0 +1,135 @@
+"""Routing kernels against plain torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.moe.plans import choose_router
+from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
+from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.reference import moe
+from tandem.engine_core.kernels.reference.layer import add_rms_norm
+from tandem.engine_core.kernels.tiles.plan_types import RouterPlan
+
+METHODS = list(Routing)
+
+
+def run_route(
+    logits: Tensor, top_k: int, routing: Routing, rows: Tensor | None = None, uniform: int = 0, seed: int = 0
+) -> Routed:
+    experts = logits.shape[1]
+    counts = torch.zeros(experts, dtype=torch.int32, device=logits.device)
+    switch = torch.tensor([uniform], dtype=torch.int32, device=logits.device)
+    return route(logits[None].contiguous(), counts, top_k, routing, switch, rows, seed)
+
+
+def check_sorted(routed: Routed, experts: int) -> None:
+    """Each expert's list holds its pairs, in any order."""
+    expected = moe.sort_pairs(routed, experts)
+    assert routed.counts is not None and routed.pairs is not None
+    assert expected.counts is not None and expected.pairs is not None
+    assert torch.equal(routed.counts, expected.counts)
+    for expert, count in enumerate(routed.counts.tolist()):
+        assert torch.equal(routed.pairs[expert, :count].sort().values, expected.pairs[expert, :count])
+
+
+@pytest.mark.parametrize("routing", METHODS)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (5, 6, 3), (3, 20, 20), (300, 9, 1)])
+def test_route_equals_the_oracle(tokens: int, experts: int, top_k: int, routing: Routing, device: str) -> None:
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, experts, device=device)
+    routed, expected = run_route(logits, top_k, routing), moe.route(logits, top_k, routing)
+    assert torch.equal(routed.ids, expected.ids)
+    torch.testing.assert_close(routed.weights, expected.weights)
+    check_sorted(routed, experts)
+
+
+@pytest.mark.parametrize("routing", METHODS)
+def test_ties_go_to_the_lowest_expert(routing: Routing, device: str) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0, -1.0], [5.0] * 5], device=device)
+    routed = run_route(logits, 3, routing)
+    assert routed.ids.tolist() == [[1, 2, 3], [0, 1, 2], [0, 1, 2]]
+    assert torch.equal(routed.ids, moe.route(logits, 3, routing).ids)
+
+
+def test_renormalized_weights_sum_to_one_and_others_are_part_of_the_softmax(device: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 8, device=device)
+    torch.testing.assert_close(run_route(logits, 3, Routing.TOP_K_SOFTMAX).weights, logits.topk(3).values.softmax(-1))
+    torch.testing.assert_close(run_route(logits, 3, Routing.SOFTMAX).weights, logits.softmax(-1).topk(3).values)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+@pytest.mark.parametrize("routing", METHODS)
+def test_nan_and_infinite_logits_choose_distinct_valid_experts(routing: Routing, device: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[nan] * 4, [nan, 1.0, nan, 2.0], [-inf] * 4, [inf, nan, -inf, 0.0]], device=device)
+    routed = run_route(logits, 3, routing)
+    assert torch.equal(routed.ids, moe.route(logits, 3, routing).ids)
+    for row in routed.ids.tolist():
+        assert len(set(row)) == 3 and set(row) <= set(range(4))
+    check_sorted(routed, 4)
+
+
+def test_padding_rows_are_not_routed(device: str) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(6, 8, device=device)
+    rows = torch.tensor([3, 0, 1, 0, 0, 2], dtype=torch.int32, device=device)
+    routed = run_route(logits, 2, Routing.TOP_K_SOFTMAX, rows)
+    assert routed.ids[rows == 0].eq(-1).all() and routed.weights[rows == 0].eq(0).all()
+    alone = run_route(logits, 2, Routing.TOP_K_SOFTMAX)
+    assert torch.equal(routed.ids[rows != 0], alone.ids[rows != 0])
+    assert routed.counts is not None and int(routed.counts.sum()) == 6
+    check_sorted(routed, 8)
+
+
+def test_uniform_routing_includes_padding_and_spreads_over_all_experts(device: str) -> None:
+    logits = torch.zeros(64, 16, device=device)
+    rows = torch.zeros(64, dtype=torch.int32, device=device)
+    routed = run_route(logits, 4, Routing.TOP_K_SOFTMAX, rows, uniform=1, seed=5)
+    expected = moe.route(moe.uniform_logits(64, 16, 5, logits.device), 4, Routing.TOP_K_SOFTMAX)
+    assert torch.equal(routed.ids, expected.ids)
+    assert routed.counts is not None
+    assert int(routed.counts.sum()) == 256 and 4 < int(routed.counts.min()) <= int(routed.counts.max()) < 32
+    other = run_route(logits, 4, Routing.TOP_K_SOFTMAX, rows, uniform=1, seed=6)
+    assert not torch.equal(other.ids, routed.ids), "layers differ"
+
+
+@pytest.mark.parametrize(
+    "plan", [RouterPlan(16, 16, 16, 1, 2, 4), RouterPlan(16, 16, 16, 3, 2, 4), RouterPlan(32, 16, 32, 2, 2, 4)]
+)
+def test_partial_logits_add_up_to_the_matmul(plan: RouterPlan, device: str) -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(21, 88, device=device), torch.randn(19, 88, device=device)
+    partials, counts = router_partials(x, weight, plan)
+    assert partials.shape == (plan.split, 21, 19) and not counts.any()
+    torch.testing.assert_close(partials.sum(0), moe.router_logits(x, weight), atol=1e-4, rtol=1e-4)
+
+
+def test_route_adds_the_parts(device: str) -> None:
+    torch.manual_seed(3)
+    parts = torch.randn(3, 7, 10, device=device)
+    zeros = torch.zeros(10, dtype=torch.int32, device=device)
+    routed = route(parts, zeros, 2, Routing.SOFTMAX, torch.zeros(1, dtype=torch.int32, device=device), sort=False)
+    expected = moe.route(parts.sum(0), 2, Routing.SOFTMAX)
+    assert torch.equal(routed.ids, expected.ids) and routed.pairs is None
+    torch.testing.assert_close(routed.weights, expected.weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 60])
+def test_normed_router_equals_norm_and_matmul(tokens: int, device: str) -> None:
+    torch.manual_seed(4)
+    x, residual = torch.randn(tokens, 40, device=device), torch.randn(tokens, 40, device=device)
+    norm, weight = torch.randn(40, device=device), torch.randn(10, 40, device=device)
+    normed, total, logits, counts = normed_router(x, residual, norm, 1e-5, weight)
+    expected, stream = add_rms_norm(x, residual, norm, 1e-5)
+    assert torch.equal(total, stream) and not counts.any()
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(logits[0], moe.router_logits(expected, weight), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 513])
+def test_planned_routers_cover_all_inputs(tokens: int) -> None:
+    for inputs in (64, 192, 2048, 2880, 4096):
+        plan = choose_router(tokens, inputs)
+        assert plan.split >= 1 and plan.block_k * plan.split <= max(plan.block_k, 2 * inputs)

@@ -1,0 +1,91 @@
+"""Launches of kernels of mixtures of experts to be compiled by `compiled_kernels`."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
+from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
+from tandem.engine_core.kernels.moe.plans import (
+    GEMV_TOKENS,
+    choose_down_gemv,
+    choose_gate_up_gemv,
+    choose_grouped,
+    choose_router,
+)
+from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
+from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, empty_quantized_activation
+from tests.support.compiled_matmuls import BOTH, FP8, Launch, half
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
+"""Sizes of Qwen3-30B-A3B."""
+
+
+def empty_routing(tokens: int, experts: int, top_k: int) -> Routed:
+    """A routing without contents."""
+    integers = torch.empty(experts, tokens, dtype=torch.int32)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    return Routed(ids, torch.empty(tokens, top_k), integers[:, 0].contiguous(), integers)
+
+
+def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16, 8)) -> Iterator[Launch]:
+    """The kernels of a layer for some numbers of tokens, with 16-bit weights and FP8 in blocks and with row scales."""
+    for tokens in rows:
+        yield from routings(gpu, tokens)
+        for weight_bits in bits:
+            for by_block in BOTH if weight_bits == 8 else (False,):
+                yield from experts(gpu, tokens, weight_bits, by_block)
+
+
+def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
+    """The router and its top-k."""
+    x, weight, switch = half(tokens, HIDDEN), half(EXPERTS, HIDDEN), torch.zeros(1, dtype=torch.int32)
+    counts, partials = torch.empty(EXPERTS, dtype=torch.int32), torch.empty(1, tokens, EXPERTS)
+    if tokens <= GEMV_TOKENS:
+        yield lambda: normed_router(x, x, half(HIDDEN), 1e-6, weight, gpu.pdl)
+    plan = choose_router(tokens, HIDDEN)
+    yield lambda: router_partials(x, weight, plan, gpu.pdl)
+    rows = torch.empty(tokens, dtype=torch.int32)
+    yield lambda: route(partials, counts, TOP_K, Routing.SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, gpu.pdl)
+
+
+def experts(gpu: GpuTraits, tokens: int, bits: int, by_block: bool) -> Iterator[Launch]:
+    """The experts' matmuls and their sum."""
+    dtype = torch.bfloat16 if bits == 16 else FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
+    gate_up, down = half(EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype), half(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
+    scales: list[torch.Tensor | None] = [None, None]
+    if bits == 8:
+        scales = [torch.empty(2 * EXPERTS, WIDTH), torch.empty(EXPERTS, HIDDEN)]
+    if by_block:
+        scales = [torch.empty(2 * EXPERTS, WIDTH // 128, HIDDEN // 128)]
+        scales += [torch.empty(EXPERTS, HIDDEN // 128, WIDTH // 128)]
+    routed, x = empty_routing(tokens, EXPERTS, TOP_K), half(tokens, HIDDEN)
+    if tokens <= GEMV_TOKENS:
+        first, second = choose_gate_up_gemv(HIDDEN, dtype.itemsize), choose_down_gemv(WIDTH)
+        hidden = half(tokens, TOP_K, WIDTH)
+        yield lambda: gate_up_gemv(x, gate_up, scales[0], routed, Activation.SILU, first, gpu.pdl)
+        yield lambda: down_gemv(hidden, down, scales[1], routed, second, gpu.pdl)
+        return
+    pairs = half(tokens * TOP_K, WIDTH)
+    formats: list[ActivationFormat | None] = [None]
+    if dtype == FP8:
+        formats.append(ActivationFormat(FP8, 128 if by_block else None))
+    for to in formats:
+        kinds = (8 if bits == 8 else 16), (16 if to is None else 8)
+        plans = [choose_grouped(part, tokens, TOP_K, EXPERTS, *kinds, gpu) for part in ("gate_up", "down")]
+        rows: object = x
+        own: object = pairs
+        if to is not None:
+            rows, own = (
+                empty_quantized_activation(len(given), given.shape[1], torch.bfloat16, to, x.device)
+                for given in (x, pairs)
+            )
+        out = to if by_block else None
+        given = (rows, gate_up, scales[0], routed, Activation.SILU, plans[0], out, gpu.pdl)
+        yield lambda given=given: grouped_gate_up(*given)
+        last = (own, down, scales[1], routed, plans[1], gpu.pdl)
+        yield lambda last=last: grouped_down(*last)
+    yield lambda: combine(half(tokens * TOP_K, HIDDEN), routed, gpu.pdl)
