@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.moe.routing import Routing
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.rope_config import QueryScaling, RopeConfig
 
@@ -15,6 +16,24 @@ from tandem.engine_core.rope_config import QueryScaling, RopeConfig
 def layer_prefix(index: int) -> str:
     """Return the prefix of the names of a layer's modules and tensors, as in Hugging Face's Llama."""
     return f"model.layers.{index}."
+
+
+class MoEConfig(Struct, frozen=True, kw_only=True):
+    """The mixture of experts of a model's layers."""
+
+    experts: int
+    """Number of experts of a layer."""
+    top_k: int
+    """Number of experts of a token."""
+    width: int
+    """Inputs of an expert's down projection."""
+    routing: Routing
+    layers: frozenset[int]
+    """Indices of the layers with experts; the others have a dense feed-forward network."""
+    module: str = "mlp"
+    """Name of the network in a layer of the checkpoint."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's gate, up and down projections."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -56,6 +75,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """Bound c of the logits z, which become c * tanh(z / c). None: they stay as they are."""
     quantization: Quantization | None = None
     """Formats of the linear layers; None: they are not quantized."""
+    moe: MoEConfig | None = None
+    """Mixture of experts; None: all layers are dense."""
     longest_context: int = 0
     """Largest --max-len where the rotary scaling can be stretched beyond `max_positions`; 0: it cannot."""
     multimodal: bool = False
@@ -69,10 +90,24 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return len(self.attention)
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of one layer: those of its projections."""
+    def projection_weights(self) -> int:
+        """Weights of the projections of all layers, which memory holds."""
+        return self._count_weights(0 if self.moe is None else self.moe.experts)
+
+    @property
+    def active_weights(self) -> int:
+        """Weights of the projections of all layers that one token is multiplied by."""
+        return self._count_weights(0 if self.moe is None else self.moe.top_k)
+
+    def _count_weights(self, experts: int) -> int:
+        """Count the weights of all layers' projections. experts: number that is counted of a layer."""
         heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+        attention = self.layers * (2 * heads + 2 * kv_heads)
+        if self.moe is None:
+            return self.hidden_size * (attention + self.layers * 3 * self.intermediate_size)
+        sparse = len(self.moe.layers)
+        networks = sparse * (3 * experts * self.moe.width + self.moe.experts)
+        return self.hidden_size * (attention + networks + (self.layers - sparse) * 3 * self.intermediate_size)
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of all weights, about.
@@ -81,7 +116,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
         itemsize: bytes of an element that is not quantized.
         """
-        projections = self.layers * self.layer_weights * (itemsize if self.quantization is None else 1)
+        projections = self.projection_weights * (itemsize if self.quantization is None else 1)
         return projections + (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size * itemsize
 
     @property

@@ -89,7 +89,7 @@ def main() -> None:
     print("tokens" + "".join(f"{count:>9}" for count in rows) + "  ceiling")
     for tokens in sorted({tokens for _, tokens in found if tokens}):
         cells = "".join(f"{found[count, tokens]:>9.2f}" if (count, tokens) in found else f"{'-':>9}" for count in rows)
-        print(f"{tokens:>6}{cells}{2e3 * tokens * model.layers * model.layer_weights / flops:>9.2f}", flush=True)
+        print(f"{tokens:>6}{cells}{2e3 * tokens * model.active_weights / flops:>9.2f}", flush=True)
     for step in arguments.profile:
         profile(engine.runtime, *map(int, step.split(":")))
     if arguments.save:

@@ -36,6 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
         },
     },
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 24},
+    "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
     "Qwen2ForCausalLM": {
         "model_type": "qwen2",
         "use_sliding_window": True,
@@ -43,6 +44,14 @@ TINY: dict[str, dict[str, Any]] = {
         "max_window_layers": 2,
     },
     "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 16},
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
     "Gemma2ForCausalLM": {
         "model_type": "gemma2",
         "head_dim": 16,

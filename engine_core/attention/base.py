@@ -195,3 +195,5 @@ class ForwardBatch:
     """The attention of this step."""
     fused: FusedStep | None = None
     """The same step if it supports fusion. None: RoPE and quantization use separate kernels."""
+    rows: Tensor | None = None
+    """[T] int32, row of each token; 0 for padding. None: no token is padding."""

@@ -6,7 +6,10 @@ from typing import Protocol
 
 import torch
 
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.quantization.quantization import Quantization
@@ -23,6 +26,25 @@ class LinearMethod(Protocol):
         """Allocate the uninitialized weights of a linear layer with `inputs` inputs and `outputs` outputs."""
 
 
+class ExpertMethod(Protocol):
+    """Storage and kernels of experts on a device."""
+
+    def build(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        activation: Activation,
+        scheme: Scheme | None,
+        context: "BuildContext",
+    ) -> ExpertWeights:
+        """Allocate the uninitialized weights of a layer's experts.
+
+        width: inputs of an expert's down projection; scheme: None for the model's dtype. Raises ConfigError for a
+        scheme that experts do not support.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class BuildContext:
     """Device, dtype and implementations of a model's layers."""
@@ -34,6 +56,7 @@ class BuildContext:
     method_for: Callable[[Scheme | None], LinearMethod]
     """Return the linear method of a scheme, the same object in every call."""
     kernels: KernelSet
+    expert_method: ExpertMethod
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of a linear layer, None if it is not quantized; see `Quantization.scheme_for`."""
@@ -58,3 +81,26 @@ class BuildContext:
             for (part, length), scheme in zip(parts.items(), schemes, strict=True)
         }
         return SplitLinear(found, self.kernels)
+
+    def experts(
+        self,
+        name: str,
+        experts: int,
+        hidden: int,
+        width: int,
+        activation: Activation,
+        projections: tuple[str, str, str],
+    ) -> ExpertWeights:
+        """Allocate the experts of a layer with uninitialized weights, in the format that the checkpoint has for them.
+
+        name: of their module, such as "model.layers.3.mlp.experts"; projections: names of those of an expert. Raises
+        ConfigError if their formats differ, or are not supported.
+        """
+        schemes = {
+            self.scheme_for(f"{name}.{expert}.{projection}") for expert in range(experts) for projection in projections
+        }
+        if len(schemes) > 1:
+            found = " and ".join(sorted("none" if scheme is None else str(scheme) for scheme in schemes))
+            raise ConfigError(f"the quantization of {name} differs between experts or projections: {found}")
+        (scheme,) = schemes
+        return self.expert_method.build(experts, hidden, width, activation, scheme, self)

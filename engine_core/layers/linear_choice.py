@@ -11,6 +11,7 @@ import torch
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.kernel_set import torch_kernels, triton_kernels
 from tandem.engine_core.layers.build_context import BuildContext, LinearMethod
+from tandem.engine_core.layers.experts import TorchExpertMethod
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitMethod
 from tandem.engine_core.layers.quantized.int4_linear import Int4Method
 from tandem.engine_core.layers.torch_linear import CpuMethod, TorchMethod
@@ -29,7 +30,7 @@ def torch_build_context(
             return CpuMethod() if device.type == "cpu" else TorchMethod()
         return EightBitMethod(scheme) if isinstance(scheme, EightBitScheme) else Int4Method(scheme)
 
-    return BuildContext(device, dtype, quantization, method_for, torch_kernels())
+    return BuildContext(device, dtype, quantization, method_for, torch_kernels(), TorchExpertMethod())
 
 
 def triton_build_context(
@@ -38,6 +39,7 @@ def triton_build_context(
     """Return a context of Triton kernels for a GPU. All weights share a workspace."""
     from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitMethod
     from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Method
+    from tandem.engine_core.layers.triton_experts import TritonExpertMethod
     from tandem.engine_core.layers.triton_linear import TritonMethod
 
     plain = TritonMethod(gpu)
@@ -50,4 +52,4 @@ def triton_build_context(
             return TritonEightBitMethod(scheme, gpu, plain.workspace)
         return TritonInt4Method(scheme, gpu, plain.workspace)
 
-    return BuildContext(device, dtype, quantization, method_for, triton_kernels(gpu.pdl))
+    return BuildContext(device, dtype, quantization, method_for, triton_kernels(gpu.pdl), TritonExpertMethod(gpu))

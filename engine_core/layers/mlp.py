@@ -43,17 +43,20 @@ class GatedMLP:
         down.reorder_producer(gate_up)
         return cls(gate_up, down, width, config.activation, context.kernels)
 
-    def __call__(self, update: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, update: Tensor, residual: Tensor, norm: Norm, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual: [T, hidden], see `LinearWeights.apply_normed`; norm: the norm before this network.
+        update, residual: [T, hidden], see `LinearWeights.apply_normed`; norm: the norm before this network; rows: as in
+        `ForwardBatch`, not used: padding is computed like other tokens.
         """
         to = self.down.input_format(update.shape[0])
         if to is None:
             hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
             return self.down.apply(hidden), residual
-        rows, residual = self.gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
-        return self.down.apply_quantized(rows), residual
+        quantized, residual = self.gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
+        return self.down.apply_quantized(quantized), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

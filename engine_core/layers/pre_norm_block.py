@@ -8,6 +8,7 @@ from tandem.engine_core.layers.attention import Attention
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.layer_state import LayerState, StepContext
 from tandem.engine_core.layers.mlp import GatedMLP
+from tandem.engine_core.layers.moe import MixtureOfExperts
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig, layer_prefix
@@ -23,17 +24,30 @@ class PreNormBlock:
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | MixtureOfExperts
+    mlp_name: str = "mlp"
+    """Name of the feed-forward network in the checkpoint."""
 
     @classmethod
-    def build(cls, config: ModelConfig, index: int, context: BuildContext) -> "PreNormBlock":
-        """Allocate the block of a layer with uninitialized weights."""
+    def build(
+        cls,
+        config: ModelConfig,
+        index: int,
+        context: BuildContext,
+        mlp: MixtureOfExperts | None = None,
+        mlp_name: str = "mlp",
+    ) -> "PreNormBlock":
+        """Allocate the block of a layer with uninitialized weights.
+
+        mlp: None for a `GatedMLP`.
+        """
         prefix = layer_prefix(index)
         return cls(
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
             Attention.build(config, config.attention[index], f"{prefix}self_attn.", context),
             RMSNorm.build(config.hidden_size, config.rms_norm_eps, context),
-            GatedMLP.build(config, f"{prefix}mlp.", context),
+            mlp or GatedMLP.build(config, f"{prefix}{mlp_name}.", context),
+            mlp_name,
         )
 
     def __call__(
@@ -45,7 +59,7 @@ class PreNormBlock:
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
         update, residual = self.attention(update, residual, self.attention_norm, step, state)
-        return self.mlp(update, residual, self.mlp_norm)
+        return self.mlp(update, residual, self.mlp_norm, step.batch.rows)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""
@@ -53,5 +67,5 @@ class PreNormBlock:
             *self.attention_norm.slots(f"{prefix}input_layernorm"),
             *self.attention.slots(f"{prefix}self_attn."),
             *self.mlp_norm.slots(f"{prefix}post_attention_layernorm"),
-            *self.mlp.slots(f"{prefix}mlp."),
+            *self.mlp.slots(f"{prefix}{self.mlp_name}."),
         ]

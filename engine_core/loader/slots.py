@@ -62,6 +62,8 @@ class WeightSlot:
     """True if the region already holds the default for checkpoints that lack the tensor."""
     on_filled: Callable[[], None] | None = None
     """Callback that runs once when all slots of the model are filled, even if several slots have it."""
+    view: tuple[int, ...] | None = None
+    """Shape in which the region is filled, if it is not the parameter's: one expert's of all experts, for example."""
 
     @classmethod
     def whole(
@@ -83,7 +85,8 @@ class WeightSlot:
     @property
     def target(self) -> Tensor:
         """The region itself, to be written."""
-        return self.parameter.narrow(self.dim, self.start, self.length)
+        region = self.parameter.narrow(self.dim, self.start, self.length)
+        return region if self.view is None else region.view(self.view)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise ConfigError unless a shape equals the region's.

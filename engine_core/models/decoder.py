@@ -18,6 +18,7 @@ from tandem.engine_core.layers.embedding import Embedding
 from tandem.engine_core.layers.kv_scales import KVScales
 from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
 from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.moe import RoutingSwitch
 from tandem.engine_core.layers.norm import RMSNorm, SandwichNorm
 from tandem.engine_core.layers.rotary import RotaryTable, query_scale_table
 from tandem.engine_core.loader.slots import WeightSlot
@@ -64,6 +65,7 @@ class Decoder:
     kv_scales: KVScales
     query_scales: Tensor | None
     """Factors of the queries by position, see `query_scale_table`."""
+    routing: RoutingSwitch | None = None
 
     @classmethod
     def build(
@@ -74,11 +76,13 @@ class Decoder:
         layers: Sequence[Block],
         norm: RMSNorm | SandwichNorm | None = None,
         embedding_scale: float = 1.0,
+        routing: RoutingSwitch | None = None,
     ) -> "Decoder":
         """Allocate the modules around the blocks, without weights.
 
         Embedding and output head share their storage if they are tied. max_positions: number of positions of the rotary
-        tables; norm: the last one, None for a plain one; embedding_scale: factor of the embeddings alone.
+        tables; norm: the last one, None for a plain one; embedding_scale: factor of the embeddings alone; routing: of
+        the layers with experts, None if there are none.
         """
         vocab, hidden = config.vocab_size, config.hidden_size
         # A tied head is the embedding, which is never quantized.
@@ -99,6 +103,7 @@ class Decoder:
             context.kernels,
             KVScales.build(config.layers, config.kv_heads, context.device),
             query_scale_table(config.query_scaling, max_positions, context.device, context.dtype),
+            routing,
         )
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:

@@ -16,11 +16,24 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.kv_scales import KVScales
+from tandem.engine_core.layers.moe import RoutingSwitch
 from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.folder import stored_dtypes
 from tandem.engine_core.loader.slots import Loadable
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models import gemma2, gemma3, llama, ministral3, mistral, olmo2, phi3, qwen2, qwen3
+from tandem.engine_core.models import (
+    gemma2,
+    gemma3,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
 from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, dropping_rule, text_name
@@ -42,6 +55,8 @@ class Model(Loadable, Protocol):
     config: ModelConfig
     kv_scales: KVScales
     """Scales of the keys and values in an 8-bit pool."""
+    routing: RoutingSwitch | None
+    """Switch of the routing of tokens to experts; None: no layer has experts."""
 
     def forward(self, batch: ForwardBatch, kv: KVStorage) -> Tensor:
         """Return the final hidden states of the sampled positions, [S, hidden].
@@ -73,10 +88,12 @@ FAMILIES = {
     "LlamaForCausalLM": Family("Llama 2 and 3", llama.read_config, llama.build),
     "Ministral3ForCausalLM": Family("Ministral 3 and Devstral Small 2", ministral3.read_config, ministral3.build),
     "MistralForCausalLM": Family("Mistral", mistral.read_config, mistral.build),
+    "MixtralForCausalLM": Family("Mixtral", mixtral.read_config, mixtral.build),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo2.read_config, olmo2.build),
     "Phi3ForCausalLM": Family("Phi-3 and Phi-4", phi3.read_config, phi3.build),
     "Qwen2ForCausalLM": Family("Qwen 2 and 2.5", qwen2.read_config, qwen2.build),
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3.read_config, qwen3.build),
+    "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe.read_config, qwen3_moe.build),
 }
 
 FAMILY_TABLE = "engine_core/FAMILIES.md"
@@ -162,7 +179,7 @@ def _find_family(source: ConfigSource) -> str:
     """
     architecture = source.architecture
     models = ", ".join(family.models for family in FAMILIES.values())
-    known = f"supported are dense models of these families: {models}; {FAMILY_TABLE} lists them"
+    known = f"supported are models of these families: {models}; {FAMILY_TABLE} lists them"
     backbones = TEXT_BACKBONES.get(architecture)
     if backbones is not None:
         text = source.fields.get("text_config")

@@ -4,9 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_EXPERTS = re.compile(
-    r"moe|mixtral|deepseekv[23]|gptoss|dbrx|jamba|llama4|arctic|minimax|qwen3next|grok", re.IGNORECASE
-)
+_EXPERTS = re.compile(r"moe|deepseekv[23]|gptoss|dbrx|jamba|llama4|arctic|minimax|qwen3next|grok", re.IGNORECASE)
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MULTIMODAL = re.compile(
     r"llava|vision|vl(for|chat|moe|_|$)|\dvfor|mmfor|omni|paligemma|idefics|mllama|pixtral|audio", re.IGNORECASE

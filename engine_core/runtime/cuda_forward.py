@@ -54,7 +54,7 @@ class CudaForward:
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
         step = self._decode_step(rows, positions, has_long_rows)
-        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step)
+        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step, rows)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
@@ -79,7 +79,8 @@ class CudaForward:
         input_ids, slot_mapping = self._inputs(rows, positions)
         count = bucket.num_decode_tokens
         decode = self._decode_step(rows[:count], positions[:count])
-        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, MixedStep(decode, prompts, attended))
+        attention = MixedStep(decode, prompts, attended)
+        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, attention, None, rows)
         return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()

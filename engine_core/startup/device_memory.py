@@ -52,7 +52,9 @@ def weight_bytes(source: ModelSource) -> int:
 def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
     if tensor.dtype not in FLOAT_DTYPES:
         return TORCH_DTYPES[tensor.dtype].itemsize
-    is_quantized_now = source.model.quantization == Quantization(ONLINE_FP8) and tensor.name.endswith("_proj.weight")
+    is_quantized_now = source.model.quantization == Quantization(ONLINE_FP8) and (
+        tensor.name.endswith("_proj.weight") or ".experts." in tensor.name
+    )
     return 1 if is_quantized_now else source.dtype.itemsize
 
 

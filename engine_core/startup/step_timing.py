@@ -6,6 +6,7 @@ steps are run. Neither reads much context: `StepCosts` adds its cost.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -36,11 +37,15 @@ WORTH_PADDING, WORTH_PADDING_MS = 0.05, 0.2
 
 @torch.inference_mode()
 def measure_costs(runtime: TorchRuntime, config: StepConfig, model: ModelConfig, layout: KVLayout) -> StepCosts:
-    """Return the expected durations of a runtime's steps."""
-    graphs = runtime.graphs
-    table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
-    if graphs is not None:
-        graphs.prefer(_faster_graphs(runtime, graphs, table))
+    """Return the expected durations of a runtime's steps.
+
+    Tokens are routed to experts uniformly: padding by itself has none, and equal tokens would all have the same ones.
+    """
+    graphs, routing = runtime.graphs, runtime.model.routing
+    with nullcontext() if routing is None else routing.uniform():
+        table = _time_steps(runtime, config) if graphs is None else _time_graphs(runtime, graphs, config)
+        if graphs is not None:
+            graphs.prefer(_faster_graphs(runtime, graphs, table))
     return StepCosts(without_outliers(table), attention_share(model, layout))
 
 
@@ -94,7 +99,7 @@ def prompts_alone(table: Table, positions: int) -> float:
 
 def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
     """Return the work of attention relative to the GEMMs, from a model's sizes."""
-    weights = model.layers * model.layer_weights + model.vocab_size * model.hidden_size
+    weights = model.active_weights + model.vocab_size * model.hidden_size
     # A pair takes two dot products of the head size per head and layer, a position one multiplication per weight.
     return AttentionShare(
         context=layout.token_bytes / (weights * layout.dtype.itemsize),

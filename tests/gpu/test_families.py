@@ -120,6 +120,15 @@ SHAPES = {
         "Qwen2Config", 3584, 18944, 28, 4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
     "olmo-2-1b": shape("Olmo2Config", 2048, 8192, 16, 16),
+    "mixtral": shape("MixtralConfig", 1024, 3584, 16, 8, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3-30b-a3b": shape(
+        *("Qwen3MoeConfig", 2048, 6144, 32, 4),
+        head_dim=128,
+        num_experts=32,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "qwen3-4b": shape("Qwen3Config", 2560, 9728, 32, 8, head_dim=128, tie_word_embeddings=True),
 }
 

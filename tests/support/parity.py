@@ -46,7 +46,7 @@ def save_random(
     torch.manual_seed(seed)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         model = AutoModelForCausalLM.from_config(config) if model_class is None else model_class(config)
         model = model.float().eval()
         randomize_vectors(model, norms)

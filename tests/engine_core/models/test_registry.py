@@ -16,8 +16,8 @@ from tests.support.paged_model import load
 from tests.support.parity import SMALL, check_parity, save_random
 
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
-    ("MixtralForCausalLM", {"num_local_experts": 8}, "a mixture of experts (MoE)"),
-    ("Qwen3MoeForCausalLM", {"num_experts": 128}, "a mixture of experts (MoE)"),
+    ("OlmoeForCausalLM", {"num_local_experts": 8}, "a mixture of experts (MoE)"),
+    ("Qwen2MoeForCausalLM", {"num_experts": 128}, "a mixture of experts (MoE)"),
     ("DeepseekV3ForCausalLM", {"n_routed_experts": 256}, "a mixture of experts (MoE)"),
     (
         "GptOssForCausalLM",

@@ -1,0 +1,26 @@
+"""Interface of the weights of a layer's experts."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.loader.slots import WeightSlot
+
+
+class ExpertWeights(Protocol):
+    """The experts of one layer: gated feed-forward networks, of which each token uses a few."""
+
+    def run(self, x: Tensor, routed: Routed) -> Tensor:
+        """Return the weighted sum of each token's experts, [T, hidden]; zeros for padding.
+
+        x: [T, hidden], contiguous.
+        """
+
+    def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors.
+
+        A checkpoint has three tensors for each expert, such as `experts.0.gate_proj.weight`, or two of three dimensions
+        for all of them, `experts.gate_up_proj` with the gate's rows first, and `experts.down_proj`. prefix: ends with a
+        dot; projections: names of an expert's gate, up and down projections.
+        """

@@ -1,0 +1,174 @@
+"""Weights of the experts of one layer, on any device."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
+from tandem.engine_core.kernels.reference import moe
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.expert_weights import ExpertWeights
+from tandem.engine_core.layers.quantized.eight_bit_linear import quantize_weight, row_scales
+from tandem.engine_core.layers.quantized.quantized_linear import reject_nonfinite
+from tandem.engine_core.loader.slots import SourceSlice, WeightSlot
+from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
+
+
+class Experts:
+    """Weights in the model's dtype or in FP8.
+
+    An expert computes down(activation(gate(x)) * up(x)). This implementation works on any device. It loops over the
+    experts that are used, so it cannot be captured in a graph.
+    """
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_scales: Tensor | None,
+        down_scales: Tensor | None,
+        scheme: EightBitScheme | None,
+        activation: Activation,
+    ) -> None:
+        """Store the weights.
+
+        gate_up: [2 E, width, hidden], the gate of each expert before its up projection; down: [E, hidden, width]; in
+        the model's dtype, or float8_e4m3fn with scales as in `kernels.moe.scales`.
+        """
+        self.parts = gate_up
+        self.gate_up = gate_up.view(len(down), -1, gate_up.shape[2])
+        self.down = down
+        self.gate_up_scales = gate_up_scales
+        self.down_scales = down_scales
+        self.scheme = scheme
+        self.activation = activation
+
+    def run(self, x: Tensor, routed: Routed) -> Tensor:
+        """Implement `ExpertWeights.run`."""
+        given = (x, self.gate_up, self.down, routed, self.activation, self.gate_up_scales, self.down_scales)
+        return moe.run_experts(*given)
+
+    def slots(self, prefix: str, projections: tuple[str, str, str]) -> list[WeightSlot]:
+        """Implement `ExpertWeights.slots`."""
+        slots, (gate, up, down) = [], projections
+        for expert in range(len(self.down)):
+            own = f"{prefix}experts.{expert}."
+            slots += self._part_slots(f"{own}{gate}", self.parts, self.gate_up_scales, 2 * expert)
+            slots += self._part_slots(f"{own}{up}", self.parts, self.gate_up_scales, 2 * expert + 1)
+            slots += self._part_slots(f"{own}{down}", self.down, self.down_scales, expert)
+        if self.scheme is None or self.scheme.from_floats:
+            for expert in range(len(self.down)):
+                slots += self._fused_slots(f"{prefix}experts.gate_up_proj", self.parts, self.gate_up_scales, expert)
+                slots += self._fused_slots(f"{prefix}experts.down_proj", self.down, self.down_scales, expert)
+        return slots
+
+    def _part_slots(self, name: str, values: Tensor, scales: Tensor | None, index: int) -> list[WeightSlot]:
+        """List the slots of one projection of one expert. index: of the part in `values`."""
+        shape = tuple(values.shape[1:])
+        weight = f"{name}.weight"
+        if self.scheme is None or scales is None:
+            return [WeightSlot(weight, values, 0, index, 1, view=shape)]
+        if self.scheme.from_floats:
+            return [
+                WeightSlot(weight, values, 0, index, 1, transform=quantize_weight, shapes=(shape,), view=shape),
+                WeightSlot(weight, scales, 0, index, 1, transform=_row_scales(weight), shapes=(shape,), view=shape[:1]),
+            ]
+        found: Callable[[Tensor], Tensor]
+        accepted: tuple[tuple[int, ...], ...]
+        if self.scheme.block is not None:
+            view, accepted, found = tuple(scales.shape[1:]), (tuple(scales.shape[1:]),), _unchanged
+        else:
+            outputs = shape[0]
+            view, found = (outputs,), partial(_spread, length=outputs)
+            accepted = ((), (1,), (1, 1)) if self.scheme.per_tensor else ((outputs, 1), (outputs,))
+        slots = [WeightSlot(weight, values, 0, index, 1, dtypes=("F8_E4M3",), view=shape)]
+        for last in self.scheme.scale_names:
+            scale = f"{name}.{last}"
+            transform = reject_nonfinite(scale, found)
+            slots.append(WeightSlot(scale, scales, 0, index, 1, transform=transform, shapes=accepted, view=view))
+        return slots
+
+    def _fused_slots(self, name: str, values: Tensor, scales: Tensor | None, expert: int) -> list[WeightSlot]:
+        """List the slots of one expert's part of a tensor of all experts."""
+        experts = len(self.down)
+        parts, rows, inputs = len(values) // experts, values.shape[1], values.shape[2]
+        source = SourceSlice((experts, parts * rows, inputs), 0, expert, 1)
+        region = (values, 0, expert * parts, parts)
+        if scales is None:
+            return [WeightSlot(name, *region, source=source, view=(1, parts * rows, inputs))]
+        flat = (parts * rows, inputs)
+        check = _row_scales(name)
+        return [
+            WeightSlot(name, *region, source=source, transform=lambda read: quantize_weight(read[0]), view=flat),
+            WeightSlot(
+                name,
+                *(scales, 0, expert * parts, parts),
+                source=source,
+                transform=lambda read: check(read[0]),
+                view=flat[:1],
+            ),
+        ]
+
+
+def _row_scales(name: str) -> Callable[[Tensor], Tensor]:
+    return reject_nonfinite(name, row_scales, "weights")
+
+
+def _unchanged(stored: Tensor) -> Tensor:
+    return stored
+
+
+def _spread(scale: Tensor, length: int) -> Tensor:
+    return scale.reshape(-1).expand(length)
+
+
+class TorchExpertMethod:
+    """Expert method for any device."""
+
+    def build(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        activation: Activation,
+        scheme: Scheme | None,
+        context: BuildContext,
+    ) -> ExpertWeights:
+        """Implement `ExpertMethod.build`."""
+        return Experts(*empty_experts(experts, hidden, width, scheme, context), fp8_scheme(scheme), activation)
+
+
+def empty_experts(
+    experts: int, hidden: int, width: int, scheme: Scheme | None, context: BuildContext
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Allocate uninitialized weights and scales; see `Experts`."""
+    shapes, device = ((2 * experts, width, hidden), (experts, hidden, width)), context.device
+    fp8 = fp8_scheme(scheme)
+    if fp8 is None:
+        gate_up, down = (torch.empty(shape, device=device, dtype=context.dtype) for shape in shapes)
+        return gate_up, down, None, None
+    gate_up, down = (torch.empty(shape, device=device, dtype=torch.float8_e4m3fn) for shape in shapes)
+    blocks = fp8.block is not None
+    gate_up_scales, down_scales = (
+        torch.empty((parts, ceil_div(outputs, SCALE_BLOCK), ceil_div(inputs, SCALE_BLOCK)), device=device)
+        if blocks
+        else torch.empty((parts, outputs), device=device)
+        for parts, outputs, inputs in shapes
+    )
+    return gate_up, down, gate_up_scales, down_scales
+
+
+def fp8_scheme(scheme: Scheme | None) -> EightBitScheme | None:
+    """Return the scheme of experts, None for the model's dtype.
+
+    Raises ConfigError for a quantization other than FP8.
+    """
+    if scheme is None or (isinstance(scheme, EightBitScheme) and scheme.kind == "fp8"):
+        return scheme
+    raise ConfigError(f"experts quantized to {scheme} are not supported, only fp8; serve another quantization")

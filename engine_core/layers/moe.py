@@ -1,0 +1,105 @@
+"""Mixture of experts as the feed-forward network of one layer (Shazeer et al., 2017)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.moe.routing import Routing
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.expert_weights import ExpertWeights
+from tandem.engine_core.layers.linear import Norm
+from tandem.engine_core.loader.slots import WeightSlot
+from tandem.engine_core.model_config import ModelConfig, MoEConfig, layer_prefix
+
+
+class RoutingSwitch:
+    """Switch from a model's routing to a uniform one, for measurements.
+
+    Kernels read it from device memory, so it also switches captured graphs. With uniform routing a step costs what it
+    does with the tokens of a trained model; padding by itself is not routed and costs nothing.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        """Store the flag.
+
+        flag: [1] int32 on the model's device, 0.
+        """
+        self.flag = flag
+
+    @classmethod
+    def build(cls, device: torch.device) -> Self:
+        """Allocate a switch."""
+        return cls(torch.zeros(1, dtype=torch.int32, device=device))
+
+    @contextmanager
+    def uniform(self) -> Iterator[None]:
+        """Route all tokens uniformly, padding too, in the steps that are launched in this context."""
+        self.flag.fill_(1)
+        try:
+            yield
+        finally:
+            self.flag.zero_()
+
+
+class MixtureOfExperts:
+    """Feed-forward network in which a router chooses some experts for each token."""
+
+    def __init__(
+        self,
+        router: Tensor,
+        experts: ExpertWeights,
+        top_k: int,
+        routing: Routing,
+        projections: tuple[str, str, str],
+        switch: RoutingSwitch,
+        seed: int,
+        kernels: KernelSet,
+    ) -> None:
+        """Store the parts of a network.
+
+        router: weight, [E, hidden]; top_k: experts of a token; projections: names of those of an expert; seed: of
+        uniform routing, different in each layer.
+        """
+        self.router = router
+        self.experts = experts
+        self.top_k = top_k
+        self.routing = routing
+        self.projections = projections
+        self.switch = switch
+        self.seed = seed
+        self.kernels = kernels
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        moe: MoEConfig,
+        layer: int,
+        switch: RoutingSwitch,
+        context: BuildContext,
+    ) -> Self:
+        """Allocate a network with uninitialized weights. layer: index of the layer."""
+        name, sizes = f"{layer_prefix(layer)}{moe.module}.experts", (moe.experts, config.hidden_size, moe.width)
+        experts = context.experts(name, *sizes, config.activation, moe.projections)
+        router = torch.empty(moe.experts, config.hidden_size, device=context.device, dtype=context.dtype)
+        return cls(router, experts, moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels)
+
+    def __call__(
+        self, update: Tensor, residual: Tensor, norm: Norm, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next update and the residual stream, both [T, hidden].
+
+        update, residual, norm: as in `GatedMLP.__call__`; rows: as in `ForwardBatch`; padding gets zeros.
+        """
+        assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
+        given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing
+        normed, stream, routed = self.kernels.norm_and_route(*given, self.switch.flag, rows, self.seed)
+        return self.experts.run(normed, routed), stream
+
+    def slots(self, prefix: str) -> list[WeightSlot]:
+        """List the slots of the checkpoint's tensors."""
+        return [WeightSlot.whole(f"{prefix}gate.weight", self.router), *self.experts.slots(prefix, self.projections)]

@@ -1,0 +1,104 @@
+"""Weights of the experts of one layer on a CUDA device.
+
+A few tokens read the weights of their experts in a GEMV for each pair of a token and an expert. More are multiplied in
+blocks of pairs of one expert. With FP8 weights the activations of a GEMV have 16 bits; those of blocks are quantized,
+if the checkpoint expects it and the GPU can, as in `layers.quantized.triton_eight_bit_linear`. Static scales of
+activations are not used: dynamic ones of each token are finer.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
+from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
+from tandem.engine_core.kernels.moe.plans import choose_down_gemv, choose_gate_up_gemv, choose_grouped
+from tandem.engine_core.kernels.moe.routing import Routed
+from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
+from tandem.engine_core.kernels.quantize import quantize
+from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
+from tandem.engine_core.layers.build_context import BuildContext
+from tandem.engine_core.layers.expert_weights import ExpertWeights
+from tandem.engine_core.layers.experts import Experts, empty_experts, fp8_scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Scheme
+
+_choose_grouped = cache(choose_grouped)
+
+
+class TritonExperts(Experts):
+    """Experts, using the kernels planned for their shape and the number of tokens."""
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_scales: Tensor | None,
+        down_scales: Tensor | None,
+        scheme: EightBitScheme | None,
+        activation: Activation,
+        gpu: GpuTraits,
+    ) -> None:
+        """Store the weights; see `Experts`."""
+        super().__init__(gate_up, down, gate_up_scales, down_scales, scheme, activation)
+        self.gpu = gpu
+        old = scheme is not None and gpu.capability < FP8_CAPABILITY
+        self._stored = [part.view(torch.uint8) if old else part for part in (self.gate_up, self.down)]
+        """The values as passed to kernels: as uint8 bits if the GPU lacks FP8 support."""
+        self._format = None if old else self._activation_format()
+
+    def _activation_format(self) -> ActivationFormat | None:
+        """Return the format of activations of grouped GEMMs, None for 16 bits."""
+        hidden, width = self.down.shape[1:]
+        if self.scheme is None or self.scheme.activations is Activations.UNQUANTIZED:
+            return None
+        if hidden % SCALE_BLOCK or width % SCALE_BLOCK:
+            return None
+        return ActivationFormat(torch.float8_e4m3fn, SCALE_BLOCK if self.scheme.block is not None else None)
+
+    def run(self, x: Tensor, routed: Routed) -> Tensor:
+        """Implement `Experts.run`."""
+        if routed.pairs is None:
+            return self._run_gemv(x, routed)
+        (tokens, top_k), to, pdl = routed.ids.shape, self._format, self.gpu.pdl
+        bits = 8 * self.down.itemsize, 8 * x.itemsize if to is None else 8
+        sizes = tokens, top_k, len(self.down), *bits, self.gpu
+        gate_up, down = self._stored
+        rows = x if to is None else quantize(x, to, pdl)
+        fused = to if to is not None and to.group is not None else None
+        plan = _choose_grouped("gate_up", *sizes)
+        hidden = grouped_gate_up(rows, gate_up, self.gate_up_scales, routed, self.activation, plan, fused, pdl)
+        if to is not None and not isinstance(hidden, QuantizedActivation):
+            hidden = quantize(hidden, to, pdl)
+        return combine(
+            grouped_down(hidden, down, self.down_scales, routed, _choose_grouped("down", *sizes), pdl), routed, pdl
+        )
+
+    def _run_gemv(self, x: Tensor, routed: Routed) -> Tensor:
+        (hidden, width), itemsize, pdl = self.down.shape[1:], self.down.itemsize, self.gpu.pdl
+        gate_up, down = self._stored
+        plan = choose_gate_up_gemv(hidden, itemsize)
+        gated = gate_up_gemv(x, gate_up, self.gate_up_scales, routed, self.activation, plan, pdl)
+        return down_gemv(gated, down, self.down_scales, routed, choose_down_gemv(width), pdl)
+
+
+class TritonExpertMethod:
+    """Expert method for one GPU."""
+
+    def __init__(self, gpu: GpuTraits) -> None:
+        self.gpu = gpu
+
+    def build(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        activation: Activation,
+        scheme: Scheme | None,
+        context: BuildContext,
+    ) -> ExpertWeights:
+        """Implement `ExpertMethod.build`."""
+        weights = empty_experts(experts, hidden, width, scheme, context)
+        return TritonExperts(*weights, fp8_scheme(scheme), activation, self.gpu)
