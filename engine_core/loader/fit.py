@@ -49,7 +49,7 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     covered = {key: list(found) for key, found in present.items()}
     for slot in slots:
         others = covered.setdefault(id(slot.parameter), [])
-        if not slot.is_optional and not _covers(others, slot):
+        if not slot.is_optional and not covers(others, slot):
             problems.append(f"missing {slot.name}: expected {list(slot.accepted_shapes[0])}")
             others.append(slot)
     return sorted(problems) + _doubles(checkpoint, present)
@@ -75,8 +75,8 @@ def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
     return []
 
 
-def _covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
-    """Return whether other slots of a parameter cover all of this one's region."""
+def covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
+    """Return whether other slots of a parameter cover all of a slot's region."""
     reached = slot.start
     for other in sorted(others, key=lambda item: item.start):
         if other.start <= reached:

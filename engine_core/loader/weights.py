@@ -1,9 +1,11 @@
 """The filling of a model from a checkpoint."""
 
+from zlib import crc32
+
 import torch
 
 from tandem.engine_core.loader.checkpoint import Checkpoint
-from tandem.engine_core.loader.fit import check_fit
+from tandem.engine_core.loader.fit import check_fit, covers
 from tandem.engine_core.loader.slots import Loadable, WeightSlot
 from tandem.engine_core.loader.transfer import Progress, transfer
 
@@ -15,15 +17,23 @@ _KEPT = ("qzeros", "weight_zero_point")
 
 
 def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
-    """Fill every weight from a fixed seed.
+    """Fill every weight from a seed of its own, which depends on the tensor's name and place in its parameter.
 
     Norms get ones, integers any of their values, and the rest normal noise of deviation `scale`. Scales of quantized
     weights are all equal, and groups of act-order are shuffled.
     """
     with torch.inference_mode():
         slots = model.weight_slots()
+        filled: dict[int, list[WeightSlot]] = {}
         for slot in sorted(slots, key=lambda item: item.name):
-            _fill(slot, scale, torch.Generator(slot.target.device).manual_seed(0))
+            others = filled.setdefault(id(slot.parameter), [])
+            if covers(others, slot):
+                continue
+            others.append(slot)
+            # Parts of a fused projection have one order of inputs.
+            shared = slot.name.endswith("g_idx")
+            seed = 0 if shared else crc32(f"{slot.name} {slot.start}".encode())
+            _fill(slot, scale, torch.Generator(slot.target.device).manual_seed(seed))
         _finish(slots)
 
 
@@ -36,7 +46,7 @@ def _fill(slot: WeightSlot, scale: float, generator: torch.Generator) -> None:
     if slot.name.endswith(_KEPT) or slot.is_optional:
         return
     if slot.name.endswith("g_idx"):
-        # Act-order in the usual order would cost nothing. Parts of a fused projection have one order.
+        # Act-order in the usual order would cost nothing.
         order = torch.randperm(target.shape[-1], device=target.device, generator=generator)
         target.copy_(target.sort(dim=-1).values[..., order])
     elif "norm" in slot.name:
