@@ -20,6 +20,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,13 @@ class Bench:
         quantize: str = "off",
         prompt: int = 0,
         max_len: int | None = None,
+        exclude: Sequence[str] = (),
     ) -> None:
         self.mailbox = FakeMailbox()
         self.is_quantized = weights != "16-bit" or quantize != "off"
         with tempfile.TemporaryDirectory() as directory:
             options = EngineOptions(
-                model=str(write_shape(shape, weights, Path(directory))),
+                model=str(write_shape(shape, weights, Path(directory), exclude)),
                 load_format="dummy",
                 device="cuda",
                 dtype="bfloat16",
@@ -300,6 +302,9 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--batches", type=int, nargs="+", help="rows (default 1 8 32 64 128 256; 1 8 64 with two values of --max-len)"
     )
     parser.add_argument("--weights", default="16-bit", choices=FORMATS, help="format of the random weights")
+    parser.add_argument(
+        "--exclude", nargs="*", default=[], metavar="REGEX", help="linear layers that stay in 16 bits, by their names"
+    )
     parser.add_argument("--quantize", default="off", choices=("off", "fp8"), help="as of `tandem serve`")
     parser.add_argument("--prompt", type=int, default=0, help="length of a lone prompt to measure too")
     parser.add_argument(
@@ -345,7 +350,7 @@ def main() -> None:
     arguments.batches = arguments.batches or [1, 8, 32, 64, 128, 256]
     bandwidth = read_bandwidth()
     weights, quantize, prompt = arguments.weights, arguments.quantize, arguments.prompt
-    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, lengths[0])
+    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, lengths[0], arguments.exclude)
     print(
         f"{arguments.shape.name} --weights {weights} --quantize {quantize}: read bandwidth {bandwidth / 1e9:.0f} GB/s, "
         f"ready in {bench.ready_seconds:.1f} s",
@@ -362,6 +367,7 @@ def main() -> None:
             "max_len": lengths[0],
             "weights": weights,
             "quantize": quantize,
+            "exclude": arguments.exclude,
             "lone_prompt": prompt,
             "lone_prompt_ms": prompt_ms,
         }

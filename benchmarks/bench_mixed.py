@@ -1,177 +1,135 @@
-"""Decode steps with and without chunks of a long prompt.
+"""Decode steps of checkpoints that leave some linear layers in 16 bits, against the sum of their parts.
 
-    python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.2-1b [--rows 16 64] [--chunks 64] [--save NAME]
+    python -m benchmarks.bench_mixed --shape benchmarks/shapes/llama-3.1-8b --weights fp8-tensor \\
+        --exclude '.*\\.o_proj' '.*\\.[0-7]\\.mlp\\.down_proj' [--batches 1 8 64] [--save NAME]
 
-Uses random weights, greedy sampling and no prefix cache. For each chunk size, the steps of decoding rows are timed
-without prompts, then with prompts that arrive one after the other. Only the chunk size limits a step; chunk 0 means the
-default limit by time, or --max-itl. A step is one tick of the loop, in milliseconds. The mailbox is a test double, so
-sockets and HTTP are excluded. The lower bound of a prompt is the time of its FLOPs at 790 TFLOP/s.
+Two engines with random weights, one quantized and one that leaves the excluded layers in 16 bits. The CUDA graphs of
+their decode steps are replayed alternately. The step of the second should take as long as that of the first plus, for
+each excluded layer, its time in 16 bits minus its quantized time; those are the times of two graphs with these layers
+alone, with inputs in the formats of the steps. The excess is the cost of what else changes, such as separate launches
+and conversions.
 """
 
 import argparse
-import random
-import time
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from msgspec import structs
+from msgspec import Struct, to_builtins
 
+from benchmarks.bench_decode import GREEDY, Bench, replayed_seconds
+from benchmarks.measuring.graph_timing import graph_seconds
 from benchmarks.measuring.results import save
-from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.startup.engine import build_engine
-from tandem.engine_core.stats import new_stats
-from tandem.engine_core.wire.heartbeat import Status
-from tandem.frontend.cli.bench.distribution import distribution
-from tandem.protocol.codec import pack_ids
-from tandem.protocol.commands import Abort, Hello, Submit
-from tandem.protocol.engine_options import Device, EngineOptions
-from tandem.protocol.params import SamplingParams
-from tandem.protocol.version import PROTOCOL_VERSION
-from tests.fakes.mailbox import FakeMailbox
+from benchmarks.measuring.weight_formats import FORMATS
+from tandem.engine_core.layers.linear import LinearWeights
+from tandem.engine_core.layers.torch_linear import TorchLinear
+from tandem.engine_core.sampling.sampler import Mode
 
-CLIENT, EPOCH = b"bench", 1
-OWN_PROMPT, SETTLED, ALONE, PROMPTS = 16, 500, 150, 3
-"""Tokens of a decoding row's prompt, untimed steps, steps timed without prompts, and prompts per chunk size."""
-FLOPS = 7.9e14
-UNLIMITED_MS = 1e6
-MIN_CHUNK, LARGEST_STEP = 64, 2048
-"""Minimum assumed and maximum possible prompt tokens of a step that is limited by time."""
-Key = tuple[bytes, int]
+ROUNDS, REPLAYS = 9, 40
+"""Pairs of timings of the two engines, and graph replays of each."""
 
 
-@dataclass
-class Figures:
-    """Figures of a number of rows and a chunk size; times are in milliseconds."""
+class Step(Struct):
+    """Milliseconds of a decode step, and of the excluded layers alone."""
 
     rows: int
-    chunk: int
-    """Maximum prompt tokens of a step; 0 if limited by time."""
-    alone: dict[str, float]
-    with_chunk: dict[str, float]
-    """Milliseconds of the steps from a prompt's arrival to its first token."""
-    ttft: float
-    """Median TTFT of the prompts, in milliseconds."""
-    ceiling: float
-    """Lower bound of `ttft` in milliseconds."""
-
-    def over(self, percent: str) -> float:
-        """Return a percentile of the steps with a chunk, relative to the median without."""
-        return self.with_chunk[percent] / self.alone["p50"]
+    quantized: float
+    mixed: float
+    layers_quantized: float
+    layers_plain: float
+    expected: float
+    """`quantized` plus the difference of the layers."""
+    excess_percent: float
 
 
-class Bench:
-    """Engine with a chunk size that changes between runs."""
+def excluded_layers(quantized: Any, mixed: Any) -> list[tuple[LinearWeights, LinearWeights, int]]:
+    """Return the layers that are in 16 bits in the second model only, from both, with their numbers of inputs.
 
-    def __init__(
-        self, shape: Path, device: Device, rows: int, chunk: int, prompt: int, steps: int, max_itl: float | None
-    ) -> None:
-        self.mailbox = FakeMailbox()
-        max_len = max(prompt + 1, OWN_PROMPT + steps)
-        options = EngineOptions(
-            model=str(shape),
-            load_format="dummy",
-            device=device,
-            max_rows=rows + 4,
-            max_len=max_len,
-            kv_tokens=rows * (OWN_PROMPT + steps) + 4 * max_len,
-            max_step_tokens=chunk + rows + 4,
-            prefix_cache="off",
-        )
-        self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
-        self.prompt, self.steps, self.max_itl = prompt, steps, max_itl
-        self.requests = 0
-        self.rng = random.Random(0)
-        self.mailbox.inbox.append((CLIENT, Hello(PROTOCOL_VERSION, EPOCH, "bench")))
+    A fused projection is excluded as a whole.
+    """
+    found: list[tuple[LinearWeights, LinearWeights, int]] = []
+    for one, other in zip(quantized.layers, mixed.layers, strict=True):
+        for first, second in (
+            (one.attention.qkv, other.attention.qkv),
+            (one.attention.output, other.attention.output),
+            (one.mlp.gate_up, other.mlp.gate_up),
+            (one.mlp.down, other.mlp.down),
+        ):
+            if isinstance(second, TorchLinear) and not isinstance(first, TorchLinear):
+                found.append((first, second, second.weight.shape[1]))
+    return found
 
-    def submit(self, prompt: int, output: int) -> Key:
-        self.requests += 1
-        ids = pack_ids([self.rng.randrange(100, 1000) for _ in range(prompt)])
-        params = SamplingParams(output, temperature=0.0, ignore_eos=True)
-        self.mailbox.inbox.append((CLIENT, Submit(self.requests, ids, params)))
-        return CLIENT, self.requests
 
-    def tick(self) -> float:
-        started = time.perf_counter()
-        self.engine.tick()
-        return time.perf_counter() - started
-
-    def run(self, rows: int, chunks: list[int]) -> list[Figures]:
-        keys = [self.submit(OWN_PROMPT, self.steps) for _ in range(rows)]
-        while not self.mailbox.received[keys[-1]]:
-            self.tick()
-        for _ in range(SETTLED):
-            self.tick()
-        found = [self.measure(rows, chunk) for chunk in chunks]
-        assert not any(key in self.mailbox.outcomes for key in keys), "the rows were to decode until now"
-        self.mailbox.inbox.append((CLIENT, Abort([number for _, number in keys])))
-        while self.engine.pipeline.in_flight:
-            self.tick()
-        return found
-
-    def measure(self, rows: int, chunk: int) -> Figures:
-        planner = self.engine.scheduler.planner
-        longest, max_itl = (chunk, UNLIMITED_MS) if chunk else (planner.limits.max_step_tokens, self.max_itl)
-        planner.limits = structs.replace(planner.limits, prefill_chunk=longest, max_itl=max_itl)
-        alone = [self.tick() for _ in range(ALONE)]
-        loaded, ttft = [], []
-        for _ in range(PROMPTS):
-            started, key = time.perf_counter(), self.submit(self.prompt, 1)
-            while key not in self.mailbox.outcomes:
-                loaded.append(self.tick())
-            ttft.append((time.perf_counter() - started) * 1e3)
-        return Figures(
-            rows, chunk, distribution(alone, 1e3), distribution(loaded, 1e3), sorted(ttft)[PROMPTS // 2], self.ceiling()
+def layers_seconds(layers: list[tuple[LinearWeights, int]], rows: int, kernels: Any) -> float:
+    """Time layers one after another in a CUDA graph, in seconds, with inputs in their own formats."""
+    launches: list[Callable[[], object]] = []
+    for linear, inputs in layers:
+        x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
+        to = linear.input_format(rows)
+        launches.append(
+            partial(linear.apply, x) if to is None else partial(linear.apply_quantized, kernels.quantize(x, to))
         )
 
-    def ceiling(self) -> float:
-        """Return the lower bound of a prompt's time in milliseconds.
+    def work() -> None:
+        for launch in launches:
+            launch()
 
-        Counts every weight except the embedding for each token, and attention to all previous tokens.
-        """
-        model: ModelConfig = self.engine.runtime.model.config  # type: ignore[attr-defined]
-        width = model.heads * model.head_dim
-        layer = model.hidden_size * (2 * width + 2 * model.kv_heads * model.head_dim + 3 * model.intermediate_size)
-        work = 2 * self.prompt * model.layers * layer + 2 * model.layers * width * self.prompt**2
-        return work / FLOPS * 1e3
+    return graph_seconds(work)
 
 
-HEAD = "rows  chunk  alone p50   chunk p50    p99   x p50   x p99  TTFT ms  ceiling"
+def measure(quantized: Bench, mixed: Bench, rows: int) -> Step:
+    """Time the steps of two engines alternately, and the excluded layers alone."""
+    for bench in (quantized, mixed):
+        bench.run(rows, 2, GREEDY)
+    layers = excluded_layers(quantized.runtime.model, mixed.runtime.model)
+    kernels = mixed.runtime.model.kernels  # type: ignore[attr-defined]
+    times: list[tuple[float, float, float, float]] = []
+    for _ in range(ROUNDS):
+        times.append(
+            (
+                replayed_seconds(quantized.runtime, rows, Mode.GREEDY, REPLAYS),
+                replayed_seconds(mixed.runtime, rows, Mode.GREEDY, REPLAYS),
+                layers_seconds([(one, inputs) for one, _, inputs in layers], rows, kernels),
+                layers_seconds([(other, inputs) for _, other, inputs in layers], rows, kernels),
+            )
+        )
+    step, mixed_step, alone, plain = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    expected = step + plain - alone
+    return Step(rows, step, mixed_step, alone, plain, expected, 100 * (mixed_step / expected - 1))
 
 
-def line(f: Figures) -> str:
-    times = f"{f.alone['p50']:>10.3f} {f.with_chunk['p50']:>11.3f} {f.with_chunk['p99']:>6.3f}"
+def line(step: Step) -> str:
+    """Format a step as one line."""
     return (
-        f"{f.rows:>4} {f.chunk:>6} {times} {f.over('p50'):>7.2f} {f.over('p99'):>7.2f} {f.ttft:>8.1f} {f.ceiling:>8.1f}"
+        f"{step.rows:>4} rows: quantized {step.quantized:.3f} ms, mixed {step.mixed:.3f}; excluded layers alone "
+        f"{step.layers_quantized:.3f} and {step.layers_plain:.3f}; expected {step.expected:.3f}, "
+        f"excess {step.excess_percent:+.2f} %"
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True, help="directory with a config.json")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 1024, 512, 256, 128, 64, 0])
-    parser.add_argument("--max-itl", type=float, metavar="MS", help="limit of chunk 0 (default: that of the engine)")
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens (default 8192)")
+    parser.add_argument("--weights", default="fp8-tensor", choices=[name for name, found in FORMATS.items() if found])
+    parser.add_argument(
+        "--exclude", nargs="+", required=True, metavar="REGEX", help="layers in 16 bits, by their names"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="rows")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
-    arguments = parser.parse_args(argv)
-    chunks = [chunk or MIN_CHUNK for chunk in arguments.chunks]
-    steps = SETTLED + sum(ALONE + PROMPTS * (arguments.prompt // chunk + 10) for chunk in chunks)
-    size = (max(arguments.rows), max(*chunks, LARGEST_STEP), arguments.prompt, 2 * steps)
-    bench = Bench(arguments.shape, arguments.device, *size, arguments.max_itl)
-    print(HEAD, flush=True)
-    found = []
-    for rows in arguments.rows:
-        for figures in bench.run(rows, arguments.chunks):
-            found.append(asdict(figures) | {"over_p50": figures.over("p50"), "over_p99": figures.over("p99")})
-            print(line(figures), flush=True)
+    arguments = parser.parse_args()
+    most = max(arguments.batches)
+    quantized = Bench(arguments.shape, most, arguments.weights)
+    mixed = Bench(arguments.shape, most, arguments.weights, exclude=arguments.exclude)
+    steps = []
+    for rows in arguments.batches:
+        steps.append(measure(quantized, mixed, rows))
+        print(line(steps[-1]), flush=True)
     if arguments.save:
-        config = {name: vars(arguments)[name] for name in ("prompt", "device", "max_itl")}
-        config["shape"] = arguments.shape.name
-        if arguments.device == "cuda":
-            config["gpu"] = torch.cuda.get_device_name()
-        print(save(arguments.save, config, {"steps": found}))
+        config = {"shape": arguments.shape.name, "weights": arguments.weights, "exclude": arguments.exclude}
+        print(save(arguments.save, config | {"gpu": torch.cuda.get_device_name()}, {"steps": to_builtins(steps)}))
 
 
 if __name__ == "__main__":

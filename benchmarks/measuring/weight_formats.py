@@ -1,6 +1,7 @@
 """Quantized weight formats for shapes with random weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ def _compressed(kind: str, name: str) -> dict[str, Any]:
     }
 
 
+def _excluding(method: str, exclude: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a `quantization_config` that exclude layers."""
+    if method == "gptq":
+        return {"dynamic": {f"-:{pattern}": {} for pattern in exclude}}
+    if method == "awq":
+        return {"modules_to_not_convert": list(exclude)}
+    names = [f"re:{pattern}" for pattern in exclude]
+    return {"modules_to_not_convert" if method == "fp8" else "ignore": ["lm_head", *names]}
+
+
 FORMATS: dict[str, dict[str, Any] | None] = {
     "16-bit": None,
     "fp8-channel": _compressed("float", "float-quantized"),
@@ -35,14 +46,16 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 """The `quantization_config` of each format."""
 
 
-def write_shape(shape: Path, weights: str, out: Path) -> Path:
+def write_shape(shape: Path, weights: str, out: Path, exclude: Sequence[str] = ()) -> Path:
     """Write the config.json of a shape with a format of FORMATS, and return its directory.
 
-    shape: directory with a config.json.
+    shape: directory with a config.json; exclude: regular expressions of linear layers that stay in 16 bits, matched
+    from the start of their names; with AWQ text within their names.
     """
     config = json.loads((shape / "config.json").read_text())
-    if FORMATS[weights] is not None:
-        config["quantization_config"] = FORMATS[weights]
+    quantization = FORMATS[weights]
+    if quantization is not None:
+        config["quantization_config"] = quantization | _excluding(quantization["quant_method"], exclude)
     directory = out / shape.name
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))

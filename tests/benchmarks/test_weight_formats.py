@@ -29,3 +29,13 @@ def test_a_shape_in_a_format_has_its_scheme(name: str, tmp_path: Path) -> None:
     found = config.quantization and config.quantization.scheme_for("model.layers.0.mlp.down_proj")
     assert found == EXPECTED[name]
     assert (config.hidden_size, config.layers) == (4096, 32)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "16-bit"])
+def test_a_shape_may_leave_layers_in_sixteen_bits(name: str, tmp_path: Path) -> None:
+    exclude = ["o_proj"] if name == "awq" else [r".*\.o_proj"]
+    quantization = read_config(write_shape(SHAPE, name, tmp_path, exclude)).quantization
+    assert quantization is not None
+    assert quantization.scheme_for("model.layers.0.self_attn.o_proj") is None
+    assert quantization.scheme_for("model.layers.0.mlp.down_proj") == EXPECTED[name]
+    assert quantization.scheme_for("lm_head") is None

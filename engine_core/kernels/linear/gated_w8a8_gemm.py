@@ -1,4 +1,4 @@
-"""Gated W8A8 GEMM with quantized output, for few rows.
+"""Gated W8A8 GEMM, by default with quantized output, for few rows.
 
 Computes activation(x G^T) * (x U^T). A program multiplies all rows by a tile of the gate's outputs and by the same of
 the up projection's, applies the gate, and quantizes the result for the next matmul if the scale is static or depends on
@@ -125,17 +125,67 @@ def gated_w8a8_gemm(
     scales of each aligned 128 outputs of a half are equal; bias: [outputs]; to: format of the result, with groups, if
     any, of `plan.block_n`. With row scales, a second launch quantizes.
     """
-    (outputs, inputs), group = weight.shape, group_of(to)
-    width = outputs // 2
-    tiles = triton.cdiv(width, plan.block_n)
-    _check(x, weight, scales, plan, group)
+    group = group_of(to)
     if group == WHOLE:
-        out = torch.empty(x.count, width, dtype=x.dtype, device=weight.device)
-        out_scales, out_stride = torch.empty(x.count, tiles, device=weight.device), tiles
-    else:
-        rows = empty_quantized_activation(x.count, width, x.dtype, to, weight.device)
-        out, out_scales, out_stride = rows.values, rows.scales, rows.values.shape[0]
-    gated_w8a8_gemm_kernel[(tiles,)](
+        out, amax = _launch_unquantized(x, weight, scales, bias, plan, activation, pdl)
+        return quantize_by_amax(out, amax, to, pdl)
+    rows = empty_quantized_activation(x.count, weight.shape[0] // 2, x.dtype, to, weight.device)
+    out_stride = rows.values.shape[0]
+    _launch(x, weight, scales, bias, plan, activation, rows.values, rows.scales, out_stride, group, pdl)
+    return rows
+
+
+def gated_w8a8_gemm_unquantized(
+    x: QuantizedActivation,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    plan: W8A8GemmPlan,
+    activation: Activation,
+    pdl: bool = False,
+) -> Tensor:
+    """Return activation(gate) * up of a matmul, [T, outputs / 2], in x's dtype before quantization.
+
+    Arguments as in `gated_w8a8_gemm`.
+    """
+    return _launch_unquantized(x, weight, scales, bias, plan, activation, pdl)[0]
+
+
+def _launch_unquantized(
+    x: QuantizedActivation,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    plan: W8A8GemmPlan,
+    activation: Activation,
+    pdl: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gated matmul, and the absolute maximum of each row and tile."""
+    width = weight.shape[0] // 2
+    tiles = triton.cdiv(width, plan.block_n)
+    out = torch.empty(x.count, width, dtype=x.dtype, device=weight.device)
+    amax = torch.empty(x.count, tiles, device=weight.device)
+    _launch(x, weight, scales, bias, plan, activation, out, amax, tiles, WHOLE, pdl)
+    return out, amax
+
+
+def _launch(
+    x: QuantizedActivation,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    plan: W8A8GemmPlan,
+    activation: Activation,
+    out: Tensor,
+    out_scales: Tensor,
+    out_stride: int,
+    group: int,
+    pdl: bool,
+) -> None:
+    outputs, inputs = weight.shape
+    width = outputs // 2
+    _check(x, weight, scales, plan, group)
+    gated_w8a8_gemm_kernel[(triton.cdiv(width, plan.block_n),)](
         *(x.values, x.scales, weight, scales, weight if bias is None else bias, out, out_scales),
         *(x.count, width, x.values.shape[0], out_stride),
         K=inputs,
@@ -153,7 +203,6 @@ def gated_w8a8_gemm(
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return quantize_by_amax(out, out_scales, to, pdl) if group == WHOLE else rows
 
 
 def _check(x: QuantizedActivation, weight: Tensor, scales: Tensor, plan: W8A8GemmPlan, group: int) -> None:

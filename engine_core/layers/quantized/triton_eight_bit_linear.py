@@ -16,7 +16,7 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.kernels.linear.dequantize import dequantize_eight_bit
-from tandem.engine_core.kernels.linear.gated_w8a8_gemm import gated_w8a8_gemm
+from tandem.engine_core.kernels.linear.gated_w8a8_gemm import gated_w8a8_gemm, gated_w8a8_gemm_unquantized
 from tandem.engine_core.kernels.linear.plans import choose_normed
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv
 from tandem.engine_core.kernels.linear.quantized_plans import (
@@ -34,8 +34,8 @@ from tandem.engine_core.kernels.linear.quantized_plans import (
 from tandem.engine_core.kernels.linear.splitk_gemm import splitk_gemm
 from tandem.engine_core.kernels.linear.w8a8_splitk import w8a8_matmul
 from tandem.engine_core.kernels.quantize import group_of
-from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
+from tandem.engine_core.kernels.quantized_activation import WHOLE, ActivationFormat, QuantizedActivation
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan, W8A8GemmPlan
 from tandem.engine_core.kernels.tiles.table import Scaling
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
@@ -148,6 +148,10 @@ class TritonEightBitLinear(EightBitLinear):
         to = self.input_format(x.shape[0])
         if to is not None:
             rows, stream = norm.quantized(x, residual, to)
+            gated_plan = None if activation is None else self._gated_w8a8_plan(x.shape[0], WHOLE)
+            if activation is not None and gated_plan is not None:
+                weights = (self.values, self.scales, self.bias)
+                return gated_w8a8_gemm_unquantized(rows, *weights, gated_plan, activation, self.gpu.pdl), stream
             y = self.apply_quantized(rows)
             return (y if activation is None else self.kernels.gated_activation(y, activation)), stream
         gated = activation is not None
@@ -167,15 +171,22 @@ class TritonEightBitLinear(EightBitLinear):
 
         If planned, everything after the norm is one launch, or two with row scales.
         """
-        own, (outputs, inputs) = self.input_format(x.shape[0]), self.values.shape
-        named = self.scheme.kind, self._scaling
-        plan = choose_gated_w8a8_gemm(x.shape[0], outputs // 2, inputs, *named, group_of(to), self.gpu)
-        whole_blocks = self.wide_scales is not None and outputs % (2 * SCALE_COLUMNS) == 0
-        if own is None or plan is None or not (self.scheme.block is None or whole_blocks):
+        own, plan = self.input_format(x.shape[0]), self._gated_w8a8_plan(x.shape[0], group_of(to))
+        if own is None or plan is None:
             return super().apply_normed_quantized(x, residual, norm, activation, to)
         rows, stream = norm.quantized(x, residual, own)
         given = (self.values, self.scales, self.bias, plan, activation, to, self.gpu.pdl)
         return gated_w8a8_gemm(rows, *given), stream
+
+    def _gated_w8a8_plan(self, rows: int, group: int) -> W8A8GemmPlan | None:
+        """Return the plan of a gated W8A8 GEMM, None for separate kernels.
+
+        group: as in `choose_gated_w8a8_gemm`.
+        """
+        outputs, inputs = self.values.shape
+        if self.scheme.block is not None and (self.wide_scales is None or outputs % (2 * SCALE_COLUMNS)):
+            return None
+        return choose_gated_w8a8_gemm(rows, outputs // 2, inputs, self.scheme.kind, self._scaling, group, self.gpu)
 
     def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Implement `UnfusedLinear.apply_gated`, in one launch if planned."""

@@ -245,6 +245,27 @@ def test_a_wide_network_fuses_gate_and_quantization(
     assert close_bytes(rows, expected)
 
 
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, INT8, STATIC], ids=lambda scheme: f"{scheme.kind}-{scheme.block}")
+def test_a_gate_before_a_layer_in_sixteen_bits_is_fused_too(scheme: EightBitScheme, device: str) -> None:
+    gate_up, _ = network_of(scheme, replace(L4, multiprocessors=1), device)
+    gate_up.scales.copy_(gate_up.scales[: 1 if scheme.block is None else None].expand_as(gate_up.scales))
+    if scheme.block is not None:
+        gate_up.scales.copy_(gate_up.scales[::8].repeat_interleave(8, 0))
+    gate_up.find_wide_scales()
+    x = hidden_rows(device)
+    with patch.object(
+        triton_eight_bit_linear,
+        "gated_w8a8_gemm_unquantized",
+        wraps=triton_eight_bit_linear.gated_w8a8_gemm_unquantized,
+    ) as fused:
+        y, stream = gate_up.apply_normed(x, x, norm_of(device), Activation.SILU)
+    assert fused.called
+    both, expected_stream = gate_up.apply_normed(x, x, norm_of(device))
+    torch.testing.assert_close(stream, expected_stream)
+    expected = gate_up.kernels.gated_activation(both, Activation.SILU)
+    torch.testing.assert_close(y, expected, atol=2e-3 * expected.abs().max().item(), rtol=1e-2)
+
+
 def test_a_gate_quantizes_in_groups_for_the_next_layer_despite_output_scales(device: str) -> None:
     gate_up, _ = network_of(FP8, replace(L4, multiprocessors=1), device)
     x, to = hidden_rows(device), linear(BLOCKS, L4, 48, device).input_format(MANY_ROWS)
