@@ -328,9 +328,9 @@ class KVManager:
             self.pending.remove(seq)
             if not seq.is_broken:
                 self._mark(seq.cache.nodes)
-            if self.tree.num_children(seq.cache.start) > 1:
-                self.tree.touch(seq.cache.start)
             self.tree.unlock(seq.cache.nodes, seq.first_pages)
+            if self.tree.num_children(seq.cache.start) > 1:  # Others may start there too, so it is kept longer.
+                self.tree.touch(seq.cache.start)
             if seq.is_broken:
                 self.pages.release(CACHE, self.tree.discard(seq.cache.nodes))
         for first, table in self._own_tables(seq):

@@ -34,9 +34,10 @@ def new(
     static: bool = False,
     max_itl: float | None = None,
     costs: StepCosts | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Scheduler:
     limits = SchedulerLimits(step, chunk, waiting, prompts, static=static, max_itl=max_itl)
-    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache), limits, policy, costs)
+    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache, windows=windows), limits, policy, costs)
 
 
 def submitted(

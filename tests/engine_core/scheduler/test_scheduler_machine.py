@@ -36,14 +36,24 @@ class Traffic(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 64]),
         cache=st.booleans(),
         policy=st.sampled_from(POLICIES),
+        windows=st.sampled_from([(None,), (None,), (None, 7, 7), (9,), (None, 10, 3)]),
     )
     def start(
-        self, rows: int, pages: int, step: int, chunk: int, full: int, page_size: int, cache: bool, policy: Policy
+        self,
+        rows: int,
+        pages: int,
+        step: int,
+        chunk: int,
+        full: int,
+        page_size: int,
+        cache: bool,
+        policy: Policy,
+        windows: tuple[int | None, ...],
     ) -> None:
-        pages = max(2, pages * 4 // page_size)
+        pages = max(2, pages * 4 // page_size * len(windows))
         self.scheduler = Scheduler(
             RowGate(rows),
-            kv_memory(pages, page_size, cache, 2),
+            kv_memory(pages, page_size, cache, 2, windows=windows),
             SchedulerLimits(step, chunk, full),
             policy,
         )
