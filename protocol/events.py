@@ -214,6 +214,7 @@ class InspectedSequence(Struct, frozen=True, array_like=True):
     launched: int
     """Number of positions launched so far."""
     pages: int
+    """Number of pages of the pool that it holds, over all groups of layers."""
     shared_pages: int
     """Number of its pages that are shared with the prefix cache."""
     cached_tokens: int
@@ -236,6 +237,7 @@ class InspectedSession(Struct, frozen=True, array_like=True):
     name: str
     busy: bool
     pages: int
+    """Number of pages of the pool that it keeps, over all groups of layers."""
     idle: float
     """Seconds since its last turn ended; 0 while one is in progress."""
     key: str = ""

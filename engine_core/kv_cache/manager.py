@@ -24,16 +24,14 @@ from tandem.engine_core.kv_cache.page_classes import PageClass, page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
 from tandem.engine_core.kv_cache.pending_pages import PendingPages
 from tandem.engine_core.kv_cache.radix import ROOT, RadixTree
-from tandem.engine_core.kv_cache.sessions import Sessions
+from tandem.engine_core.kv_cache.sessions import Session, Sessions
+from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.plan import PADDING_PAGE, ScheduledSequence
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode
 
 Leaving = Counter[tuple[int, int]]
 """Number of leaving readers by class and node."""
-EXTRA_PAGES = 3
-"""Pages that a sequence needs in a group with a window besides those within it: the page that it writes, one that is
-partly outside the window, and the next one."""
 MAX_NODES_PER_PAGE = 8
 """Nodes of the prefix cache per page of the pool, in models that have windows in all layers."""
 EVICT_AHEAD = 4096
@@ -85,6 +83,7 @@ class KVManager:
         """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
         self._page_size = page_size
         self.num_groups = len(windows)
+        self._windows = windows
         self._classes = page_classes(windows, page_size)
         self._tails: list[tuple[int, PageClass, int]] = [
             (number, kind, kind.tail) for number, kind in enumerate(self._classes) if kind.tail is not None
@@ -116,10 +115,8 @@ class KVManager:
         The message contains the numbers and the setting to change. whole: True if prompts are computed in one step, for
         which groups with a window need pages of all positions.
         """
-        count, needed = ceil_div(seq.kv_len, self._page_size), 0
-        for kind in self._classes:
-            held = count if whole or kind.tail is None else min(count, kind.tail + EXTRA_PAGES)
-            needed += held * len(kind.groups)
+        windows = (None,) * self.num_groups if whole else self._windows
+        needed = held_pages(windows, seq.kv_len, self._page_size)
         if needed > self.pages.total:
             max_tokens = seq.total_len - seq.prompt_len
             raise RequestError(
@@ -364,6 +361,11 @@ class KVManager:
     def num_shared_pages(self, seq: Sequence) -> int:
         """Return the number of pages of the prefix cache that a sequence reads."""
         return seq.num_pages - sum([len(table) - first for first, table in self._own_tables(seq)])
+
+    def num_kept_pages(self, session: Session) -> int:
+        """Return the number of pages of the prefix cache that a session keeps."""
+        kept = zip(self._classes, session.firsts, strict=False)
+        return sum([len(kind.groups) * (len(session.nodes) - first) for kind, first in kept])
 
     def _own_tables(self, seq: Sequence) -> list[tuple[int, list[int]]]:
         """Return each page table of a sequence, with the index of its first own page."""

@@ -45,7 +45,7 @@ def inspect(
         memory.pages.free,
         _releasing(memory, others),
         sequences,
-        [_session(session, now) for session in memory.sessions.known],
+        [_session(memory, session, now) for session in memory.sessions.known],
         max(0, len(waiting) - MAX_LISTED),
         pause_mode,
         refuses_new,
@@ -120,8 +120,8 @@ def _sequence(
     )
 
 
-def _session(session: Session, now: float) -> InspectedSession:
+def _session(memory: KVManager, session: Session, now: float) -> InspectedSession:
     """Return one session as an inspection shows it."""
     key, name = split_scoped(session.name)
     idle = now - session.idle_since if session.turn is None else 0.0
-    return InspectedSession(name, session.turn is not None, len(session.nodes), idle, key)
+    return InspectedSession(name, session.turn is not None, memory.num_kept_pages(session), idle, key)

@@ -180,6 +180,7 @@ def test_turns_of_a_session_start_from_its_tail() -> None:
     run(scheduler, first)
     memory = scheduler.memory
     assert memory.usage.in_use == 10 + 2 * 2, "all pages of the first group, and the tails"
+    assert memory.num_kept_pages(memory.sessions.known[0]) == 14
     vacate(memory, occupy(memory, memory.usage.free + memory.usage.evictable))
     second = prompted(2, *first.tokens, 7, 7, 7, max_tokens=9, session="talk")
     assert cached_tokens(scheduler, second) == 40
