@@ -18,7 +18,7 @@ FIRST_STREAM_WAIT = 5.0
 """Seconds that a stream waits for its first output before its headers are sent; until then a refusal is an HTTP
 status."""
 
-ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
+ToolParserName = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "json"]
 ReasoningParserName = Literal["auto", "think", "mistral", "none"]
 PrefixCacheScope = Literal["key", "server"]
 UnknownFields = Literal["ignore", "refuse"]

@@ -40,10 +40,10 @@ class MessageShape(Struct, frozen=True):
         scanner = self.tags.scanner()
         tools: ToolParser | None = None
         if self.tool_format is not None:
-            names = frozenset(tool.name for tool in self.tool_use.tools)
+            schemas = {tool.name: tool.parameters for tool in self.tool_use.tools}
             required = self.tool_use.choice.mode == "required"
             is_token = self.tags.token_id(self.tool_format.syntax.announcement) is not None
-            tools = ToolParser(self.tool_format, names, self.tool_use.parallel, required, is_token)
+            tools = ToolParser(self.tool_format, schemas.keys(), self.tool_use.parallel, required, is_token, schemas)
         return MessageParser(
             None if scanner is None else ReasoningParser(scanner),
             tools,

@@ -25,6 +25,8 @@ _OPENED_OBJECT = re.compile(r'\[?\s*\{[^{}]*"name":\s*"\Z')
 """A JSON object up to the value of its name."""
 _NEXT_KEY = re.compile(r'"\s*,\s*"(parameters|arguments)"')
 """Text between the name and the key of the arguments."""
+_XML_CALL = re.compile(r"<tool_call>\s*<function=\Z")
+_XML_ARGUMENT = re.compile(r">\s*<parameter=zkey>\s*zvalue\s*</parameter>\s*</function>\s*</tool_call>")
 _MAX_OBJECT_CHARS = 200
 """Maximum number of characters between the start of an object and its name."""
 
@@ -63,6 +65,8 @@ def _format_of_call(text: str) -> str | None:
     if before.rstrip().endswith("[TOOL_CALLS]"):
         named = {"[CALL_ID]": "mistral_v11", "[ARGS]": "mistral_v13"}
         return next((name for tag, name in named.items() if after.startswith(tag)), None)
+    if _XML_CALL.search(before, max(0, len(before) - _MAX_OBJECT_CHARS)) and _XML_ARGUMENT.match(after):
+        return "qwen3_coder"
     opened = _OPENED_OBJECT.search(before, max(0, len(before) - _MAX_OBJECT_CHARS))
     if opened is None:
         return None

@@ -156,7 +156,7 @@ class CallParser:
     def _in_key(self, character: str) -> None:
         self._text.append(character)
         if self._value.ends_with(character):
-            key = _decoded("".join(self._text))
+            key = decoded("".join(self._text))
             self._key = key if isinstance(key, str) else ""
             self._expects = _Expects.COLON
 
@@ -186,7 +186,7 @@ class CallParser:
         self._expects = _Expects.NEXT
         text = "".join(self._text)
         if self._key == "name":
-            name = _decoded(text)
+            name = decoded(text)
             if self._parsed_name is not None or not isinstance(name, str) or name not in self._names:
                 self.state = CallState.INVALID
                 return
@@ -201,8 +201,8 @@ class CallParser:
 
         They are a string that contains the JSON of an object, or null.
         """
-        value = _decoded(text)
-        if isinstance(value, str) and isinstance(_decoded(value), dict):
+        value = decoded(text)
+        if isinstance(value, str) and isinstance(decoded(value), dict):
             self._pending.append(value)
             self._has_arguments = True
             self._set_name()
@@ -311,7 +311,7 @@ def _is_word(text: str) -> bool:
     return text.isascii() and text.translate(_PUNCTUATION).isalnum()
 
 
-def _decoded(text: str) -> object:
+def decoded(text: str) -> object:
     """Decode JSON; return None if it is invalid."""
     try:
         return msgspec.json.decode(text)

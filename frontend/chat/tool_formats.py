@@ -14,6 +14,7 @@ from tandem.frontend.grammar.tool_calls import (
     MISTRAL,
     MISTRAL_NAMED,
     MISTRAL_WITH_IDS,
+    QWEN3_CODER,
     CallSyntax,
 )
 
@@ -41,6 +42,7 @@ def _mistral(syntax: CallSyntax) -> ToolFormat:
 
 FORMATS = {
     "hermes": ToolFormat(HERMES),
+    "qwen3_coder": ToolFormat(QWEN3_CODER),
     "llama3_json": ToolFormat(LLAMA3_JSON),
     "mistral": _mistral(MISTRAL),
     "mistral_v11": _mistral(MISTRAL_WITH_IDS),

@@ -7,8 +7,9 @@ the end of the text is dropped.
 
 import secrets
 import string
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from enum import Enum
+from typing import Any
 
 from tandem.frontend.chat.message import (
     CallArguments,
@@ -20,6 +21,7 @@ from tandem.frontend.chat.message import (
 )
 from tandem.frontend.chat.tool_call import CallParser, CallState, NamedCallParser
 from tandem.frontend.chat.tool_formats import ToolFormat
+from tandem.frontend.chat.xml_call import XmlCallParser
 from tandem.frontend.generation.output_tags import BLANK, MAX_BLANKS
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -40,7 +42,8 @@ class ToolParser:
 
     `names` are the tools of the request. Without `parallel`, calls after the first are dropped. With `required`, a
     grammar only allows calls, so an incomplete object at the end of the text is a truncated call. With `is_token`, only
-    the token of the trigger tag announces calls, not its characters.
+    the token of the trigger tag announces calls, not its characters. `schemas` are the schemas of the tools' arguments,
+    for formats without JSON.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class ToolParser:
         parallel: bool = True,
         required: bool = False,
         is_token: bool = False,
+        schemas: Mapping[str, dict[str, Any] | None] | None = None,
     ) -> None:
         self.num_calls = 0
         self._format = tool_format
         self._names = names
+        self._schemas = schemas or {}
         self._parallel = parallel
         self._required = required
         self._tag = tool_format.syntax.announcement
@@ -71,7 +76,7 @@ class ToolParser:
         self._separated = False
         """True if a separator has followed the last call."""
         self._in_array = False
-        self._call: CallParser | NamedCallParser | None = None
+        self._call: CallParser | NamedCallParser | XmlCallParser | None = None
         self._ids: set[str] = set()
         self._follows_call = False
         """True while only call syntax has followed a complete call."""
@@ -191,6 +196,10 @@ class ToolParser:
                 self._call = CallParser(self._names, _ARGUMENT_KEYS)
                 self._mode = _Mode.CALL
                 return text[index + 1 :]
+            elif character == "<" and self._format.syntax.is_xml:
+                self._call = XmlCallParser(self._names, self._schemas)
+                self._mode = _Mode.CALL
+                return text[index:]
             elif self._format.reads_names and not self._in_array and character != "[":
                 self._call = NamedCallParser(self._names)
                 self._mode = _Mode.CALL
@@ -218,7 +227,9 @@ class ToolParser:
         if self._tag and not held.strip(BLANK):
             self._held = held  # blanks before a tag are dropped with it
         else:
-            self._add_content(held)
+            end = len(held) - (holdback_length(held, self._trigger) if self._trigger else 0)
+            self._add_content(held[:end])
+            self._held = held[end:]
         self._mode, self._in_array, self._call = _Mode.TEXT, False, None
         return rest
 
@@ -249,7 +260,7 @@ class ToolParser:
             self._deltas.append(CallStart(self.num_calls, call_id, name))
         self.num_calls += 1
 
-    def _add_arguments(self, call: CallParser | NamedCallParser) -> None:
+    def _add_arguments(self, call: CallParser | NamedCallParser | XmlCallParser) -> None:
         text = call.take_arguments()
         if text and (self._parallel or self.num_calls == 1):
             self._deltas.append(CallArguments(self.num_calls - 1, text))
@@ -271,8 +282,9 @@ class ToolParser:
             if self._closer:
                 self._held += character
                 if not self._in_closer(character):
+                    held, self._held = self._held, ""
                     self._mode = _Mode.TEXT
-                    return text[index + 1 :]
+                    return held + text[index + 1 :]
             elif self._is_blank(character) or self._separates(character):
                 self._held += character
             elif character == "]" and self._in_array:

@@ -57,7 +57,8 @@ def calls_as_text(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]
 
 def _description(tools: Sequence[dict[str, Any]], syntax: CallSyntax) -> str:
     functions = "\n".join([_json(tool["function"]) for tool in tools])
-    example = _calls([{"name": "NAME", "arguments": {}}], syntax)
+    arguments = {"PARAMETER": "VALUE"} if syntax.is_xml else {}
+    example = _calls([{"name": "NAME", "arguments": arguments}], syntax)
     return (
         f"You can call these functions, one JSON object a line:\n{functions}\n\n"
         f"To call a function, write its name and its arguments in this form and nothing after it:\n{example}"

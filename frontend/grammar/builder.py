@@ -29,6 +29,7 @@ from tandem.frontend.grammar.tool_calls import (
     calls_are_constrained,
     tool_grammar,
 )
+from tandem.frontend.grammar.xml_calls import unenforced
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import GenerationOptions
 from tandem.frontend.request.tools import ToolUse
@@ -140,7 +141,11 @@ class GrammarBuilder:
             ignored.add(renamed(path, options.constraint_names))
         if use is None or syntax is None or not calls_are_constrained(use, content):
             return Draft(content, [])
-        return Draft(content, argument_schemas(use, ignored))
+        schemas = argument_schemas(use, ignored)
+        if syntax.is_xml:
+            for each in schemas:
+                record_removed(unenforced(each.schema), each.tool.path, ignored)
+        return Draft(content, schemas)
 
     def _grammar(
         self,

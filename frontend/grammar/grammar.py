@@ -122,7 +122,7 @@ def output_grammar(
     if len(names) > 1:
         raise unsupported("{other} and {param} cannot be combined; give one of them", names[1], names[0])
     if regex is not None:
-        return Grammar(lark(f"start: /{_escape_regex(regex)}/"), "regex", "'regex'", regex=regex)
+        return Grammar(lark(f"start: /{escape_regex(regex)}/"), "regex", "'regex'", regex=regex)
     if choice:
         return Grammar(lark("start: " + " | ".join(quoted(text) for text in choice)), "choice", "'choice'")
     if grammar is not None:
@@ -188,7 +188,7 @@ def _encode(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _escape_regex(regex: str) -> str:
+def escape_regex(regex: str) -> str:
     """Escape a regex for use between slashes in Lark."""
     return _REGEX_FLAGS + "".join(escape_regex_characters(regex))
 

@@ -25,6 +25,7 @@ from tandem.frontend.grammar.json_schema import (
 )
 from tandem.frontend.grammar.references import check_references
 from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema
+from tandem.frontend.grammar.xml_calls import STRING_RULES, XmlCallWriter, written_call
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.tools import Tool, ToolUse
 
@@ -34,8 +35,9 @@ class CallSyntax(Struct, frozen=True):
 
     Calls start after `opening`, are separated by `between` and end with `closing`; `before` and `after` enclose each
     call. A call is a JSON object with the keys `name` and the value of `arguments`, or, with `arguments_tag`, the name,
-    the tag and the JSON object of the arguments. `trigger` ends free text; if it is empty, an output is free text
-    unless it starts with a brace, or with `optional_trigger` and a brace.
+    the tag and the JSON object of the arguments, or, with `is_xml`, an XML element (see `xml_calls`). `trigger` ends
+    free text; if it is empty, an output is free text unless it starts with a brace, or with `optional_trigger` and a
+    brace.
     """
 
     trigger: str = ""
@@ -50,6 +52,7 @@ class CallSyntax(Struct, frozen=True):
     """Tag between the function name and its arguments; empty if a call is one JSON object."""
     id_tag: str = ""
     """Tag between the name and an optional call id, before `arguments_tag`."""
+    is_xml: bool = False
 
     @property
     def announcement(self) -> str:
@@ -64,6 +67,8 @@ class CallSyntax(Struct, frozen=True):
 
     def written(self, name: str, arguments: Any) -> str:
         """Return one call in the model's format, without the literals around it."""
+        if self.is_xml:
+            return written_call(name, arguments)
         if self.arguments_tag:
             return name + self.arguments_tag + _encoded(arguments)
         return _encoded({"name": name, self.arguments: arguments})
@@ -79,6 +84,7 @@ MISTRAL = CallSyntax(trigger="[TOOL_CALLS]", opening="[TOOL_CALLS][", between=",
 MISTRAL_NAMED = CallSyntax(trigger="[TOOL_CALLS]", before="[TOOL_CALLS]", between="", arguments_tag=ARGUMENTS_TAG)
 MISTRAL_WITH_IDS = structs.replace(MISTRAL_NAMED, id_tag=ID_TAG)
 GENERIC_JSON = CallSyntax()
+QWEN3_CODER = structs.replace(HERMES, is_xml=True)
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """Schema of arbitrary arguments."""
@@ -162,10 +168,16 @@ class _RuleWriter:
     def __init__(self, syntax: CallSyntax, special_tokens: Mapping[str, int]) -> None:
         self._syntax = syntax
         self._special_tokens = special_tokens
+        self._xml_rules = [STRING_RULES] if syntax.is_xml else []
 
     def call(self, arguments: ArgumentSchema, write: Callable[[dict[str, Any]], str]) -> str:
         """Write the alternative of the rule `call` for a tool; `write` writes a schema within a rule."""
         syntax = self._syntax
+        if syntax.is_xml:
+            writer = XmlCallWriter(arguments.schema, write, f"t{len(self._xml_rules)}")
+            alternative = writer.call(arguments.tool.name)
+            self._xml_rules += writer.rules
+            return alternative
         if not syntax.arguments_tag:
             return write(_call_schema(arguments, syntax))
         call_id = f"({self._literal(syntax.id_tag)} CALL_ID)? " if syntax.id_tag else ""
@@ -185,7 +197,9 @@ class _RuleWriter:
             f"calls: {opening} one {more} {closing}\n"
             f"triggered: {rest} call {after} {more} {closing}\n"
             f"one: {before} call {after}\n"
-            f"call: {' | '.join(alternatives)}\n" + ("CALL_ID: /[a-zA-Z0-9]{9}/\n" if syntax.id_tag else "")
+            f"call: {' | '.join(alternatives)}\n"
+            + ("CALL_ID: /[a-zA-Z0-9]{9}/\n" if syntax.id_tag else "")
+            + "".join(self._xml_rules)
         )
 
     def text_or_calls(self) -> str:

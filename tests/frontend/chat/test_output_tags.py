@@ -27,6 +27,10 @@ def as_json(call: tuple[str, str], key: str = "arguments") -> str:
 
 CALLS = {
     "hermes": "\n".join(f"<tool_call>\n{as_json(call)}\n</tool_call>" for call in (LOOK, ADD)),
+    "qwen3_coder": "\n".join(
+        f"<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        for name, key, value in (("look", "at", 'the "moon" {'), ("add", "a", '[1, {"b": 2}]'))
+    ),
     "llama3_json": "; ".join(as_json(call, "parameters") for call in (LOOK, ADD)),
     "mistral": f"[TOOL_CALLS][{as_json(LOOK)}, {as_json(ADD)}]",
     "mistral_v11": "".join(

@@ -13,6 +13,7 @@ from tandem.frontend.chat.template_probes import TemplateFacts, probe_template
 from tandem.frontend.chat.template_sandbox import SandboxedTemplates
 from tandem.frontend.grammar.grammar import MISTRAL_THINK_TAGS, THINK_TAGS
 from tandem.protocol.model_folder import TemplateSource
+from tests.support.published_templates import PUBLISHED
 
 LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
 END = "\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -59,7 +60,14 @@ def test_built_in_templates_tell_their_format_of_calls(name: str, call_format: s
         ('<tool_call>{"type": "function", "name": "{{ f.name }}", "arguments": {}}</tool_call>', "hermes"),
         ('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "llama3_json"),
         ('{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}', "json"),
+        (
+            "<tool_call>\n<function={{ f.name }}>\n{% for key, value in f.arguments | items %}<parameter={{ key }}>\n"
+            "{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+            "qwen3_coder",
+        ),
         ("<tool_call>\n<function={{ f.name }}>\n</function>\n</tool_call>", None),
+        ("<tool_call><function={{ f.name }}>{{ f.arguments | tojson }}</function></tool_call>", None),
+        ("<function={{ f.name }}>\n<parameter=zkey>\nzvalue\n</parameter>\n</function>", None),
         ("{{ f.name }}({{ f.arguments }})", None),
         ("{{ raise_exception('no calls') }}", None),
         ("", None),
@@ -67,6 +75,15 @@ def test_built_in_templates_tell_their_format_of_calls(name: str, call_format: s
 )
 def test_the_format_of_calls_is_that_which_the_template_writes(written: str, expected: str | None) -> None:
     assert facts(default=calls(written)).call_format == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "call_format", "think_tags"),
+    [("qwen3_coder", "qwen3_coder", None), ("qwen3_5", "qwen3_coder", THINK_TAGS), ("qwen3", "hermes", THINK_TAGS),
+     ("hermes", "hermes", None), ("chatml", None, None)],
+)  # fmt: skip
+def test_published_templates_tell_their_format_of_calls(name: str, call_format: str | None, think_tags: object) -> None:
+    assert facts(**PUBLISHED[name]) == TemplateFacts(call_format, think_tags)
 
 
 def test_a_template_for_tools_tells_the_format() -> None:

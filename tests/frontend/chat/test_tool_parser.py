@@ -218,6 +218,12 @@ def test_tool_format_follows_the_model_type() -> None:
     assert tool_format("mistral", ["qwen3"], set()) is FORMATS["mistral"]
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_format_of_the_template_takes_precedence_over_the_model_type(model_type: str) -> None:
+    for written in ("qwen3_coder", "hermes"):
+        assert tool_format("auto", [model_type], {"<tool_call>"}, written) is FORMATS[written]
+
+
 @pytest.mark.parametrize(
     ("name", "tags", "written", "expected"),
     [
@@ -227,6 +233,9 @@ def test_tool_format_follows_the_model_type() -> None:
         ("auto", {"[ARGS]", "[CALL_ID]"}, None, "mistral_v11"),
         ("auto", {"[ARGS]"}, None, "mistral_v13"),
         ("auto", {"[ARGS]"}, "hermes", "hermes"),
+        ("auto", {"<tool_call>"}, "qwen3_coder", "qwen3_coder"),
+        ("hermes", {"<tool_call>"}, "qwen3_coder", "hermes"),
+        ("qwen3_coder", set(), "hermes", "qwen3_coder"),
         ("mistral", {"[ARGS]"}, "mistral", "mistral"),
         ("mistral", set(), "mistral_v11", "mistral_v11"),
         ("mistral", {"[ARGS]"}, "hermes", "mistral_v13"),
