@@ -126,7 +126,7 @@ def test_matmuls_and_attention_with_pdl_change_no_bit(batch: int, head_dim: int,
     def chain(pdl: bool) -> Tensor:
         projected = start
         for one, rotated, weight in zip(layers, rotations, weights, strict=True):
-            options = {"pdl": pdl, "early": early and pdl, "rotation": rotated, "hold": pdl}
+            options = {"pdl": pdl, "early": early and pdl, "rotation": rotated, "delay_next": pdl}
             qkv = projected.view(batch, 48, head_dim)
             attended = paged_decode(qkv, *one[1:], head_dim**-0.5, 6, **options)
             projected = attended.flatten(1) @ weight.t()
