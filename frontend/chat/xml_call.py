@@ -55,7 +55,7 @@ class XmlCallParser:
         self._types: frozenset[str] | None = None
         """Types that the schema admits for the current parameter; None for any type."""
         self._value: list[str] = []
-        """Text of a value that is not a string, in parts."""
+        """Text of the value, in parts; without what has been returned of a string."""
         self._num_arguments = 0
         self._pending: list[str] = []
 
@@ -69,6 +69,8 @@ class XmlCallParser:
         """Return the arguments' JSON that arrived since the last call."""
         if self.name is None:
             return ""
+        if self._types == _STRING:
+            self._take_string()
         text = "".join(self._pending)
         self._pending.clear()
         return text
@@ -119,19 +121,21 @@ class XmlCallParser:
             self._at_start = False
             if character == "\n":
                 return
+        if not self._held and character not in "\n<":
+            self._value.append(character)
+            return
         self._held += character
         while self._held and not _may_end_value(self._held):
-            self._add_text(self._held[0])
+            self._value.append(self._held[0])
             self._held = self._held[1:]
         if character == ">" and self._held and not self._held.endswith(_PARAMETER_END):
             self._end_value()
             self._end_tag()
 
-    def _add_text(self, text: str) -> None:
-        if self._types == _STRING:
-            self._pending.append(_quoted(text)[1:-1])
-        else:
-            self._value.append(text)
+    def _take_string(self) -> None:
+        """Move the text of a string to the arguments."""
+        self._pending.append(_quoted("".join(self._value))[1:-1])
+        self._value.clear()
 
     def _end_tag(self) -> None:
         """Read the complete tag at the end of the held text: a parameter begins, or the call is done."""
@@ -150,6 +154,7 @@ class XmlCallParser:
 
     def _end_value(self) -> None:
         if self._types == _STRING:
+            self._take_string()
             self._pending.append('"')
         else:
             self._pending.append(json_value("".join(self._value), self._types))
