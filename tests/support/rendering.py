@@ -22,7 +22,7 @@ def rendered(template: ChatTemplate, conversation: Conversation, ignored: Ignore
     name = template.name_for(conversation)
     frame = template.request_frame(name, conversation, IgnoredFields() if ignored is None else ignored)
     try:
-        text = _answered(Renderer(template.templates, SandboxedTemplates()), frame)
+        text = _answered(_renderer(*_key(template)), frame)
     except RenderError as failure:
         raise template.failed(str(failure)) from None
     return template.prompt(conversation, text)
@@ -34,7 +34,7 @@ def adapted_prompt(template: ChatTemplate, conversation: Conversation, form: str
     form: of the calls in text, if they are to become text.
     """
     name = template.name_for(conversation)
-    traits = traits_of(name, tuple(template.source.texts.items()), tuple(template.templates.special_tokens.items()))
+    traits = traits_of(name, *_key(template))
     return rendered(template, adapted(conversation, traits, FORMATS[form].syntax))
 
 
@@ -44,7 +44,7 @@ def traits_of(
 ) -> TemplateTraits:
     """Probe one of a model's templates."""
     template = ChatTemplate(TemplateSource(dict(texts), "a test"), dict(special_tokens))
-    renderer = Renderer(template.templates, SandboxedTemplates())
+    renderer = _renderer(texts, special_tokens)
 
     async def render(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         variables = {"tools": tools or None, "add_generation_prompt": True}
@@ -54,6 +54,20 @@ def traits_of(
             return ""
 
     return asyncio.run(probe_traits(render, needs_tools=name == "tool_use"))
+
+
+_Items = tuple[tuple[str, str], ...]
+
+
+def _key(template: ChatTemplate) -> tuple[_Items, _Items]:
+    return tuple(template.source.texts.items()), tuple(template.templates.special_tokens.items())
+
+
+@cache
+def _renderer(texts: _Items, special_tokens: _Items) -> Renderer:
+    """Return the renderer of a model's templates, which compiles each of them once."""
+    template = ChatTemplate(TemplateSource(dict(texts), "a test"), dict(special_tokens))
+    return Renderer(template.templates, SandboxedTemplates())
 
 
 def _answered(renderer: Renderer, frame: bytes) -> str:
