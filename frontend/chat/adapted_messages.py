@@ -86,10 +86,12 @@ def _call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     if not traits.any_call_id:
         call = {**call, "id": _short_id(call["id"])}
     function = call["function"]
-    if traits.arguments_are_text and not isinstance(function["arguments"], str):
-        arguments = msgspec.json.encode(function["arguments"]).decode()
-        call = {**call, "function": {**function, "arguments": arguments}}
-    return call
+    arguments = function["arguments"]
+    if traits.arguments_are_text and not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    elif isinstance(arguments, str) and not traits.any_arguments:
+        arguments = {"arguments": arguments}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _short_id(call_id: str) -> str:

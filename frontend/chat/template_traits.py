@@ -40,6 +40,8 @@ class TemplateTraits(Struct, frozen=True):
     """True if tool calls and their results are rendered."""
     arguments_are_text: bool = False
     """True if arguments of a call must be JSON text instead of an object."""
+    any_arguments: bool = True
+    """True if arguments that are not a JSON object are rendered, as a truncated call may leave them."""
     parallel_calls: bool = True
     """True if a message may have several calls; otherwise each is followed by its result."""
     any_call_id: bool = True
@@ -196,10 +198,13 @@ class _Probe:
         other = {**_calls(as_text, _OTHER_SHORT_ID, first=2), **content}
         other_result = _result(2, _OTHER_SHORT_ID)
         all_names = (*names, "call2", "argument2", "result2")
+        cut = {**_calls(True, _SHORT_ID), **content}
+        cut["tool_calls"][0]["function"]["arguments"] = _word("argument1")
         long = [_user(1), {**_calls(as_text, _LONG_ID), **content}, _result(1, _LONG_ID)]
         return {
             "parallel_calls": await self.shows([_user(1), both, result, other_result], *all_names, tools=_TOOLS)
             or not await self.shows([_user(1), call, result, other, other_result], *all_names, tools=_TOOLS),
+            "any_arguments": await self.shows([_user(1), cut, result], *names, tools=_TOOLS),
             "any_call_id": await self.shows(long, *names, tools=_TOOLS),
             "system_before_result": await self.shows(
                 [_system(1), _user(1), call, result], *names, "system1", tools=_TOOLS

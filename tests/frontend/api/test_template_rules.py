@@ -18,7 +18,7 @@ from tests.support.published_templates import PUBLISHED
 from tests.support.reasoning_model import RAW, write_reasoning_model
 from tests.support.shared_frontend import SharedFrontend, shared_frontend
 
-NAMES = ("chatml", "phi3", "olmo2", "qwen3", "mistral", "gemma2", "llama3", "deepseek")
+NAMES = ("chatml", "phi3", "olmo2", "qwen3", "qwen3_coder", "qwen3_5", "mistral", "gemma2", "llama3", "deepseek")
 SOURCES = {name: PUBLISHED[name]["default"] for name in NAMES} | {"own": (TEMPLATES / "mistral.jinja").read_text()}
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}

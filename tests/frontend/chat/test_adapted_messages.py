@@ -130,6 +130,16 @@ def test_what_a_template_renders_stays_equal_to_transformers(model: str, tools: 
     assert same >= 3 or tools
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_arguments_of_a_truncated_call_are_rendered(model: str) -> None:
+    call = calls("inn")
+    call["tool_calls"][0]["function"]["arguments"] = '{"at": "the in'
+    for messages in ([U1, call, result("inn")], [U1, call, result("inn"), A1, U2]):
+        prompt = adapted_prompt(template_of(model), Conversation(messages, (LOOK,)))
+        for text in ("look_it_up", "the in", "result of inn"):
+            assert text in prompt
+
+
 def test_leading_texts_are_merged_and_later_ones_open_the_next_question() -> None:
     prompt = adapted_prompt(template_of("gemma3"), Conversation([S1, D1, U1, S2, A1, says("system", "late"), U2, S1]))
     assert prompt == (
