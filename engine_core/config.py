@@ -102,6 +102,11 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         return page_columns(self.kv_windows, self.page_size, self.max_len, self.max_step_tokens)
 
     @property
+    def held_windows(self) -> tuple[int | None, ...]:
+        """Windows of the groups by which pages of sequences are counted: a prompt computed whole has all its pages."""
+        return self.kv_windows if self.prefill_chunk else (None,) * len(self.kv_windows)
+
+    @property
     def max_page_entries(self) -> int:
         """Largest number of page table entries in one step.
 
@@ -124,7 +129,7 @@ class EngineConfig(StepConfig, frozen=True, kw_only=True):
     @property
     def kv_tokens(self) -> int:
         """Number of positions that sequences of `max_len`, and a shorter one, can use."""
-        return tokens_of_pages(self.kv_windows, self.pages - 1, self.page_size, self.max_len)
+        return tokens_of_pages(self.held_windows, self.pages - 1, self.page_size, self.max_len)
 
 
 def resolve_device(options: EngineOptions, cuda: bool) -> str:

@@ -53,10 +53,11 @@ def page_columns(windows: Windows, page_size: int, max_len: int, chunk: int) -> 
 def held_pages(windows: Windows, positions: int, page_size: int) -> int:
     """Return the maximum number of pages of a decoding sequence of this many positions.
 
-    A window may begin and end inside a page, and a further page is for the position after a page's last.
+    Of a group with a window these are the pages of the window before the last page, that page, the next one, and one
+    that is given up after the launch of a step.
     """
     pages = ceil_div(positions, page_size)
-    return sum(pages if window is None else min(pages, ceil_div(window, page_size) + 2) for window in windows)
+    return sum(pages if window is None else min(pages, ceil_div(window - 1, page_size) + 3) for window in windows)
 
 
 def pages_of_tokens(windows: Windows, tokens: int, page_size: int, max_len: int) -> int:

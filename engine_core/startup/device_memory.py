@@ -14,6 +14,7 @@ from tandem.engine_core.config import GPU_SHARE, StepConfig
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
+from tandem.engine_core.page_counts import pages_of_tokens
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import ONLINE_FP8
 from tandem.engine_core.runtime.device import Device
@@ -65,7 +66,8 @@ def memory_demand(config: StepConfig, source: ModelSource, total: int) -> Memory
     """
     options = config.options
     weights = 0 if options.load_format == "dummy" else weight_bytes(source)
-    pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
+    pages = pages_of_tokens(config.held_windows, options.kv_tokens or 0, config.page_size, config.max_len)
+    pool = options.kv_memory if options.kv_memory is not None else pages * source.layout.page_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     needed = min(weights + pool, total)  # The existing checks refuse a model that no GPU of this size holds.
     return MemoryDemand(needed, needed if pool else max(needed, int(total * share)))

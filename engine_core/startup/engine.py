@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from tandem.engine_core.contracts import Mailbox
 from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kv_cache.groups import KVGroup
+from tandem.engine_core.kv_cache.groups import KVGroup, partition
 from tandem.engine_core.kv_cache.manager import MAX_NODES_PER_PAGE, KVManager
 from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import PageAllocator
@@ -101,7 +102,9 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
     with problems.caught():
         step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes)
     problems.check()
-    groups = _kv_groups(model_config)
+    groups = _kv_groups(model_config, step_config)
+    model_config = _with_groups(model_config, groups)
+    step_config = structs.replace(step_config, kv_windows=tuple([group.window for group in groups]))
     layout = _kv_layout(groups, step_config)
     return ResolvedEngine(ModelSource(directory, model_config, getattr(torch, dtype), layout), groups, step_config)
 
@@ -295,12 +298,23 @@ def _build_loop(
     )
 
 
-def _kv_groups(model: ModelConfig) -> tuple[KVGroup, ...]:
+def _kv_groups(model: ModelConfig, config: StepConfig) -> tuple[KVGroup, ...]:
     """Return the groups of layers that share pages.
 
-    All layers form one group: those with a window keep the keys and values of all positions too.
+    A window that no sequence exceeds is none. With one page per sequence no page can be given up either.
     """
-    return (KVGroup(tuple(range(model.layers)), model.kv_heads, model.head_dim),)
+    windows = [layer.window for layer in model.attention]
+    if config.options.page_size == "max":
+        windows = [None] * len(windows)
+    kept = [None if window is None or window >= config.max_len else window for window in windows]
+    return partition(kept, model.kv_heads, model.head_dim)
+
+
+def _with_groups(model: ModelConfig, groups: tuple[KVGroup, ...]) -> ModelConfig:
+    """Return the configuration of a model with the group of each layer."""
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+    attention = tuple([replace(layer, group=group_of[index]) for index, layer in enumerate(model.attention)])
+    return structs.replace(model, attention=attention)
 
 
 def _kv_layout(groups: tuple[KVGroup, ...], config: StepConfig) -> KVLayout:

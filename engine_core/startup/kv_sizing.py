@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 
 from tandem.engine_core.config import GPU_SHARE, EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, MemoryTooSmallError
-from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.page_counts import held_pages, pages_of_tokens
 from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
@@ -54,30 +54,39 @@ def check_memory_flags(options: EngineOptions, device: str) -> None:
 def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineConfig:
     """Add the number of pages to the settings.
 
-    token_bytes: bytes of one token's keys and values over all layers.
+    token_bytes: bytes of one token in the pages of all KV groups.
 
     Raises MemoryTooSmallError if less than one page, or less than a requested --max-len, has room, and for a requested
     pool that is larger than the free memory.
     """
-    page_size, options = config.page_size, config.options
-    tokens = options.kv_tokens
-    if tokens is None:
+    page_size, options, windows = config.page_size, config.options, config.held_windows
+    page_bytes = page_size * token_bytes // len(windows)
+    if options.kv_tokens is not None:
+        pages = pages_of_tokens(windows, options.kv_tokens // page_size * page_size, page_size, config.max_len)
+    else:
         # The reserved page is part of the memory.
-        tokens = max(0, _pool_bytes(config, memory, token_bytes) // token_bytes - page_size)
-    pages = tokens // page_size
-    _check_given_size(options, memory, (pages + 1) * page_size * token_bytes, token_bytes)
-    if pages * page_size < 2:
+        pages = max(0, _pool_bytes(config, memory, page_bytes) // page_bytes - 1)
+    _check_given_size(options, memory, (pages + 1) * page_bytes, token_bytes)
+    sized = EngineConfig(**structs.asdict(config), pages=pages + 1)
+    if sized.kv_tokens < 2:
+        tokens = pages * page_size // len(windows) if options.kv_tokens is None else options.kv_tokens
         raise MemoryTooSmallError(
             f"the KV pool has {tokens} tokens ({memory.free / GIB:.2f} GiB free, of which steps and graphs "
             f"need {(memory.steps + memory.graphs) / GIB:.2f}, {token_bytes} bytes a token), less than one page of "
-            f"{max(page_size, 2)}; {_remedy(config, (ceil_div(2, page_size) + 1) * page_size * token_bytes)}"
+            f"{max(page_size, 2)}{f' in each of {len(windows)} KV groups' if len(windows) > 1 else ''}; "
+            f"{_remedy(config, _least_bytes(config, 2, page_bytes))}"
         )
-    if options.max_len is not None and pages * page_size < config.max_len:
+    if options.max_len is not None and sized.kv_tokens < config.max_len:
         raise MemoryTooSmallError(
-            f"--max-len {config.max_len} does not fit the KV pool of {pages * page_size} tokens; lower it or "
-            f"{_remedy(config, (ceil_div(config.max_len, page_size) + 1) * page_size * token_bytes)}"
+            f"--max-len {config.max_len} does not fit the KV pool of {sized.kv_tokens} tokens; lower it or "
+            f"{_remedy(config, _least_bytes(config, config.max_len, page_bytes))}"
         )
-    return EngineConfig(**structs.asdict(config), pages=pages + 1)
+    return sized
+
+
+def _least_bytes(config: StepConfig, positions: int, page_bytes: int) -> int:
+    """Return the bytes of a pool for one sequence of this many positions."""
+    return (held_pages(config.held_windows, positions, config.page_size) + 1) * page_bytes
 
 
 def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_bytes: int) -> None:
@@ -91,12 +100,13 @@ def _check_given_size(options: EngineOptions, memory: Memory, pool: int, token_b
         )
 
 
-def _pool_bytes(config: StepConfig, memory: Memory, token_bytes: int) -> int:
+def _pool_bytes(config: StepConfig, memory: Memory, page_bytes: int) -> int:
     options = config.options
     if options.kv_memory is not None:
         return options.kv_memory
     if config.device == "cpu":
-        useful = (config.max_page_entries + 1) * config.page_size * token_bytes
+        held = held_pages(config.held_windows, config.max_len, config.page_size)
+        useful = (config.max_rows * held + 1) * page_bytes
         return min(int(memory.free * CPU_KV_SHARE), CPU_KV_BYTES, useful)
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     held = memory.free_at_start - memory.free

@@ -170,6 +170,8 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     seen = "torch sees a CUDA device" if device == "cuda" else "torch sees no CUDA device"
     kept = f"auto on {device}; the checkpoint is {resolved.source.model.dtype or 'float32'}"
     size = f"{pool.kv_tokens} tokens, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
+    if len(layout.groups) > 1:
+        size += f" in pages of {layout.page_shape[0]} layers, {len(layout.groups)} KV groups"
     if layout.dtype != resolved.source.dtype:
         size += f" of {layout.dtype_name}"
     sized = next(

@@ -18,6 +18,7 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
+from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.runtime.device import StepClock
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
@@ -267,3 +268,13 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         layout.token_bytes,
         layout.dtype_name,
     )
+    if len(layout.groups) > 1:
+        held = held_pages(config.held_windows, config.max_len, config.page_size)
+        logger.info(
+            "KV groups: %d of at most %d layers, %d of them with a window; %d pages for a sequence of %d tokens",
+            len(layout.groups),
+            layout.page_shape[0],
+            sum(group.window is not None for group in layout.groups),
+            held,
+            config.max_len,
+        )

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tandem.engine_core.config import EngineConfig, ModelShape, resolve
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.startup import kv_sizing
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, check_memory_flags, size_pool
 from tandem.protocol.engine_options import EngineOptions
@@ -190,3 +192,51 @@ def test_a_pool_keeps_its_bounds(
         held += min(memory.total - memory.free_at_start, kv_sizing.CONTEXT_BYTES)
         assert held + memory.steps + memory.graphs + size <= memory.total * flags.get("gpu_memory", 0.9)
         assert size <= memory.free
+
+
+class TestGroups:
+    """Seven groups of which six have a window; a page has a seventh of a token's bytes for each position."""
+
+    WINDOWS = (None, *[1024] * 6)
+    BYTES = 7 * TOKEN
+
+    def decide(self, memory: Memory, **flags: Any) -> EngineConfig:
+        options = EngineOptions(**flags)
+        config = resolve(options, ModelShape("gemma", 32_768), "cuda" if memory.total else "cpu", "float32")
+        return size_pool(structs.replace(config, kv_windows=self.WINDOWS), memory, self.BYTES)
+
+    def test_given_tokens_are_those_of_sequences_of_the_maximum_length(self) -> None:
+        config = self.decide(CPU, kv_tokens=2 * 32_768 + 512)
+        assert config.pages - 1 == 2 * (2048 + 6 * 67) + 7 * 32
+        assert config.kv_tokens == 2 * 32_768 + 512
+
+    def test_the_pool_takes_all_memory_in_pages_of_one_group(self) -> None:
+        config = self.decide(GPU)
+        assert config.pages == int((64 * GIB * 0.9 - 9 * GIB - kv_sizing.CONTEXT_BYTES) // (16 * TOKEN))
+        assert config.kv_tokens > 5 * (config.pages - 1) * 16 / 7
+
+    def test_on_a_cpu_it_is_no_larger_than_all_rows_could_fill(self) -> None:
+        config = self.decide(Memory(free=64 * GIB), max_rows=2)
+        assert config.pages == 2 * (2048 + 6 * 67) + 1
+
+    def test_prompts_that_are_computed_whole_have_all_of_their_pages(self) -> None:
+        config = self.decide(CPU, kv_tokens=32_768, prefill_chunk="off")
+        assert config.pages - 1 == 7 * 2048 and config.kv_tokens == 32_768
+
+    def test_a_length_that_does_not_fit_is_refused_with_the_bytes_that_it_needs(self) -> None:
+        least = (2048 + 6 * 67 + 1) * 16 * TOKEN
+        with pytest.raises(ConfigError, match=f"raise --kv-memory to {least} or more"):
+            self.decide(CPU, max_len=32_768, kv_memory=least - 1)
+        assert self.decide(CPU, max_len=32_768, kv_memory=least).kv_tokens == 32_768
+
+    def test_a_pool_without_a_page_for_each_group_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="in each of 7 KV groups"):
+            self.decide(CPU, kv_memory=7 * 16 * TOKEN)
+        assert self.decide(CPU, kv_memory=8 * 16 * TOKEN).kv_tokens == 16
+
+    @pytest.mark.parametrize("pages", [7, 100, 2449, 2450, 2451, 9999])
+    def test_tokens_are_the_longest_sequence_of_a_small_pool(self, pages: int) -> None:
+        config = self.decide(CPU, kv_memory=(pages + 1) * 16 * TOKEN)
+        longest = min(config.kv_tokens, 32_768)
+        assert held_pages(self.WINDOWS, longest, 16) <= pages
+        assert longest == 32_768 or held_pages(self.WINDOWS, longest + 16, 16) > pages

@@ -19,6 +19,7 @@ from tandem.protocol.preflight import PreflightReport
 from tests.engine_core.models.test_llama import save_random
 from tests.fakes.gpus import L4, T4
 from tests.fakes.mailbox import FakeMailbox
+from tests.support import parity
 from tests.support.model_folder import write_config, write_model
 from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
 
@@ -192,3 +193,19 @@ def test_dtype_of_quantized_weights_alone_is_refused_before_they_are_downloaded(
     write_config(folder, torch_dtype=dtype)
     (problem,) = before_weights(folder, GIB // 10, device="cpu", dtype="bfloat16").problems
     assert f"dtype is {dtype} without a quantization_config" in problem
+
+
+def test_a_model_with_windows_has_pages_of_several_groups(tmp_path: Path) -> None:
+    """Of 12 layers, two attend to all positions."""
+    from transformers import Gemma3TextConfig
+
+    layers = {"num_hidden_layers": 12, "sliding_window": 1024, "max_position_embeddings": 32_768}
+    parity.save_random(tmp_path, Gemma3TextConfig(**parity.SMALL | layers), seed=1)
+
+    def cache(**flags: Any) -> str:
+        options = EngineOptions(model=str(tmp_path), device="cpu", kv_tokens=32_768, **flags)
+        return preflight(options, [], lambda: 8 << 30, lambda: 8 << 30).choices["KV cache"]
+
+    assert cache().startswith("32768 tokens") and "in pages of 2 layers, 6 KV groups" in cache()
+    assert "groups" not in cache(page_size="max")
+    assert "groups" not in cache(max_len=1024)
