@@ -68,13 +68,13 @@ def test_random_bytes_decode_or_raise_a_protocol_error(decode: Callable[[bytes],
 def test_truncated_commands_are_protocol_errors(command: AnyCommand) -> None:
     data = encode(command)
     for cut in range(len(data)):
-        with pytest.raises(ProtocolError, match="undecodable command"):
+        with pytest.raises(ProtocolError):
             decode_command(data[:cut])
 
 
 @given(COMMANDS)
 def test_bytes_after_a_command_are_protocol_errors(command: AnyCommand) -> None:
-    with pytest.raises(ProtocolError, match="undecodable command"):
+    with pytest.raises(ProtocolError):
         decode_command(encode(command) + b"\x00")
 
 
@@ -83,7 +83,7 @@ def test_bytes_after_a_command_are_protocol_errors(command: AnyCommand) -> None:
 def test_truncated_events_are_protocol_errors(event: AnyEvent) -> None:
     data = encode(event)
     for cut in range(0, len(data), max(1, len(data) // 40)):
-        with pytest.raises(ProtocolError, match="undecodable event"):
+        with pytest.raises(ProtocolError):
             decode_event(data[:cut])
 
 
@@ -138,13 +138,13 @@ WRONG = [
 
 @pytest.mark.parametrize("data", [data for _, data in WRONG], ids=[name for name, _ in WRONG])
 def test_hostile_commands_are_protocol_errors(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="undecodable command"):
+    with pytest.raises(ProtocolError):
         decode_command(data)
 
 
 @pytest.mark.parametrize("data", [data for _, data in WRONG], ids=[name for name, _ in WRONG])
 def test_hostile_events_are_protocol_errors(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="undecodable event"):
+    with pytest.raises(ProtocolError):
         decode_event(data)
 
 

@@ -1,5 +1,6 @@
 """Key files of engines and frontends."""
 
+import re
 import stat
 from pathlib import Path
 
@@ -64,18 +65,18 @@ class TestClients:
     def test_names_are_used_once(self, tmp_path: Path) -> None:
         make_curve(tmp_path)
         make_client(tmp_path, "a")
-        with pytest.raises(FileExistsError, match="there is a client a already"):
+        with pytest.raises(FileExistsError):
             make_client(tmp_path, "a")
         assert load_key(make_client(tmp_path, "b")[0]) != load_key(tmp_path / CLIENTS / "a.key")
 
     @pytest.mark.parametrize("name", ["", "..", "a/b", "-x", "x" * 65, "a b", "a\n"])
     def test_names_that_are_no_file_names_are_refused(self, tmp_path: Path, name: str) -> None:
         make_curve(tmp_path)
-        with pytest.raises(ValueError, match="cannot name a key"):
+        with pytest.raises(ValueError, match=re.escape(repr(name)[:20])):
             make_client(tmp_path, name)
 
     def test_a_client_needs_the_keys_of_an_engine(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"does not contain engine\.key; run `tandem keys"):
+        with pytest.raises(ValueError, match=r"engine\.key; .*`tandem keys"):
             make_client(tmp_path, "a")
 
     def test_a_client_of_keys_from_before_there_were_clients(self, tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ class TestClients:
         make_curve(tmp_path)
         accepted, folder = make_client(tmp_path, "a")
         (folder / "client.key_secret").write_bytes(accepted.read_bytes())
-        with pytest.raises(ValueError, match="a public key only"):
+        with pytest.raises(ValueError, match=r"client\.key_secret"):
             load_curve(folder)
 
 

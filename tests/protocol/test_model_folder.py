@@ -58,7 +58,7 @@ def test_another_text_and_a_further_template_change_the_fingerprint(tmp_path: Pa
 
 def test_a_template_that_cannot_be_read_is_named_and_has_no_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(TemplateFileError, match=r"chat_template\.jinja cannot be read: 'utf-8' codec"):
+    with pytest.raises(TemplateFileError, match=r"chat_template\.jinja\b.*\butf-8\b"):
         find_templates(tmp_path)
     assert template_fingerprint(tmp_path) == ""
 
@@ -88,7 +88,7 @@ def test_settings_of_a_missing_file_are_empty_and_numbers_may_be_infinite(tmp_pa
     assert read_settings(path) == {"model_max_length": float("inf")}
     path.unlink()
     path.mkdir()
-    with pytest.raises(TemplateFileError, match=r"tokenizer_config\.json cannot be read: Is a directory"):
+    with pytest.raises(TemplateFileError, match=r"tokenizer_config\.json\b.*\bdirectory"):
         read_settings(path)
 
 

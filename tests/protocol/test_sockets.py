@@ -1,6 +1,7 @@
 """Endpoints on one host, and the errors that sockets report."""
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,7 @@ class TestPrepareEndpoint:
     @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
     def test_refuses_a_directory_open_to_others(self, run_dir: Path, mode: int) -> None:
         run_dir.chmod(mode)
-        with pytest.raises(
-            ValueError, match=f"with mode {mode:04o}; name a socket in a directory of its own"
-        ) as caught:
+        with pytest.raises(ValueError, match=rf"\b{mode:04o}\b") as caught:
             prepare_endpoint(f"ipc://{run_dir}/engine")
         prepare_endpoint(str(caught.value).rpartition(" ")[2])
         assert (run_dir / "tandem").stat().st_mode & 0o777 == 0o700, "the one that it names can be used"
@@ -68,9 +67,7 @@ class TestPrepareEndpoint:
     def test_refuses_a_directory_of_another_user(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         owner = run_dir.stat().st_uid
         monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-        with pytest.raises(
-            ValueError, match=f"must belong to user {owner + 1} with mode 0700, not to user {owner} with"
-        ):
+        with pytest.raises(ValueError, match=rf"\b{owner + 1}\b.*\b0700\b.*\b{owner}\b"):
             prepare_endpoint(f"ipc://{run_dir}/engine")
 
     def test_removes_the_socket_of_a_dead_process(self, run_dir: Path) -> None:
@@ -83,7 +80,7 @@ class TestPrepareEndpoint:
     def test_refuses_a_socket_with_a_listener(self, run_dir: Path, context: Any) -> None:
         endpoint = f"ipc://{run_dir}/engine"
         router = bind_router(context, endpoint)
-        with pytest.raises(ValueError, match="another process already listens"):
+        with pytest.raises(ValueError, match=re.escape(endpoint)):
             prepare_endpoint(endpoint)
         dealer = connect_dealer(context, endpoint)
         dealer.send(b"hello")
@@ -92,7 +89,7 @@ class TestPrepareEndpoint:
     def test_refuses_a_file(self, run_dir: Path) -> None:
         path = run_dir / "engine"
         path.write_text("precious")
-        with pytest.raises(ValueError, match="is not a socket"):
+        with pytest.raises(ValueError, match=re.escape(str(path))):
             prepare_endpoint(f"ipc://{path}")
         assert path.read_text() == "precious"
 
@@ -156,7 +153,7 @@ class TestRouter:
 
     def test_a_refused_bind_leaves_no_socket_open(self, run_dir: Path, context: Any) -> None:
         run_dir.chmod(0o755)
-        with pytest.raises(ValueError, match="mode 0700"):
+        with pytest.raises(ValueError, match="0700"):
             bind_router(context, f"ipc://{run_dir}/engine")
         assert all(sock.closed for sock in context.made)
 

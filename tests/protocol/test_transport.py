@@ -50,19 +50,21 @@ class TestAllowed:
 
     @pytest.mark.parametrize("endpoint", ["inproc://x", "udp://1.2.3.4:5", "engine", "", "TCP://1.2.3.4:5"])
     def test_other_schemes_are_refused(self, endpoint: str) -> None:
-        with pytest.raises(ValueError, match="neither ipc:// nor tcp://"):
+        with pytest.raises(ValueError, match=r"ipc://.*tcp://"):
             Transport(insecure_tcp=True).check(endpoint)
 
     @pytest.mark.parametrize("open_socket", [bind_router, connect_dealer, bind_heartbeat, connect_heartbeat])
     def test_plain_tcp_is_refused(self, context: Any, open_socket: Any) -> None:
-        with pytest.raises(ValueError, match=r"--curve-keys .* --insecure-tcp"):
+        with pytest.raises(ValueError, match=r"--curve-keys\b.*--insecure-tcp\b"):
             open_socket(context, "tcp://127.0.0.1:5599")
 
     def test_plain_tcp_on_request_logs_one_warning(self, context: Any, caplog: pytest.LogCaptureFixture) -> None:
         transport = Transport(insecure_tcp=True)
         router = bind_router(context, ANY_PORT, transport)
         bind_heartbeat(context, ANY_PORT, transport)
-        assert caplog.messages == [f"{ANY_PORT} is neither encrypted nor authenticated (--insecure-tcp)"]
+        (record,) = caplog.records
+        line = record.getMessage()
+        assert record.levelname == "WARNING" and ANY_PORT in line and "--insecure-tcp" in line
         dealer = connect_dealer(context, address(router), transport)
         dealer.send(b"x")
         assert router.poll(WAIT_MS)
@@ -70,7 +72,7 @@ class TestAllowed:
 
     def test_binding_needs_the_secret_key(self, context: Any, keys: Transport) -> None:
         assert keys.curve is not None
-        with pytest.raises(ValueError, match=r"needs engine\.key_secret"):
+        with pytest.raises(ValueError, match=r"engine\.key_secret\b"):
             bind_router(context, ANY_PORT, Transport(Curve(keys.curve.public)))
 
 

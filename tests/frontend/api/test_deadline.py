@@ -10,6 +10,7 @@ from msgspec import structs
 from tandem.frontend.config import FrontendConfig
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post, until
+from tests.support.refusals import numbers_in
 from tests.support.scrape import value
 from tests.support.scripted_server import write_chat_model
 
@@ -44,7 +45,7 @@ def test_a_request_without_an_answer_in_time_is_504(brief: RunningServer, engine
         answer = post(brief.url + path, json={"model": "fake-model", "stream": stream, **BODIES[path]})
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (504, "timeout_error")
-        assert "not answered within 0.2 s (--request-timeout)" in error["message"]
+        assert 0.2 in numbers_in(error["message"]) and "--request-timeout" in error["message"]
         assert path == "/v1/messages" or error["code"] == "deadline_exceeded"
     until(lambda: engine.num_running == 0, "its rows are freed")
     # A busy machine may be too slow to give the engine each of them in time.
@@ -58,5 +59,5 @@ def test_a_stream_that_takes_too_long_ends_with_an_event(brief: RunningServer, e
     body = {"model": "fake-model", "stream": True, **BODIES[path], **LONG.get(path, {})}
     answer = post(brief.url + path, json=body)
     assert answer.status_code in (200, 504)  # the latter on a machine too busy for a first token in time
-    assert "not answered within 0.2 s (--request-timeout)" in answer.text
+    assert "0.2 s (--request-timeout)" in answer.text
     until(lambda: engine.num_running == 0, "its rows are freed")

@@ -21,6 +21,7 @@ from tandem.protocol.events import Failure, Phase
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import DEADLINE, RunningServer, get, until
 from tests.frontend.conftest import post as send
+from tests.support.refusals import numbers_in
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -78,8 +79,7 @@ def test_prompt_beyond_the_context_is_400_with_the_numbers(server: RunningServer
     assert response.status_code == 400
     error = error_of(response)
     assert error["code"] == "context_length_exceeded"
-    assert "maximum context length is 2048 tokens" in error["message"]
-    assert "you requested 2056 tokens (2040 in the prompt, 16 in the completion)" in error["message"]
+    assert numbers_in(error["message"])[:4] == [2048, 2056, 2040, 16]
     assert post(server, prompt=[5] * 2032, max_tokens=16).status_code == 200
     for text in ("one two " * 2000, "x" * 5_000_000):
         response = post(server, prompt=text)
@@ -151,7 +151,7 @@ def test_compressed_body_is_415(server: RunningServer) -> None:
     url, body = server.url + "/v1/completions", b'{"model": "fake-model", "prompt": "one"}'
     response = send(url, content=gzip.compress(body), headers={"content-encoding": "gzip"})
     assert response.status_code == 415
-    assert "'gzip' is not supported" in error_of(response)["message"]
+    assert "'gzip'" in error_of(response)["message"]
     assert send(url, content=body, headers={"content-encoding": "identity"}).status_code == 200
 
 
@@ -167,14 +167,14 @@ def test_invalid_http_is_400_with_an_error_body(server: RunningServer) -> None:
 
 def test_more_sequences_than_the_server_holds_are_422(small: RunningServer, engine: FakeEngine) -> None:
     for fields, param, numbers in (
-        ({"n": 3}, "n", "3 (3 times 1)"),
-        ({"prompt": ["one"] * 4}, "prompt", "4 (1 times 4)"),
+        ({"n": 3}, "n", [3, 3, 1, 2]),
+        ({"prompt": ["one"] * 4}, "prompt", [4, 1, 4, 2]),
     ):
         response = post(small, **fields)
         assert response.status_code == 400
         error = error_of(response)
         assert error["param"] == param
-        assert f"is {numbers}; this server takes at most 2" in error["message"]
+        assert numbers_in(error["message"]) == numbers
     assert engine.submits == []
 
 
@@ -191,7 +191,7 @@ def test_too_many_open_sequences_are_429(small: RunningServer, engine: FakeEngin
     assert response.headers["retry-after"] == "1"
     error = error_of(response)
     assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
-    assert "this request asks for 2 more; the limit is 2" in error["message"]
+    assert numbers_in(error["message"])[:3] == [1, 2, 2]
     assert post(small, n=2).status_code == 200
     assert engine.aborts == []
 

@@ -218,7 +218,7 @@ def test_process_has_a_low_priority_and_no_secrets(monkeypatch: pytest.MonkeyPat
 
     async def body(checker: GrammarChecker) -> None:
         await checker.check(FINE)
-        assert os.getpriority(os.PRIO_PROCESS, pid(checker)) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+        assert os.getpriority(os.PRIO_PROCESS, pid(checker)) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
         assert b"hush" not in Path(f"/proc/{pid(checker)}/environ").read_bytes()
 
     with_checker(body)

@@ -14,6 +14,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer
 from tests.frontend.conftest import DEADLINE, RunningServer, post
+from tests.support.refusals import numbers_in
 from tests.support.shared_frontend import shared_fixtures
 
 RAW = byte_level_tokenizer()
@@ -202,7 +203,7 @@ def test_too_many_prompt_logprobs_are_rejected_with_the_numbers(server: RunningS
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "logprobs"
-    assert "1075200 numbers (400 prompt tokens, 128 choices each, 21 a token)" in error["message"]
+    assert numbers_in(error["message"])[:4] == [1075200, 400, 128, 21]
     assert not engine.submits
 
 

@@ -15,7 +15,7 @@ from tandem.frontend.request.field_types import MAX_FIELD_BYTES
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tandem.frontend.request.options import MAX_STOP_CHARS, OPTION_FIELDS
 from tandem.protocol.params import SamplingParams
-from tests.support.refusals import check_taken_or_refused_by_name, refusal
+from tests.support.refusals import check_taken_or_refused_by_name, numbers_in, raises_api_error, refusal
 
 BASE = {"model": "m", "prompt": "p"}
 
@@ -94,15 +94,14 @@ def test_completion_rejects_wrong_types_with_400_by_name(name: str, value: Any) 
 
 
 def test_completion_without_a_required_field_is_rejected() -> None:
-    with pytest.raises(ApiError, match="'prompt' is required") as caught:
+    with raises_api_error(400, param="prompt"):
         parse_completion(b'{"model": "m"}', IgnoredFields())
-    assert caught.value.status == 400
 
 
 def test_error_message_contains_the_bounds() -> None:
-    assert "between 0 and 2, not 2.5" in refused(temperature=2.5).message
-    assert "between 1 and 128, not 500" in refused(n=500).message
-    assert "at most 256" in refused(prompt=["p"] * 100, n=3).message
+    assert numbers_in(refused(temperature=2.5).message) == [0, 2, 2.5]
+    assert numbers_in(refused(n=500).message) == [1, 128, 500]
+    assert 256 in numbers_in(refused(prompt=["p"] * 100, n=3).message)
 
 
 def test_error_message_names_the_element_of_a_wrong_type() -> None:
@@ -135,8 +134,7 @@ def test_large_prompts_are_rejected_like_small_ones(prompt: Any, status: int) ->
 def test_only_prompt_and_ignored_fields_may_be_large() -> None:
     assert parse(metadata={"a": "b" * MAX_FIELD_BYTES}) == parse()
     error = refused(stop=["b"] * MAX_FIELD_BYTES)
-    assert (error.status, error.param) == (400, "stop")
-    assert "bytes of JSON" in error.message
+    assert (error.status, error.param) == (400, "stop") and MAX_FIELD_BYTES in numbers_in(error.message)
     stops = ["\U0001f642" * MAX_STOP_CHARS] * 16
     body = json.dumps({**BASE, "stop": stops}).encode()
     assert parse_completion(body, IgnoredFields()).options.stop == tuple(stops)

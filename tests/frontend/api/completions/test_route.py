@@ -277,8 +277,9 @@ def test_openai_client_reads_completions_and_streams(server: RunningServer, engi
         assert chunks[-1].usage is not None
         assert [model.id for model in client.models.list()] == ["fake-model"]
         assert client.models.retrieve("fake-model").id == "fake-model"
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
+        with pytest.raises(openai.NotFoundError) as caught:
             client.completions.create(model="other", prompt="x")
+        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
         slow_down(engine)
         stream = client.completions.create(model="fake-model", prompt=TEXT, max_tokens=LONG, stream=True)
         next(stream)

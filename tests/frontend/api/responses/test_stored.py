@@ -108,8 +108,9 @@ def test_a_response_is_retrieved_listed_and_deleted(client: openai.OpenAI, engin
     }  # fmt: skip
     client.responses.delete(made.id)
     for again in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
-        with pytest.raises(openai.NotFoundError, match=f"Response with id '{made.id}' not found"):
+        with pytest.raises(openai.NotFoundError, match=made.id) as missing:
             again(made.id)
+        assert (missing.value.param, missing.value.code) == ("response_id", "response_not_found")
     with pytest.raises(openai.BadRequestError) as caught:
         create(client, previous_response_id=made.id)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
@@ -163,7 +164,7 @@ def test_items_are_referred_to_by_their_id(client: openai.OpenAI, engine: FakeEn
     assert prompt(engine) == "user: one?\nassistant: hmfirst\nuser: two?\nassistant:"
     create(client, [given[0], given[3]], previous_response_id=made.id)
     assert prompt(engine) == "user: one?\nassistant: hmfirst\nuser: two?\nassistant:"
-    with pytest.raises(openai.NotFoundError, match="Item with id 'msg_none' not found") as caught:
+    with pytest.raises(openai.NotFoundError, match="msg_none") as caught:
         create(client, [given[0], {"type": "item_reference", "id": "msg_none"}])
     assert caught.value.param == "input[1].id"
 
@@ -195,8 +196,9 @@ def test_objects_of_another_key_do_not_exist(client: openai.OpenAI, server: Runn
         assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
     assert httpx.delete(url, headers=headers, timeout=DEADLINE).status_code == 404
     other = client.with_options(api_key=KEYS[1])
-    with pytest.raises(openai.BadRequestError, match="Previous response"):
+    with pytest.raises(openai.BadRequestError, match=made.id) as missing:
         create(other, previous_response_id=made.id)
+    assert missing.value.code == "previous_response_not_found"
     with pytest.raises(openai.NotFoundError):
         create(other, [{"type": "item_reference", "id": made.output[0].id}])
     assert client.responses.retrieve(made.id).id == made.id
@@ -211,7 +213,7 @@ def test_a_response_that_need_not_be_stored_is_not(client: openai.OpenAI) -> Non
 
 def test_a_synchronous_response_cannot_be_cancelled(client: openai.OpenAI) -> None:
     made = create(client)
-    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+    with pytest.raises(openai.BadRequestError):
         client.responses.cancel(made.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel("resp_none")
