@@ -113,7 +113,7 @@ def test_endless_template_is_stopped_at_the_deadline(source: str) -> None:
         return clock.now
 
     sandbox = SandboxedTemplates(max_seconds=1.0, clock=ticking)
-    with pytest.raises(RenderError, match="too long"):
+    with pytest.raises(RenderError, match=r"\b1 s\b"):
         sandbox.render(sandbox.compile_template(source), {})
     assert (
         sandbox.render(sandbox.compile_template("the next one has its own time"), {}) == "the next one has its own time"

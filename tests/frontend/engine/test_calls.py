@@ -10,6 +10,7 @@ from tandem.protocol.commands import PAUSE_MODES, EndSession, SetPolicy
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Answer, Inspection
 from tandem.protocol.stats import EngineStats
+from tests.support.refusals import raises_api_error
 
 
 def test_each_call_gets_its_own_reply() -> None:
@@ -39,7 +40,7 @@ def test_a_call_without_a_reply_is_503() -> None:
     async def wait_in_vain() -> None:
         sent: list[EngineCall] = []
         calls = EngineCalls(sent.append, timeout=0.01)
-        with pytest.raises(ApiError, match=r"did not answer within 0\.01 s") as caught:
+        with pytest.raises(ApiError, match=r"\b0\.01\b") as caught:
             await calls.inspect()
         assert (caught.value.status, caught.value.code) == (503, ErrorCode.ENGINE_UNAVAILABLE)
         assert calls.num_open == 0
@@ -54,7 +55,7 @@ def test_a_call_that_cannot_be_sent_is_forgotten() -> None:
 
     async def fail() -> None:
         calls = EngineCalls(broken)
-        with pytest.raises(ApiError, match="there is no engine"):
+        with raises_api_error(503, ErrorCode.ENGINE_UNAVAILABLE):
             await calls.end_session("talk")
         assert calls.num_open == 0
 

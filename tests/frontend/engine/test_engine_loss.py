@@ -92,7 +92,7 @@ def test_a_silent_engine_ends_streams_and_is_reconnected_later(engine: FakeEngin
         # A frontend that was held up itself takes nobody for silent, and still has no engine.
         server.server._service.client._watch.reset_timers()
         held_up = ready(server)
-        assert (held_up["status"], "silent for too long" in held_up["reason"]) == ("lost", True)
+        assert held_up["status"] == "lost"
         engine.frozen = False
         server.ready()
         assert complete(server).status_code == 200

@@ -7,6 +7,7 @@ from tandem.frontend.engine.start_estimate import UNKNOWN_SECONDS
 from tandem.protocol.events import Heartbeat, Phase
 from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
+from tests.support.refusals import numbers_in
 
 
 def heartbeat(
@@ -89,7 +90,7 @@ def test_health_without_a_step_while_requests_are_pending_is_hung() -> None:
     for second in range(100):
         engine.sends(heartbeat(pending=2, steps=7), float(second))
     assert engine.at(99.0).health().status == "hung"
-    assert "99 s while 2 requests" in engine.at(99.0).health().reason
+    assert numbers_in(engine.at(99.0).health().reason)[:2] == [99, 2]
     engine.sends(heartbeat(pending=2, steps=8), 100.0)
     assert engine.at(100.0).health().ready
 

@@ -21,6 +21,7 @@ from tandem.protocol.sockets import OUTPUT_HIGH_WATER_MARK, Transport, bind_rout
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.engine import FakeEngine
 from tests.frontend.conftest import RunningServer, get, post
+from tests.support.refusals import numbers_in, raises_api_error
 
 LIMIT = 30.0
 """Seconds after which a wait fails."""
@@ -125,7 +126,7 @@ def test_a_command_that_is_too_large_is_refused_and_the_link_goes_on(
     monkeypatch.setattr(link_module, "MAX_COMMAND_BYTES", len(encode(most)))
 
     async def test(opened: Opened) -> None:
-        with pytest.raises(ApiError, match=r"has 40\d\d bytes .* takes at most 40\d\d; shorten the prompt") as refused:
+        with pytest.raises(ApiError, match=r"\b40\d\d\b.*\b40\d\d\b") as refused:
             opened.link.send(submit(1001))
         assert (refused.value.status, refused.value.code) == (413, "request_too_large")
         opened.link.send(most)
@@ -136,7 +137,7 @@ def test_a_command_that_is_too_large_is_refused_and_the_link_goes_on(
 
 def test_the_largest_command_fits() -> None:
     """A prompt over 16 million positions long, which no model has yet."""
-    with pytest.raises(ApiError, match="shorten the prompt"):
+    with raises_api_error(413, "request_too_large"):
         encode_command(submit(2**24))
     assert len(encode_command(submit(2**24 - 64))) <= link_module.MAX_COMMAND_BYTES
 
@@ -149,7 +150,7 @@ def test_a_request_that_is_too_large_is_413_and_costs_no_other_one(
     refused = post(server.url + "/v1/completions", json=body)
     assert refused.status_code == 413
     assert refused.json()["error"]["code"] == "request_too_large"
-    assert "takes at most 2000; shorten the prompt" in refused.json()["error"]["message"]
+    assert 2000 in numbers_in(refused.json()["error"]["message"])
     assert post(server.url + "/v1/completions", json=body | {"prompt": [5] * 100}).status_code == 200
     assert (len(engine.hellos), len(engine.submits)) == (1, 2)
     assert "tandem_frontend_num_requests_running 0.0" in get(server.url + "/metrics").text

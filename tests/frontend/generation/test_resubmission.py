@@ -16,6 +16,7 @@ from tandem.protocol.errors import ErrorCode
 from tests.fakes.engine_link import FACTS, connect, heartbeat, install
 from tests.support.effort import EFFORT
 from tests.support.engine_world import HOLD, LENGTH, World
+from tests.support.refusals import numbers_in
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,7 +135,7 @@ def test_a_request_that_loses_engine_after_engine_ends_with_its_error(runs: bool
             await world.fail(ErrorCode.ENGINE_FAILED)
             assert asked.task.done() == (number == engines)
         assert asked.error is not None and asked.error.status == 500
-        assert f"{engines} engines were lost with this request" in asked.error.message
+        assert numbers_in(asked.error.message)[:1] == [engines]
         await world.engine()
         assert world.by_name(world.links[-1]) == []
 
@@ -167,7 +168,7 @@ def test_a_request_is_given_up_after_the_hold_timeout() -> None:
         await world.later(1)
         assert asked.error is not None
         assert (asked.error.status, asked.error.code) == (503, "engine_unavailable")
-        assert "did not come back within 60 s (--hold-timeout): " in asked.error.message
+        assert "60 s (--hold-timeout)" in asked.error.message
 
     run(scenario)
 
@@ -179,8 +180,8 @@ def test_a_request_is_not_sent_to_an_engine_with_another_model() -> None:
         await world.lose()
         link = await world.engine(structs.replace(FACTS, max_len=1024, created=9))
         assert link.submitted == []
-        assert asked.error is not None and asked.error.status == 503
-        assert "other facts of its model" in asked.error.message
+        assert asked.error is not None
+        assert (asked.error.status, asked.error.code) == (503, "engine_unavailable")
 
     run(scenario)
 

@@ -35,7 +35,7 @@ def test_a_request_that_lost_its_engine_waits_for_room_in_the_next(has_room: boo
             assert asked.error is None and asked.texts == asked.expected
         else:
             assert asked.error is not None and asked.error.status == 503
-            assert "within 60 s (--hold-timeout)" in asked.error.message
+            assert "60 s (--hold-timeout)" in asked.error.message
 
     run(scenario)
 

@@ -71,8 +71,8 @@ def test_the_begin_token_comes_from_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_file_is_a_tokenizer_error(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; download it to where the weights are, or write"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match="1 bytes"):
+    with pytest.raises(TokenizerError, match=r"\b1\b"):
         load_tokenizer(tmp_path)

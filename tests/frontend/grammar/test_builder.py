@@ -177,7 +177,7 @@ def test_strict_tools_are_refused_with_their_name_and_place(calling: RunningServ
         for choice in ("auto", "required"):
             error = error_of(response := chat(calling, tools=tools, tool_choice=choice))
             assert (response.status_code, error["param"], error["code"]) == (400, "tools", "invalid_json_schema"), name
-            assert "the tool 'strict' is invalid at #/properties/a" in error["message"], name
+            assert "'strict'" in error["message"] and "#/properties/a" in error["message"], name
     assert engine.submits == []
 
 
@@ -244,7 +244,7 @@ def test_tool_of_too_large_a_schema_takes_any_object(calling: RunningServer, eng
     (submit,) = engine.submits
     assert submit.constraint is not None
     error = error_of(chat(calling, tools=[tool_of(deep, strict=True)]))
-    assert "nested more than" in error["message"] and "'loose'" in error["message"]
+    assert error["code"] == "invalid_json_schema" and "'loose'" in error["message"]
 
 
 def test_tools_that_are_too_large_together_take_any_object(calling: RunningServer, engine: FakeEngine) -> None:

@@ -175,7 +175,8 @@ def test_output_grammar_rejects_invalid_fields(fields: dict[str, Any], status: i
 
 
 def test_error_names_both_fields_that_cannot_be_combined() -> None:
-    assert refusal(regex="a", choice=("b",)).message == "'regex' and 'choice' cannot be combined; give one of them"
+    error = refusal(regex="a", choice=("b",))
+    assert "'regex'" in error.message and "'choice'" in error.message
 
 
 SPECIAL = {"<think>": 300, "</think>": 301}

@@ -91,7 +91,7 @@ def test_nesting_is_checked_without_recursion() -> None:
         deep = [deep]
     with pytest.raises(SchemaError):
         check_nesting(deep)
-    with pytest.raises(SchemaError, match=f"at #/a~1b{'/0' * MAX_NESTING}: nested more than {MAX_NESTING} levels"):
+    with pytest.raises(SchemaError, match=f"#/a~1b{'/0' * MAX_NESTING}:.*{MAX_NESTING}"):
         check_nesting({"x": [{}], "a/b": deep})
 
 

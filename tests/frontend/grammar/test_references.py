@@ -61,7 +61,7 @@ def test_reference_without_an_end_is_refused(schema: dict[str, Any], path: Path)
     with pytest.raises(ApiError) as caught:
         schema_grammar(schema, "p", "'p'")
     assert (caught.value.status, caught.value.code) == (400, "invalid_json_schema")
-    assert "$ref leads to itself" in caught.value.message
+    assert "$ref" in caught.value.message
 
 
 @pytest.mark.parametrize("schema", [schema for schema, _ in ENDLESS])

@@ -18,6 +18,7 @@ from tandem.frontend.grammar.relaxed_schema import relax_schema, rewrite_schema,
 from tandem.frontend.grammar.worker import ByteTokenizer
 from tandem.frontend.request.ignored_fields import IgnoredFields
 from tests.support.byte_grammar import verdict
+from tests.support.refusals import raises_api_error
 
 BYTES = ByteTokenizer(300, {})
 TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(BYTES), slices=[])
@@ -134,14 +135,14 @@ def test_relaxed_keywords_are_recorded_with_their_path(strict: bool | None) -> N
     ignored = IgnoredFields()
     assert output_grammar(form, None, (), None, ignored) is not None
     assert ignored.paths == ("response_format.json_schema.schema.properties.tags.uniqueItems",)
-    with pytest.raises(ApiError, match="not supported"):
+    with raises_api_error(400, "unknown_parameter"):
         output_grammar(form, None, (), None, IgnoredFields(refuse=True))
 
 
 def test_strict_schema_is_refused_with_the_path_of_the_keyword() -> None:
     schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    with pytest.raises(ApiError, match=r"at #/properties/tags: the keyword 'uniqueItems' is not supported"):
+    with pytest.raises(ApiError, match=r"#/properties/tags:.*'uniqueItems'"):
         output_grammar(form, None, (), None, IgnoredFields())
 
 
@@ -158,7 +159,7 @@ def test_malformed_keywords_are_left_to_the_check() -> None:
 def test_too_many_schemas_are_refused_before_they_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "rewrite_schema", lambda _: pytest.fail("a schema of any size was rewritten"))
     schema = {"anyOf": [{} for _ in range(MAX_SUBSCHEMAS)]}
-    with pytest.raises(ApiError, match=f"at #/anyOf/{MAX_SUBSCHEMAS - 1}: more than {MAX_SUBSCHEMAS} schemas in one"):
+    with pytest.raises(ApiError, match=f"#/anyOf/{MAX_SUBSCHEMAS - 1}:.*{MAX_SUBSCHEMAS}"):
         schema_grammar(schema, "p", "'p'", strict=False)
 
 

@@ -25,7 +25,7 @@ def test_names_are_listed_and_checked(
     for absent in (None, ""):
         assert served.resolve(absent, "own") == listed[0]
     for name in unknown:
-        with pytest.raises(ApiError, match="does not exist; this server has") as caught:
+        with pytest.raises(ApiError) as caught:
             served.resolve(name, "own")
         assert (caught.value.status, caught.value.param, caught.value.code) == (404, "model", "model_not_found")
 

@@ -99,7 +99,7 @@ def test_a_bug_in_a_generating_route_is_a_500_with_its_id(
         response = post(server.url + path, json=body, headers={"x-request-id": "find-me"})
         assert response.status_code == 500
         assert response.headers["x-request-id"] == "find-me"
-        assert "internal error (ZeroDivisionError)" in response.text
+        assert "ZeroDivisionError" in response.text
         until(lambda path=path: f"POST '{path}' failed, request id find-me" in caplog.text)
 
 

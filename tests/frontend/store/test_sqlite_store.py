@@ -79,7 +79,7 @@ def test_objects_of_another_owner_do_not_exist(store: SqliteStore) -> None:
     assert store.conversation("you", "r1", ANY) is None
     assert store.find_items("you", ["r1-q"], ANY) == {}
     assert not store.delete("you", "r1")
-    with pytest.raises(StoreError, match="r1 was deleted"):
+    with pytest.raises(StoreError, match=r"\br1\b"):
         store.save("you", stored("r2", "r1"))
     assert store.get("me", "r1", ANY) is not None
 
@@ -102,7 +102,7 @@ def test_deleted_response_is_gone_but_its_successors_go_on(store: SqliteStore) -
     assert store.get("me", "r1", ANY) is None
     assert store.find_items("me", ["r1-q"], ANY) == {}
     assert names(store.conversation("me", "r3", ANY)) == ["r1-q", "r1-a", "r2-q", "r2-a", "r3-q", "r3-a"]
-    with pytest.raises(StoreError, match="r1 was deleted"):
+    with pytest.raises(StoreError, match=r"\br1\b"):
         store.save("me", stored("r4", "r1"))
     assert store.delete("me", "r3")
     assert names(store.conversation("me", "r2", ANY)) == ["r1-q", "r1-a", "r2-q", "r2-a"]
@@ -151,11 +151,11 @@ def test_conversations_unused_for_longest_make_room(store: SqliteStore, clock: F
 
 def test_conversation_that_alone_exceeds_the_bound_is_refused_and_kept(store: SqliteStore) -> None:
     store.save("me", stored("r1", size=400_000))
-    with pytest.raises(StoreError, match="raise --store-size"):
+    with pytest.raises(StoreError, match="--store-size"):
         store.save("me", stored("r2", "r1", size=200_000))
     assert store.get("me", "r1", ANY) is not None
     assert store.get("me", "r2", ANY) is None
-    with pytest.raises(StoreError, match="raise --store-size"):
+    with pytest.raises(StoreError, match="--store-size"):
         store.save("me", stored("r3", size=600_000))
     store.save("me", stored("r4"))
     assert rows(store) == (2, 2, 4)
@@ -181,7 +181,7 @@ def test_a_key_beyond_its_quota_makes_room_among_its_own(tmp_path: Path, clock: 
     assert [store.get("me", f"r{number}", ANY) is not None for number in range(3)] == [False, False, True]
     assert store.get("other", "o1", ANY) is not None, "another key's conversation is older and stays"
     clock.now += 1
-    with pytest.raises(StoreError, match=r"an API key may store 1048576: raise --store-size-per-key"):
+    with pytest.raises(StoreError, match=r"\b1048576\b.*--store-size-per-key"):
         store.save("me", stored("r2-next", "r2", size=300_000))
     assert store.get("me", "r2", ANY) is not None
     assert store.delete("me", "r2")
@@ -212,11 +212,11 @@ def test_one_owner_does_not_make_others_lose_what_they_stored(tmp_path: Path, cl
         save(store, "flood", f"f{n}", size=1_000_000)
     assert kept(store, "victim", victims) == victims
     assert kept(store, "flood", [f"f{n}" for n in range(40)])[-1] == "f39"
-    with pytest.raises(StoreError, match="raise --store-size"):
+    with pytest.raises(StoreError, match="--store-size"):
         save(store, "flood", "huge", size=9_000_000)
     for n in range(6):
         save(store, "flood", f"long{n}", f"long{n - 1}" if n else None, size=1_000_000)
-    with pytest.raises(StoreError, match="raise --store-size"):  # a conversation makes no room for itself
+    with pytest.raises(StoreError, match="--store-size"):  # a conversation makes no room for itself
         save(store, "flood", "long6", "long5", size=1_000_000)
     assert kept(store, "victim", victims) == victims
     for n in range(12):
@@ -573,7 +573,7 @@ def test_a_full_disk_asks_for_space_and_a_damaged_file_to_be_moved(tmp_path: Pat
         with pytest.raises(sqlite3.OperationalError) as full:
             small.executescript("".join(f"CREATE TABLE t{number}(x);" for number in range(3)))
     said = str(sqlite_file._unusable(tmp_path / "store", full.value))
-    assert said.endswith("database or disk is full; free space there, or choose another --state-dir")
+    assert str(full.value) in said and "--state-dir" in said
     (tmp_path / sqlite_file.FILE_NAME).write_bytes(b"no database" * 99)
-    with pytest.raises(StoreError, match="file is not a database; move it away, or choose another --state-dir"):
+    with pytest.raises(StoreError, match="--state-dir"):
         sqlite_file.check_store(tmp_path)
