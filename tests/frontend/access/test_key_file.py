@@ -112,23 +112,23 @@ def test_a_file_that_others_may_write_or_that_is_missing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for mode in (0o620, 0o602, 0o666):
-        with pytest.raises(ValueError, match=f"its mode {mode:04o} lets other users write it; run chmod go-w"):
+        with pytest.raises(ValueError, match=rf"\b{mode:04o}\b.*chmod"):
             load_key_file(write(tmp_path, ALICE, mode))
     assert load_key_file(write(tmp_path, ALICE, 0o644))
-    with pytest.raises(ValueError, match="none does not exist; run tandem api-key NAME >> "):
+    with pytest.raises(ValueError, match=r"\bnone\b.*api-key"):
         load_key_file(tmp_path / "none")
     monkeypatch.setattr("os.open", _denied)
-    with pytest.raises(ValueError, match=f"cannot be read by the user with the id {os.geteuid()}: Permission denied; "):
+    with pytest.raises(ValueError, match=rf"\b{os.geteuid()}\b"):
         load_key_file(tmp_path / "keys.toml")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match="directory"):
         load_key_file(tmp_path)
 
 
 def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
     pipe = tmp_path / "keys.toml"
     os.mkfifo(pipe)
-    with pytest.raises(ValueError, match="it is not a regular file"):
+    with pytest.raises(ValueError, match=re.escape(str(pipe))):
         load_key_file(pipe)
 
 

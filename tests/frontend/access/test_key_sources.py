@@ -32,7 +32,7 @@ def test_api_keys_pass_to_another_process_in_the_environment() -> None:
 
 @pytest.mark.parametrize("key", ["", "two words", "a,b", "naïve", "x" * 513, "tab\t"])
 def test_a_malformed_key_is_refused_without_being_printed(key: str) -> None:
-    with pytest.raises(ValueError, match="printable ASCII") as caught:
+    with pytest.raises(ValueError, match="ASCII") as caught:
         api_keys(parsed("--api-key", key), {})
     assert not key or key not in str(caught.value)
 

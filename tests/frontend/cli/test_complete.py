@@ -17,6 +17,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.http_server import Answer, scripted_server
 from tests.frontend.conftest import DEADLINE, RunningServer
 from tests.support.broken_stream import LONG, slow_down
+from tests.support.refusals import numbers_in
 from tests.support.scripted_server import RAW, say
 from tests.support.shared_frontend import shared_fixtures
 
@@ -47,7 +48,8 @@ def test_complete_asks_for_a_prompt_on_a_terminal(
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", typed)
     assert complete(server) == 0
-    assert capsys.readouterr() == (TEXT + "\n", "type a prompt, then Ctrl-D on a line of its own\n")
+    answer, hint = capsys.readouterr()
+    assert answer == TEXT + "\n" and "Ctrl-D" in hint
 
 
 def test_complete_reads_stdin_and_writes_usage_to_stderr(
@@ -87,7 +89,8 @@ def test_an_answer_cut_at_the_limit_says_so(
 ) -> None:
     say(engine, "one two three")
     assert complete(server, "--max-tokens", "2", "x") == 0
-    assert capsys.readouterr().err == "tandem: cut at 2 tokens; raise --max-tokens\n"
+    error = capsys.readouterr().err
+    assert numbers_in(error) == [2] and "--max-tokens" in error
     assert complete(server, "x") == 0
     assert capsys.readouterr() == ("one two three\n", "")
     assert engine.submits[-1].sampling.max_tokens == DEFAULT_MAX_TOKENS
@@ -102,7 +105,7 @@ def test_a_long_prompt_gets_the_room_that_is_left(
     assert capsys.readouterr() == ("two\n", "")
     assert engine.submits[0].sampling.max_tokens == engine.facts.max_len - len(RAW.encode(prompt).ids)
     assert complete(server, "--max-tokens", "2000", prompt) == 1
-    assert "maximum context length" in capsys.readouterr().err
+    assert engine.facts.max_len in numbers_in(capsys.readouterr().err)
 
 
 def test_json_that_is_cut_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,9 +199,10 @@ def test_missing_model_and_missing_server_are_reported(capsys: pytest.CaptureFix
     with scripted_server(Answer(200, b'{"data": []}')) as server:
         assert main(["complete", "--url", server.url + "/v1/", "x"]) == 1
         assert server.requests == [("/v1/models", b"")]
-    assert "give one with --model" in capsys.readouterr().err
+    assert "--model" in capsys.readouterr().err
     assert main(["complete", "--url", server.url, "x"]) == 1
-    assert "no server answers" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert server.url in error and "`tandem serve`" in error
 
 
 @pytest.mark.parametrize(

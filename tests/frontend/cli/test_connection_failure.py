@@ -52,15 +52,14 @@ def test_a_certificate_that_is_not_trusted_is_named_with_its_remedies(
 ) -> None:
     with secure_server(certificate) as place:
         assert complete(f"https://{place}") == 1
-        assert capsys.readouterr().err == (
-            f"tandem: the certificate of https://{place} is not trusted (self-signed certificate); give the "
-            "certificate, or that of its authority, with --ca-cert FILE, or --insecure to accept any\n"
-        )
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"https://{place} " in line and "--ca-cert FILE" in line and "--insecure" in line
         assert complete(f"https://{place}", "--ca-cert", str(certificate)) == 0
         assert complete(f"https://{place}", "--insecure") == 0
         name = place.replace("127.0.0.1", "localhost")
         assert complete(f"https://{name}", "--ca-cert", str(certificate)) == 1
-        assert f"the certificate of https://{name} is of another host (Hostname mismatch" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"https://{name} " in error and "Hostname mismatch" in error
 
 
 def test_a_batch_does_not_wait_for_a_certificate_that_is_not_trusted(
@@ -71,7 +70,7 @@ def test_a_batch_does_not_wait_for_a_certificate_that_is_not_trusted(
     files = (str(tmp_path / "in"), str(tmp_path / "out"))
     with secure_server(certificate) as place:
         assert main(["run-batch", "--url", f"https://{place}", *files]) == 1
-        assert "is not trusted" in capsys.readouterr().err
+        assert "--ca-cert FILE" in capsys.readouterr().err
         assert main(["run-batch", "--url", f"https://{place}", "--retries", "0", "--insecure", *files]) == 1
         assert "the server's answer (200) is not JSON" in (tmp_path / "out").read_text()
 
@@ -79,28 +78,23 @@ def test_a_batch_does_not_wait_for_a_certificate_that_is_not_trusted(
 def test_http_and_https_are_told_apart(certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with secure_server(certificate) as place:
         assert complete(f"http://{place}") == 1
-        assert (
-            capsys.readouterr().err == f"tandem: the server on http://{place} speaks TLS; give --url https://{place}\n"
-        )
+        assert f"--url https://{place}" in capsys.readouterr().err
     with scripted_server(Answer(400)) as server:
         url = server.url.replace("http", "https")
         assert complete(url) == 1
-        assert capsys.readouterr().err == f"tandem: the server on {url} does not speak TLS; give --url {server.url}\n"
+        assert f"--url {server.url}" in capsys.readouterr().err
 
 
 def test_an_unknown_host_and_a_refused_connection_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert complete("http://nowhere.invalid:8000") == 1
-    assert capsys.readouterr().err == (
-        "tandem: the host 'nowhere.invalid' is unknown; check the name in --url http://nowhere.invalid:8000\n"
-    )
+    error = capsys.readouterr().err
+    assert "'nowhere.invalid'" in error and "--url http://nowhere.invalid:8000" in error
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         assert complete(url) == 1
-    assert capsys.readouterr().err == (
-        f"tandem: no server answers on {url} (nothing listens there); start one with `tandem serve`, or give another "
-        "--url\n"
-    )
+    error = capsys.readouterr().err
+    assert url in error and "`tandem serve`" in error and "--url" in error
 
 
 def test_files_without_certificates_are_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

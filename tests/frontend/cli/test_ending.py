@@ -27,13 +27,14 @@ def test_a_quota_that_is_spent_names_the_file_also_without_a_stdout(
 
     monkeypatch.setattr(sys, "stdout", None)
     assert write_out(fail) == 1
-    assert capfd.readouterr().err == "tandem: /home/x cannot be written: Disk quota exceeded; free space there\n"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "/home/x" in line and "Disk quota exceeded" in line
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(capfd: pytest.CaptureFixture[str]) -> None:
     def fail(number: int, place: str | None) -> int:
         raise OSError(number, "it failed", place)
 
-    with pytest.raises(OSError, match="it failed"):
+    with pytest.raises(OSError, match=str(errno.EIO)):
         write_out(lambda: fail(errno.EIO, None))
     assert capfd.readouterr().err == ""

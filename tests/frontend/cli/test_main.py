@@ -20,6 +20,7 @@ from tandem.protocol.installing import install_extra
 from tandem.protocol.transport_options import transport_argv
 from tandem.protocol.version import distribution_version
 from tests.fakes.tokenizer import write_tokenizer
+from tests.support.refusals import numbers_in
 
 CHILD = child_argv(1, [(5, 7), (6, 7)], 9)
 """Flags that a supervisor gives to a frontend process."""
@@ -95,7 +96,7 @@ def test_number_out_of_range_is_rejected_by_flag_name(
 ) -> None:
     assert main(["serve", "--model", str(tmp_path), f"{flag}={value}"]) == 2
     error = capsys.readouterr().err
-    assert f"{flag} must be between" in error
+    assert flag in error and len(numbers_in(error)) >= 2
     assert error.count("\n") == 1
 
 
@@ -119,14 +120,14 @@ def test_keys_writes_a_private_secret_key(tmp_path: Path, capsys: pytest.Capture
 def test_keys_of_a_client_are_made_beside_the_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "keys"
     assert main(["keys", str(folder), "--client", "web1"]) == 2
-    assert "does not contain engine.key" in capsys.readouterr().err
+    assert "engine.key" in capsys.readouterr().err
     assert main(["keys", str(folder)]) == 0
     assert main(["keys", str(folder), "--client", "web1"]) == 0
     output = capsys.readouterr().out
     assert f"move {folder}/frontends/web1 " in output
     assert f"delete {folder}/clients/web1.key" in output
     assert main(["keys", str(folder), "--client", "web1"]) == 2
-    assert "there is a client web1 already" in capsys.readouterr().err
+    assert "web1" in capsys.readouterr().err
 
 
 def test_supervisor_forwards_its_flags(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_names_of_a_model_may_follow_one_flag_and_are_not_blank(capsys: pytest.C
     assert build_parser().parse_args(["serve", "--served-model-name", "a", "*"]).served_model_name == ["a", "*"]
     with pytest.raises(SystemExit):
         build_parser().parse_args(["serve", "--served-model-name", " "])
-    assert "at least one character" in capsys.readouterr().err
+    assert "--served-model-name" in capsys.readouterr().err
 
 
 def test_supervisor_forwards_limits_and_access_flags(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_access_flags_are_checked_before_a_model_is_downloaded(
     (tmp_path / "cert.pem").write_text("not a certificate")
     flags = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "cert.pem"))
     assert main(["serve", "organization/name", *flags]) == 2
-    assert "both must be in PEM format" in capsys.readouterr().err
+    assert "--tls-cert" in (error := capsys.readouterr().err) and "PEM" in error
 
 
 def test_supervisor_forwards_chat_flags(tmp_path: Path) -> None:

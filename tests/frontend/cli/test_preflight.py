@@ -22,6 +22,7 @@ from tests.fakes.hub_server import hub_server
 from tests.fakes.scripted_engine import DEFAULT_MODEL
 from tests.fakes.tokenizer import write_tokenizer
 from tests.support.hub_models import NAME, SINGLE, hub_model, repository
+from tests.support.refusals import numbers_in
 from tests.support.tcp_proxy import free_ports
 
 CHOICES = PreflightReport([], {"architecture": "LlamaForCausalLM", "supported": "yes"}, {"rows": "32 (default on cpu)"})
@@ -79,7 +80,7 @@ def test_a_problem_of_several_lines_keeps_them(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr()
     said = ["problem: these tensors do not fit:", "    a is [1]", "    b is [2]", "problem: another"]
     assert text.err.splitlines() == said
-    assert text.out.splitlines()[-1] == "tandem serve would not start: 2 problems"
+    assert numbers_in(text.out.splitlines()[-1]) == [2]
 
 
 def test_good_settings_have_no_line_on_stderr_and_a_summary(
@@ -119,7 +120,7 @@ def test_every_problem_has_a_line_and_none_hides_another(
     assert len(found) == len(expected), found
     for start in expected:
         assert len([line for line in found if line.startswith(f"problem: {start}")]) == 1, (start, found)
-    assert text.out.splitlines()[-1] == f"tandem serve would not start: {len(expected)} problems"
+    assert numbers_in(text.out.splitlines()[-1]) == [len(expected)]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_ports_that_no_socket_can_have_are_told_with_the_other_problems(
     problems = capsys.readouterr().err.splitlines()
     assert "problem: --port must be between 0 and 65535, not 65536" in problems
     assert "problem: --ops-port must be between 0 and 65535, not -1" in problems
-    assert [line for line in problems if "is neither ipc:// nor tcp://" in line] and len(problems) == 3
+    assert [line for line in problems if "ipc://" in line and "tcp://" in line] and len(problems) == 3
 
 
 def test_a_frontend_without_a_model_has_the_default_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

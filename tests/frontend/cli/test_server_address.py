@@ -88,6 +88,6 @@ def test_shown_url_hides_only_a_password(url: str, shown: str) -> None:
     ],
 )
 def test_refused_address_does_not_repeat_its_password(url: str) -> None:
-    with pytest.raises(ValueError, match=r"must be|is not valid") as refused:
+    with pytest.raises(ValueError, match=r"http|port|host") as refused:
         server_url(url)
     assert "secret" not in str(refused.value)

@@ -22,6 +22,7 @@ from tandem.frontend.hub.snapshot import Snapshot, cached_snapshot, find_snapsho
 from tandem.frontend.hub.transfer import StoppedError
 from tests.fakes.hub_server import COMMIT, HubServer, digest_of, hub_server
 from tests.support.hub_models import NAME, SHARDED, SHARDS, SINGLE, UNWANTED, hub_model, names_in, repository
+from tests.support.refusals import numbers_in
 
 OTHER_COMMIT = "f" * 40
 DiskUsage = namedtuple("DiskUsage", "total used free")
@@ -105,7 +106,7 @@ def test_file_system_without_links_has_the_files_themselves(
 
 @pytest.mark.parametrize("revision", ["../../main", "/etc/hostname", "x" * 300, "a\0b"])
 def test_revision_that_is_no_file_of_the_cache_is_not_in_it(revision: str, hub: HubServer, tmp_path: Path) -> None:
-    assert "not in the cache" in refusal(hub, tmp_path, revision=revision, offline=True)
+    assert "HF_HUB_OFFLINE" in refusal(hub, tmp_path, revision=revision, offline=True)
     ModelCache(tmp_path, NAME).record(revision, COMMIT)
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -114,14 +115,14 @@ def test_spoiled_note_of_a_revision_is_replaced(hub: HubServer, tmp_path: Path) 
     found = find(hub, tmp_path)
     note = found.folder.parents[1] / "refs" / "main"
     note.write_bytes(b"\xff\xfe")
-    assert "not in the cache" in refusal(hub, tmp_path, offline=True)
+    assert "HF_HUB_OFFLINE" in refusal(hub, tmp_path, offline=True)
     assert find(hub, tmp_path) == found
     assert note.read_text() == COMMIT
 
 
 @pytest.mark.parametrize("token", ["good\nx", "go od", "gööd", "\x1b[2J"])
 def test_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
-    with pytest.raises(HubError, match="has spaces or characters that no token has") as caught:
+    with pytest.raises(HubError) as caught:
         HubModel.open(NAME, HubOptions(token=token))
     assert token not in str(caught.value)
 
@@ -145,7 +146,7 @@ def test_small_files_are_checked_before_the_first_byte_of_the_weights(tmp_path: 
 
     with hub_server({NAME: repository(files | UNWANTED)}) as hub:
         model = hub_model(hub, tmp_path)
-        with pytest.raises(ValueError, match="not this model"):
+        with pytest.raises(ValueError, match=r"^not this model$"):
             find_snapshot(model, True, threading.Event(), check)
         assert not any(hub.bodies(name) for name in weights)
         assert cached_snapshot(model, True) is None
@@ -162,7 +163,7 @@ def test_disk_without_room_for_the_weights_is_refused_after_the_check(
 ) -> None:
     checked: list[int] = []
     monkeypatch.setattr(shutil, "disk_usage", lambda _place: DiskUsage(30_000, 10_000, 20_000))
-    with pytest.raises(HubError, match="20000 bytes"):
+    with pytest.raises(HubError, match=r"\b20000\b"):
         find_snapshot(hub_model(hub, tmp_path), True, threading.Event(), lambda _, size: checked.append(size))
     assert checked == [len(SINGLE["model.safetensors"])]
     assert hub.bodies("model.safetensors") == []
@@ -190,7 +191,7 @@ def test_new_commit_is_downloaded_and_the_old_one_serves_while_it_is_not_whole(
     hub.statuses["list"] = [500]
     with caplog.at_level(logging.WARNING):
         assert find(hub, tmp_path) == first
-    assert f"answers 500: try again later; serving {NAME} from the cache, commit {COMMIT}" in caplog.text
+    assert "500" in caplog.text and NAME in caplog.text and COMMIT in caplog.text
     assert find(hub, tmp_path).commit == OTHER_COMMIT
 
 
@@ -218,16 +219,14 @@ def test_cache_serves_without_the_hub_and_offline(
         assert find(hub, tmp_path, offline=True) == first
         assert caplog.text == ""
         assert find(gone, tmp_path) == first
-    assert f"cannot reach {gone.url}" in caplog.text
+    assert gone.url in caplog.text
 
 
 def test_hub_that_is_not_reached_says_what_to_do(gone: HubServer, tmp_path: Path) -> None:
     text = refusal(gone, tmp_path)
-    assert f"cannot reach {gone.url}" in text
-    assert f"{NAME} is not in the cache {tmp_path}" in text
-    assert "check the network, set HTTPS_PROXY, or HF_ENDPOINT for a mirror, or copy the model's folder" in text
-    assert "HF_HUB_OFFLINE is set" in (text := refusal(gone, tmp_path, offline=True))
-    assert "unset it once" in text
+    assert gone.url in text and NAME in text and str(tmp_path) in text
+    assert "HTTPS_PROXY" in text and "HF_ENDPOINT" in text
+    assert "HF_HUB_OFFLINE" in refusal(gone, tmp_path, offline=True)
 
 
 def test_download_that_is_not_whole_is_named_offline(tmp_path: Path) -> None:
@@ -239,24 +238,24 @@ def test_download_that_is_not_whole_is_named_offline(tmp_path: Path) -> None:
 
 def test_misspelt_name_is_told_apart_from_a_folder(hub: HubServer, tmp_path: Path) -> None:
     text = refusal(hub, tmp_path, name="org/tinny")
-    assert f"org/tinny is neither a directory here nor a model on {hub.url}" in text
-    assert "without a token (401): check the spelling" in text
-    assert "with this token (404)" in refusal(hub, tmp_path, name="org/tinny", token="good")
-    assert "no hub has such a name" in refusal(hub, tmp_path, name="org/ti--ny")
+    assert "org/tinny" in text and hub.url in text and "401" in text
+    assert "404" in refusal(hub, tmp_path, name="org/tinny", token="good")
+    assert "org/ti--ny" in refusal(hub, tmp_path, name="org/ti--ny")
 
 
 def test_private_model_needs_its_token(tmp_path: Path) -> None:
     with hub_server({NAME: repository(token="good")}) as hub:
-        assert "for a private model give a token with HF_TOKEN or --hf-token" in refusal(hub, tmp_path)
-        assert "does not accept the token (401)" in refusal(hub, tmp_path, token="invalid")
+        text = refusal(hub, tmp_path)
+        assert "HF_TOKEN" in text and "--hf-token" in text
+        assert "401" in refusal(hub, tmp_path, token="invalid")
         assert names_in(find(hub, tmp_path, token="good")) == set(SINGLE)
 
 
 def test_gated_model_names_its_page(tmp_path: Path) -> None:
     with hub_server({NAME: repository(gate="good")}) as hub:
-        page = f"is gated: accept its licence at {hub.url}/{NAME}, then"
-        assert f"{page} give a token of that account" in refusal(hub, tmp_path)
-        assert f"{page} wait until access is granted" in refusal(hub, tmp_path, token="other")
+        without, waiting = refusal(hub, tmp_path), refusal(hub, tmp_path, token="other")
+        assert all(f"{hub.url}/{NAME}" in text for text in (without, waiting))
+        assert "--hf-token" in without and "--hf-token" not in waiting
         assert names_in(find(hub, tmp_path, token="good")) == set(SINGLE)
 
 
@@ -311,7 +310,7 @@ def test_index_that_names_other_files_is_refused(tmp_path: Path, index: bytes, r
 
 def test_repository_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with hub_server({NAME: repository({"model.safetensors": b"w"})}) as hub:
-        assert "has no config.json" in refusal(hub, tmp_path)
+        assert "config.json" in refusal(hub, tmp_path)
 
 
 def test_disk_without_room_is_refused_before_the_download(
@@ -319,14 +318,14 @@ def test_disk_without_room_is_refused_before_the_download(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _place: DiskUsage(30_000, 10_000, 20_000))
     needed = sum(map(len, SINGLE.values()))
-    assert f"({needed} bytes) more in {tmp_path}, and 20 kB (20000 bytes) are free" in (text := refusal(hub, tmp_path))
-    assert "--download-dir" in text
+    text = refusal(hub, tmp_path)
+    assert {needed, 20000} <= set(numbers_in(text)) and str(tmp_path) in text and "--download-dir" in text
     assert not any(hub.bodies(name) for name in SINGLE)
 
 
 def test_folder_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "Not a directory; give a folder that can be written with --download-dir" in refusal(hub, tmp_path / "file")
+    assert "--download-dir" in (text := refusal(hub, tmp_path / "file")) and os.strerror(errno.ENOTDIR) in text
 
 
 def test_two_downloads_at_once_fetch_each_file_once(hub: HubServer, tmp_path: Path) -> None:

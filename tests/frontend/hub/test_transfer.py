@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -113,7 +114,7 @@ def test_status_that_may_pass_is_tried_again(case: Case) -> None:
 
 def test_hub_that_stays_away_keeps_what_has_arrived(case: Case) -> None:
     case.hub.cuts[WEIGHTS] = [1000, *[0] * 20]
-    with pytest.raises(HubError, match=r"cannot reach .*; what has arrived is kept, start again to continue"):
+    with pytest.raises(HubError, match=re.escape(case.hub.url)):
         case.run()
     assert case.partial.read_bytes() == CONTENT[:1000]
     assert len(case.ranges()) == 1 + transfer.MAX_FRUITLESS
@@ -126,9 +127,7 @@ def test_hub_that_stays_away_keeps_what_has_arrived(case: Case) -> None:
 def test_wrong_checksum_names_the_file_and_throws_it_away(case: Case, kept: int) -> None:
     case.leave(b"?" * kept)
     case.hub.spoiled.add(WEIGHTS)
-    with pytest.raises(
-        HubError, match=r"model.safetensors of org/tiny arrived with the checksum \w{12}, the hub lists"
-    ):
+    with pytest.raises(HubError, match=r"model\.safetensors .*org/tiny .*[0-9a-f]{12}.*[0-9a-f]{12}"):
         case.run()
     assert not case.partial.exists()
     assert not case.blob.exists()
@@ -139,7 +138,7 @@ def test_wrong_checksum_names_the_file_and_throws_it_away(case: Case, kept: int)
 
 def test_file_that_is_longer_than_listed_is_refused(case: Case) -> None:
     case.file = RemoteFile(WEIGHTS, 2000, case.file.digest)
-    with pytest.raises(HubError, match="more than the 2000 bytes that the hub lists"):
+    with pytest.raises(HubError, match=r"\b2000\b"):
         case.run()
 
 
@@ -148,7 +147,7 @@ def test_full_disk_is_an_error_and_keeps_what_has_arrived(case: Case, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", write)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=str(errno.ENOSPC)):
         case.run()
     monkeypatch.undo()
     assert case.partial.exists()

@@ -33,7 +33,7 @@ def test_calls_and_streams_run_at_once_in_one_loop(folder: Path) -> None:
             )
             assert streamed == whole.text
             assert answer.text == "".join([piece.text async for piece in llm.stream_chat(talk, max_tokens=9)])
-            with pytest.raises(RequestError, match="'n' must be"):
+            with pytest.raises(RequestError, match="'n'"):
                 await llm.generate("a", n=0)
             endless = asyncio.create_task(llm.generate("a", max_tokens=2000))
             await asyncio.sleep(0)
@@ -54,12 +54,12 @@ async def _join(llm: AsyncLLM, prompt: str) -> str:
 def test_a_call_before_the_start_or_after_the_end_is_refused(folder: Path) -> None:
     async def use() -> None:
         llm = AsyncLLM(str(folder))
-        with pytest.raises(EngineError, match="is not started; use `async with`"):
+        with pytest.raises(EngineError, match="`async with`"):
             await llm.generate("a")
         await llm.close()
-        with pytest.raises(EngineError, match="is closed"):
+        with pytest.raises(EngineError, match="closed"):
             llm.stream("a")
-        with pytest.raises(EngineError, match="cannot be started, it is closed"):
+        with pytest.raises(EngineError, match="closed"):
             await llm.start()
 
     asyncio.run(use())

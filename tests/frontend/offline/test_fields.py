@@ -68,7 +68,7 @@ def test_prompt_logprobs_become_an_echo() -> None:
     both = completion_fields({"prompt_logprobs": 0, "logprobs": 3})
     assert (both.prompt_logprobs, both.with_logprobs, both.body["logprobs"]) == (0, True, 3)
     for wrong in (-1, 1000, True, "1"):
-        with pytest.raises(ValueError, match="'prompt_logprobs' must be between 0 and"):
+        with pytest.raises(ValueError, match="'prompt_logprobs'"):
             completion_fields({"prompt_logprobs": wrong})
 
 
@@ -108,9 +108,9 @@ def test_conversations_are_lists_of_messages() -> None:
     assert conversation_batch(TALK) == [TALK]
     assert conversation_batch([TALK, TALK]) == [TALK, TALK]
     assert conversation_batch([]) == []
-    with pytest.raises(TypeError, match="a conversation is a list of messages"):
+    with pytest.raises(TypeError):
         conversation_batch("hello")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="conversation 1 must be a list of messages, not a value of type str"):
+    with pytest.raises(TypeError, match=r"\b1\b.*\bstr\b"):
         conversation_batch([TALK, "hello"])  # type: ignore[list-item]
 
 
@@ -121,9 +121,9 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("gpu_memory_utilization", "gpu_memory"),
         ("page_sizes", "page_size"),
     ):
-        with pytest.raises(TypeError, match=f"{name!r} is not an option of LLM; did you mean {near!r}"):
+        with pytest.raises(TypeError, match=f"{name!r}.*{near!r}"):
             engine_options(None, {name: 1})
-    with pytest.raises(TypeError, match="'xyzzy' is not an option of LLM; the options are model, served_model_name"):
+    with pytest.raises(TypeError, match=r"'xyzzy'.*\bserved_model_name\b"):
         engine_options(None, {"xyzzy": 1})
 
 
@@ -177,8 +177,8 @@ def test_sampling_parameters_in_an_object_are_answered_with_the_call_that_was_me
 def test_every_batch_call_takes_the_place_of_sampling_parameters() -> None:
     for call, first in (("generate", "x"), ("chat", TALK)):
         closed = LLM.__new__(LLM)
-        with pytest.raises(TypeError, match=rf"call for example llm\.{call}\("):
+        with pytest.raises(TypeError, match=rf"\bllm\.{call}\("):
             getattr(closed, call)(first, SamplingParams())
         waiting = getattr(AsyncLLM.__new__(AsyncLLM), call)(first, SamplingParams())
-        with pytest.raises(TypeError, match=rf"call for example await llm\.{call}\("):
+        with pytest.raises(TypeError, match=rf"\bawait\sllm\.{call}\("):
             asyncio.run(waiting)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.fakes.engine_request import fake_logprob
 from tests.fakes.tokenizer import byte_level_tokenizer, write_chat_template, write_tokenizer
 from tests.frontend.conftest import DEADLINE, until
 from tests.support.published_templates import PUBLISHED
+from tests.support.refusals import numbers_in
 from tests.support.tandem_with_fake_engine import write_tandem
 
 SERVING = "import sys; from tests.fakes.engine import run_as_process; run_as_process(sys.argv)"
@@ -73,10 +75,10 @@ def test_a_refused_prompt_does_not_lose_the_others(llm: LLM, caplog: pytest.LogC
     assert (refused.outputs, refused.prompt) == ([], prompts[1])
     assert refused.error is not None
     assert (refused.error.index, refused.error.code) == (1, "context_length_exceeded")
-    with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048"):
+    with pytest.raises(RequestError, match=r"\b1:.*\b2048\b"):
         _ = refused.text
-    assert "1 of 3 requests failed, the first with: request 1: This model's" in caplog.text
-    with pytest.raises(RequestError, match="request 1: This model's maximum context length is 2048"):
+    assert numbers_in(caplog.messages[-1])[:3] == [1, 3, 1]
+    with pytest.raises(RequestError, match=r"\b1:.*\b2048\b"):
         llm.generate(prompts, max_tokens=4, raise_on_error=True)
     [answer] = llm.chat([{"role": "user", "content": "a"}])
     assert answer.error is not None and "chat template" in answer.error.message
@@ -84,13 +86,13 @@ def test_a_refused_prompt_does_not_lose_the_others(llm: LLM, caplog: pytest.LogC
 
 
 def test_a_value_that_no_prompt_can_have_is_raised(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="'temperature' must be between 0 and 2, not 3"):
+    with pytest.raises(RequestError, match=r"'temperature'.*\b0\b.*\b2\b.*\b3\b"):
         llm.generate(["a", "b"], temperature=3)
-    with pytest.raises(RequestError, match="'suffix' is not supported"):
+    with pytest.raises(RequestError, match="'suffix'"):
         llm.generate("a", suffix="x")
-    with pytest.raises(RequestError, match="'top_logprobs' needs 'logprobs'"):
+    with pytest.raises(RequestError, match=r"'top_logprobs'.*'logprobs'"):
         llm.chat([{"role": "user", "content": "a"}], top_logprobs=2)
-    with pytest.raises(TypeError, match="prompt 0 is a list with a str; a prompt is a text or a list of token ids"):
+    with pytest.raises(TypeError, match=r"\b0\b.*\bstr\b"):
         llm.generate([["a", "b"]])  # type: ignore[list-item]
 
 
@@ -140,7 +142,7 @@ def test_a_stream_yields_the_text_of_the_result(llm: LLM) -> None:
         assert [piece.finish_reason for piece in mine[:-1]] == [None] * (len(mine) - 1)
         assert mine[-1].finish_reason == "length"
         assert sum(len(piece.logprobs or ()) for piece in mine) == 20
-    with pytest.raises(RequestError, match="maximum context length"):
+    with pytest.raises(RequestError, match=r"\b2048\b"):
         next(iter(llm.stream("b " * 3000)))
     with pytest.raises(TypeError, match="prompt_logprobs"):
         llm.stream("a", prompt_logprobs=1)
@@ -183,10 +185,10 @@ def test_a_dead_engine_fails_running_and_later_calls(folder: Path) -> None:
     with LLM(str(folder)) as llm:
         assert llm.engine_pid is not None
         os.kill(llm.engine_pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="ended with signal SIGKILL"):
+        with pytest.raises(EngineError, match="SIGKILL"):
             llm.generate(["a"] * 50, max_tokens=2000)
         until(lambda: not psutil.pid_exists(llm.engine_pid or 0), "the engine is gone")
-        with pytest.raises(EngineError, match="ended with signal SIGKILL"):
+        with pytest.raises(EngineError, match="SIGKILL"):
             llm.generate("a")
 
 
@@ -228,11 +230,11 @@ def test_the_engine_ends_with_its_process(folder: Path, end: str) -> None:
 
 
 def test_a_model_that_cannot_start_raises_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TypeError, match="'max_row' is not an option of LLM; did you mean 'max_rows'"):
+    with pytest.raises(TypeError, match=r"'max_row'.*'max_rows'"):
         LLM(str(folder), max_row=3)
-    with pytest.raises(ValueError, match="log_level must be one of debug, info, warning, error, not 'loud'"):
+    with pytest.raises(ValueError, match=r"\blog_level\b.*'loud'"):
         LLM(str(folder), log_level="loud")
-    with pytest.raises(LaunchError, match="not a directory"):
+    with pytest.raises(LaunchError, match=re.escape(str(folder / "none"))):
         LLM(str(folder / "none"))
     log, error = (f"2026-11-22T06:00:00.000Z engine {level}" for level in ("INFO loading", "ERROR a reason for"))
     write_tandem(folder, f"import sys; sys.exit(f'{error} {{sys.argv[-1]}}\\n{log}')")

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import sys
 
 import httpx
@@ -99,19 +100,19 @@ def test_broken_connection_is_retried_and_then_raised() -> None:
         send(server.url, 1)
     with ScriptedServer([BUSY]) as gone:
         url = gone.url
-    with pytest.raises(ServerError, match="no server answers on"):
+    with pytest.raises(ServerError, match=re.escape(url)):
         send(url, 1)
 
 
 def test_a_wait_is_reported_once_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with scripted_server(Answer(409), Answer(409), Answer(200)) as server:
         send(server.url, 3)
-    assert capsys.readouterr().err == f"tandem: waiting for the server at {server.url}, which answers 409\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert server.url in line and "409" in line
     with pytest.raises(ServerError):
         send(server.url, 2)
-    assert capsys.readouterr().err == (
-        f"tandem: waiting for the server at {server.url}; start one with `tandem serve`, or name another with --url\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert server.url in line and "`tandem serve`" in line and "--url" in line
 
 
 def test_waits_for_the_same_are_reported_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,8 +135,7 @@ def test_bench_without_a_server_says_what_to_start(
     wait = ["--ready-check-timeout-sec", *flags] if flags else []
     assert main(["bench", "--base-url", "http://127.0.0.1:1", *wait]) == 1
     error = capsys.readouterr().err
-    assert "tandem bench: no server answers on http://127.0.0.1:1 (nothing listens there)" in error
-    assert "start one with `tandem serve`" in error and remedy in error
+    assert "http://127.0.0.1:1" in error and "`tandem serve`" in error and remedy in error
 
 
 def test_bench_without_the_key_of_a_server_asks_for_it(
@@ -147,7 +146,7 @@ def test_bench_without_the_key_of_a_server_asks_for_it(
     try:
         assert bench(guarded, "--num-prompts", "3") == 1
         error = capsys.readouterr().err
-        assert "/v1/models: a valid API key is required" in error and "give --api-key" in error
+        assert "/v1/models: " in error and "--api-key" in error
     finally:
         guarded.stop()
 
@@ -215,7 +214,7 @@ def test_bench_trusts_the_certificates_that_it_is_given(
     try:
         assert main(flags) == 1
         error = capsys.readouterr().err
-        assert "is not trusted (self-signed certificate)" in error and "--ca-cert FILE" in error
+        assert "--ca-cert FILE" in error
         assert engine.submits == []
         assert main([*flags, "--ca-cert", str(cert)]) == 0
         assert len(engine.submits) == 3
@@ -274,7 +273,7 @@ def test_server_names_its_model(server: RunningServer) -> None:
 def test_server_without_a_list_of_models_is_measured_under_a_given_name(status: int) -> None:
     with scripted_server(Answer(status, b"")) as other:
         assert wait_for_model(other.url, "", Trust().context(), 0.0, "theirs") == "theirs"
-        with pytest.raises(ValueError, match=f"answered {status}.*; give the model's name with --model"):
+        with pytest.raises(ValueError, match=rf"\b{status}\b.*--model\b"):
             wait_for_model(other.url, "", Trust().context(), 0.0)
 
 
