@@ -138,7 +138,7 @@ def test_a_context_that_can_be_stretched_is_as_long_as_asked() -> None:
     model = ModelShape("stretched", max_positions=2048, longest_context=8192)
     assert decide(model=model).max_len == 2048
     assert decide(model=model, max_len=8192).max_len == 8192
-    with pytest.raises(ConfigError, match="--max-len 8193, but the model's positions end at 8192"):
+    with pytest.raises(ConfigError, match=r"--max-len 8193\b.*\b8192\b"):
         decide(model=model, max_len=8193)
 
 
@@ -150,7 +150,7 @@ def test_contradicting_options_are_refused_with_numbers(options: dict[str, Any],
 
 
 def test_mixed_graphs_need_decode_graphs() -> None:
-    with pytest.raises(ConfigError, match="--graph-rows off and --graph-tokens 128 exclude each other"):
+    with pytest.raises(ConfigError, match=r"--graph-rows\b.*--graph-tokens\b"):
         decide("cuda", graph_rows="off", graph_tokens="128")
     for off in ({"graph_rows": "off"}, {"graph_rows": "off", "graph_tokens": "off"}):
         assert (decide("cpu", **off).graph_rows, decide("cuda", **off).graph_rows) == ((), ())
@@ -182,7 +182,7 @@ class TestDevice:
         assert resolve_device(EngineOptions(device=asked), cuda) == device
 
     def test_unavailable_cuda_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        with pytest.raises(ConfigError, match="CUDA"):
             resolve_device(EngineOptions(device="cuda"), False)
 
     @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_workers_for_grammars_are_refused_where_stores_may_be_reordered(system: 
     options = EngineOptions(grammar_workers=2)
     assert resolve_grammar_workers(options, "cuda", 64, "linux", "x86_64") == 2
     assert resolve_grammar_workers(EngineOptions(), "cuda", 64, system, machine) == 0
-    with pytest.raises(ConfigError, match=f"--grammar-workers 2 needs Linux on x86-64, and this is {system} on"):
+    with pytest.raises(ConfigError, match=rf"--grammar-workers\b.*\b{system}\b"):
         resolve_grammar_workers(options, "cuda", 64, system, machine)
 
 

@@ -24,6 +24,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.constraint import FakeCompiler
 from tests.support.kv_pool import kv_memory
 from tests.support.messages import COMMANDS
+from tests.support.refusals import numbers_in
 
 EPOCH, VOCAB, MAX_LEN, END = 77, 100, 48, 1
 FACTS = ModelFacts("fake", VOCAB, MAX_LEN, [END, 2], "", "cpu", "float32", 0)
@@ -165,7 +166,7 @@ class TestScheduling:
         control.scheduler.limits = SchedulerLimits(16, 0, 3, static=True)
         answer = control.apply(b"a", SetPolicy(1, "decode_first"))
         assert isinstance(answer, Answer)
-        assert "policy decode_first needs --batching continuous" in answer.message
+        assert "decode_first" in answer.message and "--batching continuous" in answer.message
         assert control.apply(b"a", SetPolicy(2, "fcfs")) == Answer(2, True)
 
     def test_inspect_is_answered_with_a_snapshot(self) -> None:
@@ -294,7 +295,7 @@ def test_request_larger_than_the_pool_is_rejected() -> None:
     answer = greeted(pages=3).apply(b"a", submit(max_tokens=10))
     assert isinstance(answer, Failure)
     assert answer.code is ErrorCode.KV_CAPACITY
-    assert "3 prompt tokens and max_tokens 10 need 3 KV pages of 4 tokens, the pool has 2" in answer.message
+    assert numbers_in(answer.message)[:5] == [3, 10, 3, 4, 2]
 
 
 def test_full_queue_is_overloaded() -> None:
@@ -304,7 +305,7 @@ def test_full_queue_is_overloaded() -> None:
     assert answers[:room] == [None] * room, "free rows are places too: they are taken in the same tick"
     assert isinstance(answers[room], Failure)
     assert (answers[room].request_id, answers[room].code) == (room, ErrorCode.OVERLOADED)
-    assert f"{room} requests are waiting" in answers[room].message
+    assert numbers_in(answers[room].message)[:1] == [room]
 
 
 @pytest.mark.parametrize("request_id", [-1, -(2**63)])

@@ -208,7 +208,7 @@ def test_quantization_is_read_from_either_field(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("found", [{}, {"quant_method": "bitsandbytes"}, {"quant_method": 8}])
 def test_other_quantizations_are_refused_with_those_that_are_served(found: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"is not supported \(supported: fp8, gptq, awq, compressed-tensors, modelopt, auto-round\)"
+        ConfigError, match=r"\bfp8\b.*\bgptq\b.*\bawq\b.*\bcompressed-tensors\b.*\bmodelopt\b.*\bauto-round\b"
     ) as caught:
         read(tmp_path, quantization_config=found)
     assert str(found.get("quant_method", "unknown")) in str(caught.value)
@@ -225,7 +225,7 @@ def test_all_unsupported_fields_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -245,5 +245,5 @@ def test_a_config_may_have_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not supported; .* Llama 2 and 3, .*FAMILIES\.md"):
+    with pytest.raises(ConfigError, match=r"\bGPT2LMHeadModel\b.*\bFAMILIES\.md"):
         read(tmp_path, architectures=["GPT2LMHeadModel"], vocab_size=..., hidden_act="unheard of")

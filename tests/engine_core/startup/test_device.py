@@ -25,20 +25,20 @@ def test_gpus_from_ampere_on_are_accepted(gpu: GpuTraits) -> None:
 
 def test_an_older_gpu_is_refused_by_name_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "read_gpu_traits", lambda: T4)
-    with pytest.raises(ConfigError, match=r"the Tesla T4 has compute capability 7\.5, .* need 8\.0 or higher"):
+    with pytest.raises(ConfigError, match=r"\bTesla T4\b.*\b7\.5\b.*\b8\.0\b"):
         startup.open_parts("cuda")
 
 
 def test_fp8_keys_need_a_gpu_that_converts_them() -> None:
     CudaParts(CpuDevice(), L4).check_kv(torch.float8_e4m3fn)
     CudaParts(CpuDevice(), A100).check_kv(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"the NVIDIA A100-SXM4-80GB has compute capability 8\.0, .* needs 8\.9"):
+    with pytest.raises(ConfigError, match=r"\bA100-SXM4-80GB\b.*\b8\.0\b.*\b8\.9\b"):
         CudaParts(CpuDevice(), A100).check_kv(torch.float8_e4m3fn)
 
 
 def test_heads_without_a_kernel_are_refused() -> None:
     model = structs.replace(CONFIG, head_dim=80)
-    with pytest.raises(ConfigError, match=r"--device cuda: head_dim 80 is not supported; .*; use --device cpu"):
+    with pytest.raises(ConfigError, match=r"\bhead_dim\b.*\b80\b.*--device\b"):
         CudaParts(CpuDevice(), H200).build_context(model, torch.bfloat16)
     CpuParts(CpuDevice()).build_context(model, torch.bfloat16)
 
@@ -66,9 +66,7 @@ def test_a_malformed_tile_table_is_named_with_what_to_do(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(startup, "check_installed", lambda: None)
     monkeypatch.setattr(startup, "read_gpu_traits", read)
-    with pytest.raises(
-        ConfigError, match=r"nvidia-h200\.json is malformed: .*\$\.products\[3\]; restore the file, or delete it"
-    ):
+    with pytest.raises(ConfigError, match=r"nvidia-h200\.json\b.*\$\.products\[3\]"):
         startup.open_parts("cuda")
 
 

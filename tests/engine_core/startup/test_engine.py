@@ -35,6 +35,7 @@ from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.mailbox import FakeMailbox
 from tests.support.model_folder import write_config, write_model
+from tests.support.refusals import numbers_in
 from tests.support.tiny_llama import CONFIG, Compared, random_model
 
 EPOCH, CLIENT = 5, b"c"
@@ -102,7 +103,7 @@ def test_a_region_that_is_rounded_up_is_logged(
 ) -> None:
     with caplog.at_level("INFO"):
         build(folder, page_size="max", max_len=max_len)
-    assert ("64 positions a sequence, --max-len 33 rounded up to a power of two" in caplog.text) == rounded
+    assert any({64, 33} <= set(numbers_in(line)) and "--max-len" in line for line in caplog.messages) == rounded
 
 
 def test_the_pool_takes_the_requested_memory(folder: Path) -> None:
@@ -183,7 +184,7 @@ def test_a_build_that_cannot_succeed_is_refused_with_the_reason(
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         build(tmp_path / "missing")
 
 

@@ -14,6 +14,7 @@ from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.decoder import Decoder
 from tandem.engine_core.startup.kv_calibration import MARGIN, calibrate_kv_scales
 from tests.support.paged_model import PagedRun, chunked
+from tests.support.refusals import numbers_in
 from tests.support.tiny_llama import CONFIG, MAX_LEN, random_model
 
 FP8 = torch.float8_e4m3fn
@@ -114,7 +115,7 @@ def test_scales_of_the_checkpoint_are_kept_and_the_others_calibrated(caplog: pyt
     scales = model.kv_scales.values
     assert scales[1, 0] == 0.125
     assert (scales > 0).all()
-    assert "KV scales of 2 layers: 1 from the checkpoint, 3 calibrated" in caplog.text
+    assert any(numbers_in(line)[:3] == [2, 1, 3] for line in caplog.messages)
 
 
 def test_scales_that_are_all_given_are_not_calibrated(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +124,7 @@ def test_scales_that_are_all_given_are_not_calibrated(caplog: pytest.LogCaptureF
     model.kv_scales.values.fill_(0.5)
     calibrate(model, max_len=0)
     assert (model.kv_scales.values == 0.5).all()
-    assert "4 from the checkpoint, 0 calibrated" in caplog.text
+    assert any(numbers_in(line)[:3] == [2, 4, 0] for line in caplog.messages)
 
 
 def test_a_pool_of_the_model_s_own_dtype_uses_no_scales(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +144,7 @@ def test_scales_that_cannot_be_are_refused(scale: float) -> None:
     model = random_model()
     model.kv_scales.values.fill_(0.5)
     model.kv_scales.values[1, 1] = scale
-    with pytest.raises(ConfigError, match=rf"the values of layer 1 is {scale}, but it must be positive"):
+    with pytest.raises(ConfigError, match=rf"\b1\b.*{scale}"):
         calibrate(model)
 
 

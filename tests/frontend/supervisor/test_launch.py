@@ -1,5 +1,8 @@
 """What is checked before any process starts: ports and endpoints."""
 
+import errno
+import os
+import re
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,9 +30,7 @@ def test_default_ops_port_gives_way_to_the_next_free_one(monkeypatch: pytest.Mon
         monkeypatch.setattr(launch, "DEFAULT_OPS_PORT", port)
         with listen_ops("127.0.0.1", None) as found:
             assert found.getsockname()[1] > port
-        with pytest.raises(
-            LaunchError, match=rf"127\.0\.0\.1:{port} \(Address .* \(process \d+\)\); choose another --ops"
-        ):
+        with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port}\b.*\bprocess \d+\b.*--ops"):
             listen_ops("127.0.0.1", port)
 
 
@@ -39,7 +40,8 @@ def test_equal_port_and_ops_port_are_refused_by_name(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main([*command, "--model", str(tmp_path), "--port", "9000", "--ops-port", "9000"]) == 2
-    assert capsys.readouterr().err == ("tandem: --port and --ops-port are both 9000 on 127.0.0.1; change one of them\n")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--port" in line and "--ops-port" in line and "9000" in line
 
 
 def test_default_ops_port_gives_way_to_the_port_of_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,9 +67,8 @@ def test_default_ops_port_gives_way_to_the_port_of_the_service(monkeypatch: pyte
 def test_address_of_another_machine_asks_for_another_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", "--model", str(tmp_path), "--ops-port", "0", "--host", "192.0.2.1", "--port", "0"]) == 2
-    assert capsys.readouterr().err == (
-        "tandem: cannot listen on 192.0.2.1:0 (Cannot assign requested address); choose another --host\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "192.0.2.1:0" in line and "--host" in line
 
 
 def test_ipc_endpoint_of_a_running_engine_is_refused(ipc_dir: Path) -> None:
@@ -76,7 +77,7 @@ def test_ipc_endpoint_of_a_running_engine_is_refused(ipc_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as engine:
         engine.bind(f"{ipc_dir}/engine")
         engine.listen()
-        with pytest.raises(LaunchError, match=f"another engine serves at {endpoint}"):
+        with pytest.raises(LaunchError, match=re.escape(endpoint)):
             check_unused(endpoint)
     check_unused(endpoint)  # the file of an engine that was killed is no obstacle
 
@@ -86,7 +87,7 @@ def test_tcp_endpoint_needs_its_port_and_the_next(host: str) -> None:
     first = free_ports(2)
     with socket.create_server(("0.0.0.0", first + 1)):
         for port in (first, first + 1):
-            with pytest.raises(LaunchError, match=f"needs the ports .* {first + 1} is in use"):
+            with pytest.raises(LaunchError, match=rf"\b{first + 1}\b"):
                 check_unused(f"tcp://{host}:{port}")
 
 
@@ -97,9 +98,8 @@ def test_unreadable_chat_template_is_refused_before_a_model_is_sought(
     monkeypatch.setattr(model, "find_model", lambda *_, **__: pytest.fail("no model is sought"))
     missing = tmp_path / "none.jinja"
     assert main([*command, "--model", "a/model-of-the-hub", "--chat-template", str(missing)]) == 2
-    assert capsys.readouterr().err == (
-        f"tandem: the chat template {missing} cannot be read: No such file or directory; correct --chat-template\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(missing) in line and "--chat-template" in line
 
 
 @pytest.mark.parametrize("command", [["serve"], ["engine", "--endpoint", "ipc:///nowhere/engine"]])
@@ -144,7 +144,7 @@ def test_open_address_without_keys_is_warned_of_and_serves_any_host(
     with ExitStack() as stack:
         launch._open_listeners(arguments, stack)
     assert arguments.allowed_hosts == allowed
-    assert ("needs no API key; give --api-keys" in caplog.text) is warns
+    assert ("--api-keys" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_default_leaves_two_cores_and_stays_between_one_and_eight(cores: int, fr
 
 def test_an_endpoint_that_others_could_reach_is_refused_before_anything_starts(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(LaunchError, match=rf"directory {tmp_path} of endpoint ipc://{tmp_path}/e must belong to user"):
+    with pytest.raises(LaunchError, match=f"ipc://{tmp_path}/e"):
         check_endpoint_path(f"ipc://{tmp_path}/e")
     (tmp_path / "own").mkdir(mode=0o700)
     check_endpoint_path(f"ipc://{tmp_path}/own/e")
     check_endpoint_path(f"ipc://{tmp_path}/missing/e")
-    with pytest.raises(LaunchError, match="cannot be reached: File name too long; choose another"):
+    with pytest.raises(LaunchError, match=os.strerror(errno.ENAMETOOLONG)):
         check_endpoint_path(f"ipc://{tmp_path}/{'e' * 300}/e")
 
 
 def test_a_start_checks_the_place_of_its_endpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     assert main(["engine", "--endpoint", f"ipc://{tmp_path}/e", "--ops-port", "0"]) == 2
-    assert f"tandem: directory {tmp_path} of endpoint ipc://{tmp_path}/e must belong to user" in capsys.readouterr().err
+    assert f"ipc://{tmp_path}/e" in (error := capsys.readouterr().err) and "0700" in error

@@ -35,7 +35,8 @@ def test_problems_of_the_engine_are_told_in_its_words(folder: Path) -> None:
     report = PreflightReport(problems=["the architecture A is not supported", "--max-len 9 is too long"])
     with pytest.raises(LaunchError) as refused:
         check_before_weights(EngineOptions(NAME), None, lambda *_: report)(folder, 1)
-    assert str(refused.value).splitlines() == [*report.problems, f"the weights of {NAME} were not downloaded"]
+    *problems, last = str(refused.value).splitlines()
+    assert problems == report.problems and NAME in last
 
 
 def test_engine_that_cannot_be_asked_refuses_too(folder: Path) -> None:
@@ -48,7 +49,7 @@ def test_engine_that_cannot_be_asked_refuses_too(folder: Path) -> None:
 
 def test_tokenizer_that_cannot_be_loaded_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(LaunchError, match=r"tokenizer\.json(.|\n)*not downloaded"):
+    with pytest.raises(LaunchError, match=rf"tokenizer\.json(.|\n)*{NAME}"):
         check_before_weights(EngineOptions(NAME), None, lambda *_: PreflightReport())(folder, 1)
 
 
@@ -61,7 +62,7 @@ def test_chat_template_that_cannot_be_loaded_is_refused_where_frontends_start(
     given = None if file else tmp_path / "given.jinja"
     (given or folder / str(file)).write_text(text)
     check_before_weights(EngineOptions(NAME), None, lambda *_: PreflightReport())(folder, 1)
-    with pytest.raises(LaunchError, match="not downloaded"):
+    with pytest.raises(LaunchError, match=NAME):
         check_before_weights(EngineOptions(NAME), ChatOptions(template=given), lambda *_: PreflightReport())(folder, 1)
 
 

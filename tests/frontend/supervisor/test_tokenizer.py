@@ -63,7 +63,7 @@ def test_tokenizer_is_converted_once_beside_links_to_the_model(tmp_path: Path, m
     assert (found.folder / "generation_config.json").read_text() == "{}"
     assert find_model(str(found.folder), HubOptions()).folder == found.folder
     (tmp_path / "tiny" / "vocab.json").write_text("{}")
-    with pytest.raises(LaunchError, match=r"vocab\.json was not converted: converted again"):
+    with pytest.raises(LaunchError, match=r"\bvocab\.json\b"):
         find_model(str(tmp_path / "tiny"), HubOptions())
 
 
@@ -77,7 +77,7 @@ def test_folder_with_a_tokenizer_or_nothing_to_convert_is_left_alone(tmp_path: P
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_slow_tokenizer(tmp_path / "tiny")
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConversionError, match=r"not installed; run .* transformers sentencepiece protobuf tiktoken"):
+    with pytest.raises(ConversionError, match=" ".join(("transformers", "sentencepiece", "protobuf", "tiktoken"))):
         with_tokenizer(tmp_path / "tiny", tmp_path / "cache")
 
 
@@ -145,12 +145,12 @@ def test_cache_belongs_to_this_user_alone(tmp_path: Path, monkeypatch: pytest.Mo
     with_tokenizer(tmp_path / "tiny", cache)
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.chmod(0o777)
-    with pytest.raises(ConversionError, match=r"can be changed by other users .*mode 777.*set XDG_CACHE_HOME"):
+    with pytest.raises(ConversionError, match=r"\b777\b.*XDG_CACHE_HOME"):
         with_tokenizer(tmp_path / "tiny", cache)
     cache.chmod(0o700)
     owner = cache.stat().st_uid
     monkeypatch.setattr(Path, "stat", lambda path, **_: os.stat_result((*os.stat(path)[:4], 4321, *os.stat(path)[5:])))
-    with pytest.raises(ConversionError, match=r"owner 4321"):
+    with pytest.raises(ConversionError, match=r"\b4321\b"):
         tokenizer._make_private(cache)
     assert owner == os.geteuid()
     assert len(conversions.environments) == 1
@@ -159,7 +159,7 @@ def test_cache_belongs_to_this_user_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_beyond_any_tokenizers_size_are_not_read(tmp_path: Path) -> None:
     write_slow_tokenizer(tmp_path / "tiny")
     os.truncate(tmp_path / "tiny" / "vocab.json", tokenizer.MAX_SOURCE_BYTES + 1)
-    with pytest.raises(ConversionError, match=r"its files have \d+ bytes, and at most 268435456 are read"):
+    with pytest.raises(ConversionError, match=r"\b268435456\b"):
         with_tokenizer(tmp_path / "tiny", tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -58,7 +58,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_holds(
 
 def test_a_folder_of_the_cache_is_named_as_on_the_hub(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "models--Qwen--Qwen3-4B", {"snapshots/0a1/config.json": ""})
-    with pytest.raises(LaunchError, match=r"give the model's name, Qwen/Qwen3-4B, or \S*/snapshots/0a1$"):
+    with pytest.raises(LaunchError, match=r"\bQwen/Qwen3-4B\b.*/snapshots/0a1$"):
         find_model(str(folder), HubOptions())
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_may_not_be_read_is_named_with_the_user(
     assert find_model(str(folder), HubOptions()) == ModelFolder(folder)
     deny(monkeypatch, folder / name)
     for with_weights in (True, False)[: 1 + by_frontends]:
-        with pytest.raises(LaunchError, match=rf"{folder}/{name} cannot be read by the user with the id"):
+        with pytest.raises(LaunchError, match=rf"{folder}/{name}\b.*\b{os.geteuid()}\b"):
             find_model(str(folder), HubOptions(), with_weights=with_weights)
     if not by_frontends:
         assert find_model(str(folder), HubOptions(), with_weights=False) == ModelFolder(folder)

@@ -26,8 +26,10 @@ from tandem.engine_core.constraints.workers.remote_matcher import RemoteGrammar,
 from tandem.engine_core.constraints.workers.settings import WorkerFacts
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.integers import ceil_div
+from tandem.protocol.errors import ErrorCode
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 from tests.support.grammar_walks import WALKED, mask_of
+from tests.support.refusals import numbers_in
 from tests.support.remote_steps import begin_accept, begin_mask
 from tests.support.stopped_process import stop_process
 
@@ -91,13 +93,14 @@ def test_a_worker_outlives_failures_and_signals(
 ) -> None:
     """It refuses what does not compile, and ignores what a terminal or a service sends to all processes."""
     token = grammars.prepare().tokenize_str("b")[0]
-    with pytest.raises(RequestError, match="does not compile"):
+    with pytest.raises(RequestError) as first:
         link.compile("start: nowhere")
     remote, alone = RemoteMatcher(RemoteGrammar(link, compile_on(link)), compiled), LocalMatcher(compiled)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid(link), signal_number)
-    with pytest.raises(RequestError, match="does not compile"):
+    with pytest.raises(RequestError) as second:
         link.compile("start: nowhere")
+    assert first.value.code is second.value.code is ErrorCode.INVALID_GRAMMAR
     assert remote.consume_token(token) and alone.consume_token(token)
     check_mask(link, remote, alone, masks)
     assert not link.is_lost and remote.local is None
@@ -167,7 +170,7 @@ def test_a_worker_that_does_not_compile_in_time_is_asked_no_more(
     assert link.compile(TEXT) is None
     link.post_and_wait()
     assert not link.is_lost and not remote.is_stopped() and remote.local is None
-    assert ["did not compile a grammar within 0.02 s" in message for message in caplog.messages] == [True]
+    assert ["0.02 s" in message for message in caplog.messages] == [True]
 
 
 def test_an_idle_worker_that_has_ended_is_found_by_the_next_grammar(link: WorkerLink) -> None:
@@ -182,7 +185,7 @@ def test_a_worker_that_fails_is_lost(link: WorkerLink, caplog: pytest.LogCapture
     link.pending.extend((ACCEPT, 7, 1))
     link.post_and_wait()
     assert link.is_lost
-    assert ["ended with code 1" in message for message in caplog.messages] == [True]
+    assert [1 in numbers_in(message) for message in caplog.messages] == [True]
 
 
 def test_closing_ends_a_compilation_that_waits(link: WorkerLink) -> None:
@@ -227,7 +230,7 @@ def test_descriptors_do_not_stay_where_a_start_fails(
 
 def test_a_worker_without_a_tokenizer_reports_it(facts: WorkerFacts, masks: MaskMemory) -> None:
     started = WorkerLink.start(structs.replace(facts, tokenizer_file="/nowhere/tokenizer.json"), masks)
-    with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+    with pytest.raises(RequestError, match=r"\btokenizer\.json"):
         started.compile(TEXT)
     started.close()
 

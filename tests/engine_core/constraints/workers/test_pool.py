@@ -18,6 +18,7 @@ from tandem.protocol.stats import EngineStats
 from tests.fakes.clock import FakeClock
 from tests.fakes.inline_link import InlineLink
 from tests.support.grammar_walks import WALKED
+from tests.support.refusals import numbers_in
 from tests.support.remote_steps import begin_mask
 
 TEXT, OTHER = WALKED["letters"], WALKED["words"]
@@ -111,7 +112,7 @@ def test_a_grammar_that_a_worker_cannot_compile_is_its_own_fault(grammars: Gramm
 
     other = InlineLink(grammars, memory)
     pool = WorkerPool(2, Links(RefusingLink(grammars, memory), other).start)
-    with pytest.raises(RequestError, match="too large"):
+    with pytest.raises(RequestError, match="large"):
         pool.compile(TEXT, [])
     assert other.compiled == []
     pool.close()
@@ -128,10 +129,8 @@ def test_an_engine_goes_on_with_the_workers_that_start(
     for text in (TEXT, OTHER):
         assert (pool.compile(text, []) is not None) == pool.has_free([]) == bool(num_good)
     assert links.num_started == num_good + 1, "it is tried once"
-    assert [message for message in caplog.messages if "no more processes" in message] == [
-        f"{num_good} of 3 workers for grammars could be started: no more processes; the engine follows other grammars "
-        "itself"
-    ]
+    (message,) = [message for message in caplog.messages if "no more processes" in message]
+    assert numbers_in(message) == [num_good, 3]
     assert not pool.take_refused()
     for number in range(num_good, 3):
         clock.advance(RESTART_SECONDS)
@@ -244,7 +243,7 @@ class TestReplacements:
         self.clock.advance(RESTART_SECONDS)
         caplog.set_level("INFO")
         assert self.pool.compile(TEXT, [self.made[1]]) is not None
-        assert "2 workers follow the grammars" in caplog.text, "three are known"
+        assert any(numbers_in(line)[:1] == [2] for line in caplog.messages), "three are known"
         (batch,) = self.pool.enqueue(MASK, np.array([each.id], dtype=np.int32), np.zeros(1, dtype=np.int32))
         assert batch.link is self.made[0] and self.pool.take_refused() and not each.end_mask()
         self.made[1].lose("ended")

@@ -59,22 +59,22 @@ def test_address_that_a_name_has_and_the_machine_lacks_is_left_out() -> None:
     (opened,) = listen_tcp(found, 0, 1)
     with opened[0] as sock:
         assert sock.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(LaunchError, match=r"192\.0\.2\.1:0 \(Cannot assign requested address\); choose another --host"):
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1:0\b.*--host\b"):
         listen_tcp(found[:1], 0, 1)
 
 
 def test_address_in_use_is_named_and_frees_the_others() -> None:
     with listening("127.0.0.1") as opened:
         (port,) = ports(opened)
-        with pytest.raises(AddressInUseError, match=rf"127\.0\.0\.1:{port} .*choose another --port"):
+        with pytest.raises(AddressInUseError, match=rf"127\.0\.0\.1:{port}\b.*--port\b"):
             listen_tcp(tcp_addresses(["127.0.0.2", "127.0.0.1"]), port, 2)
         assert not connects("127.0.0.2", port)
     with listening("::1") as opened:
         (port,) = ports(opened)
-        with pytest.raises(AddressInUseError, match=rf"\[::1\]:{port} "):
+        with pytest.raises(AddressInUseError, match=rf"\[::1\]:{port}\b"):
             listen_tcp(tcp_addresses(["::1"]), port, 1)
 
 
 def test_unknown_host_is_named_with_its_flag() -> None:
-    with pytest.raises(LaunchError, match=r"cannot listen on nowhere\.invalid \(.*\); choose another --ops-host"):
+    with pytest.raises(LaunchError, match=r"\bnowhere\.invalid\b.*--ops-host\b"):
         tcp_addresses(["nowhere.invalid"], "--ops-host")

@@ -43,7 +43,7 @@ def test_file_that_a_killed_process_left_is_replaced(ipc_dir: Path) -> None:
 def test_path_of_a_running_server_is_refused_and_its_file_stays(ipc_dir: Path) -> None:
     path = ipc_dir / "api"
     with listening_unix_socket(path, 0o600):
-        with pytest.raises(AddressInUseError, match=f"another process listens on {path}; .*--uds"):
+        with pytest.raises(AddressInUseError, match=rf"{path}\b.*--uds\b"):
             ExitStack().enter_context(listening_unix_socket(path, 0o600))
         assert connects(path)
 
@@ -51,16 +51,16 @@ def test_path_of_a_running_server_is_refused_and_its_file_stays(ipc_dir: Path) -
 def test_file_that_is_not_a_socket_is_refused_and_stays(ipc_dir: Path) -> None:
     path = ipc_dir / "api"
     path.write_text("notes")
-    with pytest.raises(LaunchError, match="is not a socket; remove it, or choose another --uds"):
+    with pytest.raises(LaunchError, match=rf"{path}\b.*--uds\b"):
         ExitStack().enter_context(listening_unix_socket(path, 0o600))
     assert path.read_text() == "notes"
 
 
 def test_missing_folder_and_long_path_are_refused_by_name(ipc_dir: Path) -> None:
-    with pytest.raises(LaunchError, match=f"create the folder {ipc_dir}/none, or choose another --uds"):
+    with pytest.raises(LaunchError, match=rf"{ipc_dir}/none\b.*--uds\b"):
         ExitStack().enter_context(listening_unix_socket(ipc_dir / "none" / "api", 0o600))
     path = ipc_dir / ("a" * MAX_PATH_BYTES)
-    with pytest.raises(LaunchError, match=f"has {len(os.fsencode(path))} bytes, a socket's at most {MAX_PATH_BYTES}"):
+    with pytest.raises(LaunchError, match=rf"\b{len(os.fsencode(path))}\b.*\b{MAX_PATH_BYTES}\b"):
         ExitStack().enter_context(listening_unix_socket(path, 0o600))
 
 
