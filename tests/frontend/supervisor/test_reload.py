@@ -127,4 +127,4 @@ def test_a_service_that_downloads_its_model_is_not_ended(
             service.process.send_signal(signal.SIGHUP)
             assert asked.recv(4096)
     assert service.wait() == 2
-    assert "org/model " in service.output and "HF_HUB_OFFLINE" in service.output
+    assert "org/model " in service.output and "HF_ENDPOINT" in service.output
