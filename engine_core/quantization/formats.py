@@ -10,7 +10,7 @@ from typing import Any
 from tandem.engine_core.quantization.fields import Fields, unsupported
 from tandem.engine_core.quantization.module_names import ModuleNames
 from tandem.engine_core.quantization.quantization import Quantization, Rule, check_schemes, excluding
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme, W8A16Scheme
 
 PACKED_BITS = 4
 _MIXED = "MIXED_PRECISION"
@@ -140,20 +140,28 @@ def _fp8_scheme(fields: Fields) -> Scheme:
 
 
 def _gptq_scheme(fields: Fields) -> Scheme:
-    _four_bits(fields.number("bits"))
     named = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     layout = fields.expect(named, ("gptq", "gptq_v2"), "gptq")
-    return Int4Scheme(
-        "gptq",
-        _group(fields.number("group_size")),
-        fields.flag("sym", True),
-        fields.flag("desc_act", False),
-        1 if layout == "gptq" else 0,
-    )
+    return _gptq_packed(fields, fields.flag("desc_act", False), 1 if layout == "gptq" else 0)
+
+
+def _gptq_packed(fields: Fields, ordered: bool, zero_offset: int) -> Scheme:
+    """Read the scheme of weights in GPTQ's layout, of 4 or 8 bits."""
+    bits, symmetric = fields.number("bits"), fields.flag("sym", True)
+    if bits not in (PACKED_BITS, 8):
+        raise unsupported(f"quantization_config has {bits} bits, supported is 4 or 8")
+    group = _group(fields.number("group_size"))
+    if bits == PACKED_BITS:
+        return Int4Scheme("gptq", group, symmetric, ordered, zero_offset)
+    if not symmetric:
+        raise fields.error("sym", "true for 8 bits")
+    return W8A16Scheme("int8", "gptq", group, ordered, zero_offset)
 
 
 def _awq_scheme(fields: Fields) -> Scheme:
-    _four_bits(fields.number("bits", fields.get("w_bit")))
+    bits = fields.number("bits", fields.get("w_bit"))
+    if bits != PACKED_BITS:
+        raise unsupported(f"quantization_config has {bits} bits, supported is 4")
     for name in ("version", "format", "checkpoint_format"):
         version = fields.get(name, "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
@@ -164,11 +172,11 @@ def _awq_scheme(fields: Fields) -> Scheme:
 
 
 def _autoround_scheme(fields: Fields) -> Scheme:
-    _four_bits(fields.number("bits"))
-    group = _group(fields.number("group_size"))
-    if "awq" in fields.get("packing_format", ""):
-        return Int4Scheme("awq", group, False)
-    return Int4Scheme("gptq", group, fields.flag("sym", True), zero_offset=1)
+    if "awq" not in fields.get("packing_format", ""):
+        return _gptq_packed(fields, False, 1)
+    if fields.number("bits") != PACKED_BITS:
+        raise unsupported(f"quantization_config has {fields.number('bits')} bits, supported is 4 packed as AWQ")
+    return Int4Scheme("awq", _group(fields.number("group_size")), False)
 
 
 def _modelopt_scheme(algorithm: str) -> Scheme:
@@ -191,11 +199,14 @@ def _group_scheme(fields: Fields, group: Fields) -> Scheme:
         return _packed(layout, weights, inputs)
     if bits != 8:
         raise weights.error("num_bits", "8, or 4 for integers")
-    if kind == "int" and layout.get("format") == "pack-quantized":
-        raise unsupported("quantization_config packs weights of 8 bits (W8A16), supported is W8A8, or W4A16 if packed")
-    layout.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
     if not weights.flag("symmetric", True):
         raise weights.error("symmetric", "true")
+    packed = kind == "int" and layout.get("format") == "pack-quantized"
+    if packed and inputs is not None:
+        raise unsupported("quantization_config quantizes the inputs of packed weights, supported is 16 bits for them")
+    if packed or (inputs is None and weights.get("strategy") == "group"):
+        return _weights_only(kind, packed, layout, weights)
+    layout.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
     strategy = weights.expect("strategy", ("tensor", "channel", "block") if kind == "float" else ("tensor", "channel"))
     block = weights.get("block_structure")
     if strategy == "block" and block != [128, 128]:
@@ -206,6 +217,16 @@ def _group_scheme(fields: Fields, group: Fields) -> Scheme:
         per_tensor=strategy == "tensor",
         block=(128, 128) if strategy == "block" else None,
     )
+
+
+def _weights_only(kind: str, packed: bool, layout: Fields, weights: Fields) -> W8A16Scheme:
+    """Read 8-bit weights of compressed-tensors with 16-bit activations, in groups or packed."""
+    if not packed:
+        layout.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
+    strategy = weights.expect("strategy", ("group", "channel"))
+    group = _group(weights.number("group_size")) if strategy == "group" else None
+    ordered = weights.get("actorder") not in (None, False, "weight", "static")
+    return W8A16Scheme("fp8" if kind == "float" else "int8", "compressed-tensors" if packed else None, group, ordered)
 
 
 def _packed(layout: Fields, weights: Fields, inputs: Fields | None) -> Int4Scheme:
@@ -250,8 +271,3 @@ def _group(size: int) -> int | None:
     if size not in (32, 64, 128):
         raise unsupported(f"quantization_config groups {size} inputs, supported is 32, 64, 128 or -1")
     return size
-
-
-def _four_bits(bits: int) -> None:
-    if bits != PACKED_BITS:
-        raise unsupported(f"quantization_config has {bits} bits, supported is 4")

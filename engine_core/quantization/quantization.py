@@ -135,7 +135,7 @@ def check_schemes(layers: Iterable[tuple[str, str]], supported: Collection[str])
 
 def stored_names(scheme: Scheme) -> set[str]:
     """Return the last components of the names of the tensor with the weights of a scheme."""
-    if isinstance(scheme, EightBitScheme):
+    if isinstance(scheme, EightBitScheme) or scheme.packing is None:
         return {"weight"}
     return {"weight_packed" if scheme.packing == "compressed-tensors" else "qweight"}
 

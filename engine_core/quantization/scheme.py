@@ -76,6 +76,27 @@ class Int4Scheme:
         return f"4 bits ({self.packing})"
 
 
-Scheme = EightBitScheme | Int4Scheme
+@dataclass(frozen=True, slots=True)
+class W8A16Scheme:
+    """8-bit weights with a scale per output and group of inputs, and 16-bit activations.
+
+    A weight is scale * q for float8 e4m3 and int8, and scale * (q - 128) for packed q from 0 to 255.
+    """
+
+    kind: Literal["fp8", "int8"]
+    packing: Literal["gptq", "compressed-tensors"] | None
+    """Layout of four values in an int32, named after the tool that defines it; None: a tensor of 8-bit numbers."""
+    group: int | None
+    """Group size: number of inputs; None: one group for all inputs."""
+    ordered: bool = False
+    """As in `Int4Scheme`."""
+    zero_offset: int = 0
+    """As in `Int4Scheme`."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} weights" if self.packing is None else f"8 bits ({self.packing})"
+
+
+Scheme = EightBitScheme | Int4Scheme | W8A16Scheme
 ONLINE_FP8 = EightBitScheme("fp8", Activations.TOKEN, from_floats=True)
 """Scheme of `--quantize fp8`: one scale per output."""

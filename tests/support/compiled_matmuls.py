@@ -82,8 +82,9 @@ def w8_matmuls(
     """The chosen matmuls of an 8-bit weight, plain and gated."""
     x, space = half(rows, inputs), (torch.empty(1 << 22), torch.zeros(1 << 12, dtype=torch.int32))
     fp8 = FP8 if gpu.capability >= FP8_CAPABILITY else torch.uint8
-    blocks = torch.empty(outputs // 16, inputs // 128)
-    for dtype, scales in ((torch.int8, torch.empty(outputs)), (fp8, torch.empty(outputs)), (fp8, blocks)):
+    blocks, groups = torch.empty(outputs // 16, inputs // 128), torch.empty(outputs, inputs // 128)
+    kinds = ((torch.int8, torch.empty(outputs)), (fp8, torch.empty(outputs)), (fp8, blocks), (torch.int8, groups))
+    for dtype, scales in kinds:
         weight = half(outputs, inputs, dtype=dtype)
         for gated in gates:
             chooser, activation = (choose_eight_bit_gated, Activation.SILU) if gated else (choose_eight_bit, None)

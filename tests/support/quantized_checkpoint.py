@@ -206,6 +206,63 @@ def compressed(
     return Layout(config | {"ignore": ["lm_head"], "quantization_status": "compressed"}, write)
 
 
+def bytes_of(weight: Tensor, group_of: NDArray[np.int64]) -> tuple[NDArray[np.int64], Tensor, Tensor]:
+    """Quantize to eight bits; return numbers from 0 to 255 [N, K], scales [N, G], and the weight they stand for."""
+    values, groups = weight.double().numpy(), int(group_of.max()) + 1
+    scales = np.empty((len(values), groups), np.float16)
+    for group in range(groups):
+        scales[:, group] = np.abs(values[:, group_of == group]).max(1) / 127
+    spread = scales.astype(float)[:, group_of]
+    found = np.clip(np.round(values / spread), -128, 127).astype(np.int64)
+    return found + 128, torch.from_numpy(scales), torch.from_numpy(found * spread).float()
+
+
+def packed_bytes(numbers: NDArray[np.int64]) -> Tensor:
+    """Pack the last dimension, four numbers a word, the first in the lowest byte."""
+    words = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // 4), np.uint32)
+    for byte in range(4):
+        words |= numbers[..., byte::4].astype(np.uint32) << np.uint32(8 * byte)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def gptq_bytes(act_order: bool, version: int = 1, group: int = GROUP) -> Layout:
+    def write(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:
+        inputs = weight.shape[1]
+        group_of = np.arange(inputs) // (inputs if group == -1 else group)
+        if act_order:
+            group_of = np.random.default_rng(inputs).permutation(group_of)
+        found, scales, plain = bytes_of(weight, group_of)
+        zeros = np.full((scales.shape[1], len(found)), 127 if version == 1 else 128)
+        return {
+            "qweight": packed_bytes(found).t(),
+            "qzeros": packed_bytes(zeros),
+            "scales": scales.t(),
+            "g_idx": torch.from_numpy(group_of.astype(np.int32)),
+        }, plain
+
+    config = {"quant_method": "gptq", "bits": 8, "group_size": group, "desc_act": act_order, "sym": True}
+    return Layout(config | {"checkpoint_format": "gptq" if version == 1 else "gptq_v2"}, write)
+
+
+def weight_only(kind: str, name: str, group: int | None) -> Layout:
+    """Return a layout of compressed-tensors with 8-bit weights and 16-bit activations."""
+
+    def write(weight: Tensor, _seed: int | None) -> tuple[Tensors, Tensor]:
+        inputs = weight.shape[1]
+        found, scales, plain = bytes_of(weight, np.arange(inputs) // (group or inputs))
+        if name == "pack-quantized":
+            packed_weight = {"weight_packed": packed_bytes(found), "weight_shape": torch.tensor(weight.shape)}
+            return packed_weight | {"weight_scale": scales}, plain
+        if kind == "int":
+            return {"weight": torch.from_numpy(found - 128).to(torch.int8), "weight_scale": scales}, plain
+        wide = scales.float().repeat_interleave(group or inputs, 1) * 127 / 448
+        values = (weight / wide).to(torch.float8_e4m3fn)
+        return {"weight": values, "weight_scale": scales.float() * 127 / 448}, values.float() * wide
+
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    return compressed(name, {"num_bits": 8, "type": kind, "symmetric": True} | strategy, None, write)
+
+
 _CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True}
 _TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
 _STATIC = {"num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -232,4 +289,11 @@ LAYOUTS = {
     "packed": packed_tensors(True),
     "packed_zeros": packed_tensors(False),
     "packed_act_order": packed_tensors(False, True),
+    "gptq_bytes": gptq_bytes(False),
+    "gptq_bytes_one_group": gptq_bytes(False, group=-1),
+    "gptq_bytes_v2_act_order": gptq_bytes(True, version=2),
+    "packed_bytes": weight_only("int", "pack-quantized", GROUP),
+    "packed_bytes_channel": weight_only("int", "pack-quantized", None),
+    "int8_groups": weight_only("int", "int-quantized", GROUP),
+    "fp8_groups": weight_only("float", "float-quantized", GROUP),
 }

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights
+from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights, scale_group, scale_height
 from tandem.engine_core.kernels.linear.int4_layout import PER_WORD, group_and_run
 from tandem.engine_core.kernels.linear.int4_unpack import unpack_int4
 
@@ -21,14 +21,22 @@ BLOCK, WARPS = 2048, 4
 
 @triton.jit
 def _dequantize_eight_bit_kernel(
-    out_ptr, values_ptr, scales_ptr, inputs, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    out_ptr,
+    values_ptr,
+    scales_ptr,
+    inputs,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < inputs
     values = cast_weights(tl.load(values_ptr + row * inputs + offs, mask=mask, other=0.0), tl.float32)
-    if BLOCKS:
-        scales = tl.load(scales_ptr + (row // 16) * tl.cdiv(inputs, 128) + offs // 128, mask=mask, other=0.0)
+    if GROUP > 0:
+        offs_s = (row // HEIGHT) * tl.cdiv(inputs, GROUP) + offs // GROUP
+        scales = tl.load(scales_ptr + offs_s, mask=mask, other=0.0)
     else:
         scales = tl.load(scales_ptr + row)
     # The previous kernel may still read the memory that is written here.
@@ -72,8 +80,8 @@ def _dequantize_int4_kernel(
 def dequantize_eight_bit(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl: bool = False) -> Tensor:
     """Return dequantized weights, [outputs, inputs].
 
-    values: [outputs, inputs], int8, float8_e4m3fn or its bits as uint8; scales: float32, per output or per block of 16
-    outputs and 128 inputs, [outputs / 16, inputs / 128], rounded up.
+    values: [outputs, inputs], int8, float8_e4m3fn or its bits as uint8; scales: float32, per output, per block of 16
+    outputs and 128 inputs, [outputs / 16, inputs / 128], rounded up, or per output and group, [outputs, groups].
     """
     outputs, inputs = values.shape
     out = torch.empty(outputs, inputs, device=values.device, dtype=dtype)
@@ -82,7 +90,8 @@ def dequantize_eight_bit(values: Tensor, scales: Tensor, dtype: torch.dtype, pdl
         values,
         scales,
         inputs,
-        BLOCKS=scales.ndim == 2,
+        HEIGHT=scale_height(values, scales),
+        GROUP=scale_group(values, scales),
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=WARPS,

@@ -4,8 +4,28 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tandem.engine_core.kernels.fast_math import int8_to_float32
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
+
+
+def scale_height(weight: Tensor, scales: Tensor) -> int:
+    """Return the number of outputs that share scales: 1, or SCALE_ROWS for blocks.
+
+    weight: [outputs, inputs]; scales: [outputs], [outputs, groups], or of blocks.
+    """
+    return 1 if len(scales) == len(weight) else SCALE_ROWS
+
+
+def scale_group(weight: Tensor, scales: Tensor) -> int:
+    """Return the number of inputs that share a scale, 0 for scales of whole outputs.
+
+    weight, scales: as in `scale_height`.
+    """
+    if scales.ndim == 1:
+        return 0
+    return SCALE_COLUMNS if scale_height(weight, scales) > 1 else weight.shape[1] // scales.shape[1]
 
 
 @triton.jit

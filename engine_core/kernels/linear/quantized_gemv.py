@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+from tandem.engine_core.kernels.linear.eight_bit_weights import scale_group, scale_height
 from tandem.engine_core.kernels.linear.gemv import add_bias, apply_gate, input_mode, normed_input
 from tandem.engine_core.kernels.linear.int4_layout import PER_WORD, group_and_run
 from tandem.engine_core.kernels.linear.packed_dot import (
@@ -28,7 +29,7 @@ from tandem.engine_core.kernels.linear.packed_dot import (
     prepare_inputs,
     words_per_sum,
 )
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
+from tandem.engine_core.kernels.linear.quantized_plans import SCALE_ROWS
 from tandem.engine_core.kernels.tiles.plan_types import INT4_STRIDE, GemvPlan
 
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.uint8: FP8_BITS}
@@ -36,8 +37,6 @@ _BYTES_A_WORD = 4
 _SPAN = 4
 """Words per vector load of a thread. For int4 their inputs are those of a whole block of `int4_layout`, and share a
 scale if a group has as many inputs."""
-_ROW_SCALES = 0
-"""Value of GROUP if each row of the weight has one scale."""
 
 
 @triton.jit
@@ -100,11 +99,13 @@ def current_scales(
     BLOCK_K: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    HEIGHT: tl.constexpr,
     SPAN: tl.constexpr,
 ):
     """Return the scales of one step of a tile, right before its dot products.
 
-    Those of int4 come from `load_tile`; 8-bit ones are loaded here: of blocks, [1, spans], or of rows, [ROWS].
+    Those of int4 come from `load_tile`; 8-bit ones are loaded here: of blocks, [1, spans], of groups of each row,
+    [ROWS, spans], or of rows, [ROWS].
     Prefetching those of blocks took registers that cost one concurrent program: a step of Llama-3.1-8B took an H200 9 %
     longer than with row scales.
     """
@@ -113,9 +114,14 @@ def current_scales(
     elif GROUP == 0:
         row = first + tl.arange(0, ROWS)
         return tl.load(scale_ptr + row, mask=row < end, other=0.0)
+    elif HEIGHT == 1:
+        span = step * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4 // SPAN) * SPAN
+        row = tl.minimum(first + tl.arange(0, ROWS), end - 1)
+        offs = row[:, None] * (K // GROUP) + (span * 4 // GROUP)[None, :]
+        return tl.load(scale_ptr + offs, mask=(span < K // 4)[None, :], other=0.0)
     else:
         span = step * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4 // SPAN) * SPAN
-        offs = tl.minimum(first, end - 1) // 16 * ((K + GROUP - 1) // GROUP) + span * 4 // GROUP
+        offs = tl.minimum(first, end - 1) // HEIGHT * ((K + GROUP - 1) // GROUP) + span * 4 // GROUP
         return tl.load(scale_ptr + offs, mask=span < K // 4, other=0.0)[None, :]
 
 
@@ -181,6 +187,7 @@ def quantized_gemv_kernel(
     K: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    HEIGHT: tl.constexpr,
     RUN: tl.constexpr,
     SPAN: tl.constexpr,
     COUNT: tl.constexpr,
@@ -197,9 +204,9 @@ def quantized_gemv_kernel(
 
     x: [K]; word: int32, [N, K / 8] int4 or [N, K / 4] 8-bit ([2 N, ..] with an ACTIVATION, gate first); KIND, RUN,
     SPAN, COUNT: as in `packed_dot.prepare_inputs`; GROUP: inputs that share a scale, 0 for row scales; scale, zero: of
-    int4 [K / GROUP, N], float32 and uint8; scale of 8-bit weights: [N], or of each block of 16 x GROUP, [rows / 16, K /
-    GROUP], where ROWS divides 16; order, if ORDERED: input index of each column of the weight, [K] int32; y: [N]; other
-    arguments as in `gemv.gemv_kernel`.
+    int4 [K / GROUP, N], float32 and uint8; scale of 8-bit weights: [N], or of each block of HEIGHT x GROUP, [rows /
+    HEIGHT, K / GROUP], where HEIGHT is 1 or a multiple of ROWS; order, if ORDERED: input index of each column of the
+    weight, [K] int32; y: [N]; other arguments as in `gemv.gemv_kernel`.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -238,7 +245,7 @@ def quantized_gemv_kernel(
             following, within = first + (tile + 1) * ROWS, tile + 1 < TILES
             now, now_zeros = words, zeros
             now_scales = current_scales(
-                scales, scale_ptr, first + tile * ROWS, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN
+                scales, scale_ptr, first + tile * ROWS, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, HEIGHT, SPAN
             )
             words, scales, zeros = load_tile(
                 word_ptr,
@@ -260,7 +267,18 @@ def quantized_gemv_kernel(
             if GATED:
                 up_now, up_now_zeros = up_words, up_zeros
                 up_now_scales = current_scales(
-                    up_scales, scale_ptr, N + first + tile * ROWS, 0, height, K, ROWS, BLOCK_K, KIND, GROUP, SPAN
+                    up_scales,
+                    scale_ptr,
+                    N + first + tile * ROWS,
+                    0,
+                    height,
+                    K,
+                    ROWS,
+                    BLOCK_K,
+                    KIND,
+                    GROUP,
+                    HEIGHT,
+                    SPAN,
                 )
                 up_words, up_scales, up_zeros = load_tile(
                     word_ptr,
@@ -289,13 +307,15 @@ def quantized_gemv_kernel(
     else:
         row_scales = scales
         if GROUP == 0:
-            row_scales = current_scales(scales, scale_ptr, first, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN)
+            row_scales = current_scales(scales, scale_ptr, first, 0, N, K, ROWS, BLOCK_K, KIND, GROUP, HEIGHT, SPAN)
         parts = tl.zeros([ROWS, BLOCK_K // (8 if KIND == 0 else 4) // SPAN], tl.float32)
         for step in tl.range(0, STEPS, num_stages=1):
             now, now_zeros, inputs = words, zeros, vector
             now_scales = row_scales
             if GROUP > 0:
-                now_scales = current_scales(scales, scale_ptr, first, step, N, K, ROWS, BLOCK_K, KIND, GROUP, SPAN)
+                now_scales = current_scales(
+                    scales, scale_ptr, first, step, N, K, ROWS, BLOCK_K, KIND, GROUP, HEIGHT, SPAN
+                )
             words, scales, zeros = load_tile(
                 word_ptr,
                 scale_ptr,
@@ -342,21 +362,22 @@ def quantized_gemv(
 
     x: [1, K]; weight: 8-bit, [N, K] int8, float8_e4m3fn or its bits as uint8, K a multiple of 16; or int4, [N, K / 8]
     int32, in the layout of `kernels.linear.int4_layout`, with K and the group size multiples of 32. scales: float32; of
-    8-bit weights [N], per row, or [N / 16, K / 128], per block, rounded up; of int4 [N, groups], like zeros, uint8,
-    both column-major. bias: [N]. activation: the weight holds the gate's rows before the up projection's, and
-    activation(gate) * up is returned, [1, N / 2]. norm_weight: [K]; x is added to the residual stream, [1, K] (None: x
-    starts it), and normalized; requires plan.block_k >= K. Without a norm the stream is x. x_weight: as in
-    `add_norm_gemv`. order, of int4: input index of each column of the weight, [K] int32; the stream keeps the order of
-    x. With `pdl` the preceding kernel may write everything but the weights and the order.
+    8-bit weights [N], per row, [N / 16, K / 128], per block, rounded up, or [N, groups], in groups of a multiple of 16;
+    of int4 [N, groups], like zeros, uint8, both column-major. bias: [N]. activation: the weight holds the gate's rows
+    before the up projection's, and activation(gate) * up is returned, [1, N / 2]. norm_weight: [K]; x is added to the
+    residual stream, [1, K] (None: x starts it), and normalized; requires plan.block_k >= K. Without a norm the stream
+    is x. x_weight: as in `add_norm_gemv`. order, of int4: input index of each column of the weight, [K] int32; the
+    stream keeps the order of x. With `pdl` the preceding kernel may write everything but the weights and the order.
     """
     words, kind, group, run = _layout(weight, scales, zeros)
+    height = scale_height(weight, scales)
     span = _SPAN if kind != INT4 or group % (INT4_STRIDE * run) == 0 else 1
     outputs = weight.shape[0] // (1 if activation is None else 2)
     inputs = words.shape[1] * (PER_WORD if kind == INT4 else _BYTES_A_WORD)
     assert x.shape == (1, inputs) and x.is_contiguous() and words.is_contiguous()
     plain = activation is None and norm_weight is None and plan.tiles == 1
     assert plain or plan.block_k >= inputs, f"block_k {plan.block_k} must hold whole rows of {inputs} if fused or tiled"
-    _check_blocks(plan, outputs, kind, group, run, gated=activation is not None)
+    _check_blocks(plan, outputs, kind, group, height, run, gated=activation is not None)
     assert order is None or (order.dtype, order.shape, order.is_contiguous()) == (torch.int32, (inputs,), True)
     y, total = x.new_empty(1, outputs), x if residual is None else torch.empty_like(x)
     quantized_gemv_kernel[(triton.cdiv(outputs, plan.rows * plan.tiles),)](
@@ -366,6 +387,7 @@ def quantized_gemv(
         K=inputs,
         KIND=kind,
         GROUP=group,
+        HEIGHT=height,
         RUN=run,
         SPAN=span,
         COUNT=words_per_sum(kind, span),
@@ -383,11 +405,11 @@ def quantized_gemv(
     return y, total
 
 
-def _check_blocks(plan: GemvPlan, outputs: int, kind: int, group: int, run: int, *, gated: bool) -> None:
+def _check_blocks(plan: GemvPlan, outputs: int, kind: int, group: int, height: int, run: int, *, gated: bool) -> None:
     """Check that the plan's steps and tiles end at block boundaries of the weight."""
     if kind == INT4:
         assert plan.block_k % (INT4_STRIDE * run) == 0, f"steps of {plan.block_k} end within a block of the order"
-    elif group:
+    elif group and height > 1:
         assert SCALE_ROWS % plan.rows == 0, "the rows of a tile are in one block"
         assert outputs % SCALE_ROWS == 0 or not gated, "the gate ends with a block"
 
@@ -399,4 +421,4 @@ def _layout(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tenso
         assert run, f"inputs in groups of {group} are in no order that kernels read"
         return weight, INT4, group, run
     assert weight.shape[1] % (_BYTES_A_WORD * _SPAN) == 0 and weight.is_contiguous()
-    return weight.view(torch.int32), _KINDS[weight.dtype], SCALE_COLUMNS if scales.ndim == 2 else _ROW_SCALES, 1
+    return weight.view(torch.int32), _KINDS[weight.dtype], scale_group(weight, scales), 1

@@ -209,22 +209,25 @@ def w8a8_workspace(gpu: GpuTraits) -> tuple[int, int]:
     return gpu.multiprocessors * 128 * 128, gpu.multiprocessors
 
 
-def choose_eight_bit(rows: int, outputs: int, inputs: int, gpu: GpuTraits) -> Plan:
-    """Choose the plan of y = x W^T with an 8-bit W and 16-bit x."""
+def choose_eight_bit(rows: int, outputs: int, inputs: int, gpu: GpuTraits, group: int = SCALE_COLUMNS) -> Plan:
+    """Choose the plan of y = x W^T with an 8-bit W and 16-bit x.
+
+    group: inputs that share a scale.
+    """
     if rows == 1 and inputs % 16 == 0:
         rule: Plan = GemvPlan(8, min(STEP_INPUTS, 1 << (inputs - 1).bit_length()))
         return gpu.tiles.matmul(MatmulKey("product", 8, outputs, inputs, 1), rule)
-    return _splitk(rows, outputs, inputs, gpu, gated=False, bits=8)
+    return _splitk(rows, outputs, inputs, gpu, gated=False, bits=8, group=group)
 
 
-def choose_eight_bit_gated(rows: int, width: int, inputs: int, gpu: GpuTraits) -> Plan:
+def choose_eight_bit_gated(rows: int, width: int, inputs: int, gpu: GpuTraits, group: int = SCALE_COLUMNS) -> Plan:
     """Choose the plan of activation(x G^T) * (x U^T) in one kernel.
 
-    width: number of outputs.
+    width: number of outputs; group: inputs that share a scale.
     """
     if rows == 1 and inputs % 16 == 0:
         return gpu.tiles.matmul(MatmulKey("gated", 8, width, inputs, 1), normed_rule(inputs, True, 8))
-    return _splitk(rows, width, inputs, gpu, gated=True, bits=8)
+    return _splitk(rows, width, inputs, gpu, gated=True, bits=8, group=group)
 
 
 def choose_int4(rows: int, outputs: int, inputs: int, group: int, gpu: GpuTraits, ordered: bool = False) -> Plan:
@@ -331,6 +334,8 @@ def _splitk(
         block = next(
             part for part in (_BLOCK_K, 64, 32) if group % part == INT4_STRIDE * run_length(inputs, group) % part == 0
         )
+    elif group in (32, 64):
+        block = group
     if size is None or size > MAX_ROWS or inputs % block:
         return None
     operation: Operation = "gated" if gated else "product"

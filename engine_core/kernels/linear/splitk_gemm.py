@@ -16,10 +16,14 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.dependent_launch import wait_for_previous
-from tandem.engine_core.kernels.linear.eight_bit_weights import apply_row_scales, cast_weights
+from tandem.engine_core.kernels.linear.eight_bit_weights import (
+    apply_row_scales,
+    cast_weights,
+    scale_group,
+    scale_height,
+)
 from tandem.engine_core.kernels.linear.gemv import add_bias, apply_gate
 from tandem.engine_core.kernels.linear.plans import block_rows, workspace_size
-from tandem.engine_core.kernels.linear.quantized_plans import SCALE_COLUMNS, SCALE_ROWS
 from tandem.engine_core.kernels.tiles.plan_types import SplitKPlan
 
 
@@ -105,12 +109,14 @@ def splitk_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SCALES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply rows by a transposed weight, with K split among programs.
 
-    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N]; scale: as in `gemv_kernel`; with
-    block scales BLOCK_K divides 128.
+    x: [M, K]; weight: [N, K] ([2 N, K] with an ACTIVATION, gate first); y: [M, N]; scale, if SCALES is 1: [N]; if
+    it is 2, of blocks of HEIGHT x GROUP, [N / HEIGHT, K / GROUP], rounded up, where BLOCK_K divides GROUP.
 
     Program (i, s) computes part s of N-tile i. partials: float32, [tiles, SPLIT, 1 or 2, BLOCK_N, BLOCK_M]; counters:
     int32 zeros, [tiles].
@@ -120,7 +126,7 @@ def splitk_gemm_kernel(
     BLOCKS: tl.constexpr = K // BLOCK_K
     PER: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     GATED: tl.constexpr = ACTIVATION > 0
-    WIDE: tl.constexpr = (K + 127) // 128
+    WIDE: tl.constexpr = (K + GROUP - 1) // GROUP
     tile = tl.program_id(0)
     part = tl.program_id(1)
     first = tile * BLOCK_N
@@ -136,7 +142,7 @@ def splitk_gemm_kernel(
     upper_ptr = left_ptr + N.to(tl.int64) * K
     right_ptr = x_ptr + begin * BLOCK_K + tokens[None, :] * K + offs_k[:, None]
     mask_m = (tokens < M)[None, :]
-    scale_rows = tl.minimum(first + rows, N - 1) // 16
+    scale_rows = tl.minimum(first + rows, N - 1) // HEIGHT
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_previous(PDL)
@@ -146,7 +152,7 @@ def splitk_gemm_kernel(
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=mask_m & within, other=0.0)
         weights = cast_weights(tl.load(left_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
         if SCALES == 2:
-            column = tl.minimum((begin + step) * BLOCK_K // 128, WIDE - 1)
+            column = tl.minimum((begin + step) * BLOCK_K // GROUP, WIDE - 1)
             scales = tl.load(scale_ptr + scale_rows * WIDE + column)
             sums += tl.dot(weights, vectors, input_precision=precision) * scales[:, None]
         else:
@@ -154,7 +160,7 @@ def splitk_gemm_kernel(
         if GATED:
             weights = cast_weights(tl.load(upper_ptr + step * BLOCK_K, mask=within, other=0.0), dtype)
             if SCALES == 2:
-                scales = tl.load(scale_ptr + (N // 16 + scale_rows) * WIDE + column)
+                scales = tl.load(scale_ptr + (N // HEIGHT + scale_rows) * WIDE + column)
                 ups += tl.dot(weights, vectors, input_precision=precision) * scales[:, None]
             else:
                 ups = tl.dot(weights, vectors, ups, input_precision=precision)
@@ -191,8 +197,8 @@ def splitk_gemm(
 ) -> Tensor:
     """Return x W^T + b, [M, N], or its gated activation.
 
-    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or an 8-bit weight with scales as in `gemv`; out: output
-    tensor, contiguous.
+    x: [M, K]; weight: [N, K]; bias: [N]; all of one dtype, or an 8-bit weight with scales as in `quantized_gemv`; out:
+    output tensor, contiguous.
 
     activation: weight and bias hold the gate's rows before the up projection's, and activation(gate) * up is returned,
     [M, N / 2]. partials: float32; counters: int32, zero before and after the call; each at least as large as in
@@ -208,8 +214,8 @@ def splitk_gemm(
     floats, tiles = workspace_size(rows, outputs, plan, activation is not None)
     assert partials.numel() >= floats and counters.numel() >= tiles, "workspace too small"
     if scales is not None and scales.ndim == 2:
-        assert SCALE_COLUMNS % plan.block_k == 0, "a step of the loop is in one block"
-        assert outputs % SCALE_ROWS == 0 or activation is None, "the gate ends with a block"
+        assert scale_group(weight, scales) % plan.block_k == 0, "a step of the loop is in one block"
+        assert outputs % scale_height(weight, scales) == 0 or activation is None, "the gate ends with a block"
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype) if out is None else out
     assert y.is_contiguous() and y.shape == (rows, outputs), f"a result of {tuple(y.shape)} for {rows} by {outputs}"
     splitk_gemm_kernel[(triton.cdiv(outputs, plan.block_n), plan.split)](
@@ -231,6 +237,8 @@ def splitk_gemm(
         HAS_BIAS=bias is not None,
         ACTIVATION=0 if activation is None else activation.value,
         SCALES=0 if scales is None else scales.ndim,
+        HEIGHT=1 if scales is None else scale_height(weight, scales),
+        GROUP=1 if scales is None else scale_group(weight, scales) or 1,
         PDL=pdl,
         num_warps=plan.warps,
         **({"launch_pdl": True} if pdl else {}),

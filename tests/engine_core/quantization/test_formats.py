@@ -6,7 +6,7 @@ import pytest
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.reading import read_quantization
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, W8A16Scheme
 from tests.support.quantized_checkpoint import LAYOUTS
 
 QWEN3_FP8 = {
@@ -108,9 +108,28 @@ def inputs(kind: str, strategy: str, dynamic: bool) -> dict[str, Any]:
         (packed(symmetric=False, actorder="group"), Int4Scheme("compressed-tensors", 128, False, True)),
         (packed(actorder="weight"), Int4Scheme("compressed-tensors", 128, True)),
         (packed(strategy="channel", group_size=None), Int4Scheme("compressed-tensors", None, True)),
+        (GPTQ | {"bits": 8}, W8A16Scheme("int8", "gptq", 128, True, 1)),
+        (
+            GPTQ | {"bits": 8, "group_size": -1, "desc_act": False, "format": "gptq_v2"},
+            W8A16Scheme("int8", "gptq", None),
+        ),
+        (compressed("pack-quantized", byte("int")), W8A16Scheme("int8", "compressed-tensors", None)),
+        (
+            compressed("pack-quantized", byte("int", "group", group_size=64, actorder="group")),
+            W8A16Scheme("int8", "compressed-tensors", 64, True),
+        ),
+        (
+            compressed("int-quantized", byte("int", "group", group_size=128)),
+            W8A16Scheme("int8", None, 128),
+        ),
+        (compressed("float-quantized", byte("float", "group", group_size=32)), W8A16Scheme("fp8", None, 32)),
+        (
+            {"quant_method": "auto-round", "bits": 8, "group_size": 128, "sym": True},
+            W8A16Scheme("int8", "gptq", 128, zero_offset=1),
+        ),
     ],
 )
-def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4Scheme) -> None:
+def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4Scheme | W8A16Scheme) -> None:
     found = read_quantization(config)
     assert found is not None and found.scheme_for("model.layers.1.mlp.down_proj") == scheme
 
@@ -122,7 +141,9 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
         (QWEN3_FP8 | {"activation_scheme": "static"}, "with static activations"),
         (QWEN3_FP8 | {"activation_scheme": None}, 'activation_scheme is None, supported is "dynamic" or "static"'),
         (QWEN3_FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2", supported is "e4m3"'),
-        (GPTQ | {"bits": 8}, "8 bits, supported is 4"),
+        (GPTQ | {"bits": 3}, "3 bits, supported is 4 or 8"),
+        (GPTQ | {"bits": 8, "sym": False}, "sym is False, supported is true for 8 bits"),
+        (AWQ | {"bits": 8}, "8 bits, supported is 4"),
         (GPTQ | {"bits": None}, "bits is None, supported is an integer"),
         (GPTQ | {"group_size": 100}, "groups 100 inputs"),
         (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
@@ -149,11 +170,15 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
         (packed(num_bits=3), "num_bits is 3"),
         (packed(type="float"), "num_bits is 4"),
         (packed(strategy="tensor"), 'strategy is "tensor"'),
-        (compressed("pack-quantized", byte("int")), "packs weights of 8 bits (W8A16), supported is W8A8, or W4A16"),
+        (
+            compressed("pack-quantized", byte("int"), inputs("int", "token", True)),
+            "quantizes the inputs of packed weights",
+        ),
+        (compressed("pack-quantized", byte("int", symmetric=False)), "symmetric is False"),
         (compressed("pack-quantized", byte("float")), 'format is "pack-quantized"'),
         (MODELOPT | {"quant_algo": "NVFP4"}, 'quant_algo is "NVFP4", supported is "FP8" or "FP8_PER_CHANNEL_PER'),
         (packed() | {"config_groups": packed()["config_groups"] | {"group_1": {}}}, "group_1.weights is missing"),
-        (GPTQ | {"dynamic": {".*down.*": {"bits": 2}}}, "2 bits, supported is 4"),
+        (GPTQ | {"dynamic": {".*down.*": {"bits": 2}}}, "2 bits, supported is 4 or 8"),
         (GPTQ | {"dynamic": {"-:(": {}}}, "an invalid regular expression"),
         (GPTQ | {"dynamic": {".*down.*": 8}}, "is 8, supported is an object"),
         ({"quant_method": "modelopt"}, "quant_algo is missing"),

@@ -14,8 +14,7 @@ from tandem.engine_core.kernels.kernel_set import torch_kernels
 from tandem.engine_core.kernels.linear.quantized_plans import MAX_W8A16_ROWS, SCALE_ROWS
 from tandem.engine_core.kernels.quantized_activation import QuantizedActivation
 from tandem.engine_core.kernels.reference.quantized_activation import quantize, quantized_matmul
-from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.layers.quantized import triton_eight_bit_linear
@@ -52,8 +51,7 @@ def linear(
 
 
 def norm_of(context_device: str) -> RMSNorm:
-    context = BuildContext(torch.device(context_device), torch.float16, None, None, torch_kernels())  # type: ignore[arg-type]
-    norm = RMSNorm.build(256, 1e-5, context)
+    norm = RMSNorm.build(256, 1e-5, torch_build_context(torch.device(context_device), torch.float16))
     norm.weight.fill_(1.5)
     return norm
 

@@ -19,6 +19,7 @@ from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
+from tandem.engine_core.layers.quantized.w8a16_linear import W8A16Linear
 from tandem.engine_core.layers.split_linear import SplitLinear
 from tandem.engine_core.layers.torch_linear import CpuLinear
 from tandem.engine_core.loader.weights import fill_with_noise
@@ -33,6 +34,7 @@ from tests.support.quantized_checkpoint import (
     awq,
     fp8_transformers,
     gptq,
+    gptq_bytes,
     packed_tensors,
     quantize_layers,
     set_quantization,
@@ -219,6 +221,25 @@ def test_rules_of_gptqmodel_change_the_groups_of_some_layers(tmp_path: Path) -> 
     dynamic = {r"+:.*\.down_proj": {"group_size": -1}, r".*\.o_proj": {"group_size": -1, "desc_act": False}}
     write(tmp_path, GPTQ, "-", {"dynamic": dynamic}, {"down_proj": wide, "o_proj": wide})
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+def test_rules_of_gptqmodel_change_the_bits_of_some_layers(tmp_path: Path) -> None:
+    wide = gptq_bytes(True)
+    dynamic = {r"+:.*\.(down|v)_proj": {"bits": 8, "desc_act": True}, r"-:.*\.o_proj": {}}
+    write(tmp_path, GPTQ, "o_proj", {"dynamic": dynamic}, {"down_proj": wide, "v_proj": wide})
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+    layer = load(tmp_path).layers[0]  # type: ignore[attr-defined]
+    assert isinstance(layer.mlp.down, W8A16Linear) and isinstance(layer.attention.qkv, SplitLinear)
+
+
+def test_weights_of_8_bits_with_other_zero_points_are_refused(tmp_path: Path) -> None:
+    layout = gptq_bytes(False)
+    write(tmp_path, layout, "-", {})
+    change_tensors(tmp_path, lambda tensors: tensors | {f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"] + 1})
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(DOWN)}\.qzeros: weights of 8 bits must have the zero point 128"
+    ):
+        load(tmp_path)
 
 
 def test_a_head_with_quantized_tensors_is_served(tmp_path: Path) -> None:

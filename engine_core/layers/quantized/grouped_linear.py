@@ -1,0 +1,182 @@
+"""Weights whose groups of inputs share a scale, with or without act-order."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.layers.linear import LinearWeights, Norm
+from tandem.engine_core.layers.quantized.quantized_linear import QuantizedLinear, part_slices
+from tandem.engine_core.loader.slots import WeightSlot
+
+_COLUMNS = 64
+"""Columns whose outputs are sorted at a time, to limit the memory of copies."""
+
+
+class GroupedLinear(QuantizedLinear):
+    """Weights with a scale per output and group of inputs.
+
+    With act-order the weights are sorted by group after loading. The inputs are permuted likewise in each call, by the
+    norm before the matmul if there is one, or, after a gate, by sorting the outputs of the layer that computes them.
+    """
+
+    def __init__(
+        self, scales: Tensor, inputs: int, group_name: str, ordered: bool, bias: Tensor | None, kernels: KernelSet
+    ) -> None:
+        """Store the parts that do not depend on the number of bits.
+
+        scales: [outputs, groups] float32; group_name: last component of the name of the checkpoint's tensor with the
+        group of each input; ordered: whether a checkpoint must have it.
+        """
+        super().__init__(bias, kernels)
+        self.scales = scales
+        self.inputs = inputs
+        self.group_name = group_name
+        self.ordered_groups = ordered
+        self.order: Tensor | None = None
+        """Inputs sorted by group, [inputs] int32; None: identity."""
+        self.source: GroupedLinear | None = None
+        """The layer whose gated output is this layer's input; None: there is none whose outputs can be sorted."""
+
+    @abstractmethod
+    def sort_inputs(self, order: Tensor) -> None:
+        """Sort the inputs of the stored weights in place.
+
+        order: [inputs] int64.
+        """
+
+    @abstractmethod
+    def output_tables(self) -> list[Tensor]:
+        """Return the tensors with a row per output, besides the bias."""
+
+    @abstractmethod
+    def part_slots(self, projection: str, start: int, length: int) -> list[WeightSlot]:
+        """List the slots of a part of the projection, without that of the groups of inputs."""
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Implement `LinearWeights.apply`."""
+        matmul = self.matmul(x, self.order)
+        return matmul if out is None else out.copy_(matmul)
+
+    def apply_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implement `UnfusedLinear.apply_gated`."""
+        return self.gated_matmul(x, activation, self.order)
+
+    def apply_normed(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `LinearWeights.apply_normed`.
+
+        The norm permutes the inputs to the order of the weights.
+        """
+        normed, stream = norm(x, residual, self.order)
+        if activation is None:
+            return self.matmul(normed, None), stream
+        return self.gated_matmul(normed, activation, None), stream
+
+    def matmul(self, x: Tensor, order: Tensor | None) -> Tensor:
+        """Return the matmul of permuted inputs.
+
+        order: `self.order`; None: inputs are in the order of the weights.
+        """
+        return super().apply(self.ordered(x, order))
+
+    def gated_matmul(self, x: Tensor, activation: Activation, order: Tensor | None) -> Tensor:
+        """Return the gated activation of `matmul`."""
+        return self.kernels.gated_activation(self.matmul(x, order), activation)
+
+    def ordered(self, x: Tensor, order: Tensor | None) -> Tensor:
+        """Return permuted inputs, [T, inputs]; None: unchanged."""
+        return x if order is None else self.kernels.gather_columns(x, order)
+
+    def reorder_producer(self, source: LinearWeights) -> None:
+        """Implement `LinearWeights.reorder_producer`."""
+        self.source = source if isinstance(source, GroupedLinear) else None
+
+    def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
+        """Implement `UnfusedLinear.weight_slots`."""
+        outputs, count = self.scales.shape[0], len(parts or {}) or 1
+        groups = self._usual_groups().repeat(count, 1)
+        sort = partial(self.sort, groups, f"{prefix}{name}")
+        slots = []
+        for index, (projection, start, length) in enumerate(part_slices(prefix, name, parts, outputs)):
+            slots += self.part_slots(projection, start, length)
+            is_whole = (start, length) == (0, outputs)
+            first, rows = (0, count) if is_whole else (index, 1)
+            slots.append(
+                WeightSlot(
+                    f"{projection}.{self.group_name}",
+                    groups,
+                    0,
+                    first,
+                    rows,
+                    transform=partial(_repeated, count=rows),
+                    dtypes=("I32", "I64"),
+                    shapes=((self.inputs,),),
+                    is_optional=not self.ordered_groups,
+                    on_filled=sort,
+                )
+            )
+        return slots
+
+    def sort(self, groups: Tensor, name: str) -> None:
+        """Sort the weights by group, after loading.
+
+        groups: group of each input in each part of a fused projection, [parts, inputs] int32; name: of the projection,
+        for errors. Raises ConfigError if the parts differ in their groups, and if a group is invalid or differs in size
+        from the others.
+        """
+        first, count = groups[0], self.scales.shape[1]
+        if groups.min() < 0 or groups.max() >= count:
+            low, high = int(groups.min()), int(groups.max())
+            raise ConfigError(f"{name}: g_idx must have values from 0 to {count - 1}, not from {low} to {high}")
+        if (groups != first).any():
+            raise ConfigError(
+                f"{name}: its parts have inputs in different groups (g_idx) and cannot be fused; quantize the model "
+                "again with one order for all layers that share an input, as GPTQ tools do"
+            )
+        order = first.argsort(stable=True)
+        if not torch.equal(first[order], self._usual_groups()):
+            sizes = torch.bincount(first.clamp(min=0).long())
+            raise ConfigError(
+                f"{name}: g_idx must put {self.group_size} inputs into each of {self.scales.shape[1]} groups, but its "
+                f"values are from {int(first.min())} to {int(first.max())} with up to {int(sizes.max())} inputs each"
+            )
+        if torch.equal(order, torch.arange(len(order), device=order.device)):
+            return
+        if self.source is None:
+            self.order = order.int()
+        else:
+            self.source.sort_gated(order)
+        self.sort_inputs(order)
+
+    def sort_gated(self, order: Tensor) -> None:
+        """Sort the outputs, gate and up, in place.
+
+        order: output indices within either half, [outputs / 2] int64.
+        """
+        rows = torch.cat((order, order + len(order)))
+        for part in (*self.output_tables(), self.bias):
+            if part is not None:
+                table = part.view(len(rows), -1)
+                for start in range(0, table.shape[1], _COLUMNS):
+                    columns = table[:, start : start + _COLUMNS]
+                    columns.copy_(columns[rows])
+
+    @property
+    def group_size(self) -> int:
+        """Group size: number of inputs."""
+        return self.inputs // self.scales.shape[1]
+
+    def _usual_groups(self) -> Tensor:
+        """Return the group of each input for consecutive groups, [inputs] int32."""
+        return torch.arange(self.inputs, device=self.scales.device, dtype=torch.int32) // self.group_size
+
+
+def _repeated(stored: Tensor, count: int) -> Tensor:
+    return stored.expand(count, -1)
