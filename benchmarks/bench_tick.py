@@ -178,7 +178,7 @@ def full_cache(pages: int) -> KVManager:
             parent = nodes[-1] if nodes else ROOT
             tokens = array("i", [first + index] * PAGE_SIZE)
             nodes.append(tree.insert(tree.key(b"", tokens, 0, parent), parent))
-            tree.attach(nodes[-1], page)
+            tree.attach(nodes[-1:], [[page]])
         tree.lock(nodes)
         tree.unlock(nodes)
     return KVManager(allocator, PAGE_SIZE, tree)

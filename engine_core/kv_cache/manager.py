@@ -496,34 +496,36 @@ class KVManager:
         first, parent = len(nodes), _last(nodes)
         full = first + self._room_for_nodes(min(seq.num_scheduled_tokens, len(seq.tokens)) // self._page_size - first)
         for index in range(first, full):
-            node = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
-            nodes.append(node)
-            parent = node
-            for number, kind in enumerate(self._classes):
-                if index >= seq.first_pages[number]:
-                    duplicates += self._attach(seq, node, index, number, kind)
-        if full > first:
-            tree.lock(nodes[first:], [max(0, held - first) for held in seq.first_pages])
-            self.epoch += full - first
+            parent = tree.insert(tree.key(seq.cache.namespace, seq.tokens, index, parent), parent)
+            nodes.append(parent)
+        if full <= first:
+            return duplicates
+        for number, held in enumerate(seq.first_pages):
+            duplicates += self._attach(seq, max(first, held), full, number)
+        tree.lock(nodes[first:], [max(0, held - first) for held in seq.first_pages])
+        self.epoch += full - first
         return duplicates
 
-    def _attach(self, seq: Sequence, node: int, index: int, number: int, kind: PageClass) -> list[int]:
-        """Give a node the pages of a class that a sequence has at an index.
+    def _attach(self, seq: Sequence, start: int, end: int, number: int) -> list[int]:
+        """Give the nodes of a sequence from index `start` to `end` its pages of a class.
 
-        If the node holds some already, the sequence reads those instead: return its own.
+        Where a node holds some already, the sequence reads those instead: return its own.
         """
-        tree = self.tree
+        tree, tables = self.tree, [seq.pages[group] for group in self._classes[number].groups]
         assert tree is not None, f"{seq} publishes pages without a prefix cache"
-        pages = [seq.pages[group][index] for group in kind.groups]
-        if tree.attach(node, pages, number):
-            for page in pages:
-                self.pages.transfer(seq.id, CACHE, page)
-            return []
-        for group, page in zip(kind.groups, tree.classes[number].pages(node), strict=True):
-            seq.pages[group][index] = page
-        if pages:
-            seq.remap(index)
-        return pages
+        nodes, own = seq.cache.nodes[start:end], [table[start:end] for table in tables]
+        known = tree.attach(nodes, own, number)
+        duplicates = [pages[index] for pages in own for index in known]
+        kept = set(known)
+        for group, table, pages in zip(self._classes[number].groups, tables, own, strict=True):
+            if kept:
+                pages = [page for index, page in enumerate(pages) if index not in kept]
+                for index in known:
+                    table[start + index] = tree.pages(nodes[index : index + 1], group)[0]
+            self.pages.transfer(seq.id, CACHE, pages)
+        if duplicates:
+            seq.remap(start + known[0])
+        return duplicates
 
     def _room_for_nodes(self, count: int) -> int:
         """Return how many of `count` nodes the prefix cache may still add, after it has removed unused ones."""

@@ -90,30 +90,40 @@ class ClassPages:
         """Return the pages that a node holds, one for each group."""
         return [table[node] for table in self.tables]
 
-    def attach(self, node: int, pages: Sequence[int]) -> bool:
-        """Give a node its pages, one for each group.
+    def attach(self, nodes: Sequence[int], pages: Sequence[Sequence[int]]) -> list[int]:
+        """Give nodes their pages, for each group one for each node.
 
-        Return False if it holds some already, and then it keeps those.
+        Nodes that hold some already keep those. Return the indexes of these nodes.
         """
-        if self.held[node]:
-            return False
-        for table, page in zip(self.tables, pages, strict=True):
-            table[node] = page
-        self.held[node] = True
-        self.num_held += 1
-        self._settle(node)
-        return True
+        held = self.held
+        known = [index for index, node in enumerate(nodes) if held[node]]
+        new = list(nodes)
+        if known:
+            new = [node for node in nodes if not held[node]]
+            pages = [[page for page, node in zip(column, nodes, strict=True) if not held[node]] for column in pages]
+        for table, column in zip(self.tables, pages, strict=True):
+            for node, page in zip(new, column, strict=True):
+                table[node] = page
+        for node in new:
+            held[node] = True
+        self.num_held += len(new)
+        if self.kind.tail is not None:
+            for node in new:
+                self._settle(node)
+        return known
 
-    def take(self, node: int) -> list[int]:
-        """Take the pages from a node that is not in use; return them."""
-        assert self.held[node] and not self.in_use(node), f"node {node} loses its pages while in use"
-        pages = self.pages(node)
+    def take(self, node: int, pages: list[int]) -> None:
+        """Take the pages from a node that is not in use, and add them to a list."""
+        assert self.held[node] and not (self.locks[node] or self.pins[node]), (
+            f"node {node} loses its pages while in use"
+        )
         for table in self.tables:
+            pages.append(table[node])
             table[node] = ABSENT
         self.held[node] = False
         self.num_held -= 1
-        self.loose.pop(node, None)
-        return pages
+        if self.kind.tail is not None:
+            self.loose.pop(node, None)
 
     def lock(self, nodes: Sequence[int]) -> None:
         """Add a reader to nodes that hold their pages."""

@@ -76,10 +76,12 @@ class PageAllocator:
             self._owner[page] = None
         self._free.extend(pages)
 
-    def transfer(self, owner: int, new_owner: int, page: int) -> None:
-        """Give a page to another owner."""
-        assert self._owner[page] == owner, f"{owner} hands over page {page}, owned by {self._owner[page]}; {self}"
-        self._owner[page] = new_owner
+    def transfer(self, owner: int, new_owner: int, pages: Sequence[int]) -> None:
+        """Give pages to another owner."""
+        owners = self._owner
+        for page in pages:
+            assert owners[page] == owner, f"{owner} hands over page {page}, owned by {owners[page]}; {self}"
+            owners[page] = new_owner
 
     def owned(self) -> dict[int, list[int]]:
         """Return the pages of every owner, ascending."""

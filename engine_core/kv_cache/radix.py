@@ -218,15 +218,18 @@ class RadixTree:
             self.mark(parent)
         return node
 
-    def attach(self, node: int, pages: Sequence[int], kind: int = 0) -> bool:
-        """Give a node its pages of a class, one for each group.
+    def attach(self, nodes: Sequence[int], pages: Sequence[Sequence[int]], kind: int = 0) -> list[int]:
+        """Give consecutive nodes of a path their pages of a class, for each group one for each node.
 
-        Return False if it holds some already, and then it keeps those.
+        Nodes that hold some already keep those. Return the indexes of these nodes.
         """
-        attached = self.classes[kind].attach(node, pages)
-        if attached and kind and self._num_children[node] > 1:
-            self.mark(node)
-        return attached
+        known = self.classes[kind].attach(nodes, pages)
+        if kind:
+            kept = set(known)
+            for index, node in enumerate(nodes):
+                if self._num_children[node] > 1 and index not in kept:
+                    self.mark(node)
+        return known
 
     def drop(self, node: int, kind: int = 0) -> list[int]:
         """Take the pages of a class from a node that stays in the tree.
@@ -234,7 +237,8 @@ class RadixTree:
         Return the pages. They must have neither readers nor pins.
         """
         assert self.classes[kind].held[node], f"node {node} holds no page of class {kind}; {self}"
-        pages = self.classes[kind].take(node)
+        pages: list[int] = []
+        self.classes[kind].take(node, pages)
         self.num_evicted += len(pages)
         if not kind:
             self.epoch = self._dropped_at = self.epoch + 1
@@ -341,7 +345,7 @@ class RadixTree:
         for tail in self._tails:
             if tail.loose:
                 node = next(iter(tail.loose))
-                pages += tail.take(node)
+                tail.take(node, pages)
                 self._remove_empty(node)
                 return True
         point_use = self._point_queue.oldest_valid_use(self._is_point)
@@ -398,7 +402,7 @@ class RadixTree:
         assert key is not None, f"node {node} is not in the tree; {self}"
         for held in self.classes:
             if held.held[node]:
-                pages += held.take(node)
+                held.take(node, pages)
         if node in self._points:
             self._forget_point(node)
         del self._index[key]

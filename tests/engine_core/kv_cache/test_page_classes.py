@@ -29,7 +29,8 @@ def test_tail_holds_the_positions_that_the_next_one_sees_before_itself(window: i
 def test_audit_sees_what_is_broken() -> None:
     pages = ClassPages(PageClass((0,), 1))
     pages.add_node()
-    assert pages.attach(1, [5]) and not pages.attach(1, [6])
+    assert pages.attach([1], [[5]]) == []
+    assert pages.attach([1], [[6]]) == [0]
     assert (pages.pages(1), list(pages.loose), pages.audit()) == ([5], [1], [])
     pages.loose.clear()
     assert pages.audit() == ["nodes [] are kept as loose"]

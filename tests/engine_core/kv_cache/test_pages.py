@@ -55,11 +55,11 @@ class Allocations(RuleBasedStateMachine):
     @rule(owner=given_out, heir=given_out)
     def hand_over(self, owner: int, heir: int) -> None:
         for page in self.held[owner][:1]:
-            self.allocator.transfer(owner, heir, page)
+            self.allocator.transfer(owner, heir, [page])
             self.held[owner].remove(page)
             self.held[heir].append(page)
             with pytest.raises(AssertionError, match=f"hands over page {page}, owned by {heir}"):
-                self.allocator.transfer(owner + 1000, heir, page)
+                self.allocator.transfer(owner + 1000, heir, [page])
 
     @rule(owner=given_out)
     def steal(self, owner: int) -> None:

@@ -36,12 +36,11 @@ class Filled:
             parent = nodes[-1] if nodes else ROOT
             node = tree.insert(tree.key(namespace, tokens, index, parent), parent)
             nodes.append(node)
-            for kind, pages in enumerate(tree.classes):
-                if kind and index < passed:
-                    continue
-                mine = [self.free.pop() for _ in pages.tables]
-                if not tree.attach(node, mine, kind):
-                    self.free += mine
+        for kind, held in enumerate(tree.classes):
+            mine = nodes[passed:] if kind else nodes
+            pages = [[self.free.pop() for _ in mine] for _ in held.tables]
+            known = tree.attach(mine, pages, kind)
+            self.free += [column[index] for column in pages for index in known]
         tree.lock(nodes, self.firsts(min(passed, len(nodes))))
         return nodes
 
@@ -145,18 +144,17 @@ def test_match_ends_before_a_node_that_lacks_a_page_of_the_whole_path() -> None:
     found_at = tree.epoch
     tree.unlock(path)
     pages = tree.drop(path[1])
-    assert (tree.num_nodes, tree.num_pages, tree.num_evictable, pages) == (3, 4, 4, [3, 4])
-    assert tree.pages(path, 1) == [2, ABSENT, 6]
+    assert (tree.num_nodes, tree.num_pages, tree.num_evictable, pages) == (3, 4, 4, [2, 5])
+    assert tree.pages(path, 1) == [4, ABSENT, 6]
     assert tree.match(b"", ids(1, 2, 3), 3) == path[:1]
     assert not tree.is_current(path, found_at), "the last node is as it was, one before it is not"
     stale = list(path)
     tree.prune(stale, found_at)
     assert stale == []
     assert tree.audit() == []
-    assert tree.attach(path[1], pages)
-    assert not tree.attach(path[1], [8, 9])
+    assert tree.attach(path, [[7, pages[0], 8], [9, pages[1], 10]]) == [0, 2], "the others keep theirs"
     assert tree.match(b"", ids(1, 2, 3), 3) == path
-    assert sorted(tree.evict(3)) == [3, 4, 5, 6], "both pages of a node go together"
+    assert sorted(tree.evict(3)) == [2, 3, 5, 6], "both pages of a node go together"
     assert tree.audit() == []
 
 
