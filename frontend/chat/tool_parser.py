@@ -21,7 +21,7 @@ from tandem.frontend.chat.message import (
 )
 from tandem.frontend.chat.tool_call import CallParser, CallState, NamedCallParser
 from tandem.frontend.chat.tool_formats import ToolFormat
-from tandem.frontend.chat.xml_call import XmlCallParser
+from tandem.frontend.chat.xml_call import FUNCTION, XmlCallParser
 from tandem.frontend.generation.output_tags import BLANK, MAX_BLANKS
 
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -284,7 +284,8 @@ class ToolParser:
                 if not self._in_closer(character):
                     held, self._held = self._held, ""
                     self._mode = _Mode.TEXT
-                    return held + text[index + 1 :]
+                    rest = held + text[index + 1 :]
+                    return self._begin_next_function(rest) if self._format.syntax.is_xml else rest
             elif self._is_blank(character) or self._separates(character):
                 self._held += character
             elif character == "]" and self._in_array:
@@ -298,6 +299,15 @@ class ToolParser:
             else:
                 return self._give_up(text[index:])
         return ""
+
+    def _begin_next_function(self, text: str) -> str:
+        """Begin a call without a tag of its own, if a text after a call does; returns what is still to be parsed."""
+        rest = text.lstrip(BLANK)
+        if not rest.startswith(FUNCTION[:2]):
+            return text
+        self._held = text[: len(text) - len(rest)]
+        self._call, self._mode = XmlCallParser(self._names, self._schemas), _Mode.CALL
+        return rest
 
     def _in_closer(self, character: str) -> bool:
         """Consume a character after a call; return True if it continues the closing literal.

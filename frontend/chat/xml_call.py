@@ -2,7 +2,7 @@
 
 The call is `<function=NAME>`, a `<parameter=NAME>` with its value for each argument, and `</function>`. Its arguments
 are returned as JSON, with the types of the tool's schema. Values are not escaped: one ends at a `</parameter>` that
-the next tag follows.
+the next tag follows, or at the end of the whole call if the model left that tag out.
 """
 
 from collections.abc import Mapping, Set
@@ -16,8 +16,10 @@ from tandem.frontend.generation.output_tags import BLANK, MAX_BLANKS
 from tandem.frontend.grammar.parameter_types import parameter_types
 from tandem.frontend.request.tools import MAX_NAME_CHARS
 
-_FUNCTION, _PARAMETER, _PARAMETER_END = "<function=", "<parameter=", "</parameter>"
-_CALL_ENDS = ("</function>", "</tool_call>")
+FUNCTION = "<function="
+"""Text with which a call begins."""
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_FUNCTION_END, _CALL_END = _ENDS = ("</function>", "</tool_call>")
 """Tags after which a call has no more parameters; models leave out the first one at times."""
 _STRING = frozenset(("string",))
 
@@ -99,10 +101,10 @@ class XmlCallParser:
 
     def _in_header(self, character: str) -> None:
         self._held += character
-        if not _is_name_tag(self._held, _FUNCTION):
+        if not _is_name_tag(self._held, FUNCTION):
             self.state = CallState.INVALID
         elif character == ">":
-            self._function, self._held = self._held[len(_FUNCTION) : -1], ""
+            self._function, self._held = self._held[len(FUNCTION) : -1], ""
             self._within = _Within.FIRST_TAG
             if self._function not in self._names:
                 self.state = CallState.INVALID
@@ -128,7 +130,7 @@ class XmlCallParser:
         while self._held and not _may_end_value(self._held):
             self._value.append(self._held[0])
             self._held = self._held[1:]
-        if character == ">" and self._held and not self._held.endswith(_PARAMETER_END):
+        if _ends_value(self._held):
             self._end_value()
             self._end_tag()
 
@@ -140,7 +142,7 @@ class XmlCallParser:
     def _end_tag(self) -> None:
         """Read the complete tag at the end of the held text: a parameter begins, or the call is done."""
         tag, self._held = self._held[self._held.rindex("<") :], ""
-        if tag in _CALL_ENDS:
+        if tag in _ENDS:
             self._pending.append("}")
             self.state = CallState.DONE
             return
@@ -204,15 +206,24 @@ def _may_follow(text: str) -> bool:
     tag = text.lstrip(BLANK)
     if len(text) - len(tag) > MAX_BLANKS:
         return False
-    return _is_name_tag(tag, _PARAMETER) or any(end.startswith(tag) for end in _CALL_ENDS)
+    return _is_name_tag(tag, _PARAMETER) or any(end.startswith(tag) for end in _ENDS)
 
 
 def _may_end_value(text: str) -> bool:
     """Tell whether a text is the beginning of the end of a value with the next tag, or the whole of it."""
     text = text.removeprefix("\n")
-    if not text.startswith(_PARAMETER_END):
-        return _PARAMETER_END.startswith(text)
-    return _may_follow(text[len(_PARAMETER_END) :])
+    if text.startswith(_PARAMETER_END):
+        return _may_follow(text[len(_PARAMETER_END) :])
+    if text.startswith(_FUNCTION_END):
+        rest = text[len(_FUNCTION_END) :]
+        return _CALL_END.startswith(rest.lstrip(BLANK)) and _may_follow(rest)
+    return _PARAMETER_END.startswith(text) or _FUNCTION_END.startswith(text)
+
+
+def _ends_value(text: str) -> bool:
+    """Tell whether a text that may end a value is complete."""
+    text = text.removeprefix("\n")
+    return text.endswith(">") and text not in (_PARAMETER_END, _FUNCTION_END)
 
 
 def _quoted(text: str) -> str:

@@ -20,7 +20,8 @@ from tandem.frontend.grammar.parameter_types import schema_types
 from tandem.frontend.grammar.references import target_of
 
 _VALUE_END = "\n</parameter>\n"
-_TEXT = rf"/{ANY_TEXT}/ & ~/{ANY_TEXT}<\/parameter>[ \t\r\n]*<(parameter=|\/function>|\/tool_call>){ANY_TEXT}/"
+_TAGS = r"(<\/parameter>[ \t\r\n]*<(parameter=|\/function>|\/tool_call>)|<\/function>[ \t\r\n]*<\/tool_call>)"
+_TEXT = rf"/{ANY_TEXT}/ & ~/{ANY_TEXT}{_TAGS}{ANY_TEXT}/"
 """Text without anything that the parser of calls takes for the end of a value."""
 STRING_RULES = f"xml_string[lazy]: XML_STRING {quoted(_VALUE_END)}\nXML_STRING: {_TEXT}\n"
 """The rules of a string up to the end of its element, which the rules of all tools refer to."""

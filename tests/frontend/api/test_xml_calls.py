@@ -212,6 +212,24 @@ def test_calls_of_the_history_are_rendered_as_the_model_wrote_them(server: Share
     assert "<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n" in prompt
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_input_of_a_custom_tool_is_the_text_of_its_parameter(server: SharedFrontend, stream: bool) -> None:
+    script = 'print("köln")\n\nprint(</parameter>)\n'
+    call = f"<tool_call>\n<function=run>\n<parameter=input>\n{script}\n</parameter>\n</function>\n</tool_call>"
+    ids = RAW.encode(f"</think>{call}", add_special_tokens=False).ids
+    server.engine.script = lambda _: ids
+    tool = {"type": "custom", "name": "run", "format": {"type": "grammar", "syntax": "regex", "definition": "(.|\n)+"}}
+    body = {"model": "fake-model", "input": [QUESTION], "tools": [tool], "stream": stream}
+    response = post(f"{server.server.url}/v1/responses", json={**body, "tool_choice": "required"})
+    last = json.loads(response.text.rpartition("\ndata: ")[2])
+    reply = last["response"] if stream else last
+    assert [item["input"] for item in reply["output"] if item["type"] == "custom_tool_call"] == [script]
+    constraint = server.engine.submits[-1].constraint
+    assert constraint is not None
+    assert verdict(constraint, f"</think>{call}", IDS) == "whole"
+    assert verdict(constraint, f"</think>{call.replace(script, '')}", IDS) == "wrong"
+
+
 def test_keywords_that_the_grammar_leaves_out_are_named(server: SharedFrontend) -> None:
     properties = {"at": {"type": "string", "format": "date"}}
     function = {"name": "look", "parameters": {"type": "object", "properties": properties}}

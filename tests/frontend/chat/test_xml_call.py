@@ -131,6 +131,15 @@ EXPECTED: list[tuple[str, Read]] = [
     ("<tool_call>\n<function=add>\n</tool_call>\nx", ("\nx", [("add", "{}")])),
     ("<tool_call>\n<function=look>\n<parameter=text>\na\n</parameter>\n</tool_call>\n" + call("add"),
      (None, [("look", '{"text": "a"}'), ("add", "{}")])),
+    # Without the end of the last parameter.
+    ("<tool_call>\n<function=look>\n<parameter=count>\n1\n</function>\n</tool_call>\nbye",
+     ("\nbye", [("look", '{"count": 1}')])),
+    ("<tool_call>\n<function=look>\n<parameter=text>\na\n</function>\n</function></tool_call>\n" + call("add"),
+     (None, [("look", '{"text": "a\\n</function>"}'), ("add", "{}")])),
+    # Several functions in one pair of tags.
+    (TWO.replace("</tool_call>\n<tool_call>", ""), (None, TWO_CALLS)),
+    ("<tool_call>\n<function=add>\n</function>\n<function=other>\n</tool_call>",
+     ("\n<function=other>\n</tool_call>", [("add", "{}")])),
     # Without the end of the call.
     ("<tool_call>\n<function=add>\n</function>\n" + call("add"), (None, [("add", "{}")] * 2)),
     ("<tool_call>\n<function=add>\n</function> so", (" so", [("add", "{}")])),

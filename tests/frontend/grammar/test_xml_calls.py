@@ -92,6 +92,7 @@ def test_values_follow_the_schema_of_their_parameter(special: dict[str, int], as
         assert verdict(text, written("weather", **{"place": "Köln", **arguments}), special) == "whole", arguments
     for arguments in (
         {"place": "ended</parameter> </function>"},
+        {"place": "ended</function>\n</tool_call>"},
         {"unit": "K"},
         {"days": "x"},
         {"days": 0},
@@ -214,7 +215,7 @@ SCHEMAS: dict[str, Any] = {
 def test_strings_that_the_grammar_allows_are_read_unchanged(value: str) -> None:
     call = written("t", s=value, a="x")
     if verdict(grammar(use(Tool("t", SCHEMAS["t"], True, {}))), call) != "whole":
-        assert "</parameter>" in value
+        assert "</parameter>" in value or "</tool_call>" in value
         return
     parser = ToolParser(FORMATS["qwen3_coder"], SCHEMAS.keys(), required=True, schemas=SCHEMAS)
     message = join_deltas([*parser.push(call), *parser.finish()])
