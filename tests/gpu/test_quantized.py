@@ -34,11 +34,13 @@ from tandem.engine_core.layers.quantized.eight_bit_linear import EightBitLinear
 from tandem.engine_core.layers.quantized.int4_linear import Int4Linear
 from tandem.engine_core.layers.quantized.triton_eight_bit_linear import TritonEightBitLinear, library_matmul
 from tandem.engine_core.layers.quantized.triton_int4_linear import TritonInt4Linear
+from tandem.engine_core.layers.quantized.triton_w8a16_linear import TritonW8A16Linear
+from tandem.engine_core.layers.quantized.w8a16_linear import W8A16Linear
 from tandem.engine_core.layers.unfused_linear import UnfusedLinear
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.quantization.int4 import pack, unpack
 from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Int4Scheme, Scheme, W8A16Scheme
 from tandem.engine_core.runtime.cuda_forward import CudaForward
 from tandem.engine_core.runtime.device import read_gpu_traits
 from tandem.engine_core.startup.engine import DEFAULT_MODEL
@@ -61,17 +63,19 @@ SCHEMES = {
     "gptq": Int4Scheme("gptq", 128, False),
     "gptq_64": Int4Scheme("gptq", 64, False),
     "gptq_32": Int4Scheme("gptq", 32, True),
+    "w8a16_128": W8A16Scheme("int8", "gptq", 128),
+    "w8a16_32": W8A16Scheme("int8", "compressed-tensors", 32),
+    "w8a16_one_group": W8A16Scheme("int8", "gptq", None),
+    "w8a16_fp8": W8A16Scheme("fp8", None, 64),
 }
 ROWS = (1, 2, 16, 33, 64, 65, 100, 191, 256, 300, 1000)
 SHAPES = [(6144, 4096), (4096, 14336), (1040, 1024)]
 MANY_ROWS = (2, 16, 21, 32, 33, 64, 65, 100, 191, 192, 256, 1000, 2048, 8192)
 MANY_SHAPES = [(6144, 4096), (28672, 4096), (4096, 4096), (4096, 14336), (1024, 1024), (1040, 640)]
-Linear = TritonEightBitLinear | TritonInt4Linear
+Linear = TritonEightBitLinear | TritonInt4Linear | TritonW8A16Linear
 
 
-def linear_of(
-    scheme: EightBitScheme | Int4Scheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16
-) -> Linear:
+def linear_of(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Linear:
     """Build random weights with about the magnitude of a trained layer's."""
     context = triton_build_context(torch.device("cuda"), dtype, read_gpu_traits(), Quantization(scheme))
     linear = context.linear("proj", outputs, inputs, True)
@@ -86,6 +90,9 @@ def linear_of(
             # The largest of so many normal numbers is below 6.
             linear.input_scale.fill_(6 / 448)
         linear.find_wide_scales()
+    elif isinstance(linear, TritonW8A16Linear):
+        linear.values.copy_((torch.randn(outputs, inputs, device="cuda") * 30).clamp(-127, 127).to(linear.values.dtype))
+        linear.scales.uniform_(0.5, 1.5).mul_(inputs**-0.5 / 30)
     else:
         assert isinstance(linear, TritonInt4Linear)
         linear.words.random_(-(2**31), 2**31 - 1)
@@ -96,10 +103,12 @@ def linear_of(
     return linear
 
 
-def plain(linear: Linear) -> EightBitLinear | Int4Linear:
+def plain(linear: Linear) -> EightBitLinear | Int4Linear | W8A16Linear:
     """Return the same weights for any device."""
     if isinstance(linear, TritonEightBitLinear):
         return EightBitLinear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
+    if isinstance(linear, TritonW8A16Linear):
+        return W8A16Linear(linear.values, linear.scales, linear.scheme, linear.bias, torch_kernels())
     words = pack(from_kernel_layout(unpack(linear.words), linear.group_size))
     return Int4Linear(words, linear.scales, linear.zeros, linear.scheme, linear.bias, torch_kernels())
 
@@ -109,7 +118,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt())
 
 
-def tolerance(scheme: EightBitScheme | Int4Scheme, rows: int) -> float:
+def tolerance(scheme: Scheme, rows: int) -> float:
     """Return the rounding error of 16-bit outputs, or that of 8-bit inputs."""
     rounds = isinstance(scheme, EightBitScheme) and scheme.activations is not Activations.UNQUANTIZED
     return 0.04 if rounds and rows > MAX_W8A16_ROWS else 0.006
