@@ -241,7 +241,7 @@ class RopeReader(Struct, frozen=True, kw_only=True):
         nested = rope_parameters or {}
         if unknown := sorted(nested.keys() - {FULL, SLIDING}):
             raise ConfigError(
-                f"rope_parameters: {', '.join(unknown)} cannot stand beside the layer types; this model needs one "
+                f"rope_parameters: {', '.join(unknown)} cannot be combined with layer types; this model needs one "
                 f"entry for {FULL} and one for {SLIDING}"
             )
         parts: list[Mapping[str, Any]] = []

@@ -14,6 +14,7 @@ from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint
 from tests.fakes.model import reference
 from tests.support.recorded_engine import CLIENT, Bench
+from tests.support.refusals import numbers_in
 from tests.support.tiny_llama import CLIENT as TINY_CLIENT
 from tests.support.tiny_llama import VOCAB, Shape, TinyEngine, random_model
 
@@ -32,7 +33,7 @@ def test_only_the_row_without_logits_fails(depth: int, after: int, grammar: str 
     outcome = bench.outcome(1)
     assert isinstance(outcome, Failure)
     assert outcome.code is ErrorCode.MODEL_FAILED
-    assert f"after {after} generated tokens" in outcome.message
+    assert numbers_in(outcome.message)[:1] == [after]
     sound = reference([3, 4, 5], 9, frozenset(), 0, FakeConstraint(grammar) if grammar else None)
     assert bench.mailbox.received[CLIENT, 1] == sound[:after]
     for request_id, constraint in ((2, FakeConstraint("parity")), (3, None)):

@@ -114,21 +114,23 @@ class TestScheduling:
         assert isinstance(seen, Inspection) and seen.sequences[0].http_request_id == "req_7"
 
     @pytest.mark.parametrize(
-        ("field", "value", "text"),
+        ("field", "value", "name", "numbers"),
         [
-            ("priority", 101, "priority is 101, -100 to 100"),
-            ("priority", -101, "priority is -101"),
-            ("session", "é" * 129, "session_id has 258 bytes in UTF-8, at most 256"),
-            ("cache_salt", "x" * 257, "cache_salt has 257 bytes"),
-            ("http_request_id", "x" * 257, "http_request_id has 257 bytes"),
+            ("priority", 101, "priority", [101, -100, 100]),
+            ("priority", -101, "priority", [-101, -100, 100]),
+            ("session", "é" * 129, "session_id", [258, 256]),
+            ("cache_salt", "x" * 257, "cache_salt", [257, 256]),
+            ("http_request_id", "x" * 257, "http_request_id", [257, 256]),
         ],
     )
-    def test_scheduling_fields_out_of_range_are_rejected(self, field: str, value: Any, text: str) -> None:
+    def test_scheduling_fields_out_of_range_are_rejected(
+        self, field: str, value: Any, name: str, numbers: list[int]
+    ) -> None:
         control = greeted()
         refusal = control.apply(b"a", structs.replace(submit(), **{field: value}))
         assert isinstance(refusal, Failure)
         assert refusal.code is ErrorCode.INVALID_VALUE
-        assert text in refusal.message
+        assert name in refusal.message and numbers_in(refusal.message) == numbers
         assert control.scheduler.num_open == 0
 
     def test_busy_session_is_rejected(self) -> None:
@@ -154,11 +156,8 @@ class TestScheduling:
         assert control.scheduler.policy == "priority"
         answer = control.apply(b"a", SetPolicy(2, "magic"))
         assert isinstance(answer, Answer)
-        assert (answer.ok, answer.message) == (
-            False,
-            "policy 'magic' does not exist; choose one of "
-            "fcfs, prefill_first, decode_first, decode_round_robin, priority",
-        )
+        assert not answer.ok and "'magic'" in answer.message
+        assert "fcfs, prefill_first, decode_first, decode_round_robin, priority" in answer.message
         assert control.scheduler.policy == "priority"
 
     def test_static_batching_rejects_other_policies(self) -> None:

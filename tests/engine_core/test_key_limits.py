@@ -18,6 +18,7 @@ from tandem.protocol.params import SamplingParams
 from tandem.protocol.version import PROTOCOL_VERSION
 from tests.fakes.clock import FakeClock
 from tests.support.recorded_engine import EPOCH, Bench
+from tests.support.refusals import numbers_in
 
 
 @pytest.fixture
@@ -48,10 +49,8 @@ def test_sequences_of_one_key_share_a_limit_over_all_frontends(control: Control)
     assert ask(control, b"a", 1, key) is ask(control, b"b", 1, key) is None
     refused = ask(control, b"a", 2, key)
     assert refused is not None and (refused.request_id, refused.code) == (2, ErrorCode.RATE_LIMITED)
-    assert refused.message == (
-        "the API key 'alice' has 2 sequences in progress and this request asks for 1 more; its limit is 2 "
-        "(max_concurrent); try again later"
-    )
+    assert "'alice'" in refused.message and "(max_concurrent)" in refused.message
+    assert numbers_in(refused.message) == [2, 1, 2]
     for other in (claim("bob", concurrent=2), claim("carol"), None):
         assert ask(control, b"a", 3 + len(other.name if other else ""), other) is None
     control.apply(b"b", Abort([1]))
@@ -72,10 +71,8 @@ def test_tokens_of_a_minute_are_refused_with_the_seconds_until_they_are_there(co
     assert ask(control, b"a", 1, key) is None
     refused = ask(control, b"b", 1, key)
     assert refused is not None and (refused.code, refused.retry_after) == (ErrorCode.RATE_LIMITED, 61)
-    assert refused.message == (
-        "the API key 'alice' has 20 of its 60 tokens a minute left (tokens_per_minute), the prompt has 40; "
-        "try again in 61 s"
-    )
+    assert "'alice'" in refused.message and "(tokens_per_minute)" in refused.message
+    assert numbers_in(refused.message) == [20, 60, 40, 61]
     assert ask(control, b"b", 2, claim("bob", tokens=60, prompt=40)) is None
     usage = control.key_limits.pop_usage_update()
     assert usage is not None and (usage.name, usage.limit_tokens, usage.remaining_tokens) == ("bob", 60, 20)

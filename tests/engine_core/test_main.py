@@ -50,7 +50,7 @@ def test_a_shortened_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as caught:
         process.parse(["--endpoint", "ipc:///nowhere", "--max-row", "4"])
     assert caught.value.code == 2
-    assert "unrecognized arguments: --max-row" in capsys.readouterr().err
+    assert "--max-row" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_garbage_is_collected_once_all_is_imported() -> None:
@@ -168,9 +168,9 @@ class TestExitCodes:
         (run_dir / "clients").rmdir()
         wire = ["--endpoint", f"tcp://127.0.0.1:{free_ports(2)}", "--curve-keys", str(run_dir)]
         assert run_main(monkeypatch, *wire, "--model", str(run_dir / "none")) == ExitCode.CONFIG
-        assert "clients does not exist" in said(caplog)
+        assert "--curve-any-client" in said(caplog)
         assert run_main(monkeypatch, *wire, "--curve-any-client", "--model", str(run_dir / "none")) == ExitCode.CONFIG
-        assert "clients does not exist" not in said(caplog)
+        assert "--curve-any-client" not in said(caplog)
 
     def test_an_engine_with_a_list_of_frontends_stops_its_authenticator(
         self, run_dir: Path, monkeypatch: Any, caplog: Any
@@ -184,7 +184,7 @@ class TestExitCodes:
     def test_missing_model_exits_with_config(self, run_dir: Path, monkeypatch: Any, caplog: Any) -> None:
         code = run_main(monkeypatch, "--endpoint", f"ipc://{run_dir}/engine", "--model", str(run_dir / "none"))
         assert code == ExitCode.CONFIG
-        assert "has no config.json" in said(caplog)
+        assert "config.json" in said(caplog)
 
     def test_each_setting_that_is_wrong_has_a_line_of_the_log(
         self, run_dir: Path, monkeypatch: Any, caplog: Any

@@ -130,5 +130,5 @@ def test_abandoned_pipeline_takes_no_step() -> None:
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_depth_must_be_one_or_two(depth: int) -> None:
-    with pytest.raises(AssertionError, match="one slot or two"):
+    with pytest.raises(AssertionError):
         PipelineState(depth)
