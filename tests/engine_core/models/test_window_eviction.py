@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.engine_core.kv_cache.groups import partition
 from tandem.engine_core.startup import engine as assembly
@@ -88,6 +89,15 @@ def test_prompts_that_leave_a_cached_one(directory: Path, monkeypatch: pytest.Mo
     hits = pair.evicting.engine.stats.prefix_hits
     pair.check([old])
     assert pair.evicting.engine.stats.prefix_hits >= hits + 76, "the end of a prompt is a match point"
+
+
+def test_keys_and_values_of_8_bits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both engines calibrate the same scales."""
+    pair = Pair(directory, monkeypatch, kv_dtype="fp8")
+    scales = [engine.engine.runtime.model.kv_scales.values for engine in (pair.evicting, pair.keeping)]  # type: ignore[attr-defined]
+    assert torch.equal(*scales) and (scales[0] > 0).all()
+    prompts = list(prompts_of(15, 33, 60))
+    assert pair.check(prompts) == pair.check(prompts)
 
 
 def test_sessions(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
