@@ -65,7 +65,7 @@ def build(
         max_rows=ROWS,
         max_len=LONGEST + 16,
         max_step_tokens=ROWS * 32,
-        kv_tokens=ROWS * 256,
+        kv_tokens=ROWS * 512,
         graph_rows="1,4,6",
         page_size=page_size,
         graph_tokens=graph_tokens,

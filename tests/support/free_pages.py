@@ -1,4 +1,4 @@
-"""NaN in all pages of a pool that nobody owns, for engines on a CPU."""
+"""NaN in all pages of a pool that nobody owns."""
 
 from collections.abc import Sequence
 
@@ -18,15 +18,16 @@ def windows_of(driven: DrivenEngine) -> list[int | None]:
 def poison_free_pages(driven: DrivenEngine) -> None:
     """Fill every page with NaN now and whenever it is freed, except the padding page.
 
-    On a CPU a step has run by the time a page that it reads is freed.
+    Steps that read a freed page have been launched, and run before it is filled: on one stream, in order.
     """
     runtime, pages = driven.engine.runtime, driven.engine.scheduler.memory.pages
-    assert isinstance(runtime, TorchRuntime) and runtime.device.kind == "cpu"
+    assert isinstance(runtime, TorchRuntime)
     pool, release = runtime.kv.pool, pages.release
     pool[1:] = torch.nan
 
     def release_and_poison(owner: int, freed: Sequence[int]) -> None:
         release(owner, freed)
-        pool[list(freed)] = torch.nan
+        if freed:
+            pool[list(freed)] = torch.nan
 
-    pages.release = release_and_poison  # type: ignore[method-assign]
+    pages.release = release_and_poison  # type: ignore[method-assign, assignment]

@@ -134,13 +134,20 @@ class Forced:
 
     def row(self, index: int, take: int) -> ScheduledSequence:
         start, ids = self.done[index], self.sequences[index]
-        width = self.runtime.tables.pages.shape[1]
-        pages = () if self.mapped[index] else tuple(range(1 + index, 1 + len(self.sequences) * width))
-        pages = pages[:: len(self.sequences)][:width]
+        pages = () if self.mapped[index] else self.pages(index)
         self.mapped[index] = True
         # As the scheduler has it: whoever computes several positions brings their tokens.
         tokens = pack_ids(ids[start : start + take]) if take > 1 or pages else b""
         return ScheduledSequence(index + 1, index + 1, start, take, True, tokens=tokens, new_pages=pages)
+
+    def pages(self, index: int) -> tuple[int, ...]:
+        """Pages of all positions of a row, for each KV group."""
+        columns, rows = self.runtime.tables.columns, len(self.sequences)
+        assert not any(own.ring for own in columns), "tables of short sequences have a column for each page"
+        groups, width = range(len(columns)), range(columns[0].count)
+        ids = [1 + index + rows * (group + len(columns) * page) for group in groups for page in width]
+        assert max(ids) < self.runtime.kv.pages
+        return tuple(ids)
 
     @staticmethod
     def sort(rows: tuple[ScheduledSequence, ...]) -> str:
