@@ -52,7 +52,7 @@ class FrontendConfig(Struct, frozen=True):
     listener_fds: tuple[tuple[int, ...], ...] = ()
     """File descriptors of the inherited listening sockets, by slot."""
     slot: int = 0
-    """Slot that this process accepts from once it serves, until it is told otherwise."""
+    """Slot that this process accepts from at first; the supervisor may assign others."""
     supervisor_fd: int | None = None
     """File descriptor of the control channel to the supervisor; None without one."""
     max_concurrent: int = 1024

@@ -44,8 +44,8 @@ class Beat(Struct, frozen=True, tag="beat"):
 class Leaving(Struct, frozen=True, tag="leaving"):
     """Request for a successor, from a frontend that received a signal to exit.
 
-    It keeps serving until a successor does and it is told to drain. The supervisor responds at once with `Accept`, so
-    that a frontend without a response knows to drain on its own.
+    It keeps serving until a successor serves and the supervisor requests a drain. The supervisor responds at once with
+    `Accept`; a frontend without a response drains on its own.
     """
 
 

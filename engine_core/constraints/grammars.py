@@ -24,7 +24,7 @@ RENEWAL_SECONDS = 0.03
 
 
 class GrammarConstraint:
-    """Implement `contracts.Constraint` over a matcher, here or on a worker."""
+    """Implement `contracts.Constraint` using a matcher in this process or on a worker."""
 
     __slots__ = (
         "__weakref__",

@@ -1,4 +1,4 @@
-"""A matcher in this process."""
+"""Matcher in this process, with lexer tables that are renewed when they are full."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -7,65 +7,64 @@ from typing import Protocol
 from llguidance import LLMatcher
 
 LEAST_TOKENS = 64
-"""Tokens for which new tables must have lasted to be replaced by newer ones."""
+"""Minimum number of tokens between two renewals of the tables."""
 MOST_RENEWALS = 2
-"""Times that the tables are replaced for one token. Other tables may reach their limit meanwhile."""
+"""Maximum number of renewals per token; other tables may reach their limit meanwhile."""
 REFUEL_TOKENS = 64
-"""Tokens that are followed from one mask to the next. A lexer has fuel for one step (LEXER_STEP_FUEL), which only masks
-renew: 1,300 tokens of a long string use it up."""
+"""Maximum number of tokens between two masks. A lexer has fuel for one step (LEXER_STEP_FUEL), which only masks renew:
+1,300 tokens of a long string exhaust it."""
 _FULL, _OUT_OF_FUEL = "too many states", "too many expressions"
-"""Message of llguidance for a lexer that has reached its maximum of states, or has run out of fuel. Both fail for
-all that share it."""
+"""Messages of llguidance for a lexer that has too many states, or no fuel, and fails for all matchers that share it."""
 
 
 class Tables(Protocol):
-    """A compiled grammar; its matchers share the tables of its lexer."""
+    """Compiled grammar; its matchers share the tables of its lexer."""
 
     first: LLMatcher
-    """Its matcher at the start."""
+    """Initial matcher."""
 
     @property
     def start(self) -> tuple[list[int], bool]:
-        """Tokens that are forced at the start, and whether only an end may follow."""
+        """Return the tokens forced at the start, and whether only an end id may follow."""
 
     def renew(self, full: LLMatcher) -> bool:
-        """Replace the tables of a matcher at the start.
+        """Replace the tables of `full`, an initial matcher.
 
-        Return whether `first` has other ones now.
+        Return True if `first` has other tables now.
         """
 
     def spoil(self, failed: LLMatcher) -> None:
-        """Have nothing begin with the tables of a matcher at the start any more."""
+        """Stop using the tables of `failed`, an initial matcher, for new matchers."""
 
 
 class LocalMatcher:
-    """Follow a grammar in this process.
+    """Advance a grammar in this process.
 
-    The matcher begins again with new tables where the grammar's are full. A lexer may have a limited number of states
-    (MAX_LEXER_STATES), which all sequences that follow a grammar fill together: those of a string with a limit of
-    20,000 characters need more than it may have, but not at a time.
+    Replays its tokens with new tables when the grammar's tables are full. The number of lexer states is limited
+    (MAX_LEXER_STATES) and shared by all sequences of a grammar: a string of up to 20,000 characters needs more states
+    than the limit, but not at the same time.
     """
 
     def __init__(self, tables: Tables, tokens: Iterable[int] = ()) -> None:
-        """Begin after some tokens."""
+        """Start after some tokens."""
         self.tables = tables
-        """The grammar that it follows."""
+        """Grammar."""
         self._tokens = array("i", tokens)
         self._began = 0
-        """Number of tokens when the tables were new."""
+        """Number of tokens at the last renewal of the tables."""
         self._first = tables.first
         self._matcher = self._first.deep_copy()
         self.accepted = True
-        """Whether the last token was accepted."""
+        """True if the last token was accepted."""
         self._forced: list[int] = []
-        """Tokens that are forced after the last one, as far as `follow` has computed them."""
+        """Forced tokens after the last one, if `follow` has computed them."""
         self._follow()
         if not self.accepted:
             self._begin_again()
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that it was given."""
+        """Return the number of tokens."""
         return len(self._tokens)
 
     def consume_token(self, token: int) -> bool:
@@ -81,7 +80,7 @@ class LocalMatcher:
         return self.accepted
 
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
-        """Accept tokens that are forced, like `consume_token`."""
+        """Accept forced tokens, like `consume_token`."""
         self._tokens.extend(tokens)
         self._forced = []
         self.accepted = self._matcher.consume_tokens(list(tokens))
@@ -90,14 +89,14 @@ class LocalMatcher:
         return self.accepted
 
     def follow(self, token: int) -> list[int] | None:
-        """Accept a token, and return the tokens that are forced next.
+        """Accept a token and return the next forced tokens.
 
-        None if it was not `accepted`, or if the grammar does not go on.
+        Returns None if it was not `accepted`, or if the grammar has ended.
         """
         known = self._forced
         accepted = self.consume_token(token)
         if accepted and len(known) > 1 and known[0] == token:
-            self._forced = known[1:]  # Computing it takes longer than the rest.
+            self._forced = known[1:]  # Computing them takes longer than everything else.
             return self._forced
         matcher = self._matcher
         if not accepted or matcher.is_stopped():
@@ -106,7 +105,7 @@ class LocalMatcher:
         return self._forced
 
     def write_mask(self, address: int, size: int) -> None:
-        """Write the mask of the next token, of `size` bytes."""
+        """Write the mask of the next token to `address`, `size` bytes."""
         self._matcher.unsafe_compute_mask_ptr(address, size)
         if self._matcher.is_error() and self._begin_again():
             self._matcher.unsafe_compute_mask_ptr(address, size)
@@ -121,7 +120,7 @@ class LocalMatcher:
         return self._matcher.compute_ff_tokens()
 
     def _begin_again(self) -> bool:
-        """Replay the tokens with new tables if the tables are full; return whether that was of use."""
+        """Replay the tokens with new tables if the tables are full; return True if that helped."""
         is_young = self._began and len(self._tokens) - self._began < LEAST_TOKENS
         for _ in range(MOST_RENEWALS):
             problem = self._problem()

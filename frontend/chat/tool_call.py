@@ -114,7 +114,7 @@ class CallParser:
         return text
 
     def takes_tag(self, tag: str) -> bool:
-        """Tell whether a tag that follows is text of the call, as it is within a string."""
+        """Return True if a tag that follows is text of the call, as it is within a string."""
         return self._expects is _Expects.IN_KEY or (self._expects is _Expects.IN_VALUE and self._value.in_string)
 
     def cut(self) -> None:
@@ -122,7 +122,7 @@ class CallParser:
         self._set_name()
 
     def push(self, character: str) -> bool:
-        """Read a character, and tell whether it belongs to the call.
+        """Consume a character; return True if it belongs to the call.
 
         A character that makes the call invalid is not part of it.
         """
@@ -245,7 +245,7 @@ class NamedCallParser:
         self._pending: list[str] = []
 
     def takes_tag(self, tag: str) -> bool:
-        """Tell whether a tag that follows is text of the call, as it is within a string."""
+        """Return True if a tag that follows is text of the call, as it is within a string."""
         return self._may_begin(self._header + tag) if self._value is None else self._value.in_string
 
     def take_arguments(self) -> str:
@@ -261,7 +261,7 @@ class NamedCallParser:
             self.name = name
 
     def push(self, character: str) -> bool:
-        """Read a character, and tell whether it belongs to the call.
+        """Consume a character; return True if it belongs to the call.
 
         A character that makes the call invalid is not part of it.
         """

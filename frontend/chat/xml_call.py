@@ -62,7 +62,7 @@ class XmlCallParser:
         self._pending: list[str] = []
 
     def takes_tag(self, tag: str) -> bool:
-        """Tell whether a tag that follows is text of the call."""
+        """Return True if a tag that follows is text of the call."""
         if self._within is _Within.FIRST_TAG:
             return _may_follow(self._held + tag)
         return self._within is _Within.VALUE
@@ -82,7 +82,7 @@ class XmlCallParser:
         self.name = self._function or None
 
     def push(self, character: str) -> bool:
-        """Read a character, and tell whether it belongs to the call.
+        """Consume a character; return True if it belongs to the call.
 
         A character that makes the call invalid is not part of it.
         """
@@ -194,7 +194,7 @@ def json_value(text: str, types: frozenset[str] | None) -> str:
 
 
 def _is_name_tag(text: str, opening: str) -> bool:
-    """Tell whether a text is the beginning of a tag with a name, or the whole of one."""
+    """Return True if a text is the beginning of a tag with a name, or the whole of one."""
     if not text.startswith(opening):
         return opening.startswith(text)
     name = text[len(opening) :].removesuffix(">")
@@ -202,7 +202,7 @@ def _is_name_tag(text: str, opening: str) -> bool:
 
 
 def _may_follow(text: str) -> bool:
-    """Tell whether a text is the beginning of blanks and a tag between values, or the whole of them."""
+    """Return True if a text is the beginning of blanks and a tag between values, or the whole of them."""
     tag = text.lstrip(BLANK)
     if len(text) - len(tag) > MAX_BLANKS:
         return False
@@ -210,7 +210,7 @@ def _may_follow(text: str) -> bool:
 
 
 def _may_end_value(text: str) -> bool:
-    """Tell whether a text is the beginning of the end of a value with the next tag, or the whole of it."""
+    """Return True if a text is the beginning of the end of a value with the next tag, or the whole of it."""
     text = text.removeprefix("\n")
     if text.startswith(_PARAMETER_END):
         return _may_follow(text[len(_PARAMETER_END) :])
@@ -221,7 +221,7 @@ def _may_end_value(text: str) -> bool:
 
 
 def _ends_value(text: str) -> bool:
-    """Tell whether a text that may end a value is complete."""
+    """Return True if a text that may end a value is complete."""
     text = text.removeprefix("\n")
     return text.endswith(">") and text not in (_PARAMETER_END, _FUNCTION_END)
 

@@ -34,7 +34,7 @@ class ScoredToken(Struct, frozen=True):
 
 
 class EchoedPrompt(Struct, frozen=True):
-    """Prompt with log-probabilities reported ahead of the output's."""
+    """Prompt with log-probabilities, which are reported before the output's."""
 
     ids: Sequence[int]
     offsets: Sequence[int]

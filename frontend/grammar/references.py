@@ -35,10 +35,10 @@ def endless_references(schema: dict[str, Any]) -> list[Path]:
     references = [path for path, node in reached if "$ref" in node]
     if not references:
         return []
-    # A schema that is a part of itself has no finite value.
+    # A schema that contains itself has no finite value.
     parts = {id(node): _conjuncts(node, schema) for _, node in reversed(reached)}
     is_finite = dict.fromkeys(parts, False)
-    # The least fixed point: what is finite is found from the inside out.
+    # Compute the least fixed point: inner schemas are found to be finite first.
     for _ in range(_MAX_PASSES):
         found = [
             each for each, together in parts.items() if together and not is_finite[each] and _ends(together, is_finite)

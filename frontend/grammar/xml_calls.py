@@ -174,7 +174,7 @@ def _alternatives(node: object, root: dict[str, Any]) -> list[object]:
 
 
 def _is_text(node: object, root: dict[str, Any]) -> bool:
-    """Tell whether a schema admits strings that it does not list."""
+    """Return True if a schema admits strings that it does not list."""
     if not isinstance(node, dict):
         return True
     types = schema_types(node, root)

@@ -53,7 +53,7 @@ class DrainingServer(uvicorn.Server):
     """Server of one frontend, which drains before it exits.
 
     It drains at the first signal and ends open responses at the second. With a supervisor it first asks for a
-    successor, and serves until it is told to drain.
+    successor, and serves until it is asked to drain.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Supervised:
     def leave(self) -> None:
         """Ask for a successor.
 
-        Once that serves, the supervisor tells this process to drain. If it does not respond, the process drains on its
+        Once that serves, the supervisor asks this process to drain. If it does not respond, the process drains on its
         own.
         """
         if self._channel is not None:

@@ -133,7 +133,7 @@ class ContextLoader:
     async def _bounded(
         self, read: Callable[[int], Awaitable[_Found]], size: int, loaded: int, reservation: Reservation
     ) -> _Found:
-        """Read from the store within the limit left by `size` bytes, of which `loaded` were read from the store.
+        """Read from the store within the limit left by `size` bytes, including `loaded` bytes from the store.
 
         Raises StoredTooLargeError if the items exceed the limit.
         """

@@ -27,7 +27,7 @@ class Result(Struct):
     """Arrivals a second; inf for all at once."""
     max_concurrency: int | None
     percentiles: Sequence[float]
-    """Percentiles to tell of each latency."""
+    """Percentiles to report for each latency."""
     has_objectives: bool
     """True to report goodput."""
     level: Level

@@ -40,7 +40,7 @@ class FrontendProcess:
         self.was_ready = False
         """True once the process has served."""
         self.is_draining = False
-        """True once the process was told to drain."""
+        """True once the process was asked to drain."""
         self.started_at = clock()
         self._clock = clock
         self._heard_at = clock()
@@ -75,7 +75,7 @@ class FrontendProcess:
             self.child.send(Accept(slots))
 
     def drain(self, delay: float, timeout: float) -> None:
-        """Tell the process to drain and exit, once; kill it if it has sent no message yet.
+        """Ask the process to drain and exit, once; kill it if it has sent no message yet.
 
         Once it has sent a message it may be serving, whatever its last heartbeat says.
         """
@@ -89,7 +89,7 @@ class FrontendProcess:
             self.kill()
 
     def end(self) -> None:
-        """Tell the process to end open requests with an error and exit.
+        """Ask the process to end open requests with an error and exit.
 
         Kill it if it has sent no message yet.
         """
