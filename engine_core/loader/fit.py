@@ -3,6 +3,8 @@
 No tensor may be missing, left over or of another shape.
 """
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from itertools import pairwise
 
 from tandem.engine_core.errors import ConfigError
@@ -21,6 +23,33 @@ for each token), and scales of queries and of attention weights, which stay in 1
 
 _STRAY_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".weight_zero_point")
 """Name suffixes of scales, which are not read if the weight is in 16 bits: some tools save those of routers."""
+
+
+class FilledRegions:
+    """The parts of a parameter that some slots fill, as disjoint intervals along their dimension.
+
+    A parameter may have hundreds of slots, one or two for each expert.
+    """
+
+    def __init__(self, slots: Iterable[WeightSlot] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for slot in slots:
+            self.add(slot)
+
+    def add(self, slot: WeightSlot) -> None:
+        """Add the region of a slot."""
+        start, end = slot.start, slot.start + slot.length
+        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+
+    def cover(self, slot: WeightSlot) -> bool:
+        """Return whether all of a slot's region is filled."""
+        index = bisect_right(self._starts, slot.start) - 1
+        return slot.length == 0 or (index >= 0 and self._ends[index] >= slot.start + slot.length)
 
 
 def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
@@ -46,12 +75,12 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     for slot in slots:
         if slot.name in checkpoint.tensors:
             present.setdefault(id(slot.parameter), []).append(slot)
-    covered = {key: list(found) for key, found in present.items()}
+    covered = {key: FilledRegions(found) for key, found in present.items()}
     for slot in slots:
-        others = covered.setdefault(id(slot.parameter), [])
-        if not slot.is_optional and not covers(others, slot):
+        regions = covered.setdefault(id(slot.parameter), FilledRegions())
+        if not slot.is_optional and not regions.cover(slot):
             problems.append(f"missing {slot.name}: expected {list(slot.accepted_shapes[0])}")
-            others.append(slot)
+            regions.add(slot)
     return sorted(problems) + _doubles(checkpoint, present)
 
 
@@ -73,15 +102,6 @@ def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
         if tensor.dtype not in slot.dtypes:
             return [f"unreadable {tensor.name}: it is {tensor.dtype}, expected {', '.join(slot.dtypes)}"]
     return []
-
-
-def covers(others: list[WeightSlot], slot: WeightSlot) -> bool:
-    """Return whether other slots of a parameter cover all of a slot's region."""
-    reached = slot.start
-    for other in sorted(others, key=lambda item: item.start):
-        if other.start <= reached:
-            reached = max(reached, other.start + other.length)
-    return reached >= slot.start + slot.length
 
 
 def _doubles(checkpoint: Checkpoint, present: dict[int, list[WeightSlot]]) -> list[str]:

@@ -5,7 +5,7 @@ from zlib import crc32
 import torch
 
 from tandem.engine_core.loader.checkpoint import Checkpoint
-from tandem.engine_core.loader.fit import check_fit, covers
+from tandem.engine_core.loader.fit import FilledRegions, check_fit
 from tandem.engine_core.loader.slots import Loadable, WeightSlot
 from tandem.engine_core.loader.transfer import Progress, transfer
 
@@ -24,12 +24,12 @@ def fill_with_noise(model: Loadable, scale: float = 0.02) -> None:
     """
     with torch.inference_mode():
         slots = model.weight_slots()
-        filled: dict[int, list[WeightSlot]] = {}
+        filled: dict[int, FilledRegions] = {}
         for slot in sorted(slots, key=lambda item: item.name):
-            others = filled.setdefault(id(slot.parameter), [])
-            if covers(others, slot):
+            regions = filled.setdefault(id(slot.parameter), FilledRegions())
+            if regions.cover(slot):
                 continue
-            others.append(slot)
+            regions.add(slot)
             # Parts of a fused projection have one order of inputs.
             shared = slot.name.endswith("g_idx")
             seed = 0 if shared else crc32(f"{slot.name} {slot.start}".encode())
