@@ -77,11 +77,11 @@ class TritonExperts(Experts):
         )
 
     def _run_gemv(self, x: Tensor, routed: Routed) -> Tensor:
-        (hidden, width), itemsize, pdl = self.down.shape[1:], self.down.itemsize, self.gpu.pdl
+        (hidden, width), top_k, pdl = self.down.shape[1:], routed.ids.shape[1], self.gpu.pdl
         gate_up, down = self._stored
-        plan = choose_gate_up_gemv(hidden, itemsize)
+        plan = choose_gate_up_gemv(hidden)
         gated = gate_up_gemv(x, gate_up, self.gate_up_scales, routed, self.activation, plan, pdl)
-        return down_gemv(gated, down, self.down_scales, routed, choose_down_gemv(width), pdl)
+        return down_gemv(gated, down, self.down_scales, routed, choose_down_gemv(width, top_k), pdl)
 
 
 class TritonExpertMethod:

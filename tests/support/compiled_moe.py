@@ -64,7 +64,7 @@ def experts(gpu: GpuTraits, tokens: int, bits: int, by_block: bool) -> Iterator[
         scales += [torch.empty(EXPERTS, HIDDEN // 128, WIDTH // 128)]
     routed, x = empty_routing(tokens, EXPERTS, TOP_K), half(tokens, HIDDEN)
     if tokens <= GEMV_TOKENS:
-        first, second = choose_gate_up_gemv(HIDDEN, dtype.itemsize), choose_down_gemv(WIDTH)
+        first, second = choose_gate_up_gemv(HIDDEN), choose_down_gemv(WIDTH, TOP_K)
         hidden = half(tokens, TOP_K, WIDTH)
         yield lambda: gate_up_gemv(x, gate_up, scales[0], routed, Activation.SILU, first, gpu.pdl)
         yield lambda: down_gemv(hidden, down, scales[1], routed, second, gpu.pdl)

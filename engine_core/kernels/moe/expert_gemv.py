@@ -1,7 +1,7 @@
 """Experts of a few tokens: one GEMV for each pair of a token and an expert.
 
 The first kernel computes activation(gate) * up of every pair. A program of the second computes some outputs of one
-token: it adds those of the token's experts, weighted, in the order of the token's list, in float32. Experts are read
+token: it adds those of the token's experts, weighted, in float32 and in a fixed order. Experts are read
 where they lie, without a sort. Weights have 16 bits, or 8 with scales of rows or blocks; activations have 16.
 
 Oracle: `reference.moe.run_experts`. `pdl`: see `kernels.dependent_launch`.
@@ -19,24 +19,37 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 from tandem.engine_core.kernels.linear.eight_bit_weights import cast_weights
 from tandem.engine_core.kernels.linear.gemv import apply_gate
 from tandem.engine_core.kernels.moe.routing import Routed
-from tandem.engine_core.kernels.moe.scales import SCALED, scale_granularity
+from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK, SCALED, scale_granularity
 from tandem.engine_core.kernels.tiles.plan_types import GemvPlan
 
 
 @triton.jit
-def _scaled(tile, scale_ptr, part, rows, offs_k, N, K: tl.constexpr, SCALES: tl.constexpr):
-    """Convert a tile of weights to float32, with the scales of its blocks or rows.
+def _block_scales(scale_ptr, part, first, step, N, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the scale of each 16 inputs of a step, [BLOCK_K / 16].
 
-    part: index of an expert, or of a half of one; rows: within it, [ROWS]; scale: as in `moe.scales`.
+    part: index of an expert, or of a half of one; first: row of the tile, all of whose rows are in one block.
     """
-    wide = cast_weights(tile, tl.float32)
-    if SCALES == 1:
-        wide *= tl.load(scale_ptr + part * N + rows)[:, None]
-    elif SCALES == 2:
-        WIDE: tl.constexpr = (K + 127) // 128
-        offs = (part * tl.cdiv(N, 128) + rows // 128)[:, None] * WIDE + tl.minimum(offs_k // 128, WIDE - 1)[None, :]
-        wide *= tl.load(scale_ptr + offs)
-    return wide
+    WIDE: tl.constexpr = (K + 127) // 128
+    column = (step * BLOCK_K + tl.arange(0, BLOCK_K // 16) * 16) // 128
+    row_ptr = scale_ptr + (part * tl.cdiv(N, 128) + tl.minimum(first, N - 1) // 128) * WIDE
+    return tl.load(row_ptr + column, mask=column < WIDE, other=0.0)
+
+
+@triton.jit
+def _tile_sums(tile, inputs, scale_ptr, part, first, step, N, K: tl.constexpr, SCALES: tl.constexpr):
+    """Return the sums of one step of a tile over its inputs, [ROWS], with the scales of blocks.
+
+    tile: [ROWS, BLOCK_K], as stored; inputs: [BLOCK_K] float32.
+    """
+    products = cast_weights(tile, tl.float32) * inputs[None, :]
+    if SCALES == 2:
+        ROWS: tl.constexpr = tile.shape[0]
+        BLOCK_K: tl.constexpr = tile.shape[1]
+        # A thread holds 16 values next to each other, and so multiplies few sums by a scale.
+        spans = tl.sum(tl.reshape(products, [ROWS, BLOCK_K // 16, 16]), 2)
+        return tl.sum(spans * _block_scales(scale_ptr, part, first, step, N, K, BLOCK_K)[None, :], 1)
+    else:
+        return tl.sum(products, 1)
 
 
 @triton.jit
@@ -63,7 +76,6 @@ def _gate_up_gemv_kernel(
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     pair = tl.program_id(1)
-    first = tl.program_id(0) * (ROWS * TILES)
     offs_k = tl.arange(0, BLOCK_K)
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * K
     if PDL:
@@ -76,29 +88,26 @@ def _gate_up_gemv_kernel(
     if expert >= 0:
         base_ptr = weight_ptr + expert * N * 2 * K
         for t in tl.static_range(TILES):
-            rows = first + t * ROWS + tl.arange(0, ROWS)
+            first = (tl.program_id(0) * TILES + t) * ROWS
+            rows = first + tl.arange(0, ROWS)
             # Rows past the end repeat the last one and are not stored.
             own = tl.minimum(rows, N - 1)
-            if STEPS == 1:
-                offs = own[:, None] * K + offs_k[None, :]
-                mask = (offs_k < K)[None, :]
-                gate_tile = tl.load(base_ptr + offs, mask=mask, other=0.0)
-                up_tile = tl.load(base_ptr + N.to(tl.int64) * K + offs, mask=mask, other=0.0)
-                gate = tl.sum(_scaled(gate_tile, scale_ptr, expert * 2, own, offs_k, N, K, SCALES) * vector[None, :], 1)
-                up = tl.sum(_scaled(up_tile, scale_ptr, expert * 2 + 1, own, offs_k, N, K, SCALES) * vector[None, :], 1)
-            else:
-                gates = tl.zeros([ROWS, BLOCK_K], tl.float32)
-                ups = tl.zeros([ROWS, BLOCK_K], tl.float32)
-                for step in tl.range(0, STEPS):
-                    columns = step * BLOCK_K + offs_k
-                    inside = columns < K
-                    offs = own[:, None] * K + columns[None, :]
-                    gate_tile = tl.load(base_ptr + offs, mask=inside[None, :], other=0.0)
-                    up_tile = tl.load(base_ptr + N.to(tl.int64) * K + offs, mask=inside[None, :], other=0.0)
-                    inputs = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-                    gates += _scaled(gate_tile, scale_ptr, expert * 2, own, columns, N, K, SCALES) * inputs
-                    ups += _scaled(up_tile, scale_ptr, expert * 2 + 1, own, columns, N, K, SCALES) * inputs
-                gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+            gate = tl.zeros([ROWS], tl.float32)
+            up = tl.zeros([ROWS], tl.float32)
+            for step in tl.range(0, STEPS):
+                columns = step * BLOCK_K + offs_k
+                inside = columns < K
+                offs = own[:, None] * K + columns[None, :]
+                gate_tile = tl.load(base_ptr + offs, mask=inside[None, :], other=0.0)
+                up_tile = tl.load(base_ptr + N.to(tl.int64) * K + offs, mask=inside[None, :], other=0.0)
+                inputs = vector
+                if STEPS > 1:
+                    inputs = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32)
+                gate += _tile_sums(gate_tile, inputs, scale_ptr, expert * 2, first, step, N, K, SCALES)
+                up += _tile_sums(up_tile, inputs, scale_ptr, expert * 2 + 1, first, step, N, K, SCALES)
+            if SCALES == 1:
+                gate *= tl.load(scale_ptr + expert * 2 * N + own)
+                up *= tl.load(scale_ptr + (expert * 2 + 1) * N + own)
             result = apply_gate(gate.to(dtype), up.to(dtype), ACTIVATION)
             tl.store(out_ptr + pair.to(tl.int64) * N + rows, result, mask=rows < N)
 
@@ -114,45 +123,58 @@ def _down_gemv_kernel(
     N,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ROWS outputs of one token over all its experts.
+    """Compute ROWS outputs of one token over all its experts, of which the tile holds every one.
 
     x: [T, TOP_K, K]; weight: [E, N, K]; ids, weights: [T, TOP_K]; out: [T, N]. A token without experts gets zeros.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
     own = tl.minimum(rows, N - 1)
     offs_k = tl.arange(0, BLOCK_K)
-    offs = own.to(tl.int64)[:, None] * K + offs_k[None, :]
+    places = tl.arange(0, BLOCK_TOP)
     if not PDL:
         wait_for_previous(PDL)
-    # With PDL: the experts were chosen before the preceding kernel started.
-    routed = tl.load(ids_ptr + token * TOP_K) >= 0
-    expert = tl.maximum(tl.load(ids_ptr + token * TOP_K), 0).to(tl.int64)
-    tile = tl.load(weight_ptr + expert * N * K + offs, mask=(offs_k < K)[None, :] & routed, other=0.0)
+    # With PDL: the experts were chosen before the preceding kernel started, so the weights are loaded before it ends.
+    experts = tl.load(ids_ptr + token * TOP_K + places, mask=places < TOP_K, other=-1).to(tl.int64)
+    routed = experts >= 0
+    experts = tl.maximum(experts, 0)
+    tile_ptr = weight_ptr + experts[:, None, None] * N * K + own[None, :, None] * K + offs_k[None, None, :]
+    tile = tl.load(tile_ptr, mask=routed[:, None, None] & (offs_k < K)[None, None, :], other=0.0)
+    shares = tl.load(weights_ptr + token * TOP_K + places, mask=places < TOP_K, other=0.0)
     if PDL:
         wait_for_previous(PDL)
-    total = tl.zeros([ROWS], tl.float32)
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        parts = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        for step in tl.static_range(STEPS):
-            now, owner, columns = tile, expert, step * BLOCK_K + offs_k
-            if place + 1 < TOP_K or step + 1 < STEPS:
-                if step + 1 == STEPS:
-                    expert = tl.maximum(tl.load(ids_ptr + pair + 1), 0).to(tl.int64)
-                ahead = (step + 1) % STEPS * BLOCK_K
-                mask = (ahead + offs_k < K)[None, :] & routed
-                tile = tl.load(weight_ptr + expert * N * K + ahead + offs, mask=mask, other=0.0)
-            inside = (columns < K) & routed
-            inputs = tl.load(x_ptr + pair.to(tl.int64) * K + columns, mask=inside, other=0.0).to(tl.float32)
-            parts += _scaled(now, scale_ptr, owner, own, columns, N, K, SCALES) * inputs[None, :]
-        total += tl.sum(parts, 1) * tl.load(weights_ptr + pair)
+    sums = tl.zeros([BLOCK_TOP, ROWS], tl.float32)
+    x_ptrs = x_ptr + (token * TOP_K + places).to(tl.int64)[:, None] * K + offs_k[None, :]
+    for step in tl.static_range(STEPS):
+        now = tile
+        if step + 1 < STEPS:
+            within = (offs_k + (step + 1) * BLOCK_K < K)[None, None, :]
+            tile = tl.load(tile_ptr + (step + 1) * BLOCK_K, mask=routed[:, None, None] & within, other=0.0)
+        inside = routed[:, None] & (offs_k + step * BLOCK_K < K)[None, :]
+        inputs = tl.load(x_ptrs + step * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
+        products = cast_weights(now, tl.float32) * inputs[:, None, :]
+        if SCALES == 2:
+            WIDE: tl.constexpr = (K + 127) // 128
+            column = (step * BLOCK_K + tl.arange(0, BLOCK_K // 16) * 16) // 128
+            scale_rows = (experts * tl.cdiv(N, 128) + tl.minimum(first, N - 1) // 128) * WIDE
+            scales = tl.load(
+                scale_ptr + scale_rows[:, None] + column[None, :], mask=(column < WIDE)[None, :], other=0.0
+            )
+            spans = tl.sum(tl.reshape(products, [BLOCK_TOP, ROWS, BLOCK_K // 16, 16]), 3)
+            sums += tl.sum(spans * scales[:, None, :], 2)
+        else:
+            sums += tl.sum(products, 2)
+    if SCALES == 1:
+        sums *= tl.load(scale_ptr + experts[:, None] * N + own[None, :])
+    total = tl.sum(tl.where(routed[:, None], sums * shares[:, None], 0.0), 0)
     tl.store(out_ptr + token.to(tl.int64) * N + rows, total.to(out_ptr.dtype.element_ty), mask=rows < N)
 
 
@@ -204,11 +226,13 @@ def down_gemv(
     tokens, top_k, inputs = x.shape
     outputs = weight.shape[1]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[2] == inputs
+    assert SCALE_BLOCK % plan.rows == 0 == plan.block_k % 16, "the rows of a tile are in one block of scales"
     out = torch.empty(tokens, outputs, device=x.device, dtype=x.dtype)
     _down_gemv_kernel[(triton.cdiv(outputs, plan.rows), tokens)](
         *(x, weight, x if scales is None else scales, routed.ids, routed.weights, out, outputs),
         K=inputs,
         TOP_K=top_k,
+        BLOCK_TOP=triton.next_power_of_2(top_k),
         ROWS=plan.rows,
         BLOCK_K=plan.block_k,
         SCALES=SCALED[scale_granularity(scales)],

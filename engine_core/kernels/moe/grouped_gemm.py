@@ -53,6 +53,15 @@ def _find_block(counts_ptr, E, block, BLOCK_M: tl.constexpr, BLOCK_E: tl.constex
 
 
 @triton.jit
+def _scaled_product(weights, vectors, scales, PAIRS_LEFT: tl.constexpr):
+    """Return the product of [BLOCK_N, BLOCK_K] and [BLOCK_K, BLOCK_M], or its transpose, times the scales of pairs."""
+    if PAIRS_LEFT:
+        return tl.dot(tl.trans(vectors), tl.trans(weights)) * scales[:, None]
+    else:
+        return tl.dot(weights, vectors) * scales[None, :]
+
+
+@triton.jit
 def _scaled_outputs(
     sums, scale_ptr, x_scale_ptr, part, offs_n, x_rows, mask_m, N, SCALES: tl.constexpr, X_SCALES: tl.constexpr
 ):
@@ -91,6 +100,7 @@ def _grouped_gemm_kernel(
     X_SCALES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     QUANT: tl.constexpr,
+    PAIRS_LEFT: tl.constexpr,
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -101,7 +111,8 @@ def _grouped_gemm_kernel(
 
     SCALES: of the weight, as in `moe.scales`; X_SCALES: 0 for 16-bit x, 1 for x_scale [rows], 2 for [K / 128,
     x_scale_stride]. With SCALES 2 BLOCK_K divides 128, and with X_SCALES 2 it is 128; BLOCK_N divides 128. QUANT:
-    quantize out, with out_scale [N / 128, out_stride]; BLOCK_N is 128 then. DTYPE: of values before quantization.
+    quantize out, with out_scale [N / 128, out_stride]; BLOCK_N is 128 then. PAIRS_LEFT, with X_SCALES 2: the pairs are
+    the left operand, so that a thread needs the scales of few of them. DTYPE: of values before quantization.
     """
     GATED: tl.constexpr = ACTIVATION > 0
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -131,8 +142,10 @@ def _grouped_gemm_kernel(
     right_ptr = x_ptr + x_rows.to(tl.int64)[None, :] * K + offs_k[:, None]
     scale_row = scale_ptr + (part * tl.cdiv(N, 128) + first // 128) * KBLOCKS
     upper_scale_row = scale_row + tl.cdiv(N, 128) * KBLOCKS
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    HIGH: tl.constexpr = BLOCK_M if PAIRS_LEFT else BLOCK_N
+    WIDTH: tl.constexpr = BLOCK_N if PAIRS_LEFT else BLOCK_M
+    sums = tl.zeros([HIGH, WIDTH], tl.float32)
+    ups = tl.zeros([HIGH, WIDTH], tl.float32)
     if not GATED:
         wait_for_previous(PDL)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -149,7 +162,7 @@ def _grouped_gemm_kernel(
             scales = tl.load(scale_row + step * BLOCK_K // 128)
             if X_SCALES == 2:
                 x_scales = tl.load(x_scale_ptr + step * x_scale_stride + x_rows, mask=mask_m, other=0.0)
-                sums += tl.dot(weights, vectors) * (x_scales * scales)[None, :]
+                sums += _scaled_product(weights, vectors, x_scales * scales, PAIRS_LEFT)
             else:
                 sums += tl.dot(weights, vectors, input_precision=precision) * scales
         else:
@@ -164,11 +177,13 @@ def _grouped_gemm_kernel(
             if SCALES == 2:
                 scales = tl.load(upper_scale_row + step * BLOCK_K // 128)
                 if X_SCALES == 2:
-                    ups += tl.dot(weights, vectors) * (x_scales * scales)[None, :]
+                    ups += _scaled_product(weights, vectors, x_scales * scales, PAIRS_LEFT)
                 else:
                     ups += tl.dot(weights, vectors, input_precision=precision) * scales
             else:
                 ups = tl.dot(weights, vectors, ups, input_precision=precision)
+    if PAIRS_LEFT:
+        sums, ups = tl.trans(sums), tl.trans(ups)
     sums = _scaled_outputs(sums, scale_ptr, x_scale_ptr, part, offs_n, x_rows, mask_m, N, SCALES, X_SCALES)
     if GATED:
         ups = _scaled_outputs(ups, scale_ptr, x_scale_ptr, part + 1, offs_n, x_rows, mask_m, N, SCALES, X_SCALES)
@@ -310,6 +325,7 @@ def _launch(
         X_SCALES=0 if x_scales is None else 2 if by_group else 1,
         ACTIVATION=0 if activation is None else activation.value,
         QUANT=out_scales is not None,
+        PAIRS_LEFT=by_group and plan.block_m >= 64,
         DTYPE=_DTYPES[dtype],
         PDL=pdl,
         num_warps=plan.warps,

@@ -5,6 +5,7 @@ The size of a block follows from the expected number of pairs per expert: a smal
 the weights of an expert fewer times.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from tandem.engine_core.integers import ceil_div
@@ -13,8 +14,10 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan, R
 
 GEMV_TOKENS = 4
 """Maximum number of tokens for which each pair of a token and an expert is a GEMV."""
+WIDE_SHARED_MEMORY = 160 * 1024
+"""Least shared memory in bytes for tiles of 256 outputs."""
 Part = Literal["gate_up", "down"]
-WeightBits = Literal[8, 16]
+WeightBits = Literal[8, 16, 32]
 
 
 def max_blocks(pairs: int, experts: int, block: int) -> int:
@@ -35,17 +38,23 @@ def choose_router(tokens: int, inputs: int) -> RouterPlan:
     return RouterPlan(64, 64, 64, 1, 4, 4)
 
 
-def choose_gate_up_gemv(inputs: int, itemsize: int) -> GemvPlan:
-    """Choose the plan of the gate and up projections of single pairs. itemsize: bytes of a weight."""
-    whole = 1 << (inputs - 1).bit_length()
-    if whole <= 2048:
-        return GemvPlan(2 if itemsize > 1 else 4, whole, 2)
-    return GemvPlan(2, min(whole, 2048), 1)
+def choose_gate_up_gemv(inputs: int) -> GemvPlan:
+    """Choose the plan of the gate and up projections of single pairs."""
+    return GemvPlan(4, min(2048, next_power_of_two(inputs)))
 
 
-def choose_down_gemv(inputs: int) -> GemvPlan:
-    """Choose the plan of the down projection of single pairs."""
-    return GemvPlan(4, min(1024, 1 << (inputs - 1).bit_length()))
+def choose_down_gemv(inputs: int, top_k: int) -> GemvPlan:
+    """Choose the plan of the down projection of single pairs.
+
+    A program holds a tile of each expert of a token.
+    """
+    block = min(next_power_of_two(inputs), 8192 // next_power_of_two(top_k))
+    return GemvPlan(2, max(16, block), 1, 8)
+
+
+def next_power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
 
 
 def block_pairs(pairs: int, experts: int) -> int:
@@ -53,7 +62,7 @@ def block_pairs(pairs: int, experts: int) -> int:
     expected = ceil_div(pairs, experts)
     if expected <= 12:
         return 16
-    if expected <= 32:
+    if expected <= 24:
         return 32
     return 64 if expected <= 96 else 128
 
@@ -65,15 +74,16 @@ def choose_grouped(
 
     x_bits: of an activation; 8 needs weights of 8 bits.
     """
-    block = block_pairs(tokens * top_k, experts)
-    gated = part == "gate_up"
-    if weight_bits == 16:
-        plan = GroupedPlan(block, 64, 128, 4, 4) if block <= 32 else GroupedPlan(block, 128, 64, 4, 8)
+    block, halves = block_pairs(tokens * top_k, experts), 2 if part == "gate_up" else 1
+    if weight_bits == 32:
+        plan = GroupedPlan(min(block, 32), 32, 32, 3, 4)
+    elif weight_bits == 8:
+        plan = GroupedPlan(block, 128, 128, 3, 4 if block <= 32 else 8)
+    elif block <= 32:
+        plan = GroupedPlan(block, 64, 128, 3, 4)
     else:
-        plan = GroupedPlan(block, 128, 128, 4, 4 if block <= 32 else 8)
-    stage = (plan.block_n * (2 if gated else 1) * weight_bits + block * x_bits) // 8 * plan.block_k
-    epilogue = plan.block_n * block * 4
-    stages = gpu.max_stages(
-        stage, epilogue if stage * plan.stages + epilogue > gpu.shared_memory else 0, warpgroup=True
-    )
-    return GroupedPlan(block, plan.block_n, plan.block_k, min(plan.stages, stages), plan.warps)
+        wide = block == 128 and halves == 1 and gpu.shared_memory >= WIDE_SHARED_MEMORY
+        plan = GroupedPlan(block, 256 if wide else 128, 64, 3 if wide else 4, 8)
+    stage = (plan.block_n * halves * weight_bits + plan.block_m * x_bits) // 8 * plan.block_k
+    stages = gpu.max_stages(stage, warpgroup=True)
+    return plan if plan.stages <= stages else replace(plan, stages=stages)
