@@ -3,6 +3,7 @@
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b [--batches 1 8 ...] [--save NAME]
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.1-8b --weights fp8-blocks --prompt 8192
     python -m benchmarks.bench_decode --shape benchmarks/shapes/llama-3.2-1b --max-len 4096 131072 [--batches 1 8 64]
+    python -m benchmarks.bench_decode --shape benchmarks/shapes/qwen3-30b-a3b --routing uniform
 
 Prompts of 256 random tokens, random weights, greedy; milliseconds per step while the context grows from 320 to 576.
 Reported with every step: the floor (weights and KV read once at the bandwidth measured in the same run); the linear
@@ -12,6 +13,9 @@ by CUDA events only the gap between two steps. For quantized weights (--weights,
 replaces the linear layers. --prompt also measures a single prompt from submission to its first token. --max-len allows
 longer contexts, which should not slow these steps down: with two values, the steps of two engines are timed
 alternately, greedy and with penalties, and the slowdown of the second is reported.
+
+Of a mixture of experts, the floor reads the experts that a step routes to, whose mean number per layer is printed.
+--routing uniform chooses them pseudorandomly: the router of random weights prefers some experts.
 """
 
 import argparse
@@ -30,10 +34,12 @@ from msgspec import structs
 from torch.nn import functional
 
 from benchmarks.measuring import two_lengths
+from benchmarks.measuring.expert_counts import counting_experts
 from benchmarks.measuring.graph_timing import graph_seconds, new_event
 from benchmarks.measuring.results import save
 from benchmarks.measuring.weight_formats import FORMATS, write_shape
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -76,6 +82,8 @@ class Figures:
     """Idle share between the end of a step and the first work of the next, by CUDA events."""
     tokens_per_second: float
     floor: float
+    experts: float | None
+    """Distinct experts of a layer in a step; None: the model has none."""
     linears: float
     accepted: float
     """Lower bound of a step: linears + KV bytes / bandwidth + an allowance for the rest."""
@@ -98,6 +106,7 @@ class Bench:
         prompt: int = 0,
         max_len: int | None = None,
         exclude: Sequence[str] = (),
+        routing: str = "model",
     ) -> None:
         self.mailbox = FakeMailbox()
         self.is_quantized = weights != "16-bit" or quantize != "off"
@@ -115,6 +124,10 @@ class Bench:
             started = time.perf_counter()
             self.engine = build_engine(options, self.mailbox, Status(EPOCH, new_stats()))
             self.ready_seconds = time.perf_counter() - started
+        switch = self.runtime.model.routing
+        if routing == "uniform":
+            assert switch is not None, f"{shape.name} has no experts to route to"
+            switch.flag.fill_(1)
         self.shape = shape.name
         self.model = read_config(shape)
         self.requests = 0
@@ -159,6 +172,31 @@ class Bench:
         for number in range(first, self.requests + 1):
             del self.mailbox.received[CLIENT, number]
         return figures
+
+    def count_experts(self, rows: int, steps: int = 3) -> float | None:
+        """Return the mean number of distinct experts of a layer in a decode step, None without experts."""
+        if self.model.moe is None:
+            return None
+        engine, runtime, rng = self.with_depth(1), self.runtime, random.Random(rows)
+        first = self.requests + 1
+        for _ in range(rows):
+            self.requests += 1
+            prompt = [rng.randrange(self.model.vocab_size) for _ in range(PROMPT)]
+            params = SamplingParams(LAST, temperature=0.0, ignore_eos=True)
+            self.mailbox.inbox.append((CLIENT, Submit(self.requests, pack_ids(prompt), params)))
+        keys = [(CLIENT, number) for number in range(first, self.requests + 1)]
+        while min(len(self.mailbox.received[key]) for key in keys) < FIRST:
+            engine.tick()
+        graphs, runtime.graphs = runtime.graphs, None
+        with counting_experts(runtime.model) as counts:
+            for _ in range(steps):
+                engine.tick()
+        runtime.graphs = graphs
+        while any(key not in self.mailbox.outcomes for key in keys):
+            engine.tick()
+        for key in keys:
+            del self.mailbox.received[key]
+        return counts.mean
 
     def prompt_seconds(self, length: int, repeats: int = 5) -> float:
         """Return the median seconds from a single prompt to its only token."""
@@ -224,6 +262,8 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     found: list[Figures] = []
     config = bench.model
     slots = bench.runtime.model.weight_slots()
+    expert_bytes = sum({slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if is_expert(slot)}.values())
+    slots = [slot for slot in slots if not is_expert(slot)]
     projections = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if "_proj." in slot.name}
     weights = sum(projections.values()) + sum(slot.target.nbytes for slot in slots if "_proj." not in slot.name)
     # A step reads one row of the embedding per token. A tied one is the head, counted once.
@@ -233,9 +273,14 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     allowance = ALLOWANCES_MS.get(bench.shape, ALLOWANCE_MS)
     for rows in batches:
         kv_read = rows * context * kv_token / bandwidth
-        floor = weights / bandwidth + kv_read
-        linears = weights / bandwidth if bench.is_quantized else linear_seconds(bench.runtime.model, rows)
-        bounds = Bounds(floor * 1e3, linears * 1e3, (linears + kv_read) * 1e3 + allowance)
+        experts = bench.count_experts(rows)
+        read = weights
+        if config.moe is not None and experts is not None:
+            read += expert_bytes * experts / config.moe.experts
+        floor = read / bandwidth + kv_read
+        plain = not bench.is_quantized and config.moe is None
+        linears = linear_seconds(bench.runtime.model, rows) if plain else read / bandwidth
+        bounds = Bounds(floor * 1e3, linears * 1e3, (linears + kv_read) * 1e3 + allowance, experts)
         ways = [("blocking", 1, GREEDY), ("pipelined", 2, GREEDY)]
         ways += [("sampled", 2, SAMPLED)] if rows in SAMPLED_ROWS else []
         blocking = None
@@ -255,6 +300,12 @@ class Bounds:
     floor: float
     linears: float
     accepted: float
+    experts: float | None = None
+
+
+def is_expert(slot: WeightSlot) -> bool:
+    """Return whether a slot is of an expert's weights or scales."""
+    return ".experts." in slot.name
 
 
 def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocking: float | None) -> Figures:
@@ -274,6 +325,7 @@ def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocki
         gap_percent=100 * f["idle"] / (f["gpu"] + f["idle"]),
         tokens_per_second=rows / f["step"],
         floor=bounds.floor,
+        experts=bounds.experts,
         linears=bounds.linears,
         accepted=bounds.accepted,
         gain=blocking / (f["step"] * 1e3) - 1 if blocking is not None else None,
@@ -283,14 +335,24 @@ def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocki
 
 
 COLUMNS = ("rows", 5), ("mode", 10), ("step ms", 8), ("F ms", 7), ("C ms", 7), ("idle %", 7), ("gap %", 7), ("tok/s", 9)
-LIMITS = ("floor", 6), ("x floor", 8), ("cuBLAS", 7), ("accepted", 9), ("gain %", 7), ("ideal %", 8), ("x max", 7)
+LIMITS = (
+    ("experts", 7),
+    ("floor", 6),
+    ("x floor", 8),
+    ("cuBLAS", 7),
+    ("accepted", 9),
+    ("gain %", 7),
+    ("ideal %", 8),
+    ("x max", 7),
+)
 HEAD = " ".join(f"{name:>{width}}" for name, width in (*COLUMNS, *LIMITS))
 
 
 def line(f: Figures) -> str:
     gain = "" if f.gain is None else f"{100 * f.gain:.1f}"
     times = f"{f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} {f.gap_percent:>7.2f}"
-    limits = f"{f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f} {f.accepted:>9.3f}"
+    experts = "" if f.experts is None else f"{f.experts:.1f}"
+    limits = f"{experts:>7} {f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f} {f.accepted:>9.3f}"
     overlap = f"{gain:>7} {100 * f.gain_ideal:>8.1f} {f.over_slower:>7.3f}"
     return f"{f.rows:>5} {f.mode:>10} {times} {f.tokens_per_second:>9.0f} {limits} {overlap}"
 
@@ -307,6 +369,12 @@ def arguments_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quantize", default="off", choices=("off", "fp8"), help="as of `tandem serve`")
     parser.add_argument("--prompt", type=int, default=0, help="length of a lone prompt to measure too")
+    parser.add_argument(
+        "--routing",
+        default="model",
+        choices=("model", "uniform"),
+        help="experts of tokens: of the model's random router, or pseudorandom ones",
+    )
     parser.add_argument(
         "--max-len",
         type=int,
@@ -350,7 +418,10 @@ def main() -> None:
     arguments.batches = arguments.batches or [1, 8, 32, 64, 128, 256]
     bandwidth = read_bandwidth()
     weights, quantize, prompt = arguments.weights, arguments.quantize, arguments.prompt
-    bench = Bench(arguments.shape, max(arguments.batches), weights, quantize, prompt, lengths[0], arguments.exclude)
+    batches = arguments.batches
+    bench = Bench(
+        arguments.shape, max(batches), weights, quantize, prompt, lengths[0], arguments.exclude, arguments.routing
+    )
     print(
         f"{arguments.shape.name} --weights {weights} --quantize {quantize}: read bandwidth {bandwidth / 1e9:.0f} GB/s, "
         f"ready in {bench.ready_seconds:.1f} s",
@@ -368,6 +439,7 @@ def main() -> None:
             "weights": weights,
             "quantize": quantize,
             "exclude": arguments.exclude,
+            "routing": arguments.routing,
             "lone_prompt": prompt,
             "lone_prompt_ms": prompt_ms,
         }

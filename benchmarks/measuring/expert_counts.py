@@ -1,0 +1,44 @@
+"""Number of distinct experts that steps of a mixture of experts read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tandem.engine_core.layers.moe import MixtureOfExperts
+
+
+class ExpertCounts:
+    """Distinct experts of each layer and step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    @property
+    def mean(self) -> float:
+        """Mean over layers and steps."""
+        return sum(self.found) / len(self.found)
+
+
+@contextmanager
+def counting_experts(model: Any) -> Iterator[ExpertCounts]:
+    """Count the experts of the eager steps in this context. Each step waits for the device."""
+    counts = ExpertCounts()
+    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+    kernels = [mixture.kernels for mixture in mixtures]
+
+    def counted(route: Any) -> Any:
+        def norm_and_route(*given: Any) -> Any:
+            normed, total, routed = route(*given)
+            counts.found.append(int((routed.ids.unique() >= 0).sum()))
+            return normed, total, routed
+
+        return norm_and_route
+
+    for mixture in mixtures:
+        mixture.kernels = replace(mixture.kernels, norm_and_route=counted(mixture.kernels.norm_and_route))
+    try:
+        yield counts
+    finally:
+        for mixture, own in zip(mixtures, kernels, strict=True):
+            mixture.kernels = own
