@@ -1,0 +1,109 @@
+"""Mixtures of experts on a GPU: kernels against oracles, and graphs against eager runs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY
+from tandem.engine_core.kernels.moe.routing import Routed, Routing
+from tandem.engine_core.kernels.reference import moe
+from tandem.engine_core.layers.linear_choice import triton_build_context
+from tandem.engine_core.layers.moe import MixtureOfExperts, RoutingSwitch
+from tandem.engine_core.layers.norm import RMSNorm
+from tandem.engine_core.quantization.quantization import Quantization
+from tandem.engine_core.quantization.scheme import Activations, EightBitScheme
+from tandem.engine_core.runtime.device import read_gpu_traits
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+EXPERTS, TOP_K, HIDDEN = 96, 6, 1024
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+BLOCKS = EightBitScheme("fp8", Activations.TOKEN, "weight_scale_inv", block=(128, 128))
+CHANNELS = EightBitScheme("fp8", Activations.TOKEN)
+TOKENS = (1, 4, 5, 16, 100, 700, 3000)
+
+
+class Network:
+    """A network with random weights."""
+
+    def __init__(self, scheme: EightBitScheme | None, width: int) -> None:
+        gpu = read_gpu_traits(0)
+        if scheme is not None and gpu.capability < FP8_CAPABILITY:
+            pytest.skip("this GPU has no FP8")
+        context = triton_build_context(DEVICE, torch.bfloat16, gpu, None if scheme is None else Quantization(scheme))
+        torch.manual_seed(width)
+        self.experts = context.experts("experts", EXPERTS, HIDDEN, width, Activation.SILU, PROJECTIONS)
+        for slot in self.experts.slots("", PROJECTIONS):
+            noise = torch.randn(slot.target.shape, device=DEVICE)
+            slot.target.copy_(
+                noise * 0.03 if scheme is None else noise if "scale" not in slot.name else noise.abs() / 30
+            )
+        router = torch.randn(EXPERTS, HIDDEN, device=DEVICE, dtype=torch.bfloat16) * 0.05
+        self.norm = RMSNorm.build(HIDDEN, 1e-6, context)
+        self.norm.weight.fill_(1.0)
+        given = TOP_K, Routing.TOP_K_SOFTMAX, PROJECTIONS, RoutingSwitch.build(DEVICE), 0, context.kernels
+        self.mlp = MixtureOfExperts(router, self.experts, *given)
+
+    def route(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Routed]:
+        mlp, residual = self.mlp, torch.zeros_like(x)
+        given = x, residual, self.norm.weight, self.norm.eps, mlp.router, TOP_K, mlp.routing
+        normed, _, routed = mlp.kernels.norm_and_route(*given, mlp.switch.flag, rows, 0)
+        return normed, routed
+
+    def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self.mlp(x, torch.zeros_like(x), self.norm, rows)[0]
+
+
+@pytest.mark.parametrize("width", [768, 176])
+@pytest.mark.parametrize("scheme", [None, CHANNELS, BLOCKS], ids=["bf16", "channels", "blocks"])
+def test_experts_are_exact_enough_and_rows_independent(scheme: EightBitScheme | None, width: int) -> None:
+    network = Network(scheme, width)
+    experts = network.experts
+    for tokens in TOKENS:
+        x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+        rows = torch.arange(1, tokens + 1, device=DEVICE, dtype=torch.int32)
+        rows[tokens // 2] = 0 if tokens > 1 else 1
+        normed, routed = network.route(x, rows)
+        logits = moe.router_logits(normed, network.mlp.router)
+        chosen = moe.route(logits, TOP_K, Routing.TOP_K_SOFTMAX, rows)
+        ordered = logits.sort(1, descending=True).values
+        sure = (ordered[:, TOP_K - 1] - ordered[:, TOP_K]) > 1e-4
+        same = (chosen.ids.sort(1).values == routed.ids.sort(1).values).all(1)
+        assert same[sure].all()
+        found = network(x, rows)
+        wide = (part if scheme is not None else part.float() for part in (experts.gate_up, experts.down))  # type: ignore[attr-defined]
+        scales = experts.gate_up_scales, experts.down_scales  # type: ignore[attr-defined]
+        expected = moe.run_experts(normed.float(), *wide, routed, Activation.SILU, *scales)
+        error = float((found.float() - expected).norm() / expected.norm())
+        assert error < (0.01 if scheme is None or tokens <= 4 or width % 128 else 0.07), (tokens, error)
+        assert found[rows == 0].eq(0).all()
+        order = torch.randperm(tokens, device=DEVICE)
+        assert torch.equal(network(x[order], rows[order]), found[order]), tokens
+        other = torch.where((rows == 1)[:, None], x, torch.randn_like(x))
+        assert torch.equal(network(other, rows)[0], found[0]), tokens
+
+
+def test_two_captured_paths_replayed_alternately_repeat_their_bits() -> None:
+    network = Network(None, 768)
+    inputs, graphs, outputs, first = {}, {}, {}, {}
+    for tokens in (2, 64, 2):
+        inputs[tokens] = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+    for tokens, x in inputs.items():
+        network(x)
+        torch.cuda.synchronize()
+        graphs[tokens] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[tokens]):
+            outputs[tokens] = network(x)
+    for repeat in range(5):
+        for tokens, graph in graphs.items():
+            graph.replay()
+            torch.cuda.synchronize()
+            if repeat == 0:
+                first[tokens] = outputs[tokens].clone()
+            assert torch.equal(outputs[tokens], first[tokens])
+    for tokens, x in inputs.items():
+        assert torch.equal(network(x), first[tokens])
