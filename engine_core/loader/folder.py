@@ -47,16 +47,14 @@ def read_folder(directory: Path) -> Files:
 def stored_dtypes(directory: Path) -> dict[str, str | None] | None:
     """Return the dtype of each tensor of a folder, in the words of safetensors, by name.
 
-    Without the files, but with their index, the dtypes are None; with neither, the result is. Raises ConfigError as
+    Of shards only the index is read, and the dtypes are None. None if the folder has no weights. Raises ConfigError as
     `read_folder` does.
     """
-    path = directory / INDEX
-    if not (directory / SINGLE).is_file() and path.is_file():
-        weight_map = _read_index(path)
-        if not all(Path(name).name == name and _is_file(directory / name) for name in set(weight_map.values())):
-            return dict.fromkeys(weight_map)
-    elif not any(directory.glob("*.safetensors")):
-        return None
+    if not (directory / SINGLE).is_file():
+        if (directory / INDEX).is_file():
+            return dict.fromkeys(_read_index(directory / INDEX))
+        if not any(directory.glob("*.safetensors")):
+            return None
     return {name: tensor.dtype for found in read_folder(directory).values() for name, tensor in found.items()}
 
 

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -104,7 +104,7 @@ def read_config(directory: Path) -> ModelConfig:
     """Read the configuration of a model folder.
 
     Which linear layers are quantized follows from the names of the tensors, if the folder has the weights or their
-    index.
+    index, and in `build_model` from the headers.
 
     Raises ConfigError if a file is missing or malformed, if the architecture is not supported, which is checked before
     any other field, or if the configuration asks for something that its family does not support.
@@ -162,6 +162,9 @@ def build_model(
     if checkpoint is not None and config.tie_embeddings:
         tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
+    if checkpoint is not None and context.quantization is not None:
+        dtypes = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+        context = replace(context, quantization=context.quantization.with_stored(dtypes))
     model = FAMILIES[config.family or config.architecture].build(config, max_positions or config.max_positions, context)
     if context.quantization is not None and (plain := sorted(context.quantization.stored_plain)):
         logger.info(

@@ -53,7 +53,12 @@ class Quantization:
         return ", ".join(dict.fromkeys(str(scheme) for scheme in schemes if scheme is not None))
 
     def with_stored(self, tensors: StoredDtypes) -> "Quantization":
-        """Return the quantization of a checkpoint with these tensors."""
+        """Return the quantization of a checkpoint with these tensors.
+
+        Those that are quantized while loading are stored in 16 bits, and decide nothing.
+        """
+        if isinstance(self.default, EightBitScheme) and self.default.from_floats:
+            return self
         stored: dict[str, dict[str, str | None]] = {}
         for name, dtype in tensors.items():
             module, _, last = name.rpartition(".")

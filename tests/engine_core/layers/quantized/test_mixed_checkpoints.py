@@ -367,3 +367,20 @@ def test_scales_of_weights_near_zero_stay_finite(case: str, scale: float, tmp_pa
 
     change_tensors(tmp_path, shrink)
     assert logits(tmp_path).isfinite().all()
+
+
+def test_shards_are_decided_by_their_headers_once_they_are_here(tmp_path: Path) -> None:
+    """The index alone does not tell a stray scale of a 16-bit weight from that of a quantized one."""
+    write(tmp_path, FP8_CHANNEL, "v_proj", {"ignore": ["lm_head"]})
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {
+        f"model.layers.{index}.self_attn.v_proj.weight_scale": torch.ones(32, 1) for index in range(3)
+    }
+    path.unlink()
+    shards = {"a.safetensors": list(tensors)[::2], "b.safetensors": list(tensors)[1::2]}
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert read_config(tmp_path).quantization.scheme_for("model.layers.0.self_attn.v_proj")  # type: ignore[union-attr]
+    torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
