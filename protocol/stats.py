@@ -67,7 +67,7 @@ class EngineStats(Struct, array_like=True):
     rows_total: Annotated[int, _gauge("tandem_num_rows", "Rows in total.")] = 0
     pages_used: int = 0
     """KV pages held by requests and sessions; exported as a share of `pages_total`."""
-    pages_total: Annotated[int, _gauge("tandem_kv_cache_pages", "KV pages in total.")] = 0
+    pages_total: Annotated[int, _gauge("tandem_kv_cache_pages", "KV pages in total, of all groups of layers.")] = 0
     steps_in_flight: Annotated[int, _gauge("tandem_steps_in_flight", "Steps launched and not committed.")] = 0
     steps_launched: Annotated[int, _counter("tandem_engine_steps_launched", "Steps launched.")] = 0
     steps_committed: Annotated[int, _counter("tandem_engine_steps_committed", "Steps committed.")] = 0

@@ -55,6 +55,7 @@ class RadixTree:
         """Incremented whenever a node leaves the tree or loses a page that matches need on their whole path."""
         self._path, self._tails = self.classes[0], self.classes[1:]
         assert self._path.kind.tail is None and all(tail.kind.tail is not None for tail in self._tails)
+        self._locks, self._pins = self._path.locks, self._path.pins
         self._tables = {
             group: table for pages in self.classes for group, table in zip(pages.kind.groups, pages.tables, strict=True)
         }
@@ -475,7 +476,7 @@ class RadixTree:
     def _is_evictable(self, node: int, last_use: int) -> bool:
         """Return whether a node is an unused leaf that was last used at this time."""
         return (
-            not (self._num_children[node] or self._path.locks[node] or self._path.pins[node])
+            not (self._num_children[node] or self._locks[node] or self._pins[node])
             and self._last_use[node] == last_use
             and self._key[node] is not None
         )
@@ -513,7 +514,7 @@ class RadixTree:
         if sorted((*members, *self._free_ids)) != list(range(1, len(self._key))):
             problems.append("a node id is lost, or in the tree and free")
         children = [0] * len(self._key)
-        locks, pins = self._path.locks, self._path.pins
+        locks, pins = self._locks, self._pins
         for node in members:
             parent = self._parent[node]
             children[parent] += 1
