@@ -21,7 +21,7 @@ from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, SplitKPlan, W8A8GemmPlan
 from tandem.engine_core.kernels.tiles.table import NO_TABLE, DecodeKey, W8A8GemmKey
 
-MOST_PROCESSES = 15
+MAX_PROCESSES = 15
 Identity = tuple[object, ...]
 
 
@@ -111,7 +111,7 @@ def compile_all(
     new_pool: starts a number of processes.
     """
     plain = replace(gpu, tiles=NO_TABLE)
-    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs)))
+    processes = max(1, min(MAX_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs)))
     began = time.monotonic()
     pool = new_pool(processes)
     futures = {pool.submit(compile_one, job, plain): code for code, job in jobs.items()}

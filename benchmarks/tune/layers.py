@@ -25,7 +25,7 @@ from tandem.engine_core.quantization.quantization import Quantization
 LayerPlans: TypeAlias = Mapping[Key, Plan | W8A8GemmPlan]
 WORKING_SET = 256e6
 """Minimum bytes of weights per replay: several times the L2 cache."""
-FEWEST_LAYERS, MOST_LAYERS = 2, 16
+MIN_LAYERS, MAX_LAYERS = 2, 16
 REPLAYS = 9
 
 
@@ -103,7 +103,7 @@ class LayerTimer:
             self._kept = None
             weights = sum(outputs * inputs for name, (outputs, inputs) in layer.shapes.items() if name != "head")
             copies = int(WORKING_SET / (weights * layer.bits / 8)) + 1
-            layers = build_layers(layer, max(FEWEST_LAYERS, min(MOST_LAYERS, copies)), self.gpu, self.device)
+            layers = build_layers(layer, max(MIN_LAYERS, min(MAX_LAYERS, copies)), self.gpu, self.device)
             fill_with_noise(layers)
             self._kept = layer, layers
         return self._kept[1]

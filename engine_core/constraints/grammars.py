@@ -218,7 +218,7 @@ class CompiledGrammar:
             self.first = self._compile_again()
         return True
 
-    def spoil(self, failed: LLMatcher) -> None:
+    def discard(self, failed: LLMatcher) -> None:
         """Implement `local_matcher.Tables`."""
         self.is_spent = self.is_spent or self.first is failed
 

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from llguidance import LLMatcher
 
-LEAST_TOKENS = 64
+MIN_RENEWAL_TOKENS = 64
 """Minimum number of tokens between two renewals of the tables."""
-MOST_RENEWALS = 2
+MAX_RENEWALS = 2
 """Maximum number of renewals per token; other tables may reach their limit meanwhile."""
 REFUEL_TOKENS = 64
 """Maximum number of tokens between two masks. A lexer has fuel for one step (LEXER_STEP_FUEL), which only masks renew:
@@ -33,7 +33,7 @@ class Tables(Protocol):
         Return True if `first` has other tables now.
         """
 
-    def spoil(self, failed: LLMatcher) -> None:
+    def discard(self, failed: LLMatcher) -> None:
         """Stop using the tables of `failed`, an initial matcher, for new matchers."""
 
 
@@ -50,7 +50,7 @@ class LocalMatcher:
         self.tables = tables
         """Grammar."""
         self._tokens = array("i", tokens)
-        self._began = 0
+        self._renewed_at = 0
         """Number of tokens at the last renewal of the tables."""
         self._first = tables.first
         self._matcher = self._first.deep_copy()
@@ -60,7 +60,7 @@ class LocalMatcher:
         """Forced tokens after the last one, if `follow` has computed them."""
         self._follow()
         if not self.accepted:
-            self._begin_again()
+            self._renew_and_replay()
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +76,7 @@ class LocalMatcher:
         self._forced = []
         self.accepted = self._matcher.consume_token(token)
         if not self.accepted:
-            self._begin_again()
+            self._renew_and_replay()
         return self.accepted
 
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
@@ -85,7 +85,7 @@ class LocalMatcher:
         self._forced = []
         self.accepted = self._matcher.consume_tokens(list(tokens))
         if not self.accepted:
-            self._begin_again()
+            self._renew_and_replay()
         return self.accepted
 
     def follow(self, token: int) -> list[int] | None:
@@ -107,7 +107,7 @@ class LocalMatcher:
     def write_mask(self, address: int, size: int) -> None:
         """Write the mask of the next token to `address`, `size` bytes."""
         self._matcher.unsafe_compute_mask_ptr(address, size)
-        if self._matcher.is_error() and self._begin_again():
+        if self._matcher.is_error() and self._renew_and_replay():
             self._matcher.unsafe_compute_mask_ptr(address, size)
 
     def is_stopped(self) -> bool:
@@ -119,16 +119,16 @@ class LocalMatcher:
     def compute_ff_tokens(self) -> list[int]:
         return self._matcher.compute_ff_tokens()
 
-    def _begin_again(self) -> bool:
+    def _renew_and_replay(self) -> bool:
         """Replay the tokens with new tables if the tables are full; return True if that helped."""
-        is_young = self._began and len(self._tokens) - self._began < LEAST_TOKENS
-        for _ in range(MOST_RENEWALS):
+        is_young = self._renewed_at and len(self._tokens) - self._renewed_at < MIN_RENEWAL_TOKENS
+        for _ in range(MAX_RENEWALS):
             problem = self._problem()
             if _OUT_OF_FUEL in problem:
-                self.tables.spoil(self._first)
+                self.tables.discard(self._first)
             if is_young or _FULL not in problem or not self.tables.renew(self._first):
                 return False
-            self._began, self._first = len(self._tokens), self.tables.first
+            self._renewed_at, self._first = len(self._tokens), self.tables.first
             self._matcher = self._first.deep_copy()
             self._follow()
             if self.accepted:

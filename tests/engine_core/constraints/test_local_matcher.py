@@ -5,7 +5,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tandem.engine_core.constraints.grammars import CompiledGrammar, Grammars
-from tandem.engine_core.constraints.local_matcher import LEAST_TOKENS, LocalMatcher
+from tandem.engine_core.constraints.local_matcher import MIN_RENEWAL_TOKENS, LocalMatcher
 from tests.engine_core.constraints.conftest import ENDS, VOCAB
 
 FULL = "lexer error: too many states: 50000 >= 50000"
@@ -67,7 +67,7 @@ class Shelf:
             self.first = LimitedMatcher([self.rooms.pop(0)], self.error)
         return True
 
-    def spoil(self, failed: LimitedMatcher) -> None:
+    def discard(self, failed: LimitedMatcher) -> None:
         raise AssertionError("no lexer was out of fuel")
 
 
@@ -128,11 +128,11 @@ def test_a_grammar_that_fills_its_tables_at_once_is_given_up() -> None:
     tokens = iter(range(100, 1000))
     while one.consume_token(next(tokens)):
         pass
-    assert shelf.rooms == [1000], f"the second tables lasted for fewer than {LEAST_TOKENS} tokens"
+    assert shelf.rooms == [1000], f"the second tables lasted for fewer than {MIN_RENEWAL_TOKENS} tokens"
 
 
 def test_tables_that_lasted_are_replaced_each_time() -> None:
-    room = 4 * LEAST_TOKENS
+    room = 4 * MIN_RENEWAL_TOKENS
     shelf = Shelf(room, 2 * room, 3 * room, 4 * room)
     one = matcher(shelf)
     assert all(one.consume_token(100) for _ in range(3 * room))

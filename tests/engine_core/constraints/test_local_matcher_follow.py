@@ -163,7 +163,7 @@ class RenewedTables:
             self.first = FullMatcher(self.grammar.first.deep_copy(), 10_000)
         return True
 
-    def spoil(self, failed: object) -> None:
+    def discard(self, failed: object) -> None:
         raise AssertionError("no lexer was out of fuel")
 
 
