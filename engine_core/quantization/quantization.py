@@ -72,9 +72,9 @@ class Quantization:
         tensors of the layer contradict the config.
         """
         scheme, entry = self._configured(name)
-        tensors = None if self.stored is None else self.stored.get(name)
-        if tensors is None:
+        if self.stored is None or not self._has_weight(name):
             return scheme
+        tensors = self.stored[name]
         if not _is_quantized(tensors, is_expected=scheme is not None):
             if scheme is not None:
                 self.stored_plain.add(name)
@@ -98,7 +98,7 @@ class Quantization:
         name: of the fused module, such as "model.layers.3.self_attn.qkv_proj", which a checkpoint may hold instead of
         the parts; parts: last components of the parts' names, such as "q_proj".
         """
-        if self.stored is not None and name in self.stored:
+        if self._has_weight(name):
             return [self.scheme_for(name)] * len(parts)
         prefix = name[: name.rfind(".") + 1]
         if self.stored is None:
@@ -106,6 +106,10 @@ class Quantization:
             if whole is not None:
                 return [whole.scheme] * len(parts)
         return [self.scheme_for(prefix + part) for part in parts]
+
+    def _has_weight(self, name: str) -> bool:
+        """Return whether the checkpoint is known to have a weight of a layer, beyond scales of keys and values."""
+        return self.stored is not None and any(last in self.stored.get(name, ()) for last in ("weight", *_PACKED))
 
     def _configured(self, name: str) -> tuple[Scheme | None, str | None]:
         """Return the scheme that the config gives a layer, and the entry that names it."""

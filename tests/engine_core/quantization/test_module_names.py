@@ -193,3 +193,11 @@ def test_a_fused_module_of_the_checkpoint_decides_for_its_parts() -> None:
     assert stored.part_schemes(name, parts) == [None] * 3
     packed = read("compressed-tensors").with_stored({f"{name}.weight_packed": "I32"})
     assert len(set(packed.part_schemes(name, parts))) == 1 and packed.part_schemes(name, parts)[0] is not None
+
+
+def test_scales_of_keys_and_values_do_not_decide_for_the_weights() -> None:
+    parts = ("q_proj", "k_proj", "v_proj")
+    name = f"{LAYER}self_attn.qkv_proj"
+    stored = {f"{name}.k_scale": "F32"} | {f"{LAYER}self_attn.{part}.weight_packed": "I32" for part in parts}
+    found = read("compressed-tensors").with_stored(stored)
+    assert None not in found.part_schemes(name, parts)
