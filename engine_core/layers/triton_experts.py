@@ -15,17 +15,19 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
-from tandem.engine_core.kernels.moe.plans import choose_down_gemv, choose_gate_up_gemv, choose_grouped
+from tandem.engine_core.kernels.moe.plans import choose_expert_plan
 from tandem.engine_core.kernels.moe.routing import Routed
 from tandem.engine_core.kernels.moe.scales import SCALE_BLOCK
 from tandem.engine_core.kernels.quantize import quantize
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
+from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan, GroupedPlan
+from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.experts import Experts, empty_experts, fp8_scheme
 from tandem.engine_core.quantization.scheme import Activations, EightBitScheme, Scheme
 
-_choose_grouped = cache(choose_grouped)
+_choose = cache(choose_expert_plan)
 
 
 class TritonExperts(Experts):
@@ -60,28 +62,27 @@ class TritonExperts(Experts):
 
     def run(self, x: Tensor, routed: Routed) -> Tensor:
         """Implement `Experts.run`."""
+        (gate_up, down), pdl = self._stored, self.gpu.pdl
         if routed.pairs is None:
-            return self._run_gemv(x, routed)
-        (tokens, top_k), to, pdl = routed.ids.shape, self._format, self.gpu.pdl
-        bits = 8 * self.down.itemsize, 8 * x.itemsize if to is None else 8
-        sizes = tokens, top_k, len(self.down), *bits, self.gpu
-        gate_up, down = self._stored
+            first, last = self._plan("gate_up", x, routed, None), self._plan("down", x, routed, None)
+            assert isinstance(first, GemvPlan) and isinstance(last, GemvPlan)
+            gated = gate_up_gemv(x, gate_up, self.gate_up_scales, routed, self.activation, first, pdl)
+            return down_gemv(gated, down, self.down_scales, routed, last, pdl)
+        to = self._format
+        grouped, plan = self._plan("gate_up", x, routed, to), self._plan("down", x, routed, to)
+        assert isinstance(grouped, GroupedPlan) and isinstance(plan, GroupedPlan)
         rows = x if to is None else quantize(x, to, pdl)
         fused = to if to is not None and to.group is not None else None
-        plan = _choose_grouped("gate_up", *sizes)
-        hidden = grouped_gate_up(rows, gate_up, self.gate_up_scales, routed, self.activation, plan, fused, pdl)
+        hidden = grouped_gate_up(rows, gate_up, self.gate_up_scales, routed, self.activation, grouped, fused, pdl)
         if to is not None and not isinstance(hidden, QuantizedActivation):
             hidden = quantize(hidden, to, pdl)
-        return combine(
-            grouped_down(hidden, down, self.down_scales, routed, _choose_grouped("down", *sizes), pdl), routed, pdl
-        )
+        return combine(grouped_down(hidden, down, self.down_scales, routed, plan, pdl), routed, pdl)
 
-    def _run_gemv(self, x: Tensor, routed: Routed) -> Tensor:
-        (hidden, width), top_k, pdl = self.down.shape[1:], routed.ids.shape[1], self.gpu.pdl
-        gate_up, down = self._stored
-        plan = choose_gate_up_gemv(hidden)
-        gated = gate_up_gemv(x, gate_up, self.gate_up_scales, routed, self.activation, plan, pdl)
-        return down_gemv(gated, down, self.down_scales, routed, choose_down_gemv(width, top_k), pdl)
+    def _plan(self, part: ExpertPart, x: Tensor, routed: Routed, to: ActivationFormat | None) -> ExpertPlan:
+        """Return the plan of a matmul. to: format of its inputs, None if they are not quantized."""
+        (experts, hidden, width), (tokens, top_k) = self.down.shape, routed.ids.shape
+        bits = 8 * self.down.itemsize, 8 * x.itemsize if to is None else 8
+        return _choose(ExpertKey(part, *bits, hidden, width, experts, top_k, tokens), self.gpu)
 
 
 class TritonExpertMethod:

@@ -8,16 +8,12 @@ from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
 from tandem.engine_core.kernels.moe.grouped_gemm import combine, grouped_down, grouped_gate_up
-from tandem.engine_core.kernels.moe.plans import (
-    GEMV_TOKENS,
-    choose_down_gemv,
-    choose_gate_up_gemv,
-    choose_grouped,
-    choose_router,
-)
+from tandem.engine_core.kernels.moe.plans import GEMV_TOKENS, choose_expert_plan, choose_router
 from tandem.engine_core.kernels.moe.route import normed_router, route, router_partials
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, empty_quantized_activation
+from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan
+from tandem.engine_core.kernels.tiles.table import ExpertKey, ExpertPart
 from tests.support.compiled_matmuls import BOTH, FP8, Launch, half
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -63,8 +59,11 @@ def experts(gpu: GpuTraits, tokens: int, bits: int, by_block: bool) -> Iterator[
         scales = [torch.empty(2 * EXPERTS, WIDTH // 128, HIDDEN // 128)]
         scales += [torch.empty(EXPERTS, HIDDEN // 128, WIDTH // 128)]
     routed, x = empty_routing(tokens, EXPERTS, TOP_K), half(tokens, HIDDEN)
+    parts: tuple[ExpertPart, ...] = ("gate_up", "down")
+    sizes = HIDDEN, WIDTH, EXPERTS, TOP_K, tokens
     if tokens <= GEMV_TOKENS:
-        first, second = choose_gate_up_gemv(HIDDEN), choose_down_gemv(WIDTH, TOP_K)
+        first, second = (choose_expert_plan(ExpertKey(part, bits, 16, *sizes), gpu) for part in parts)
+        assert isinstance(first, GemvPlan) and isinstance(second, GemvPlan)
         hidden = half(tokens, TOP_K, WIDTH)
         yield lambda: gate_up_gemv(x, gate_up, scales[0], routed, Activation.SILU, first, gpu.pdl)
         yield lambda: down_gemv(hidden, down, scales[1], routed, second, gpu.pdl)
@@ -74,8 +73,9 @@ def experts(gpu: GpuTraits, tokens: int, bits: int, by_block: bool) -> Iterator[
     if dtype == FP8:
         formats.append(ActivationFormat(FP8, 128 if by_block else None))
     for to in formats:
-        kinds = (8 if bits == 8 else 16), (16 if to is None else 8)
-        plans = [choose_grouped(part, tokens, TOP_K, EXPERTS, *kinds, gpu) for part in ("gate_up", "down")]
+        x_bits = 16 if to is None else 8
+        plans = [choose_expert_plan(ExpertKey(part, bits, x_bits, *sizes), gpu) for part in parts]
+        assert all(isinstance(plan, GroupedPlan) for plan in plans)
         rows: object = x
         own: object = pairs
         if to is not None:

@@ -6,18 +6,16 @@ the weights of an expert fewer times.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
-from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, GroupedPlan, RouterPlan
+from tandem.engine_core.kernels.tiles.plan_types import ExpertPlan, GemvPlan, GroupedPlan, RouterPlan
+from tandem.engine_core.kernels.tiles.table import EXPERT_BUCKETS, ExpertKey
 
 GEMV_TOKENS = 4
 """Maximum number of tokens for which each pair of a token and an expert is a GEMV."""
 WIDE_SHARED_MEMORY = 160 * 1024
 """Least shared memory in bytes for tiles of 256 outputs."""
-Part = Literal["gate_up", "down"]
-WeightBits = Literal[8, 16, 32]
 
 
 def max_blocks(pairs: int, experts: int, block: int) -> int:
@@ -38,13 +36,13 @@ def choose_router(tokens: int, inputs: int) -> RouterPlan:
     return RouterPlan(64, 64, 64, 1, 4, 4)
 
 
-def choose_gate_up_gemv(inputs: int) -> GemvPlan:
-    """Choose the plan of the gate and up projections of single pairs."""
+def _gate_up_gemv(inputs: int) -> GemvPlan:
+    """Return the plan of the gate and up projections of single pairs."""
     return GemvPlan(4, min(2048, next_power_of_two(inputs)))
 
 
-def choose_down_gemv(inputs: int, top_k: int) -> GemvPlan:
-    """Choose the plan of the down projection of single pairs.
+def _down_gemv(inputs: int, top_k: int) -> GemvPlan:
+    """Return the plan of the down projection of single pairs.
 
     A program holds a tile of each expert of a token.
     """
@@ -67,23 +65,31 @@ def block_pairs(pairs: int, experts: int) -> int:
     return 64 if expected <= 96 else 128
 
 
-def choose_grouped(
-    part: Part, tokens: int, top_k: int, experts: int, weight_bits: WeightBits, x_bits: WeightBits, gpu: GpuTraits
-) -> GroupedPlan:
-    """Choose the plan of a grouped GEMM.
+def choose_expert_plan(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
+    """Choose the plan of a matmul of experts: the GPU's measured one, or the rule's.
 
-    x_bits: of an activation; 8 needs weights of 8 bits.
+    key: with the actual number of tokens; activations of 8 bits need weights of 8 bits.
     """
-    block, halves = block_pairs(tokens * top_k, experts), 2 if part == "gate_up" else 1
-    if weight_bits == 32:
+    rule = expert_rule(key, gpu)
+    bucket = next((size for size in EXPERT_BUCKETS if key.tokens <= size), None)
+    found = rule if bucket is None else gpu.tiles.experts.get(key._replace(tokens=bucket), rule)
+    return found if type(found) is type(rule) else rule
+
+
+def expert_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
+    """Return the plan of a matmul of experts by its sizes."""
+    if key.tokens <= GEMV_TOKENS:
+        return _gate_up_gemv(key.hidden) if key.part == "gate_up" else _down_gemv(key.width, key.top_k)
+    block, halves = block_pairs(key.tokens * key.top_k, key.experts), 2 if key.part == "gate_up" else 1
+    if key.weight_bits == 32:
         plan = GroupedPlan(min(block, 32), 32, 32, 3, 4)
-    elif weight_bits == 8:
+    elif key.weight_bits == 8:
         plan = GroupedPlan(block, 128, 128, 3, 4 if block <= 32 else 8)
     elif block <= 32:
         plan = GroupedPlan(block, 64, 128, 3, 4)
     else:
         wide = block == 128 and halves == 1 and gpu.shared_memory >= WIDE_SHARED_MEMORY
         plan = GroupedPlan(block, 256 if wide else 128, 64, 3 if wide else 4, 8)
-    stage = (plan.block_n * halves * weight_bits + plan.block_m * x_bits) // 8 * plan.block_k
+    stage = (plan.block_n * halves * key.weight_bits + plan.block_m * key.x_bits) // 8 * plan.block_k
     stages = gpu.max_stages(stage, warpgroup=True)
     return plan if plan.stages <= stages else replace(plan, stages=stages)

@@ -98,6 +98,10 @@ class GroupedPlan:
     warps: int
 
 
+ExpertPlan = GemvPlan | GroupedPlan
+"""A GEMV for each pair of a token and an expert, or a GEMM over blocks of pairs."""
+
+
 class Tile(NamedTuple):
     """Tile of a decode program, with its launch parameters.
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, Plan, W8A8GemmPlan
+from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, ExpertPlan, Plan, W8A8GemmPlan
 
 BUCKETS = (1, 16, 32, 64, 128)
 """Row counts for which matmuls are planned; a plan is used for all row counts up to its bucket."""
 W8A8_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 """Row counts for which W8A8 GEMMs are planned; above, the rules are used."""
+EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Numbers of tokens for which matmuls of experts are planned; above, the rules are used."""
 KERNEL_VERSION = 3
 """Version of the kernels that tables are measured with; increase it when a change makes other tiles the best ones."""
 
@@ -22,6 +24,9 @@ EightBitKind = Literal["fp8", "int8"]
 """Dtype of 8-bit weights."""
 Scaling = Literal["tensor", "output", "block"]
 """Granularity of weight scales."""
+
+ExpertPart = Literal["gate_up", "down"]
+"""Matmul of an expert: the gated one of gate and up, or that of down."""
 
 
 class MatmulKey(NamedTuple):
@@ -50,6 +55,22 @@ class W8A8GemmKey(NamedTuple):
     """Whether gate and quantization are fused. Outputs are then those of the gate, half as many."""
 
 
+class ExpertKey(NamedTuple):
+    """Key of the launch parameters of one of the matmuls of a mixture of experts."""
+
+    part: ExpertPart
+    weight_bits: int
+    x_bits: int
+    """Bits of an activation."""
+    hidden: int
+    width: int
+    """Inputs of an expert's down projection."""
+    experts: int
+    top_k: int
+    tokens: int
+    """One of `EXPERT_BUCKETS`."""
+
+
 class DecodeKey(NamedTuple):
     """Key of the launch parameters of decode attention."""
 
@@ -71,6 +92,7 @@ class TileTable:
     decode: Mapping[DecodeKey, DecodePlan] = field(default_factory=dict)
     byte_products: Mapping[W8A8GemmKey, W8A8GemmPlan | None] = field(default_factory=dict)
     """Plans of W8A8 GEMMs; None means the library's, or a separate gate."""
+    experts: Mapping[ExpertKey, ExpertPlan] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         """Hash the name only.
@@ -82,7 +104,7 @@ class TileTable:
     @property
     def count(self) -> int:
         """Number of plans."""
-        return len(self.products) + len(self.decode) + len(self.byte_products)
+        return len(self.products) + len(self.decode) + len(self.byte_products) + len(self.experts)
 
     def matmul(self, key: MatmulKey, rule: Plan) -> Plan:
         """Return the plan of a matmul, the rule's if it was not measured."""

@@ -1,9 +1,9 @@
 """Tile tables as JSON files, one for each type of GPU.
 
 They are packaged next to this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
-torch and Triton), and the lists `products` (matmuls), `byte_products` (W8A8 GEMMs) and `decode`, whose entries are the
-fields of `MatmulKey`, `W8A8GemmKey` or `DecodeKey` and a `plan`. The plan of a matmul is `null` for the library's, or,
-for gated ones, for separate kernels.
+torch and Triton), and the lists `products` (matmuls), `byte_products` (W8A8 GEMMs), `experts` and `decode`. Entries
+have the fields of `MatmulKey`, `W8A8GemmKey`, `ExpertKey` or `DecodeKey` and a `plan`. The plan of a matmul is `null` for the
+library's, or, for gated ones, for separate kernels.
 """
 
 import json
@@ -21,7 +21,9 @@ from msgspec import Meta, Struct
 from tandem.engine_core.kernels.tiles.plan_types import (
     INT4_STRIDE,
     DecodePlan,
+    ExpertPlan,
     GemvPlan,
+    GroupedPlan,
     Plan,
     SplitKPlan,
     Tile,
@@ -29,11 +31,14 @@ from tandem.engine_core.kernels.tiles.plan_types import (
 )
 from tandem.engine_core.kernels.tiles.table import (
     BUCKETS,
+    EXPERT_BUCKETS,
     KERNEL_VERSION,
     NO_TABLE,
     W8A8_BUCKETS,
     DecodeKey,
     EightBitKind,
+    ExpertKey,
+    ExpertPart,
     MatmulKey,
     Operation,
     Scaling,
@@ -110,6 +115,30 @@ class W8A8Entry(Struct, forbid_unknown_fields=True):
     """Omitted if the matmul alone was measured."""
 
 
+class Grouped(Struct, forbid_unknown_fields=True, tag="grouped", tag_field="kernel"):
+    """A `GroupedPlan` in a file."""
+
+    block_m: Size
+    block_n: Size
+    block_k: Size
+    stages: Few
+    warps: Few
+
+
+class ExpertEntry(Struct, forbid_unknown_fields=True):
+    """One measured matmul of experts."""
+
+    part: ExpertPart
+    weight_bits: Count
+    x_bits: Count
+    hidden: Count
+    width: Count
+    experts: Count
+    top_k: Count
+    tokens: Count
+    plan: Gemv | Grouped
+
+
 class Attention(Struct, forbid_unknown_fields=True):
     """A `DecodePlan` in a file."""
 
@@ -141,6 +170,8 @@ class TableFile(Struct, forbid_unknown_fields=True):
     decode: list[DecodeEntry]
     byte_products: list[W8A8Entry] = []
     """Missing in files from before these were measured."""
+    experts: list[ExpertEntry] = []
+    """Likewise."""
 
 
 class AnyVersion(Struct):
@@ -202,7 +233,8 @@ def read_table(path: Traversable, device: str | None = None) -> TileTable:
 
 
 def _table(path: Traversable, found: TableFile) -> TileTable:
-    return TileTable(found.device, _products(path, found), _decode(path, found), _byte_products(path, found))
+    others = _decode(path, found), _byte_products(path, found), _experts(path, found)
+    return TileTable(found.device, _products(path, found), *others)
 
 
 def _products(path: Traversable, found: TableFile) -> dict[MatmulKey, Plan]:
@@ -233,6 +265,17 @@ def _byte_products(path: Traversable, found: TableFile) -> dict[W8A8GemmKey, W8A
     return plans
 
 
+def _experts(path: Traversable, found: TableFile) -> dict[ExpertKey, ExpertPlan]:
+    plans: dict[ExpertKey, ExpertPlan] = {}
+    for number, entry in enumerate(found.experts):
+        fields = msgspec.structs.asdict(entry)
+        stored = msgspec.structs.asdict(fields.pop("plan"))
+        key = ExpertKey(**fields)
+        plans[key] = GemvPlan(**stored) if isinstance(entry.plan, Gemv) else GroupedPlan(**stored)
+        _check(path, f"experts[{number}]", expert_problem(key, plans[key]), len(plans) == number + 1)
+    return plans
+
+
 def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
     """Return a table as the text of a file, one entry per line, sorted."""
     products = [{**key._asdict(), "plan": _written(plan)} for key, plan in sorted(table.products.items(), key=_first)]
@@ -243,9 +286,17 @@ def table_text(table: TileTable, measured_with: dict[str, str]) -> str:
         {**_written_key(key), "plan": None if plan is None else asdict(plan)}
         for key, plan in sorted(table.byte_products.items(), key=_first)
     ]
+    experts = [{**key._asdict(), "plan": _written_expert(plan)} for key, plan in sorted(table.experts.items())]
     head = {"device": table.device, "kernel_version": KERNEL_VERSION, "measured_with": measured_with}
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
-    for name, entries in (("products", products), ("byte_products", byte_products), ("decode", decode)):
+    for name, entries in (
+        ("products", products),
+        ("byte_products", byte_products),
+        ("experts", experts),
+        ("decode", decode),
+    ):
+        if name == "experts" and not entries:
+            continue
         inner = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
         lines.append(f' "{name}": [\n{inner}\n ]' if entries else f' "{name}": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -327,6 +378,27 @@ def w8a8_gemm_problem(key: W8A8GemmKey, plan: W8A8GemmPlan | None) -> str:
     return ""
 
 
+def expert_problem(key: ExpertKey, plan: ExpertPlan) -> str:
+    """Return the reason for which the kernels of experts reject a plan, empty if they accept it."""
+    if key.tokens not in EXPERT_BUCKETS:
+        return f"tokens {key.tokens} must be one of {', '.join(map(str, EXPERT_BUCKETS))}"
+    if (key.weight_bits, key.x_bits) not in ((16, 16), (8, 16), (8, 8)):
+        return f"weights of {key.weight_bits} bits and activations of {key.x_bits} have no kernel"
+    if isinstance(plan, GemvPlan):
+        if not _powers_of_two(plan.rows, plan.block_k, plan.warps) or plan.rows > 128 or plan.block_k < 16:
+            return f"rows {plan.rows}, block_k {plan.block_k} and warps must be powers of two, rows at most 128"
+        return ""
+    if not _powers_of_two(plan.block_m, plan.block_n, plan.block_k, plan.warps) or min(plan.block_m, plan.block_n) < 16:
+        return (
+            f"block_m {plan.block_m}, block_n {plan.block_n}, block_k {plan.block_k} must be powers of two from 16 on"
+        )
+    if key.weight_bits == 8 and max(plan.block_n, plan.block_k) > SCALED_INPUTS:
+        return f"block_n {plan.block_n} and block_k {plan.block_k} must be in one block of scales of {SCALED_INPUTS}"
+    if key.x_bits == 8 and (plan.block_k, plan.block_n) != (SCALED_INPUTS, SCALED_INPUTS) and key.part == "gate_up":
+        return f"tiles of quantized activations have {SCALED_INPUTS} outputs and inputs"
+    return ""
+
+
 def decode_problem(key: DecodeKey, plan: DecodePlan) -> str:
     """Return the reason for which decode attention rejects a plan, empty if it accepts it."""
     if not _powers_of_two(key.head_dim, key.pairs):
@@ -359,6 +431,10 @@ def _written(plan: Plan) -> dict[str, object] | None:
     if plan is None:
         return None
     return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "splitk", **asdict(plan)}
+
+
+def _written_expert(plan: ExpertPlan) -> dict[str, object]:
+    return {"kernel": "gemv" if isinstance(plan, GemvPlan) else "grouped", **asdict(plan)}
 
 
 def _written_key(key: W8A8GemmKey) -> dict[str, object]:
