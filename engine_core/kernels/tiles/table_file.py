@@ -2,8 +2,8 @@
 
 They are packaged next to this module. A file is an object with `device`, `kernel_version`, `measured_with` (versions of
 torch and Triton), and the lists `products` (matmuls), `byte_products` (W8A8 GEMMs), `experts` and `decode`. Entries
-have the fields of a `MatmulKey`, `W8A8GemmKey`, `ExpertKey` or `DecodeKey`, and a `plan`. That of a matmul is `null` for the
-library's, or, for gated ones, for separate kernels.
+have the fields of a `MatmulKey`, `W8A8GemmKey`, `ExpertKey` or `DecodeKey`, and a `plan`. That of a matmul is `null`
+for the library's, or, for gated ones, for separate kernels.
 """
 
 import json
