@@ -21,7 +21,13 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
-from tandem.engine_core.startup.engine import DEFAULT_MODEL, build_engine, grammar_workers, scheduler_limits
+from tandem.engine_core.startup.engine import (
+    DEFAULT_MODEL,
+    build_engine,
+    grammar_workers,
+    resolve_engine,
+    scheduler_limits,
+)
 from tandem.engine_core.stats import new_stats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.codec import pack_ids
@@ -245,3 +251,28 @@ def test_workers_are_started_with_the_tokenizer_and_whole_words_of_masks(monkeyp
     assert pool.count == 3
     pool._start_link()
     assert started == [(WorkerFacts(str(file), 4200, (2, 5), 4 * 132), memory)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "windows"),
+    [
+        ("gemma-3-4b", {"max_len": 32_768}, (None, *[1024] * 6)),
+        ("gemma-3-4b", {"max_len": 1025}, (None, *[1024] * 6)),
+        ("gemma-3-4b", {"max_len": 1024}, (None,)),
+        ("gemma-3-4b", {"page_size": "max", "max_len": 32_768}, (None,)),
+        ("mistral-7b-v0.1", {}, (4096,)),
+        ("llama-3.2-1b", {}, (None,)),
+    ],
+)
+def test_layers_are_in_groups_by_window(shape: str, flags: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    """A window that no sequence exceeds is none. Each layer knows its group, whose window is its own."""
+    folder = Path(__file__).parents[3] / "benchmarks" / "shapes" / shape
+    resolved = resolve_engine(EngineOptions(model=str(folder), device="cpu", load_format="dummy", **flags), cuda=False)
+    config, layout, model = resolved.config, resolved.source.layout, resolved.source.model
+    assert config.kv_windows == windows and layout.groups == resolved.groups
+    for index, layer in enumerate(model.attention):
+        assert index in layout.groups[layer.group].layers
+        assert windows[layer.group] in (layer.window, None)
+    if shape == "gemma-3-4b" and len(windows) > 1:
+        assert layout.page_bytes == 5 * 2 * 16 * 4 * 256 * layout.dtype.itemsize
+        assert len(config.page_columns) == 7
