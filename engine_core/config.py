@@ -92,11 +92,6 @@ class StepConfig(Struct, frozen=True, kw_only=True):
         return ceil_div(positions, self.page_size)
 
     @property
-    def pages_per_row(self) -> int:
-        """Largest number of pages of one row."""
-        return self.num_pages(self.max_len)
-
-    @property
     def page_columns(self) -> tuple[PageColumns, ...]:
         """Columns of each KV group in the rows of the page table."""
         return page_columns(self.kv_windows, self.page_size, self.max_len, self.max_step_tokens)

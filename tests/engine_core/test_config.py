@@ -97,14 +97,14 @@ class TestDefaults:
     )
     def test_a_row_has_pages_for_its_whole_length(self, max_len: int, page_size: int | None, pages: int) -> None:
         config = decide(max_len=max_len, page_size=page_size)
-        assert (config.pages_per_row, config.max_page_entries) == (pages, 32 * pages)
+        assert (config.page_columns[0].count, config.max_page_entries) == (pages, 32 * pages)
 
     @pytest.mark.parametrize(
         ("max_len", "page_size"), [(None, 2048), (2, 2), (3, 4), (4, 4), (5, 8), (1024, 1024), (1025, 2048)]
     )
     def test_the_largest_page_holds_one_sequence(self, max_len: int | None, page_size: int) -> None:
         config = decide(max_len=max_len, page_size="max")
-        assert (config.page_size, config.pages_per_row) == (page_size, 1)
+        assert (config.page_size, config.page_columns[0].count) == (page_size, 1)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -236,7 +236,8 @@ def test_resolved_settings_are_consistent(options: EngineOptions, model: ModelSh
     assert 1 <= config.max_rows <= config.max_step_tokens
     assert 1 <= config.prefill_chunk <= config.max_step_tokens
     assert config.depth in (1, 2)
-    assert (config.pages_per_row - 1) * config.page_size < config.max_len <= config.pages_per_row * config.page_size
+    pages = config.page_columns[0].count
+    assert (pages - 1) * config.page_size < config.max_len <= pages * config.page_size
     assert config.page_size.bit_count() == 1
     for name in ("max_len", "max_rows", "max_step_tokens"):
         if getattr(options, name) is not None:

@@ -95,7 +95,7 @@ def update_tables(locations: Tensor, inputs: Tensor, pages: Tensor, tables: Samp
 
     Reads nothing from the host, so it can be captured in a graph. locations: [len(UPDATE_FIELDS), 2] int32, offset in
     `inputs` and length, in words, of each of these fields; zeros for a missing one. inputs: int32, contiguous; pages:
-    [rows, pages_per_row] int32. Indices and rows are not checked. Raises ValueError for a non-contiguous table.
+    [rows, columns] int32. Indices and rows are not checked. Raises ValueError for a non-contiguous table.
     """
     written = tables.tokens, tables.lengths, pages, tables.ints, tables.floats, tables.suppressed
     if not all(table.is_contiguous() for table in (*written, locations, inputs)):
