@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -68,18 +70,18 @@ class BuildContext:
         """Allocate a linear layer with uninitialized weights, in the format that the checkpoint has for it.
 
         name: of the module in the text model, such as "model.layers.3.self_attn.qkv_proj"; parts: number of outputs of
-        each part of a fused projection by the last component of its name, such as "q_proj". Parts with different
-        schemes run one by one.
+        each part of a fused projection by the last component of its name, such as "q_proj". Consecutive parts with
+        equal schemes are merged, others run one by one.
         """
         if parts is None or self.quantization is None:
             return self.method_for(self.scheme_for(name)).build(outputs, inputs, bias, self)
         schemes = self.quantization.part_schemes(name, parts)
         if all(scheme == schemes[0] for scheme in schemes):
             return self.method_for(schemes[0]).build(outputs, inputs, bias, self)
-        found = {
-            part: self.method_for(scheme).build(length, inputs, bias, self)
-            for (part, length), scheme in zip(parts.items(), schemes, strict=True)
-        }
+        found: list[tuple[dict[str, int], LinearWeights]] = []
+        for scheme, group in groupby(zip(parts.items(), schemes, strict=True), key=itemgetter(1)):
+            own = dict(part for part, _ in group)
+            found.append((own, self.method_for(scheme).build(sum(own.values()), inputs, bias, self)))
         return SplitLinear(found, self.kernels)
 
     def experts(

@@ -1,6 +1,6 @@
 """Fused projection of parts in different storage formats."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,18 +18,25 @@ class SplitLinear(UnfusedLinear):
     Used in place of a fused projection if its parts have different storage formats.
     """
 
-    def __init__(self, parts: Mapping[str, LinearWeights], kernels: KernelSet) -> None:
-        """Store the parts by name, in order; each has its own bias, if any."""
+    def __init__(self, linears: Sequence[tuple[Mapping[str, int], LinearWeights]], kernels: KernelSet) -> None:
+        """Store the linear layers in the order of their outputs, each with its own bias, if any.
+
+        linears: numbers of outputs of consecutive parts in one format, by name, and the weights that these parts share.
+        """
         super().__init__(None, kernels)
-        self.parts = parts
+        self.linears = linears
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `LinearWeights.apply`."""
-        return torch.cat([part.apply(x) for part in self.parts.values()], dim=1, out=out)
+        return torch.cat([linear.apply(x) for _, linear in self.linears], dim=1, out=out)
 
     def weight_slots(self, prefix: str, name: str, parts: Mapping[str, int] | None) -> list[WeightSlot]:
         """Implement `UnfusedLinear.weight_slots`: those of each part; a checkpoint cannot hold the whole."""
-        return [slot for part, linear in self.parts.items() for slot in linear.slots(prefix, part)]
+        return [
+            slot
+            for own, linear in self.linears
+            for slot in linear.slots(prefix, "+".join(own), own if len(own) > 1 else None)
+        ]
 
     def embedding_table(self) -> Tensor:
         """Implement `LinearWeights.embedding_table`: an output head has no parts."""

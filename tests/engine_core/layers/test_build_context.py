@@ -55,16 +55,23 @@ def test_parts_of_one_scheme_are_merged() -> None:
 def test_parts_of_different_schemes_run_one_by_one() -> None:
     linear = filled(context_of("a.v_proj").linear("a.qkv_proj", 56, 32, bias=True, parts=PARTS))
     assert isinstance(linear, SplitLinear)
-    query, key, value = linear.parts.values()
-    assert isinstance(query, EightBitLinear) and isinstance(key, EightBitLinear) and isinstance(value, TorchLinear)
+    (names, both), (others, value) = linear.linears
+    assert (names, others) == ({"q_proj": 24, "k_proj": 16}, {"v_proj": 16})
+    assert isinstance(both, EightBitLinear) and isinstance(value, TorchLinear)
     x = torch.randn(5, 32)
-    expected = torch.cat((query.apply(x), key.apply(x), value.apply(x)), dim=1)
+    expected = torch.cat((both.apply(x), value.apply(x)), dim=1)
     assert torch.equal(linear.apply(x), expected)
     out = torch.empty(5, 56)
     assert linear.apply(x, out) is out and torch.equal(out, expected)
-    names = [slot.name for slot in linear.slots("a.", "qkv_proj", PARTS)]
-    assert names[:3] == ["a.q_proj.weight", "a.q_proj.weight_scale", "a.q_proj.weight_scale_inv"]
-    assert not any("qkv_proj" in name for name in names)
+    slots = [slot.name for slot in linear.slots("a.", "qkv_proj", PARTS)]
+    assert slots[:3] == ["a.q_proj.weight", "a.q_proj.weight_scale", "a.q_proj.weight_scale_inv"]
+    assert not any("qkv_proj" in name for name in slots)
+
+
+def test_parts_that_are_not_consecutive_are_not_merged() -> None:
+    linear = context_of("a.k_proj").linear("a.qkv_proj", 56, 32, parts=PARTS)
+    assert isinstance(linear, SplitLinear)
+    assert [list(names) for names, _ in linear.linears] == [["q_proj"], ["k_proj"], ["v_proj"]]
 
 
 def test_a_split_gate_normalizes_once_and_activates() -> None:

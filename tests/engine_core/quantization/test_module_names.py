@@ -1,5 +1,7 @@
 """Which modules the rules of a config name: every tool's way, with any prefix of the text model."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,3 +203,43 @@ def test_scales_of_keys_and_values_do_not_decide_for_the_weights() -> None:
     stored = {f"{name}.k_scale": "F32"} | {f"{LAYER}self_attn.{part}.weight_packed": "I32" for part in parts}
     found = read("compressed-tensors").with_stored(stored)
     assert None not in found.part_schemes(name, parts)
+
+
+PROJECTIONS = [
+    f"model.layers.{layer}.{module}_proj"
+    for layer in (1, 10, 11)
+    for module in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+]
+WAYS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "modules_to_not_convert": ("fp8", lambda name: {"modules_to_not_convert": [name, "lm_head"]}),
+    "ignored_layers": ("fp8", lambda name: {"ignored_layers": [name]}),
+    "ignore": ("compressed-tensors", lambda name: {"ignore": ["lm_head", name]}),
+    "ignore by expression": ("compressed-tensors", lambda name: {"ignore": [f"re:^{re.escape(name)}$"]}),
+    "wrapped": ("compressed-tensors", lambda name: {"ignore": [f"{name}.linear"]}),
+    "dynamic": ("gptq", lambda name: {"dynamic": {f"-:{re.escape(name)}$": {}}}),
+    "awq": ("awq", lambda name: {"modules_to_not_convert": [name]}),
+    "exclude_modules": ("modelopt", lambda name: {"exclude_modules": [name]}),
+    "wildcards": ("modelopt", lambda name: {"exclude_modules": [f"*{name}*"]}),
+    "extra_config": ("auto-round", lambda name: {"extra_config": {name: {"bits": 16}}}),
+    "extra_config by expression": ("auto-round", lambda name: {"extra_config": {f"^{re.escape(name)}$": {"bits": 16}}}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_excludes_one_layer_under_any_prefix(way: str) -> None:
+    method, fields = WAYS[way]
+    for excluded in PROJECTIONS:
+        for spelling in spellings(excluded):
+            found = read(method, **fields(spelling))
+            assert [name for name in PROJECTIONS if not is_quantized(found, name)] == [excluded], spelling
+
+
+def test_groups_of_compressed_tensors_name_layers_under_any_prefix() -> None:
+    weights = CONFIGS["compressed-tensors"]["config_groups"]["group_0"]["weights"]
+    for named in PROJECTIONS:
+        for spelling in spellings(named):
+            other = {"targets": [spelling], "weights": weights | {"group_size": 32}}
+            groups = CONFIGS["compressed-tensors"]["config_groups"] | {"group_1": other}
+            found = read("compressed-tensors", config_groups=groups)
+            schemes = {name: found.scheme_for(name) for name in PROJECTIONS}
+            assert [name for name, scheme in schemes.items() if scheme != found.default] == [named]
