@@ -289,18 +289,23 @@ class KVManager:
     def on_launch(self, seq: Sequence, row: ScheduledSequence) -> None:
         """Record the pages that a launched row brought to the device.
 
-        Also publish the pages that it filled with known tokens, and give up those that no later step reads.
+        Also publish the pages that it filled with known tokens. Pages outside a window are given up then, or before the
+        sequence gets its next page.
         """
         num_mapped = row.first_page + len(row.new_pages) // self.num_groups
         seq.device.num_mapped_pages = num_mapped
         seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
-        if row.tokens and self.tree is not None:
+        if row.tokens:
+            self._on_computed(seq, row)
+
+    def _on_computed(self, seq: Sequence, row: ScheduledSequence) -> None:
+        """Publish the pages that a launched row filled with known tokens, and give up those that it read last."""
+        if self.tree is not None:
             self._release_own(seq, self._publish(seq))
             self._register_pending(seq)
             if row.start < seq.prompt_len <= row.end:
                 self._mark_prompt(seq)
-        if self._tails:
-            self._give_up_passed(seq)
+        self._give_up_passed(seq)
 
     def end_turn(self, seq: Sequence, now: float) -> None:
         """End the session turn of a sequence that has its outcome.

@@ -45,8 +45,8 @@ def insert_paged_rows(
         if start >= seq.total_len - 1:
             num_complete += 1
             continue
-        constrained, tables = seq.constraint is not None, seq.pages
-        pages = tuple(tables[0][first:]) if len(tables) == 1 else memory.unmapped_pages(seq, start + 1)
+        constrained = seq.constraint is not None
+        pages = tuple(seq.pages[0][first:]) if memory.num_groups == 1 else memory.unmapped_pages(seq, start + 1)
         row = ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
         rows.insert(index - num_complete, row)
         paged.append(row)
