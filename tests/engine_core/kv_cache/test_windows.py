@@ -174,6 +174,28 @@ def test_same_prompt_matches_up_to_its_last_page_under_pressure() -> None:
     assert cached_tokens(scheduler, prompted(2, *SYSTEM)) == 28
 
 
+def test_shared_page_is_evictable_once_its_last_reader_has_passed_it() -> None:
+    scheduler = new(pages=100, step=64, chunk=64, windows=WINDOWS)
+    run(scheduler, prompted(1, *SYSTEM, 1))
+    tree = scheduler.memory.tree
+    assert tree is not None
+    fast, slow = prompted(2, *SYSTEM, *[2] * 16, max_tokens=40), prompted(3, *SYSTEM, 3, max_tokens=40)
+    added(scheduler, fast, slow)
+    last = fast.cache.nodes[7]
+    assert [tree.num_readers(last, kind) for kind in (0, 1)] == [2, 2]
+    plan = launched(scheduler, 50)
+    assert [tree.num_readers(last, kind) for kind in (0, 1)] == [2, 1], "the window of one begins behind it"
+    for step in range(51, 65):
+        commit(scheduler, plan, [20, 21])
+        plan = launched(scheduler, step)
+    assert [tree.num_readers(last, kind) for kind in (0, 1)] == [2, 0]
+    assert tree.classes[1].held[last], "it stays until its memory is needed"
+    vacate(scheduler.memory, occupy(scheduler.memory, scheduler.memory.usage.available))
+    assert not tree.classes[1].held[last]
+    assert tree.match(b"", fast.tokens, 8) == [], "of the system prompt alone, only the first group's pages are left"
+    assert scheduler.audit() == []
+
+
 def test_turns_of_a_session_start_from_its_tail() -> None:
     scheduler = new(pages=60, windows=WINDOWS)
     first = prompted(1, *SYSTEM, max_tokens=9, session="talk")
