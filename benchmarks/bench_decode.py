@@ -14,6 +14,8 @@ replaces the linear layers. --prompt also measures a single prompt from submissi
 longer contexts, which should not slow these steps down: with two values, the steps of two engines are timed
 alternately, greedy and with penalties, and the slowdown of the second is reported.
 
+"table" is what the scheduler expects of a step: its table of steps, as timed at the start, and the context.
+
 Of a mixture of experts, the floor reads the experts that a step routes to, whose mean number per layer is printed.
 --routing uniform chooses them pseudorandomly: the router of random weights prefers some experts.
 """
@@ -44,6 +46,7 @@ from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.pipeline import PipelineState
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.sampling.sampler import Mode
+from tandem.engine_core.scheduler.step_costs import StepWork
 from tandem.engine_core.startup.engine import build_engine
 from tandem.engine_core.stats import STAGES, new_stats
 from tandem.engine_core.wire.heartbeat import Status
@@ -84,6 +87,8 @@ class Figures:
     floor: float
     experts: float | None
     """Distinct experts of a layer in a step; None: the model has none."""
+    expected: float
+    """The scheduler's expectation before any step was run: its table of steps, and the context."""
     linears: float
     accepted: float
     """Lower bound of a step: linears + KV bytes / bandwidth + an allowance for the rest."""
@@ -271,6 +276,9 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     context = PROMPT + (FIRST + LAST) / 2
     allowance = ALLOWANCES_MS.get(bench.shape, ALLOWANCE_MS)
+    # Measured steps correct the costs.
+    costs = bench.engine.scheduler.planner.costs
+    expected = {rows: costs.milliseconds(StepWork(rows, int(rows * context))) for rows in batches}
     for rows in batches:
         kv_read = rows * context * kv_token / bandwidth
         experts = bench.count_experts(rows)
@@ -280,7 +288,7 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
         floor = read / bandwidth + kv_read
         plain = not bench.is_quantized and config.moe is None
         linears = linear_seconds(bench.runtime.model, rows) if plain else read / bandwidth
-        bounds = Bounds(floor * 1e3, linears * 1e3, (linears + kv_read) * 1e3 + allowance, experts)
+        bounds = Bounds(floor * 1e3, linears * 1e3, (linears + kv_read) * 1e3 + allowance, expected[rows], experts)
         ways = [("blocking", 1, GREEDY), ("pipelined", 2, GREEDY)]
         ways += [("sampled", 2, SAMPLED)] if rows in SAMPLED_ROWS else []
         blocking = None
@@ -300,6 +308,7 @@ class Bounds:
     floor: float
     linears: float
     accepted: float
+    expected: float = 0.0
     experts: float | None = None
 
 
@@ -326,6 +335,7 @@ def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocki
         tokens_per_second=rows / f["step"],
         floor=bounds.floor,
         experts=bounds.experts,
+        expected=bounds.expected,
         linears=bounds.linears,
         accepted=bounds.accepted,
         gain=blocking / (f["step"] * 1e3) - 1 if blocking is not None else None,
@@ -336,6 +346,7 @@ def figures_of(rows: int, mode: str, f: dict[str, float], bounds: Bounds, blocki
 
 COLUMNS = ("rows", 5), ("mode", 10), ("step ms", 8), ("F ms", 7), ("C ms", 7), ("idle %", 7), ("gap %", 7), ("tok/s", 9)
 LIMITS = (
+    ("table", 7),
     ("experts", 7),
     ("floor", 6),
     ("x floor", 8),
@@ -352,7 +363,8 @@ def line(f: Figures) -> str:
     gain = "" if f.gain is None else f"{100 * f.gain:.1f}"
     times = f"{f.step:>8.3f} {f.gpu:>7.3f} {f.cpu:>7.3f} {f.gpu_idle_percent:>7.2f} {f.gap_percent:>7.2f}"
     experts = "" if f.experts is None else f"{f.experts:.1f}"
-    limits = f"{experts:>7} {f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f} {f.accepted:>9.3f}"
+    limits = f"{f.expected:>7.3f} {experts:>7} {f.floor:>6.3f} {f.step / f.floor:>8.2f} {f.linears:>7.3f}"
+    limits += f" {f.accepted:>9.3f}"
     overlap = f"{gain:>7} {100 * f.gain_ideal:>8.1f} {f.over_slower:>7.3f}"
     return f"{f.rows:>5} {f.mode:>10} {times} {f.tokens_per_second:>9.0f} {limits} {overlap}"
 

@@ -6,11 +6,13 @@
 Prints the milliseconds of each captured step by prompt tokens and decoding rows, with random weights and almost no
 context. The scheduler uses this table to limit prompts while rows decode (`engine_core/scheduler/step_costs.py`). The
 last column is the time of the prompts' matmuls alone at 790 TFLOP/s, twice that with --quantize fp8. --profile lists
-the kernels of single steps (rows and tokens of one prompt) with their microseconds and launches.
+the kernels of single steps (rows and tokens of one prompt) with their microseconds and launches. Tokens are routed to
+experts uniformly. `bench_decode` compares the table with the decode steps that an engine runs.
 """
 
 import argparse
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,9 @@ def main() -> None:
         cells = "".join(f"{found[count, tokens]:>9.2f}" if (count, tokens) in found else f"{'-':>9}" for count in rows)
         print(f"{tokens:>6}{cells}{2e3 * tokens * model.active_weights / flops:>9.2f}", flush=True)
     for step in arguments.profile:
-        profile(engine.runtime, *map(int, step.split(":")))
+        routing = engine.runtime.model.routing  # type: ignore[attr-defined]
+        with nullcontext() if routing is None else routing.uniform():
+            profile(engine.runtime, *map(int, step.split(":")))
     if arguments.save:
         steps = [{"rows": rows, "tokens": tokens, "ms": ms} for (rows, tokens), ms in sorted(found.items())]
         config = {"shape": arguments.shape.name, "max_rows": arguments.max_rows, "device": arguments.device}
