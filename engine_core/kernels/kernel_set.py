@@ -3,21 +3,23 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, Pieces, TokenRows
 from tandem.engine_core.kernels.moe.routing import Routed, Routing
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
-from tandem.engine_core.kernels.reference import layer, moe, quantized_activation
+from tandem.engine_core.kernels.reference import delta_rule, layer, moe, quantized_activation
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """Fused operations of a transformer layer.
 
-    Signatures and semantics are those of `kernels.reference.layer`, `kernels.reference.quantized_activation` and
-    `kernels.reference.moe`.
+    Signatures and semantics are those of `kernels.reference.layer`, `kernels.reference.quantized_activation`,
+    `kernels.reference.moe` and `kernels.reference.delta_rule`.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
@@ -39,6 +41,12 @@ class KernelSet:
         [Tensor, Tensor, Tensor, float, Tensor, int, Routing, Tensor, Tensor | None, int],
         tuple[Tensor, Tensor, Routed],
     ]
+    find_pieces: Callable[[TokenRows], Pieces | None]
+    short_conv: Callable[[Tensor, Tensor, DeltaRuleShape, DeltaRuleState, TokenRows, Any], Tensor]
+    delta_rule: Callable[[Tensor, Tensor, Tensor, Tensor, DeltaRuleShape, DeltaRuleState, TokenRows, Any], Tensor]
+    """The last argument of both is the result of `find_pieces`."""
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float, TokenRows], Tensor]
+    sigmoid_gate: Callable[[Tensor, Tensor], Tensor]
 
 
 def torch_kernels() -> KernelSet:
@@ -55,6 +63,11 @@ def torch_kernels() -> KernelSet:
         quantized_activation.quantized_norm,
         quantized_activation.quantized_gate,
         moe.norm_and_route,
+        delta_rule.find_pieces,
+        delta_rule.short_conv,
+        delta_rule.delta_rule,
+        delta_rule.gated_norm,
+        delta_rule.sigmoid_gate,
     )
 
 
@@ -64,6 +77,10 @@ def triton_kernels(pdl: bool) -> KernelSet:
     pdl: use programmatic dependent launch, which overlaps a kernel's prologue with its predecessor's end.
     """
     from tandem.engine_core.kernels.attention.rope import rope_and_kv_write
+    from tandem.engine_core.kernels.delta_rule.delta_rule import delta_rule
+    from tandem.engine_core.kernels.delta_rule.gates import gated_norm, sigmoid_gate
+    from tandem.engine_core.kernels.delta_rule.pieces import find_pieces
+    from tandem.engine_core.kernels.delta_rule.short_conv import short_conv
     from tandem.engine_core.kernels.gated_activation import gated_activation, quantized_gate
     from tandem.engine_core.kernels.gather_columns import gather_columns
     from tandem.engine_core.kernels.moe.route import norm_and_route
@@ -83,4 +100,9 @@ def triton_kernels(pdl: bool) -> KernelSet:
         partial(quantized_norm, pdl=pdl),
         partial(quantized_gate, pdl=pdl),
         partial(norm_and_route, pdl=pdl),
+        partial(find_pieces, pdl=pdl),
+        partial(short_conv, pdl=pdl),
+        partial(delta_rule, pdl=pdl),
+        partial(gated_norm, pdl=pdl),
+        partial(sigmoid_gate, pdl=pdl),
     )

@@ -29,6 +29,7 @@ from tandem.engine_core.kernels.attention.extra_splits import ExtraSplits, assig
 from tandem.engine_core.kernels.attention.paged_prefill import TILE_WORDS
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.attention.table_updates import update_tables
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, Pieces, TokenRows
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, GpuTraits
 from tandem.engine_core.kernels.kernel_set import triton_kernels
 from tandem.engine_core.kernels.linear.quantized_gemv import quantized_gemv_kernel
@@ -220,6 +221,24 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: update_tables(index.new_zeros(9, 2), index, pages, tables)
     yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
     yield lambda: assign_extra_splits(index, 1, 17, pdl=gpu.pdl)
+    yield from recurrent_kernels(gpu)
+
+
+def recurrent_kernels(gpu: GpuTraits) -> Iterator[Launch]:
+    """The kernels of a recurrent layer, in the sizes of Qwen 3.5 9B."""
+    kernels, tokens = triton_kernels(gpu.pdl), 8
+    shape = DeltaRuleShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4)
+    index = torch.zeros(tokens, dtype=torch.int32)
+    state = DeltaRuleState.allocate(shape, 2, torch.bfloat16, torch.device("cpu"))
+    rows = TokenRows(index, index, 4, 2)
+    pieces = Pieces(index[:2], index.new_zeros(4, 2), index.new_zeros(2, 2))
+    x, values, heads = half(tokens, shape.channels), half(tokens, shape.values), torch.zeros(shape.value_heads)
+    gates, mixed = half(tokens, 2 * shape.value_heads), half(tokens, shape.value_heads, shape.value_dim)
+    yield lambda: kernels.find_pieces(rows)
+    yield lambda: kernels.short_conv(x, half(shape.channels, 1, 4), shape, state, rows, pieces)
+    yield lambda: kernels.delta_rule(x, gates, heads, heads, shape, state, rows, pieces)
+    yield lambda: kernels.gated_norm(mixed, values, half(shape.value_dim), 1e-6, rows)
+    yield lambda: kernels.sigmoid_gate(half(tokens, 1024), half(tokens, 8, 128))
 
 
 def decodes_before_products(gpu: GpuTraits) -> Iterator[Launch]:

@@ -1,0 +1,166 @@
+"""Causal convolution over a few positions, SiLU, and the norms of queries and keys, in one launch.
+
+A program computes one head of some tokens. A second launch keeps the newest inputs of rows with several tokens; single
+tokens keep theirs in the first. Oracle: `reference.delta_rule.short_conv`. `pdl`: see `kernels.dependent_launch`.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.delta_rule.state import L2_EPS, DeltaRuleShape, DeltaRuleState, Pieces, TokenRows
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+
+BLOCK = 8
+"""Tokens of a program."""
+
+
+@triton.jit
+def _short_conv_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    columns_ptr,
+    rows_ptr,
+    positions_ptr,
+    tokens,
+    num_single,
+    x_stride,
+    out_stride,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    NORMED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(1)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = FIRST + head * D + tl.arange(0, D)
+    inside = token < tokens
+    wait_for_previous(PDL)
+    row = tl.load(rows_ptr + token, mask=inside, other=0)
+    position = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int32)
+    kept_ptr = columns_ptr + row.to(tl.int64) * ((WIDTH - 1) * CHANNELS)
+    x_token_ptr = x_ptr + token.to(tl.int64) * x_stride
+    own = tl.load(x_token_ptr[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
+    total = own.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1).to(tl.float32)[None, :]
+    for distance in tl.static_range(1, WIDTH):
+        # The token that far ahead belongs to this row if its row and position fit: a row's tokens are adjacent.
+        has_token = inside & (token >= distance)
+        other_row = tl.load(rows_ptr + token - distance, mask=has_token, other=-1)
+        other_position = tl.load(positions_ptr + token - distance, mask=has_token, other=-1).to(tl.int32)
+        in_step = has_token & (other_row == row) & (other_position == position - distance)
+        in_state = inside & (row > 0) & (position >= distance) & (in_step == 0)
+        seen = tl.load(
+            (x_token_ptr - distance * x_stride)[:, None] + channel[None, :], mask=in_step[:, None], other=0.0
+        ).to(tl.float32)
+        index = (position + (WIDTH - 1) - distance) % (WIDTH - 1)
+        seen += tl.load(
+            (kept_ptr + index * CHANNELS)[:, None] + channel[None, :], mask=in_state[:, None], other=0.0
+        ).to(tl.float32)
+        total += seen * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - distance).to(tl.float32)[None, :]
+    mixed = (total * tl.sigmoid(total)).to(out_ptr.dtype.element_ty)
+    if NORMED > 0:
+        wide = mixed.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) + EPS) * tl.where(head < KEY_HEADS, scale, 1.0)
+        mixed = (wide * tl.where(head < NORMED, factor, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :], mixed, mask=inside[:, None])
+    # All reads of the row's columns come before this write.
+    tl.debug_barrier()
+    keeps = inside & (row > 0) & (token < num_single)
+    target = kept_ptr + (position % (WIDTH - 1)) * CHANNELS
+    tl.store(target[:, None] + channel[None, :], own, mask=keeps[:, None])
+
+
+@triton.jit
+def _keep_columns_kernel(
+    columns_ptr,
+    x_ptr,
+    rows_ptr,
+    positions_ptr,
+    counts_ptr,
+    pieces_ptr,
+    spans_ptr,
+    x_stride,
+    KEPT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    span = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    if span < tl.load(counts_ptr + 1):
+        first = tl.load(pieces_ptr + 2 * tl.load(spans_ptr + 2 * span))
+        end = tl.load(pieces_ptr + 2 * tl.load(spans_ptr + 2 * span + 1) - 1)
+        row = tl.load(rows_ptr + first).to(tl.int64)
+        for back in tl.static_range(1, KEPT + 1):
+            token = end - back
+            mask = (channel < CHANNELS) & (token >= first)
+            position = tl.load(positions_ptr + token, mask=token >= first, other=0).to(tl.int32)
+            newest = tl.load(x_ptr + token.to(tl.int64) * x_stride + channel, mask=mask, other=0.0)
+            tl.store(columns_ptr + (row * KEPT + position % KEPT) * CHANNELS + channel, newest, mask=mask)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    shape: DeltaRuleShape,
+    state: DeltaRuleState,
+    tokens: TokenRows,
+    pieces: Pieces | None,
+    pdl: bool = False,
+) -> Tensor:
+    """Apply the causal convolution, SiLU and the norms of heads; see the oracle.
+
+    x: rows contiguous; pieces: of the tokens behind the single ones. Raises ValueError for heads of other
+    sizes than powers of two.
+    """
+    for size in (shape.key_dim, shape.value_dim):
+        if size & (size - 1):
+            raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two")
+    count, launch = len(x), {"launch_pdl": True} if pdl else {}
+    out = torch.empty(count, shape.channels, dtype=x.dtype, device=x.device)
+    if not count:
+        return out
+    block = 1 if count <= BLOCK else BLOCK
+    normed, first_value = 2 * shape.key_heads, shape.channels - shape.values
+    heads = [(normed, shape.key_dim, 0, normed), (shape.value_heads, shape.value_dim, first_value, 0)]
+    if shape.key_dim == shape.value_dim:
+        heads = [(normed + shape.value_heads, shape.key_dim, 0, normed)]
+    for number, size, first, normed in heads:
+        _short_conv_kernel[(triton.cdiv(count, block), number)](
+            *(out, x, weight, state.columns, tokens.rows, tokens.positions, count, tokens.num_single),
+            *(x.stride(0), out.stride(0), shape.key_dim**-0.5),
+            KEY_HEADS=shape.key_heads,
+            D=size,
+            FIRST=first,
+            NORMED=normed,
+            WIDTH=shape.conv_width,
+            CHANNELS=shape.channels,
+            EPS=L2_EPS,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=1 if block == 1 else 4,
+            **launch,
+        )
+    if pieces is not None:
+        size = 1024
+        _keep_columns_kernel[(len(pieces.spans), triton.cdiv(shape.channels, size))](
+            *(state.columns, x, tokens.rows, tokens.positions, pieces.counts, pieces.pieces, pieces.spans, x.stride(0)),
+            KEPT=shape.conv_width - 1,
+            CHANNELS=shape.channels,
+            BLOCK=size,
+            PDL=pdl,
+            num_warps=4,
+            **launch,
+        )
+    return out

@@ -1,0 +1,147 @@
+"""The gated delta rule for rows with one token each.
+
+A program computes some value channels of one head: it reads the base and the ring, and writes the token's update. If
+the token's position is a multiple of the ring's size, it first folds the ring into the base. Oracle:
+`reference.delta_rule.delta_rule`. `pdl`: see `kernels.dependent_launch`.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape, DeltaRuleState, TokenRows
+from tandem.engine_core.kernels.dependent_launch import wait_for_previous
+
+VALUE_BLOCK, WARPS = 64, 4
+"""Value channels and warps of a program."""
+SMALL_BATCH, SMALL_VALUE_BLOCK, SMALL_WARPS = 4, 32, 4
+"""With few rows, more programs of fewer channels keep more of a GPU busy."""
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)) of float32 values."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def log_decay(gates_ptr, a_log_ptr, dt_bias_ptr, head, mask, HEADS: tl.constexpr):
+    """Return g of tokens. gates_ptr: of each token's b of head 0, followed by all a."""
+    a = tl.load(gates_ptr + HEADS + head, mask=mask, other=0.0).to(tl.float32)
+    return -tl.exp(tl.load(a_log_ptr + head)) * softplus(a + tl.load(dt_bias_ptr + head))
+
+
+@triton.jit
+def _single_tokens_kernel(
+    out_ptr,
+    qkv_ptr,
+    gates_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    base_ptr,
+    updates_ptr,
+    keys_ptr,
+    decays_ptr,
+    rows_ptr,
+    positions_ptr,
+    qkv_stride,
+    gates_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    key_head = head // (HEADS // KEY_HEADS)
+    k_index, v_index = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    row = tl.load(rows_ptr + token).to(tl.int64)
+    if row > 0:
+        position = tl.load(positions_ptr + token).to(tl.int32)
+        cursor = position % R
+        own_base_ptr = base_ptr + (row * HEADS + head) * K * V + k_index[:, None] * V + v_index[None, :]
+        own_updates_ptr = updates_ptr + (row * HEADS + head) * R * V + v_index
+        own_keys_ptr = keys_ptr + (row * KEY_HEADS + key_head) * 2 * R * K + k_index
+        own_decays_ptr = decays_ptr + (row * HEADS + head) * 2 * R
+        base = tl.load(own_base_ptr, mask=(position > 0) & (k_index[:, None] >= 0), other=0.0)
+        source = qkv_ptr + token * qkv_stride
+        query = tl.load(source + key_head * K + k_index).to(tl.float32)
+        stored_key = tl.load(source + (KEY_HEADS + key_head) * K + k_index)
+        value = tl.load(source + 2 * KEY_HEADS * K + head * V + v_index).to(tl.float32)
+        gate = gates_ptr + token * gates_stride
+        beta = tl.sigmoid(tl.load(gate + head).to(tl.float32))
+        decay = log_decay(gate, a_log_ptr, dt_bias_ptr, head, True, HEADS)
+        key = stored_key.to(tl.float32)
+        total = tl.load(own_decays_ptr + (position + 2 * R - 1) % (2 * R), mask=position > 0, other=0.0)
+        if cursor == 0:
+            base = base * tl.exp(total)
+            for back in range(1, R + 1):
+                at = position + 2 * R - back
+                weight = tl.exp(total - tl.load(own_decays_ptr + at % (2 * R), mask=position > 0, other=0.0))
+                old_key = tl.load(own_keys_ptr + (at % (2 * R)) * K, mask=(position > 0) & (k_index >= 0), other=0.0)
+                update = tl.load(own_updates_ptr + (at % R) * V, mask=(position > 0) & (v_index >= 0), other=0.0)
+                base += (old_key.to(tl.float32) * weight)[:, None] * update[None, :]
+            tl.store(own_base_ptr, base)
+            total = 0.0
+        total += decay
+        scale = tl.exp(total)
+        remembered = scale * tl.sum(base * key[:, None], 0)
+        result = scale * tl.sum(base * query[:, None], 0)
+        for index in range(0, cursor):
+            at = position - cursor + index
+            old_key = tl.load(own_keys_ptr + (at % (2 * R)) * K).to(tl.float32)
+            weight = tl.exp(total - tl.load(own_decays_ptr + at % (2 * R)))
+            update = tl.load(own_updates_ptr + index * V) * weight
+            remembered += tl.sum(old_key * key) * update
+            result += tl.sum(old_key * query) * update
+        update = beta * (value - remembered)
+        result += tl.sum(key * query) * update
+        # Reads of the ring by this program come before these writes; others write other entries.
+        tl.debug_barrier()
+        tl.store(own_updates_ptr + cursor * V, update)
+        if part == 0:
+            tl.store(own_decays_ptr + position % (2 * R), total)
+            if head % (HEADS // KEY_HEADS) == 0:
+                tl.store(own_keys_ptr + (position % (2 * R)) * K, stored_key)
+        tl.store(out_ptr + (token * HEADS + head) * V + v_index, result.to(out_ptr.dtype.element_ty))
+
+
+def single_tokens(
+    out: Tensor,
+    qkv: Tensor,
+    gates: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    shape: DeltaRuleShape,
+    state: DeltaRuleState,
+    tokens: TokenRows,
+    pdl: bool = False,
+) -> None:
+    """Run the delta rule over the first `num_single` tokens; see the oracle.
+
+    out: [T, value_heads, value_dim], written but for padding; qkv: contiguous; gates: rows contiguous. Raises
+    ValueError for heads of other sizes than powers of two from 16 on.
+    """
+    for size in (shape.key_dim, shape.value_dim):
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"heads of {size} elements are not supported; the size must be a power of two from 16 on")
+    block, warps = (SMALL_VALUE_BLOCK, SMALL_WARPS) if tokens.num_single <= SMALL_BATCH else (VALUE_BLOCK, WARPS)
+    block = min(block, shape.value_dim)
+    _single_tokens_kernel[(tokens.num_single, shape.value_heads, shape.value_dim // block)](
+        *(out, qkv, gates, a_log, dt_bias, state.base, state.updates, state.keys, state.decays),
+        *(tokens.rows, tokens.positions, qkv.stride(0), gates.stride(0)),
+        KEY_HEADS=shape.key_heads,
+        HEADS=shape.value_heads,
+        K=shape.key_dim,
+        V=shape.value_dim,
+        R=state.ring,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )

@@ -1,0 +1,149 @@
+"""Memory of the gated delta rule: its sizes, and its tensors by row of the device's tables.
+
+A value head keeps a matrix S of [key_dim, value_dim], which token t updates (Yang et al., 2025):
+
+    S <- exp(g_t) S;  u_t = beta_t (v_t - S^T k_t);  S <- S + k_t u_t^T;  o_t = S^T q_t
+
+The memory holds S as it was a few tokens ago, `base`, and the keys and updates of the tokens since then, the ring. With
+G_t, the sum of g since the base, S = exp(G_t) base + sum over j of exp(G_t - G_j) k_j u_j^T. So most steps read the
+base and do not write it. After tokens 0 to p - 1, the base covers the first `base_length(p, ring)` of them; the base is
+written at multiples of the ring's size.
+
+A row has no content before position 0: whatever the memory holds then counts as zeros.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+RING = 16
+"""Tokens between two writes of the base, which is also the usual size of KV pages."""
+L2_EPS = 1e-6
+"""Added to the sum of squares of a query or key head."""
+PIECE = 64
+"""Positions that prompts are computed in at once: from one multiple of this to the next."""
+
+
+class DeltaRuleShape(Struct, frozen=True, kw_only=True):
+    """Sizes of a layer with the gated delta rule."""
+
+    key_heads: int
+    """Heads of queries and keys. Head j serves `value_heads / key_heads` consecutive value heads."""
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Positions that the convolution sees, the token's own included."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of queries, keys and values, in this order."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of the values."""
+        return self.value_heads * self.value_dim
+
+    def row_bytes(self, itemsize: int, ring: int = RING) -> int:
+        """Return the bytes of one row of a layer. itemsize: of the model's dtype."""
+        wide = self.value_heads * (self.key_dim * self.value_dim + ring * self.value_dim + 2 * ring)
+        narrow = 2 * ring * self.key_heads * self.key_dim + (self.conv_width - 1) * self.channels
+        return 4 * wide + itemsize * narrow
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuleState:
+    """Memory of one layer for all rows; row 0 is padding and is neither read nor written.
+
+    Rows come first in every tensor.
+    """
+
+    base: Tensor
+    """[rows, value_heads, key_dim, value_dim] float32."""
+    updates: Tensor
+    """[rows, value_heads, R, value_dim] float32: u of the token at position p is at index p % R."""
+    keys: Tensor
+    """[rows, key_heads, 2 * R, key_dim] in the model's dtype, normalized: the key of position p is at p % (2 * R).
+
+    Twice the size of `updates`, as programs that fold a full ring read keys while another writes the next one.
+    """
+    decays: Tensor
+    """[rows, value_heads, 2 * R] float32: G of each position since the base, at the index of the key."""
+    columns: Tensor
+    """[rows, conv_width - 1, channels] in the model's dtype: last inputs of the convolution, that of position p at
+    index p % (conv_width - 1)."""
+
+    @property
+    def ring(self) -> int:
+        """Size R of the ring."""
+        return self.updates.shape[2]
+
+    @classmethod
+    def allocate(
+        cls, shape: DeltaRuleShape, rows: int, dtype: torch.dtype, device: torch.device, ring: int = RING
+    ) -> "DeltaRuleState":
+        """Allocate the memory of a layer. rows: the padding row included; dtype: of the model."""
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(rows, *sizes, dtype=dtype, device=device)
+
+        return cls(
+            base=empty(shape.value_heads, shape.key_dim, shape.value_dim),
+            updates=empty(shape.value_heads, ring, shape.value_dim),
+            keys=empty(shape.key_heads, 2 * ring, shape.key_dim, dtype=dtype),
+            decays=empty(shape.value_heads, 2 * ring),
+            columns=empty(shape.conv_width - 1, shape.channels, dtype=dtype),
+        )
+
+
+def allocate_states(
+    shape: DeltaRuleShape | None, layers: int, rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[DeltaRuleState, ...]:
+    """Allocate the memory of a model's recurrent layers. shape: None if it has none."""
+    return () if shape is None else tuple(DeltaRuleState.allocate(shape, rows, dtype, device) for _ in range(layers))
+
+
+def base_length(position: int, ring: int) -> int:
+    """Return the number of tokens in the base after those before a position; the ring holds the others."""
+    return ring * ((position - 1) // ring) if position else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Table row and position of each of the T tokens of a step.
+
+    The tokens of a row are adjacent and their positions consecutive; every row appears once. Tokens of row 0 are
+    padding, in any number and order.
+    """
+
+    rows: Tensor
+    """[T] int32."""
+    positions: Tensor
+    """[T] int32 or int64."""
+    num_single: int = 0
+    """Number of tokens at the beginning that each are the only one of their row, or padding."""
+    max_spans: int = 0
+    """Largest number of rows that the other tokens can belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The tokens of a step behind the first `num_single`, by row, and cut at multiples of PIECE.
+
+    All three are on the device, where they are computed.
+    """
+
+    counts: Tensor
+    """[2] int32: numbers of pieces and of spans."""
+    pieces: Tensor
+    """[most pieces, 2] int32: first token of each piece, and the one behind its last."""
+    spans: Tensor
+    """[most spans, 2] int32: first piece of each row, and the one behind its last."""
+
+
+def max_pieces(tokens: int, spans: int) -> int:
+    """Return the largest number of pieces. spans: largest number of rows that the tokens belong to."""
+    return tokens // PIECE + 2 * spans
