@@ -41,6 +41,7 @@ from benchmarks.measuring.graph_timing import graph_seconds, new_event
 from benchmarks.measuring.results import save
 from benchmarks.measuring.weight_formats import FORMATS, write_shape
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.pipeline import PipelineState
@@ -269,18 +270,20 @@ def measure(bench: Bench, batches: list[int], bandwidth: float) -> list[Figures]
     slots = bench.runtime.model.weight_slots()
     expert_bytes = sum({slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if is_expert(slot)}.values())
     slots = [slot for slot in slots if not is_expert(slot)]
-    projections = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if "_proj." in slot.name}
-    weights = sum(projections.values()) + sum(slot.target.nbytes for slot in slots if "_proj." not in slot.name)
+    projections = {slot.parameter.data_ptr(): slot.parameter.nbytes for slot in slots if "_proj" in slot.name}
+    weights = sum(projections.values()) + sum(slot.target.nbytes for slot in slots if "_proj" not in slot.name)
     # A step reads one row of the embedding per token. A tied one is the head, counted once.
     weights -= config.vocab_size * config.hidden_size * 2
-    kv_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
+    kv_token = 2 * len(config.attention_layers) * config.kv_heads * config.head_dim * 2
+    # Of recurrent layers: the base, which every 16th step writes too.
+    state = sum(layer.base[0].nbytes for layer in bench.runtime.kv.recurrent) * (1 + 1 / RING)
     context = PROMPT + (FIRST + LAST) / 2
     allowance = ALLOWANCES_MS.get(bench.shape, ALLOWANCE_MS)
     # Measured steps correct the costs.
     costs = bench.engine.scheduler.planner.costs
     expected = {rows: costs.milliseconds(StepWork(rows, int(rows * context))) for rows in batches}
     for rows in batches:
-        kv_read = rows * context * kv_token / bandwidth
+        kv_read = rows * (context * kv_token + state) / bandwidth
         experts = bench.count_experts(rows)
         read = weights
         if config.moe is not None and experts is not None:

@@ -18,6 +18,8 @@ CUDA_MAX_ROWS = (1024, 512, 256)
 """Default rows on cuda: the first of these that leaves ROW_BYTES of GPU memory per row after the weights, else the
 last."""
 ROW_BYTES = 24 * 2**20
+STATE_SHARE = 0.5
+"""Share of the memory that the weights leave for the state of recurrent layers, by default."""
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 128, 8192
 """Default positions of a step, enough for a burst of prompts to be computed about as fast as possible."""
 MAX_SESSIONS, SESSION_TTL = 256, 600.0
@@ -40,6 +42,8 @@ class ModelShape(Struct, frozen=True):
     """Largest --max-len, if above `max_positions`."""
     weight_bytes: int = 0
     """Bytes of its weights in the engine's dtype, about."""
+    row_bytes: int = 0
+    """Bytes of the state of one row in its recurrent layers; 0: it has none."""
 
 
 class StepConfig(Struct, frozen=True, kw_only=True):
@@ -177,13 +181,18 @@ def resolve_threads(options: EngineOptions, cores: int) -> int:
     return options.threads or max(1, cores - 1)
 
 
-def default_cuda_rows(room: int, most: int) -> int:
+def default_cuda_rows(room: int, most: int, row_bytes: int = 0) -> int:
     """Choose the default rows on cuda.
 
-    room: bytes of GPU memory that the weights leave; most: rows that other settings allow.
+    room: bytes of GPU memory that the weights leave; most: rows that other settings allow; row_bytes: of the state of
+    one row, which the padding row has too.
     """
     fitting = (rows for rows in CUDA_MAX_ROWS if rows <= most and rows * ROW_BYTES <= room)
-    return next(fitting, CUDA_MAX_ROWS[-1])
+    rows = next(fitting, CUDA_MAX_ROWS[-1])
+    if not row_bytes or room <= 0:
+        return rows
+    with_state = max(1, int(room * STATE_SHARE) // row_bytes - 1)
+    return rows if rows <= with_state else max(1, with_state - with_state % 8 if with_state > 8 else with_state)
 
 
 def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, gpu_bytes: int = 0) -> StepConfig:
@@ -199,6 +208,8 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
     max_rows = options.max_rows or (CPU_MAX_ROWS if cpu else _cuda_rows(options, model, max_len, gpu_bytes))
     with problems.caught():
         _check_switches(options)
+    with problems.caught():
+        _check_recurrent(options, model)
     step_tokens, chunk = CPU_STEP_TOKENS if cpu else CUDA_STEP_TOKENS, 0
     with problems.caught():
         step_tokens, chunk = _step_size(options, step_tokens, max_rows, max_len)
@@ -207,7 +218,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
         page_size = _page_size(options.page_size, max_len)
     graph_rows, graph_tokens = _graphs(options, cpu, max_rows, step_tokens, max_rows * max_len, problems)
     problems.check()
-    prefix_cache = _prefix_cache(options)
+    prefix_cache = _prefix_cache(options) and not model.row_bytes
     return StepConfig(
         model_name=options.served_model_name or model.name,
         device=device,
@@ -273,7 +284,7 @@ def _cuda_rows(options: EngineOptions, model: ModelShape, max_len: int, gpu_byte
     most = max(CUDA_MAX_ROWS)
     if options.max_step_tokens is not None:
         most = options.max_step_tokens - (max_len if _whole_prompts(options) else 0)
-    return default_cuda_rows(int(gpu_bytes * share) - model.weight_bytes, most)
+    return default_cuda_rows(int(gpu_bytes * share) - model.weight_bytes, most, model.row_bytes)
 
 
 def _whole_prompts(options: EngineOptions) -> bool:
@@ -309,6 +320,27 @@ def _check_switches(options: EngineOptions) -> None:
     ) if wrong]  # fmt: skip
     if found:
         raise ConfigError(*found)
+
+
+def _check_recurrent(options: EngineOptions, model: ModelShape) -> None:
+    """Raise ConfigError for flags that need the prefix cache, which a model with recurrent layers does not have: cached
+    pages would skip the tokens that its state has to see.
+    """
+    if not model.row_bytes:
+        return
+    ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
+    given = (
+        (options.prefix_cache == "on", "--prefix-cache on"),
+        (bool(options.max_sessions), f"--max-sessions {options.max_sessions}"),
+        (bool(ttl), ttl),
+    )
+    if asked := [flag for is_given, flag in given if is_given]:
+        raise ConfigError(
+            *(
+                f"{flag}: {model.name} has recurrent layers, whose prefixes are not cached; leave it out"
+                for flag in asked
+            )
+        )
 
 
 def _check_graphs(options: EngineOptions, cpu: bool) -> None:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleShape
 from tandem.engine_core.kernels.moe.routing import Routing
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.rope_config import QueryScaling, RopeConfig
@@ -52,7 +53,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     tie_embeddings: bool
     attention: tuple[LayerAttention, ...]
-    """Scale, window, soft cap and rotary table of each layer."""
+    """Scale, window, soft cap and rotary table of each layer; unused for `recurrent_layers`."""
     ropes: tuple[RopeConfig, ...]
     """Rotary embeddings; `LayerAttention.rotary` is the index of a layer's."""
     eos_ids: tuple[int, ...] = ()
@@ -67,6 +68,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     """True if the projections of the feed-forward networks have biases."""
     query_scaling: QueryScaling | None = None
     """Scaling of queries by their position, None: there is none."""
+    output_gate: bool = False
+    """True if the output of attention is multiplied by the sigmoid of a gate."""
+    recurrent_layers: tuple[int, ...] = ()
+    """Indexes of the layers that have a gated delta rule in place of attention, and no keys and values."""
+    delta_rule: DeltaRuleShape | None = None
+    """Sizes of these layers."""
     qk_norm: bool = False
     """True if each query and key head is normalised before the rotary embedding."""
     activation: Activation = Activation.SILU
@@ -102,12 +109,23 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     def _count_weights(self, experts: int) -> int:
         """Count the weights of all layers' projections. experts: number that is counted of a layer."""
         heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.layers * (2 * heads + 2 * kv_heads)
+        mixing = len(self.attention_layers) * ((2 + self.output_gate) * heads + 2 * kv_heads)
+        if (shape := self.delta_rule) is not None:
+            mixing += len(self.recurrent_layers) * (shape.channels + 2 * shape.values + 2 * shape.value_heads)
         if self.moe is None:
-            return self.hidden_size * (attention + self.layers * 3 * self.intermediate_size)
+            return self.hidden_size * (mixing + self.layers * 3 * self.intermediate_size)
         sparse = len(self.moe.layers)
         networks = sparse * (3 * experts * self.moe.width + self.moe.experts)
-        return self.hidden_size * (attention + networks + (self.layers - sparse) * 3 * self.intermediate_size)
+        return self.hidden_size * (mixing + networks + (self.layers - sparse) * 3 * self.intermediate_size)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indexes of the layers with attention."""
+        return tuple(index for index in range(self.layers) if index not in self.recurrent_layers)
+
+    def recurrent_row_bytes(self, itemsize: int) -> int:
+        """Return the bytes of one row's state in all layers. itemsize: of the model's dtype."""
+        return 0 if self.delta_rule is None else len(self.recurrent_layers) * self.delta_rule.row_bytes(itemsize)
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of all weights, about.
@@ -125,4 +143,4 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
         A step is planned once for each.
         """
-        return tuple(dict.fromkeys(self.attention))
+        return tuple(dict.fromkeys(self.attention[index] for index in self.attention_layers))

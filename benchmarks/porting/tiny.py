@@ -68,6 +68,14 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
+    "Qwen3_5ForCausalLM": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "Phi3ForCausalLM": {"model_type": "phi3", "partial_rotary_factor": 0.5},
 }
 """Config fields by architecture; windows are shorter than the prompt of a check."""
@@ -87,8 +95,9 @@ def save_tiny(architecture: str, folder: Path, seed: int = 0, **fields: Any) -> 
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(**(COMMON | TINY[architecture] | fields))
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Gemma stores norm weights minus 1.
-        randomize_vectors(model, (-0.5, 0.5) if "Gemma" in architecture else (0.5, 1.5))
+        # These store norm weights minus 1.
+        minus_one = architecture.startswith(("Gemma", "Qwen3_5"))
+        randomize_vectors(model, (-0.5, 0.5) if minus_one else (0.5, 1.5))
         model.save_pretrained(folder)
 
 

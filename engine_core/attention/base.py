@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.attention.rotation import Rotation
+from tandem.engine_core.kernels.delta_rule.state import TokenRows
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 
@@ -197,3 +198,5 @@ class ForwardBatch:
     """The same step if it supports fusion. None: RoPE and quantization use separate kernels."""
     rows: Tensor | None = None
     """[T] int32, row of each token; 0 for padding. None: no token is padding."""
+    tokens: TokenRows | None = None
+    """Rows of the tokens, which recurrent layers need."""

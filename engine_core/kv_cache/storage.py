@@ -9,6 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.groups import KVGroup
 
@@ -72,7 +73,7 @@ class KVLayout(Struct, frozen=True, kw_only=True):
 
 
 class KVStorage:
-    """Keys and values of all layers, page-major.
+    """Keys and values of all layers, page-major, and the state of recurrent layers.
 
     All that a page holds is one run of bytes, and all pages have the same size: any page serves any group.
 
@@ -85,20 +86,32 @@ class KVStorage:
     the KV manager.
     """
 
-    def __init__(self, layout: KVLayout, pool: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: Tensor,
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+        recurrent: tuple[DeltaRuleState, ...] = (),
+    ) -> None:
         """Keep the pool and its views.
 
-        pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer, [slots, kv_heads, head_dim],
-        contiguous, from the layer's first slot to its last.
+        pool: [pages, *layout.page_shape]; keys, values: one view of it for each layer with attention, [slots, kv_heads,
+        head_dim], contiguous, from the layer's first slot to its last; recurrent: the state of each recurrent layer.
         """
         self.layout = layout
         self.pool = pool
         self.keys = keys
         self.values = values
+        self.recurrent = recurrent
 
     @classmethod
-    def allocate(cls, layout: KVLayout, pages: int, device: torch.device | str) -> "KVStorage":
+    def allocate(
+        cls, layout: KVLayout, pages: int, device: torch.device | str, recurrent: tuple[DeltaRuleState, ...] = ()
+    ) -> "KVStorage":
         """Allocate `pages` pages, page 0 included.
+
+        recurrent: as in `__init__`; its rows are those of the page table.
 
         Raises ValueError for groups whose pages would differ in shape.
         """
@@ -115,7 +128,8 @@ class KVStorage:
         # A layer's index in the page is its index in its group.
         index = {layer: index for group in layout.groups for index, layer in enumerate(group.layers)}
         order = [index[layer] for layer in sorted(index)]
-        return cls(layout, pool, tuple(views[2 * i] for i in order), tuple(views[2 * i + 1] for i in order))
+        keys, values = (tuple(views[2 * i + part] for i in order) for part in range(2))
+        return cls(layout, pool, keys, values, recurrent)
 
     @property
     def pages(self) -> int:

@@ -8,11 +8,32 @@ from tandem.engine_core.attention.base import ForwardBatch, LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.layer_state import LayerState, StepContext
+from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.model_config import ModelConfig
+
+
+def attend(
+    qkv: Tensor,
+    rotation: Rotation,
+    batch: ForwardBatch,
+    keys: Tensor,
+    values: Tensor,
+    layer: LayerAttention,
+    kernels: KernelSet,
+    scales: Tensor | None,
+) -> Tensor:
+    """Apply RoPE, write keys and values, and attend.
+
+    Arguments are those of `attend_and_project`. Returns [T, heads, head_dim].
+    """
+    cos, sin, slots, q_norm, k_norm, eps = rotation
+    if batch.fused is not None and batch.fused.fuses_rope(keys):
+        return batch.fused.run_with_rope(qkv, rotation, keys, values, layer, scales)
+    heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
+    return batch.attention.run(heads, keys, values, layer, scales)
 
 
 def attend_and_project(
@@ -112,6 +133,7 @@ class Attention:
 
         update, residual, norm: as in `LinearWeights.apply_normed`; state: the layer's keys and values.
         """
+        assert isinstance(state, PagedKV)
         projected, residual = self.qkv.apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         if step.query_scales is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class StepContext:
     """Cosines and sines of the batch's positions, from each of the model's rotary tables."""
     query_scales: Tensor | None = None
     """Factors of the queries, [T, 1, 1] in the model's dtype; None: they are not scaled."""
+    pieces: Pieces | None = None
+    """The tokens as the kernels of recurrent layers take them, if the model has such layers and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +34,5 @@ class PagedKV:
     """Scales of an 8-bit pool, as in `kernels.kv_dtype`, else None."""
 
 
-LayerState = PagedKV
+LayerState = PagedKV | DeltaRuleState
 """Memory that a layer keeps from step to step."""

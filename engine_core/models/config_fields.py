@@ -165,17 +165,17 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         found = fields.get("architectures")
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
 
-    def text_backbone(self) -> "ConfigSource":
+    def text_backbone(self, tied: bool = True) -> "ConfigSource":
         """Return the source of a multimodal checkpoint's text backbone, its `text_config`.
 
-        `tie_word_embeddings` is read from the outer config, with the default True, as in transformers.
+        `tie_word_embeddings` is read from the outer config, as in transformers; tied: its default there.
         """
         text = self.fields.get("text_config")
         if not isinstance(text, dict):
             raise ConfigError(f"text_config must be an object, found {text}")
         outer = {name: self.fields[name] for name in _OUTER_FIELDS if name in self.fields}
-        tied = {"tie_word_embeddings": self.fields.get("tie_word_embeddings", True)}
-        return msgspec.structs.replace(self, fields=outer | text | tied, multimodal=True)
+        own = text | {"tie_word_embeddings": self.fields.get("tie_word_embeddings", tied)}
+        return msgspec.structs.replace(self, fields=outer | own, multimodal=True)
 
     def read(self, kind: type[F]) -> F:
         """Return the fields that a family reads.

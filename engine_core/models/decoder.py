@@ -112,17 +112,26 @@ class Decoder:
             batch,
             [table(batch.positions) for table in self.rotary_tables],
             None if self.query_scales is None else self.query_scales.index_select(0, batch.positions),
+            None if batch.tokens is None else self.kernels.find_pieces(batch.tokens),
         )
         update: Tensor = self.embedding(batch.input_ids)
         residual: Tensor | None = None
-        scales = self.kv_scales.layers if kv.layout.has_scales else [None] * len(self.layers)
-        for layer, keys, values, own in zip(self.layers, kv.keys, kv.values, scales, strict=True):
-            update, residual = layer(update, residual, step, PagedKV(keys, values, own))
+        for layer, state in zip(self.layers, self._states(kv), strict=True):
+            update, residual = layer(update, residual, step, state)
         assert residual is not None, "a model has at least one layer"
         if batch.sample_index is not None:
             update, residual = update[batch.sample_index], residual[batch.sample_index]
         hidden, _ = self.norm(update, residual)
         return hidden
+
+    def _states(self, kv: KVStorage) -> list[LayerState]:
+        """Return the memory of each layer."""
+        scales = self.kv_scales.layers if kv.layout.has_scales else [None] * len(self.layers)
+        own = [scales[layer] for layer in self.config.attention_layers]
+        states: list[LayerState] = [PagedKV(*found) for found in zip(kv.keys, kv.values, own, strict=True)]
+        for layer, state in zip(self.config.recurrent_layers, kv.recurrent, strict=True):
+            states.insert(layer, state)
+        return states
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Implement `Model.logits`."""

@@ -14,7 +14,7 @@ from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.layers.attention import Attention, attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
-from tandem.engine_core.layers.layer_state import LayerState, StepContext
+from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
 from tandem.engine_core.layers.mlp import GatedMLP
 from tandem.engine_core.layers.norm import RMSNorm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -70,7 +70,7 @@ class Olmo2Attention(Attention):
         state: LayerState,
     ) -> Tensor:
         """Return the update of a stream, both [T, hidden]."""
-        assert self.q_norm is not None and self.k_norm is not None
+        assert self.q_norm is not None and self.k_norm is not None and isinstance(state, PagedKV)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projected = self.qkv.apply(stream)
         query, _ = self.q_norm(projected[:, :width].contiguous(), None)

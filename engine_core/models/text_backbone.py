@@ -5,6 +5,7 @@ from tandem.engine_core.quantization.module_names import text_model_name
 TEXT_BACKBONES = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
 }
 """Multimodal architectures that are served as text models: the architecture of the text backbone alone, by the
 `model_type` in the `text_config`."""

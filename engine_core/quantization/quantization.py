@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem.engine_core.quantization.fields import unsupported
 from tandem.engine_core.quantization.module_names import ModuleNames
-from tandem.engine_core.quantization.scheme import EightBitScheme, Scheme
+from tandem.engine_core.quantization.scheme import ONLINE_FP8, EightBitScheme, Scheme
 
 HEAD = "lm_head"
 _PACKED = ("qweight", "weight_packed")
@@ -147,6 +147,13 @@ def stored_names(scheme: Scheme) -> set[str]:
     if isinstance(scheme, EightBitScheme) or scheme.packing is None:
         return {"weight"}
     return {"weight_packed" if scheme.packing == "compressed-tensors" else "qweight"}
+
+
+FP8_AT_LOAD = Quantization(
+    ONLINE_FP8, (Rule(ModuleNames.containing(("linear_attn.in_proj_a", "linear_attn.in_proj_b")), None),)
+)
+"""Quantization of `--quantize fp8`. The few outputs that gate a recurrent state stay in 16 bits, as in published FP8
+checkpoints."""
 
 
 def _is_quantized(tensors: Mapping[str, str | None], is_expected: bool) -> bool:

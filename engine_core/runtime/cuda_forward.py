@@ -15,6 +15,7 @@ from tandem.engine_core.kernels.attention.extra_splits import (
     max_len_without_extra_splits,
 )
 from tandem.engine_core.kernels.attention.table_updates import update_tables
+from tandem.engine_core.kernels.delta_rule.state import TokenRows
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.sampling.gather import gather_samples
@@ -22,6 +23,7 @@ from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import SampleBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
+from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.tables import DeviceTables
 
 
@@ -54,7 +56,8 @@ class CudaForward:
         """
         input_ids, slot_mapping = self._inputs(rows, positions, (samples.rows, samples.positions))
         step = self._decode_step(rows, positions, has_long_rows)
-        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step, rows)
+        tokens = TokenRows(rows, positions, len(rows)) if self.kv.recurrent else None
+        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step, rows, tokens)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
@@ -80,7 +83,9 @@ class CudaForward:
         count = bucket.num_decode_tokens
         decode = self._decode_step(rows[:count], positions[:count])
         attention = MixedStep(decode, prompts, attended)
-        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, attention, None, rows)
+        spans = min(MAX_PROMPTS, max(1, bucket.num_prefill_tokens // 2))
+        tokens = TokenRows(rows, positions, count, spans) if self.kv.recurrent else None
+        batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, attention, None, rows, tokens)
         return self.model.forward(batch, self.kv)
 
     @torch.inference_mode()

@@ -16,7 +16,8 @@ from tandem.engine_core.contracts import (
     StepLogprobs,
     StepResult,
 )
-from tandem.engine_core.errors import DeviceMemoryError
+from tandem.engine_core.errors import DeviceMemoryError, FatalError
+from tandem.engine_core.kernels.delta_rule.state import TokenRows
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
@@ -96,6 +97,11 @@ class TorchRuntime:
             self.stage(slot, plan)
         assert s.packed is not None and s.logits is None, f"slot {slot} launched twice with step {plan.step_id}"
         enqueued = self._enqueue(slot, s.packed, s.bucket)
+        if not enqueued and self.kv.recurrent:
+            raise FatalError(
+                f"a step of {plan.total_tokens} positions ran out of device memory after it had changed the state of "
+                "some recurrent layers; start the engine with a lower --gpu-memory or --max-step-tokens"
+            )
         if not enqueued:
             # Only here may the launch path synchronise (I7); the cache holds blocks that no step uses.
             self.device.release_unused()
@@ -296,7 +302,14 @@ class TorchRuntime:
             slot_mapping=[table.slots(rows, positions) for table in self.page_tables],
             sample_index=index.long(),
             attention=s.attention.plan(_spans(s.plan), self.page_tables),
+            tokens=self._tokens(s.plan, field(inputs, packed, "token_rows"), positions),
         )
+
+    def _tokens(self, plan: StepPlan, rows: Tensor, positions: Tensor) -> TokenRows | None:
+        """Return the rows of a step's tokens for recurrent layers, None if there are none."""
+        if not self.kv.recurrent:
+            return None
+        return TokenRows(rows, positions, plan.num_steady, len(plan.rows) - plan.num_steady)
 
     def _upload_masks(self, s: StepSlot, masks: MaskedRows) -> Tensor:
         """Return the mask of each row that samples, [S, words].

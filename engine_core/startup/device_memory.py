@@ -15,8 +15,7 @@ from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.page_counts import pages_of_tokens
-from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import ONLINE_FP8
+from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB
 from tandem.engine_core.startup.runtime import ModelSource
@@ -36,7 +35,7 @@ class MemoryDemand(Struct, frozen=True):
     """Bytes of a GPU that an engine asks for."""
 
     needed: int
-    """Bytes without which it cannot start: weights, and a KV pool of a given size."""
+    """Bytes without which it cannot start: weights, state of recurrent layers, and a KV pool of a given size."""
     wanted: int
     """Bytes that it uses if they are free."""
 
@@ -53,10 +52,15 @@ def weight_bytes(source: ModelSource) -> int:
 def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:
     if tensor.dtype not in FLOAT_DTYPES:
         return TORCH_DTYPES[tensor.dtype].itemsize
-    is_quantized_now = source.model.quantization == Quantization(ONLINE_FP8) and (
-        tensor.name.endswith("_proj.weight") or ".experts." in tensor.name
+    is_quantized_now = source.model.quantization == FP8_AT_LOAD and (
+        tensor.name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) or ".experts." in tensor.name
     )
     return 1 if is_quantized_now else source.dtype.itemsize
+
+
+def state_bytes(config: StepConfig, source: ModelSource) -> int:
+    """Return the bytes of the state of recurrent layers, with the padding row."""
+    return (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
 
 
 def memory_demand(config: StepConfig, source: ModelSource, total: int) -> MemoryDemand:
@@ -69,7 +73,8 @@ def memory_demand(config: StepConfig, source: ModelSource, total: int) -> Memory
     pages = pages_of_tokens(config.held_windows, options.kv_tokens or 0, config.page_size, config.max_len)
     pool = options.kv_memory if options.kv_memory is not None else pages * source.layout.page_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
-    needed = min(weights + pool, total)  # The existing checks refuse a model that no GPU of this size holds.
+    # The existing checks refuse a model that no GPU of this size holds.
+    needed = min(weights + state_bytes(config, source) + pool, total)
     return MemoryDemand(needed, needed if pool else max(needed, int(total * share)))
 
 

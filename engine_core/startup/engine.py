@@ -36,8 +36,7 @@ from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import read_config
-from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import ONLINE_FP8
+from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
@@ -98,7 +97,8 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
         dtype = configuration.resolve_dtype(options, kind, model_config.dtype or "float32")
     name = "tandem-default" if directory == DEFAULT_MODEL else directory.resolve().name
     weight_bytes = model_config.weight_bytes(getattr(torch, dtype).itemsize)
-    shape = ModelShape(name, model_config.max_positions, model_config.longest_context, weight_bytes)
+    row_bytes = model_config.recurrent_row_bytes(getattr(torch, dtype).itemsize)
+    shape = ModelShape(name, model_config.max_positions, model_config.longest_context, weight_bytes, row_bytes)
     with problems.caught():
         step_config = configuration.resolve(options, shape, kind, dtype, gpu_bytes)
     problems.check()
@@ -118,7 +118,7 @@ def _quantized(options: EngineOptions, model: ModelConfig) -> ModelConfig:
         return model
     if model.quantization is not None:
         raise ConfigError("--quantize fp8: the checkpoint is quantized already; leave the flag out")
-    return structs.replace(model, quantization=Quantization(ONLINE_FP8))
+    return structs.replace(model, quantization=FP8_AT_LOAD)
 
 
 def build_engine(
@@ -301,19 +301,22 @@ def _build_loop(
 def _kv_groups(model: ModelConfig, config: StepConfig) -> tuple[KVGroup, ...]:
     """Return the groups of layers that share pages.
 
-    A window that no sequence exceeds is none. With one page per sequence no page can be given up either.
+    A window that no sequence exceeds is none. With one page per sequence no page can be given up either. Recurrent
+    layers are in no group.
     """
-    windows = [layer.window for layer in model.attention]
+    own = model.attention_layers
+    windows = [model.attention[layer].window for layer in own]
     if config.options.page_size == "max":
         windows = [None] * len(windows)
     kept = [None if window is None or window >= config.max_len else window for window in windows]
-    return partition(kept, model.kv_heads, model.head_dim)
+    groups = partition(kept, model.kv_heads, model.head_dim)
+    return tuple([structs.replace(group, layers=tuple([own[index] for index in group.layers])) for group in groups])
 
 
 def _with_groups(model: ModelConfig, groups: tuple[KVGroup, ...]) -> ModelConfig:
     """Return the configuration of a model with the group of each layer."""
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
-    attention = tuple([replace(layer, group=group_of[index]) for index, layer in enumerate(model.attention)])
+    attention = tuple([replace(layer, group=group_of.get(index, 0)) for index, layer in enumerate(model.attention)])
     return structs.replace(model, attention=attention)
 
 

@@ -16,6 +16,7 @@ from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.integers import ceil_div
+from tandem.engine_core.kernels.delta_rule.state import TokenRows, allocate_states
 from tandem.engine_core.kernels.kv_dtype import LARGEST
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.models.registry import Model
@@ -82,7 +83,10 @@ def _largest(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -
     total = min(prompt + SAMPLED, max_len)
     used = ceil_div(total, PAGE_SIZE)
     groups = len(layout.groups)
-    kv = KVStorage.allocate(structs.replace(layout, dtype=dtype, page_size=PAGE_SIZE), groups * ROWS * used + 1, device)
+    shape, num_recurrent = model.config.delta_rule, len(model.config.recurrent_layers)
+    recurrent = allocate_states(shape, num_recurrent, ROWS + 1, dtype, device)
+    own_layout, num_pages = structs.replace(layout, dtype=dtype, page_size=PAGE_SIZE), groups * ROWS * used + 1
+    kv = KVStorage.allocate(own_layout, num_pages, device, recurrent)
     pages = torch.arange(1, groups * ROWS * used + 1, dtype=torch.int32, device=device).view(groups, ROWS, used)
     tables = [kv.page_table(own, group) for group, own in enumerate(pages)]
     planner = TorchPlanner(model.config.attention_kinds)
@@ -97,7 +101,8 @@ def _largest(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -
         last = torch.arange(1, ROWS + 1, device=device) * length - 1
         slots = [table.slots(rows, positions) for table in tables]
         step = planner.plan(spans, tables)
-        batch = ForwardBatch(ids.flatten().to(device), positions, slots, last, step)
+        tokens = TokenRows(rows.int() + 1, positions, max_spans=ROWS) if recurrent else None
+        batch = ForwardBatch(ids.flatten().to(device), positions, slots, last, step, tokens=tokens)
         logits = model.logits(model.forward(batch, kv)).float().cpu()
         start += length
         ids = torch.multinomial(logits.nan_to_num().softmax(-1), 1, generator=generator)

@@ -25,7 +25,7 @@ from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.registry import build_model, open_checkpoint, resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup.device import check_gpu, check_installed
-from tandem.engine_core.startup.device_memory import weight_bytes
+from tandem.engine_core.startup.device_memory import state_bytes, weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
 from tandem.engine_core.startup.runtime import ModelSource
@@ -154,8 +154,13 @@ def _pool(resolved: ResolvedEngine, weights: int, free: int, total: int) -> tupl
     """
     if weights > free:
         raise ConfigError(f"the weights take {weights / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free")
-    is_cpu = resolved.config.device == "cpu"
-    memory = Memory(free=free - weights) if is_cpu else Memory(free - weights, total, free)
+    is_cpu, held = resolved.config.device == "cpu", weights + state_bytes(resolved.config, resolved.source)
+    if held > free:
+        raise ConfigError(
+            f"weights and the state of {resolved.config.max_rows} rows take {held / GIB:.2f} GiB, but "
+            f"{free / GIB:.2f} GiB are free; lower --max-rows"
+        )
+    memory = Memory(free=free - held) if is_cpu else Memory(free - held, total, free)
     return memory, size_pool(resolved.config, memory, resolved.source.layout.token_bytes)
 
 
@@ -180,6 +185,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     share = f"--gpu-memory {options.gpu_memory or 0.9:g} less weights; steps and CUDA graphs take some of it"
     usual_rows = "by the memory beside the weights" if device == "cuda" else f"default on {device}"
     usual = share if device == "cuda" else f"a share of {memory.free / GIB:.2f} GiB free after weights"
+    state = state_bytes(config, resolved.source)
     return {
         "device": f"{device} ({chosen('--device', options.device, seen)})",
         "dtype": f"{config.dtype} ({chosen('--dtype', options.dtype, kept)})",
@@ -190,7 +196,7 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
         "KV cache": f"{'at most ' if device == 'cuda' and not sized else ''}{size} "
         f"({f'given as {sized}' if sized else usual})",
         "prefix cache": "on" if config.prefix_cache else "off",
-    }
+    } | ({"live state": f"{state / GIB:.2f} GiB of recurrent layers, for {config.max_rows} rows"} if state else {})
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import DeviceMemoryError, MemoryTooSmallError
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState, allocate_states
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
@@ -67,6 +68,8 @@ class RuntimeBuilder(Struct, frozen=True):
     scorer: TokenScorer
     filler: MaskFiller
     slots: list[StepSlot]
+    recurrent: tuple[DeltaRuleState, ...]
+    """State of each recurrent layer."""
 
     def build_pool(self, pages: int) -> KVStorage:
         """Allocate a KV pool.
@@ -75,7 +78,7 @@ class RuntimeBuilder(Struct, frozen=True):
         """
         layout = self.source.layout
         try:
-            return KVStorage.allocate(layout, pages, self.parts.device.torch_device)
+            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, self.recurrent)
         except RuntimeError as error:
             size = pages * layout.page_bytes / kv_sizing.GIB
             raise MemoryTooSmallError(
@@ -229,7 +232,13 @@ def _new_builder(
     sampler = parts.sampler(tables, vocab_size, config.max_rows)
     scorer = parts.scorer(vocab_size, config.max_rows)
     log.mark("tables and slots")
-    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots)
+    shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
+    recurrent = allocate_states(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
+    if recurrent:
+        size = (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
+        logger.info("live state of recurrent layers: %.2f GiB for %d rows", size / kv_sizing.GIB, config.max_rows)
+        log.mark("live state")
+    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, recurrent)
 
 
 def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:

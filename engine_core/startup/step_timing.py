@@ -10,9 +10,11 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
+from msgspec import structs
 
 from tandem.engine_core.attention.base import Span
 from tandem.engine_core.config import StepConfig
+from tandem.engine_core.kernels.delta_rule.state import RING
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.plan import PADDING_ROW, NewSequence, ScheduledSequence, StepPlan
@@ -103,7 +105,7 @@ def attention_share(model: ModelConfig, layout: KVLayout) -> AttentionShare:
     # A pair takes two dot products of the head size per head and layer, a position one multiplication per weight.
     return AttentionShare(
         context=layout.token_bytes / (weights * layout.dtype.itemsize),
-        pairs=2 * model.layers * model.heads * model.head_dim / weights,
+        pairs=2 * len(model.attention_layers) * model.heads * model.head_dim / weights,
     )
 
 
@@ -117,7 +119,8 @@ def _time_graphs(runtime: TorchRuntime, graphs: StepGraphs, config: StepConfig) 
             continue
         last = _time_graph(runtime, graphs, GraphBucket(rows, tokens), again=bool(rows) or last < LONG_MS)
         table[rows, tokens] = last
-    longest, largest = _longest_step(config), max(graphs.shapes, default=0)
+    longest = _step(_apart(runtime, _longest_step(config).rows))
+    largest = max(graphs.shapes, default=0)
     if longest.total_tokens > largest:
         known = (largest, table[0, largest]) if largest else (1, table[graphs.rows[0], 0])
         eager = {size: time for size, time in _line(known, _time_step(runtime, longest)) if size > largest}
@@ -146,7 +149,10 @@ def _beside_rows(least: tuple[int, float], most: tuple[int, float], config: Step
 def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, again: bool = True) -> float:
     """Time a graph of the first slot; with `again`, its second replay."""
     # All inputs are padding: data of the last step would be read as rows and positions.
-    runtime.slots[0].device_inputs.zero_()
+    inputs, max_len = runtime.slots[0].device_inputs.zero_(), runtime.tables.tokens.shape[1]
+    if runtime.kv.recurrent:
+        filled = torch.tensor(distinct_rows(bucket, len(runtime.tables.tokens) - 1, max_len), dtype=torch.int32)
+        inputs[: filled.numel()] = filled.flatten().to(inputs.device)
     if bucket.num_prefill_tokens:
         mixed = graphs.mixed[0][bucket]
         # The planner may hold the plan of a larger step, with tiles outside a smaller graph's queries.
@@ -159,6 +165,20 @@ def _time_graph(runtime: TorchRuntime, graphs: StepGraphs, bucket: GraphBucket, 
     if again:
         calls[0]()
     return _milliseconds(runtime, *calls)
+
+
+def distinct_rows(bucket: GraphBucket, max_rows: int, max_len: int) -> tuple[list[int], list[int]]:
+    """Return rows and positions of all tokens of a step, for models with recurrent layers.
+
+    Each row has a state of its own: the state of one row for all would be read from the cache, and padding reads none.
+    One in RING decode rows writes its base, as in a long run.
+    """
+    count, tokens = bucket
+    rows = [1 + index % max_rows for index in range(count)]
+    positions = [min(RING + index % RING, max_len - 2) for index in range(count)]
+    rows += [1 + (count + index // max_len) % max_rows for index in range(tokens)]
+    positions += [index % max_len for index in range(tokens)]
+    return rows, positions
 
 
 def _faster_graphs(runtime: TorchRuntime, graphs: StepGraphs, table: Table) -> dict[GraphBucket, GraphBucket]:
@@ -180,11 +200,19 @@ def _time_steps(runtime: TorchRuntime, config: StepConfig) -> Table:
     The others lie between.
     """
     row = ScheduledSequence(-1, PADDING_ROW, min(4, config.max_len - 2))
-    one = _time_step(runtime, _step((row,)))
-    all_rows, longest = _step((row,) * config.max_rows), _longest_step(config)
+    one = _time_step(runtime, _step(_apart(runtime, (row,))))
+    all_rows = _step(_apart(runtime, (row,) * config.max_rows))
+    longest = _step(_apart(runtime, _longest_step(config).rows))
     return {(size, 0): time for size, time in _line(one, _time_step(runtime, all_rows))} | {
         (0, size): time for size, time in _line(one, _time_step(runtime, longest))
     }
+
+
+def _apart(runtime: TorchRuntime, rows: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:
+    """Give each row of a step a state of its own, if the model has recurrent layers; see `distinct_rows`."""
+    if not runtime.kv.recurrent:
+        return rows
+    return tuple([structs.replace(row, row=index + 1) for index, row in enumerate(rows)])
 
 
 def _step(rows: tuple[ScheduledSequence, ...]) -> StepPlan:

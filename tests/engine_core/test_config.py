@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tandem.engine_core.config import (
     ModelShape,
     StepConfig,
+    default_cuda_rows,
     resolve,
     resolve_device,
     resolve_dtype,
@@ -260,3 +261,20 @@ def test_a_gpus_engine_has_workers_for_grammars_by_its_cores(cores: int, workers
     assert resolve_grammar_workers(EngineOptions(), "cuda", cores, "linux", "x86_64") == workers
     assert resolve_grammar_workers(EngineOptions(), "cpu", cores, "linux", "x86_64") == 0
     assert resolve_grammar_workers(EngineOptions(grammar_workers=0), "cuda", cores, "linux", "x86_64") == 0
+
+
+@pytest.mark.parametrize(
+    ("room", "row_bytes", "rows"),
+    [
+        (100 * 2**30, 0, 1024),
+        # Half of the room, less the padding row, in multiples of 8.
+        (100 * 2**30, 60 * 2**20, 848),
+        (75 * 2**30, 170 * 2**20, 224),
+        (2**30, 60 * 2**20, 7),
+        (2**27, 60 * 2**20, 1),
+        # The memory is not known.
+        (-1, 60 * 2**20, 256),
+    ],
+)
+def test_state_of_recurrent_layers_takes_half_of_the_memory_by_default(room: int, row_bytes: int, rows: int) -> None:
+    assert default_cuda_rows(room, 1024, row_bytes) == rows

@@ -59,7 +59,7 @@ def shape(config: str, hidden: int, inner: int, heads: int, kv_heads: int, **fie
         "num_key_value_heads": kv_heads,
         "initializer_range": 1.2 * hidden**-0.5,
     }
-    norms = (-0.5, 0.5) if config.startswith("Gemma") else (0.5, 1.5)
+    norms = (-0.5, 0.5) if config.startswith(("Gemma", "Qwen3_5")) else (0.5, 1.5)
     return Shape(config, COMMON | sizes | fields, norms)
 
 
@@ -128,6 +128,9 @@ SHAPES = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=True,
+    ),
+    "qwen3.5-9b": shape(
+        *("Qwen3_5TextConfig", 4096, 12288, 16, 4), head_dim=256, layer_types=["linear_attention", "full_attention"]
     ),
     "qwen3-4b": shape("Qwen3Config", 2560, 9728, 32, 8, head_dim=128, tie_word_embeddings=True),
 }

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
+from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState, TokenRows
 from tandem.engine_core.kernels.kv_dtype import to_pool
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.loader.weights import load_weights
+from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import Quantization
 
@@ -51,13 +53,15 @@ class PagedRun:
         for row, pages in enumerate(order.split(need)):
             self.pages[row, : len(pages)] = pages
         layout = KVLayout.of_one_group(
-            config.layers,
+            len(config.attention_layers),
             page_size=page_size,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=dtype,
         )
-        self.storage = KVStorage.allocate(layout, sum(need) + 1, "cpu")
+        rows = len(tokens) + 1
+        recurrent = tuple(random_state(config, rows, dtype, generator) for _ in config.recurrent_layers)
+        self.storage = KVStorage.allocate(layout, sum(need) + 1, "cpu", recurrent)
         self.page_table = self.storage.page_table(self.pages)
         stale = torch.empty(self.storage.pool.shape).normal_(0, 100, generator=generator)
         self.storage.pool.copy_(to_pool(stale, dtype))
@@ -75,9 +79,10 @@ class PagedRun:
         planner = TorchPlanner(self.model.config.attention_kinds)
         with torch.inference_mode():
             attention = planner.plan(spans, [self.page_table])
-            batch = ForwardBatch(
-                torch.cat(ids), torch.cat(positions), [torch.cat(slots)], torch.arange(offset), attention
-            )
+            rows = torch.tensor([row + 1 for row, _, length in work for _ in range(length)], dtype=torch.int32)
+            tokens = TokenRows(rows, torch.cat(positions), max_spans=len(work))
+            given = torch.cat(ids), torch.cat(positions), [torch.cat(slots)], torch.arange(offset), attention
+            batch = ForwardBatch(*given, tokens=tokens)
             return self.model.logits(self.model.forward(batch, self.storage))
 
     def run(self, schedule: Sequence[Sequence[Work]]) -> list[Tensor]:
@@ -88,6 +93,15 @@ class PagedRun:
             for (row, _, _), part in zip(work, logits.split([length for _, _, length in work]), strict=True):
                 found[row].append(part)
         return [torch.cat(parts) for parts in found]
+
+
+def random_state(config: ModelConfig, rows: int, dtype: torch.dtype, generator: torch.Generator) -> DeltaRuleState:
+    """Return the state of a recurrent layer, full of stale numbers."""
+    assert config.delta_rule is not None
+    state = DeltaRuleState.allocate(config.delta_rule, rows, dtype, torch.device("cpu"))
+    for tensor in (state.base, state.updates, state.keys, state.decays, state.columns):
+        tensor.normal_(0, 100, generator=generator)
+    return state
 
 
 def chunked(lengths: Sequence[int], prefill: Sequence[int], chunk: int) -> list[list[Work]]:

@@ -256,7 +256,7 @@ def chunked(
     solved, scores = torch.empty(2, most, heads, PIECE, PIECE, dtype=qkv.dtype, device=qkv.device)
     sums = torch.empty(most, heads, PIECE, dtype=torch.float32, device=qkv.device)
     sizes = {"KEY_HEADS": shape.key_heads, "HEADS": heads, "K": shape.key_dim, "PIECE": PIECE, "PDL": pdl}
-    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
+    precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     _piece_matrices_kernel[(most, heads)](
         *(solved, scores, sums, qkv, gates, a_log, dt_bias, pieces.counts, pieces.pieces),
         *(qkv.stride(0), gates.stride(0)),

@@ -1,0 +1,83 @@
+"""Engines with a hybrid model generate transformers' tokens, whichever rows, chunks and steps compute them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup import engine as startup_engine
+from tandem.engine_core.startup.device import DeviceParts, open_parts
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.engine_core.models.test_qwen3_5 import save_random
+from tests.fakes.recording_gpu import oracle_attention, oracle_parts
+from tests.support.engine_driver import DrivenEngine
+from tests.support.parity import VOCAB, greedy_tokens, random_tokens
+
+LENGTHS = (1, 2, 3, 70, 16, 33, 5, 64)
+TOKENS = 20
+FEW_TOKENS = 112
+"""KV tokens that three sequences at once may exceed."""
+PARAMS = SamplingParams(TOKENS, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """A random checkpoint, prompts, and the greedy tokens of transformers."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = save_random(folder, {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]})
+    prompts = [tokens.tolist() for tokens in random_tokens(LENGTHS, VOCAB, seed=3)]
+    return folder, prompts, [greedy_tokens(model, prompt, TOKENS) for prompt in prompts]
+
+
+def options(folder: Path, **fields: Any) -> EngineOptions:
+    usual: dict[str, Any] = {"device": "cpu", "max_len": 96, "max_rows": 3, "kv_tokens": 1024}
+    return EngineOptions(model=str(folder), dtype="float32", **(usual | fields))
+
+
+def generate(asked: EngineOptions, prompts: list[list[int]], parts: Callable[[str], DeviceParts]) -> list[list[int]]:
+    cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: asked.device)
+    with cuda, oracle_attention():
+        driven = DrivenEngine.build(asked, parts)
+        found = driven.generate(prompts, [PARAMS] * len(prompts))
+    assert driven.engine.scheduler.memory.num_hit_tokens == 0
+    assert (driven.engine.stats.preemptions > 0) == (asked.kv_tokens == FEW_TOKENS)
+    return found
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "chunks of odd sizes": {"max_step_tokens": 7},
+    "one position a prompt and step": {"max_step_tokens": 4, "prefill_chunk": 1},
+    "two steps in flight": {"pipeline": "on", "max_step_tokens": 32},
+    "preempted": {"kv_tokens": FEW_TOKENS, "pipeline": "on"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_rows_in_turn_give_the_tokens_of_transformers(
+    name: str, checkpoint: tuple[Path, list[list[int]], list[list[int]]]
+) -> None:
+    """Eight sequences take turns in three rows: each begins with what the one before has left."""
+    folder, prompts, expected = checkpoint
+    assert generate(options(folder, **CONFIGURATIONS[name]), prompts, open_parts) == expected
+
+
+@pytest.mark.parametrize("graphs", [{}, {"graph_rows": "2", "graph_tokens": "64"}])
+def test_graphs_give_the_tokens_of_transformers(
+    graphs: dict[str, str], checkpoint: tuple[Path, list[list[int]], list[list[int]]]
+) -> None:
+    folder, prompts, expected = checkpoint
+    asked = options(folder, device="cuda", max_step_tokens=64, **graphs)
+    assert generate(asked, prompts, oracle_parts) == expected
+
+
+@pytest.mark.parametrize("flags", [{"prefix_cache": "on"}, {"max_sessions": 4}, {"session_ttl": 9.0}])
+def test_flags_of_the_prefix_cache_are_refused(
+    flags: dict[str, Any], checkpoint: tuple[Path, list[list[int]], list[list[int]]]
+) -> None:
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        DrivenEngine.build(options(checkpoint[0], **flags))
