@@ -277,7 +277,7 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
         layout.token_bytes,
         layout.dtype_name,
     )
-    if len(layout.groups) > 1:
+    if layout.groups[-1].window is not None:
         held = held_pages(config.held_windows, config.max_len, config.page_size)
         logger.info(
             "KV groups: %d of at most %d layers, %d of them with a window; %d pages for a sequence of %d tokens",
