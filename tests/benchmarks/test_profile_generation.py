@@ -114,8 +114,8 @@ def test_scopes_are_removed_afterwards(tiny: Path) -> None:
 def test_a_model_that_is_not_supported_ends_the_run_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["DbrxForCausalLM"]}')
     with pytest.raises(SystemExit) as ended:
         main(["--model", str(tmp_path), "--out", str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "MixtralForCausalLM is not supported" in capsys.readouterr().err
+    assert "DbrxForCausalLM is not supported" in capsys.readouterr().err
