@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.moe.routing import Routing
+from tandem.engine_core.kernels.reference import moe
 from tandem.engine_core.models.registry import read_config
 from tests.support import parity
 from tests.support.paged_model import load
@@ -45,6 +46,21 @@ def save_random(directory: Path, fields: dict[str, Any], seed: int = 0) -> Any:
 @pytest.mark.parametrize(("name", "schedule"), thinned(list(MODELS), parity.SCHEDULES), ids=str)
 def test_logits_equal_transformers(name: str, schedule: tuple[int, int], tmp_path: Path) -> None:
     parity.check_parity(tmp_path, save_random(tmp_path, MODELS[name], seed=len(name)), schedules=[schedule])
+
+
+@pytest.mark.parametrize("renormalized", [False, True])
+def test_router_outputs_equal_those_of_transformers(renormalized: bool, tmp_path: Path) -> None:
+    reference = save_random(tmp_path, {"norm_topk_prob": renormalized, "num_experts": 20})
+    x, config = torch.randn(50, 64), read_config(tmp_path)
+    assert config.moe is not None
+    for layer, other in zip(load(tmp_path).layers, reference.model.layers, strict=True):
+        with torch.no_grad():
+            logits, weights, ids = other.mlp.gate(x)
+        found = moe.router_logits(x, layer.mlp.router)
+        torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+        routed = moe.route(found, config.moe.top_k, config.moe.routing)
+        assert torch.equal(routed.ids.long(), ids)
+        torch.testing.assert_close(routed.weights, weights, atol=1e-6, rtol=1e-5)
 
 
 def fuse_experts(directory: Path, layer: int) -> None:
