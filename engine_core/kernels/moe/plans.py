@@ -84,6 +84,8 @@ def expert_rule(key: ExpertKey, gpu: GpuTraits) -> ExpertPlan:
     if key.weight_bits == 32:
         plan = GroupedPlan(min(block, 32), 32, 32, 3, 4)
     elif key.weight_bits == 8:
+        # Two sums, and a product that is scaled before it is added, fill the registers of a tile of 64 pairs.
+        block = min(block, 64) if halves == 2 else block
         plan = GroupedPlan(block, 128, 128, 3, 4 if block <= 32 else 8)
     elif block <= 32:
         plan = GroupedPlan(block, 64, 128, 3, 4)
