@@ -17,6 +17,7 @@ class CacheState:
 
     __slots__ = (
         "awaited_key",
+        "depth",
         "matched",
         "matched_epoch",
         "namespace",
@@ -34,6 +35,8 @@ class CacheState:
     """Node at which the match ended when the sequence was admitted; 0: nothing was cached."""
     matched: list[int]
     """Nodes that hold the sequence's first tokens, as found last; it does not lock them."""
+    depth: int
+    """Number of nodes of `matched` in the longest match, as found last; 0: it was not looked for."""
     matched_epoch: int
     """`RadixTree.epoch` when `matched` was found."""
     pending_key: bytes
@@ -46,7 +49,7 @@ class CacheState:
     def __init__(self, namespace: bytes) -> None:
         self.namespace = namespace
         self.nodes, self.matched, self.matched_epoch = [], [], -1
-        self.start = 0
+        self.start = self.depth = 0
         self.pending_key = self.awaited_key = b""
         self.num_cached_tokens = 0
 

@@ -93,6 +93,11 @@ class KVManager:
             assert tuple([pages.kind for pages in tree.classes]) == self._classes, f"other classes than {windows}"
 
     @property
+    def has_windows(self) -> bool:
+        """True if a KV group has a window."""
+        return bool(self._tails)
+
+    @property
     def usage(self) -> KVUsage:
         """The pool's pages, counted by kind."""
         pages, tree = self.pages, self.tree
@@ -148,7 +153,7 @@ class KVManager:
             return False
         if cache.awaited_key not in self.pending or not tree.is_current(cache.matched, cache.matched_epoch):
             path = self._walk(seq)
-            depth = tree.reach(path)
+            cache.depth = depth = tree.reach(path, cache.depth)
             if depth >= self._max_cached_pages(seq):
                 return False
             cache.awaited_key = tree.key(cache.namespace, seq.tokens, depth, path[depth - 1] if depth else ROOT)
@@ -186,7 +191,7 @@ class KVManager:
                     own[group][:0] = [PADDING_PAGE] * first + tree.pages(nodes[first:], group)
         seq.pages, seq.first_pages, seq.num_scheduled_tokens = tuple(own), firsts, start
         cache = seq.cache
-        cache.nodes, cache.start = nodes, _last(nodes)
+        cache.nodes, cache.start, cache.depth = nodes, _last(nodes), 0
         if not self._tails:
             cache.matched, cache.matched_epoch = [], -1
         if tree is not None:
@@ -210,7 +215,7 @@ class KVManager:
         shared = len(cache.nodes)
         if self._tails:
             path = self._walk(seq)
-            found = path[shared : tree.reach(path)]
+            found = path[shared : tree.reach(path, shared)]
         else:
             limit = self._max_cached_pages(seq)
             found = tree.walk(cache.namespace, seq.tokens, limit, shared, _last(cache.nodes))

@@ -159,26 +159,35 @@ class RadixTree:
             parent = node
         return found
 
-    def reach(self, path: Sequence[int]) -> int:
-        """Return the number of nodes in the longest match on a path from the root.
+    def reach(self, path: Sequence[int], known: int = 0) -> int:
+        """Return the number of nodes in the longest match on a path from the root, as `walk` returns it.
 
-        The path as `walk` returns it. A match ends at a node if the tails of all classes are complete there.
+        A match ends at a node if the tails of all classes are complete there. known: number of nodes of the match that
+        was found last; if it still is one, only those right behind it are looked at, which costs less than the whole
+        path; 0: the whole path is.
         """
-        depth = len(path)
-        known = [depth] * len(self._tails)
-        """By class: nodes from this index to `depth` hold their pages."""
-        unknown = list(enumerate(self._tails))
-        while unknown:
-            number, tail = unknown.pop()
-            held, index = tail.held, min(known[number], depth)
-            first = self.tail_start(depth, tail.kind)
-            while index > first and held[path[index - 1]]:
-                index -= 1
-            known[number] = index
-            if index > first:  # No match can end at the node that lacks its pages, or in the tail behind it.
-                depth = index - 1
-                unknown = list(enumerate(self._tails))
+        if not self._tails:
+            return len(path)
+        if 0 < known <= len(path) and self._is_complete(path[:known]):
+            held = [tail.held for tail in self._tails]
+            while known < len(path) and all(column[path[known]] for column in held):
+                known += 1
+            return known
+        depth, previous = len(path), -1
+        columns = [(bytes(map(tail.held.__getitem__, path)), tail.kind.tail or 0) for tail in self._tails]
+        while depth != previous:
+            previous = depth
+            for column, length in columns:
+                first, lacking = column.rfind(bytes([True]) * length, 0, depth), column.find(False, 0, depth)
+                if first >= 0:
+                    depth = first + length
+                elif lacking >= 0:  # A match shorter than the tail needs all its nodes.
+                    depth = lacking
         return depth
+
+    def _is_complete(self, path: Sequence[int]) -> bool:
+        """Return whether a match can end at the end of a path from the root."""
+        return all(tail.held[node] for tail in self._tails for node in path[self.tail_start(len(path), tail.kind) :])
 
     @staticmethod
     def tail_start(depth: int, kind: PageClass) -> int:
@@ -215,7 +224,7 @@ class RadixTree:
         self._key[node] = key
         self._parent[node] = parent
         self._num_children[parent] += 1
-        if self._num_children[parent] == 2:
+        if self._num_children[parent] > 1:
             self.mark(parent)
         return node
 
@@ -226,9 +235,8 @@ class RadixTree:
         """
         known = self.classes[kind].attach(nodes, pages)
         if kind:
-            kept = set(known)
-            for index, node in enumerate(nodes):
-                if self._num_children[node] > 1 and index not in kept:
+            for node in nodes:
+                if self._num_children[node] > 1 and node not in self._points:
                     self.mark(node)
         return known
 

@@ -54,7 +54,7 @@ class Scheduler:
         self.updates = SchedulerUpdates()
         self.preemptions = 0
         self.planner = Planner(memory, limits, policy, costs or StepCosts({}, AttentionShare()), self.preempt)
-        self._admission = Admission(rows, memory, limits.prefill_chunk and limits.max_step_tokens)
+        self._admission = Admission(rows, memory, _first_chunk(memory, limits))
         self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
         self._held: dict[int, Sequence] = {}
@@ -397,3 +397,14 @@ class Scheduler:
         assert seq.inflight == 0 and seq.num_inflight_samples == 0, f"released while in flight: {seq}"
         del self._held[seq.id]
         seq.leases.close()
+
+
+def _first_chunk(memory: KVManager, limits: SchedulerLimits) -> int:
+    """Return the number of positions for which an admitted prompt gets pages; 0: all.
+
+    A step could compute `max_step_tokens`. With windows a prompt gives most of these pages up again, so it begins with
+    those of the chunk that it computes beside decoding rows, and gets more when it runs.
+    """
+    if memory.has_windows:
+        return min(limits.prefill_chunk, limits.max_step_tokens)
+    return limits.prefill_chunk and limits.max_step_tokens

@@ -291,6 +291,20 @@ def test_fork_whose_tail_was_evicted_is_a_match_point_again_once_it_is_computed(
     assert tree.audit() == []
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_fork_that_lost_a_part_of_its_tail_becomes_a_match_point_again(lost: int) -> None:
+    filled = Filled(1, WINDOW)
+    tree = filled.tree
+    first = filled.put(b"", ids(1, 2, 3, 4))
+    fork = first[2]
+    tree.unlock(first, filled.firsts())
+    for node in first[1 : 1 + lost]:
+        filled.free += tree.drop(node, 1)
+    filled.put(b"", ids(1, 2, 3, 5))
+    assert tree.match_points == [fork]
+    assert tree.audit() == []
+
+
 def test_chain_without_pages_goes_with_its_last_tail() -> None:
     filled = Filled(1, (PageClass(()), PageClass((0,), 2)))
     tree = filled.tree
@@ -459,6 +473,10 @@ class Prefixes(RuleBasedStateMachine):
         found = tree.match(namespace, ids(*tokens), len(tokens) // self.size)
         walked = self._expected(namespace, tokens)
         assert found == max([walked[:end] for end in range(len(walked) + 1) if self._matches(walked[:end])], key=len)
+        for known in range(1, len(walked) + 1):
+            depth = tree.reach(walked, known)
+            assert self._matches(walked[:depth])
+            assert depth >= known if self._matches(walked[:known]) else depth == len(found)
         if use == "keep":
             self.kept.append(Reader(found, tree.pin(found)))
         elif use == "read":
