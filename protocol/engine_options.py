@@ -158,7 +158,8 @@ class EngineOptions(Struct, frozen=True):
         int | None,
         EngineFlag(
             "maximum number of sequences decoded at once (default: 32 on cpu; on cuda 1024, 512 or 256, the most of "
-            "which each has 24 MiB of memory beside the weights)",
+            "which each has 24 MiB of memory beside the weights, and fewer if the state of recurrent layers would take "
+            "more than half of that memory)",
             bounds=(1, 16_384),
             is_everyday=True,
         ),

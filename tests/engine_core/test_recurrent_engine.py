@@ -6,16 +6,20 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from msgspec import structs
 
-from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.errors import ConfigError, FatalError
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.engine_core.startup.device import DeviceParts, open_parts
+from tandem.engine_core.startup.preflight import preflight
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_qwen3_5 import save_random
 from tests.fakes.recording_gpu import oracle_attention, oracle_parts
 from tests.support.engine_driver import DrivenEngine
 from tests.support.parity import VOCAB, greedy_tokens, random_tokens
+from tests.support.plan_recording import runtime_of
 
 LENGTHS = (1, 2, 3, 70, 16, 33, 5, 64)
 TOKENS = 20
@@ -81,3 +85,23 @@ def test_flags_of_the_prefix_cache_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="recurrent layers"):
         DrivenEngine.build(options(checkpoint[0], **flags))
+
+
+def test_a_step_that_runs_out_of_memory_ends_the_engine(
+    checkpoint: tuple[Path, list[list[int]], list[list[int]]],
+) -> None:
+    """It may have changed the state of some layers, so it cannot be repeated as those of other models."""
+    driven = DrivenEngine.build(options(checkpoint[0]))
+    driven.submit([5, 6, 7], PARAMS)
+    error = torch.OutOfMemoryError("no room")
+    with patch.object(runtime_of(driven).model, "forward", side_effect=error), pytest.raises(FatalError):
+        driven.run()
+
+
+def test_the_preflight_check_prints_the_state(checkpoint: tuple[Path, list[list[int]], list[list[int]]]) -> None:
+    asked = EngineOptions(model=str(checkpoint[0]), device="cpu", max_rows=7)
+    found = preflight(asked, [], lambda: 2**34, lambda: 2**34)
+    assert found.problems == []
+    assert found.choices["live state"].endswith("GiB of recurrent layers, for 7 rows")
+    short = preflight(structs.replace(asked, max_rows=16_384), [], lambda: 2**26, lambda: 2**26)
+    assert (short.shortage and "lower --max-rows" in short.shortage) or "lower --max-rows" in str(short.problems)

@@ -26,10 +26,11 @@ VALUE_BLOCK = 32
 
 
 @triton.jit
-def _invert_blocks(inverse, below, PRECISION: tl.constexpr):
-    """Return (D^-1 + L)^-1 for the inverse of a block-diagonal matrix D^-1 and blocks L below its diagonal.
+def _join_blocks(inverse, below, PRECISION: tl.constexpr):
+    """Return (D^-1 + L)^-1 for a block-diagonal D and blocks L below the diagonal of D^-1.
 
-    Four blocks are joined: N = D L is nilpotent, N^4 = 0, so the result is (I - N)(I + N^2) D. inverse: D.
+    Four blocks are joined, so N = D L is nilpotent, N^4 = 0, and the result is (I - N)(I + N^2) D. inverse: D; below:
+    L.
     """
     n = tl.dot(inverse, below, input_precision=PRECISION)
     square = tl.dot(n, n, input_precision=PRECISION)
@@ -76,14 +77,13 @@ def _piece_matrices_kernel(
         ratio = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
         products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         system = tl.where(line > column, beta[:, None] * ratio * products, 0.0)
-        # Blocks of 4, then of 16, then of 64. Whole powers of A would grow beyond what float32 cancels.
-        within = tl.where(line // 4 == column // 4, system, 0.0)
-        unit = tl.where(line == column, 1.0, 0.0)
-        inverse = _invert_blocks(unit, within, PRECISION)
-        within = tl.where((line // 16 == column // 16) & (line // 4 != column // 4), system, 0.0)
-        inverse = _invert_blocks(inverse, within, PRECISION)
-        within = tl.where(line // 16 != column // 16, system, 0.0)
-        inverse = _invert_blocks(inverse, within, PRECISION)
+        # Join blocks of 1 into blocks of 4, then of 16, then all. Powers of the whole A would grow beyond what float32
+        # cancels. The loop is not unrolled, which keeps the code small.
+        inverse = tl.where(line == column, 1.0, 0.0)
+        for level in range(3):
+            inner, outer = 1 << (2 * level), 4 << (2 * level)
+            joined = (line // outer == column // outer) & (line // inner != column // inner)
+            inverse = _join_blocks(inverse, tl.where(joined, system, 0.0), PRECISION)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         scores = tl.where(line >= column, ratio * scores, 0.0)
         place = (piece * HEADS + head).to(tl.int64)

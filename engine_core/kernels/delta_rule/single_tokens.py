@@ -86,6 +86,8 @@ def _single_tokens_kernel(
                 old_key = tl.load(own_keys_ptr + (at % (2 * R)) * K, mask=(position > 0) & (k_index >= 0), other=0.0)
                 update = tl.load(own_updates_ptr + (at % R) * V, mask=(position > 0) & (v_index >= 0), other=0.0)
                 base += (old_key.to(tl.float32) * weight)[:, None] * update[None, :]
+            # The layouts of load and store may differ.
+            tl.debug_barrier()
             tl.store(own_base_ptr, base)
             total = 0.0
         total += decay

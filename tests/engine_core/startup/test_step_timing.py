@@ -11,7 +11,13 @@ from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.models.registry import read_config
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.scheduler.step_costs import StepWork
-from tandem.engine_core.startup.step_timing import attention_share, faster_buckets, prompts_alone, without_outliers
+from tandem.engine_core.startup.step_timing import (
+    attention_share,
+    distinct_rows,
+    faster_buckets,
+    prompts_alone,
+    without_outliers,
+)
 from tandem.protocol.engine_options import EngineOptions
 from tests.support.engine_driver import DrivenEngine
 
@@ -43,6 +49,16 @@ def test_without_graphs_durations_grow_with_rows_and_tokens() -> None:
     assert rows == sorted(rows) and tokens == sorted(tokens)
     assert rows[0] > 0.0 and tokens[0] > 0.0
     driven.engine.compiler.close()
+
+
+def test_rows_with_states_are_timed_apart() -> None:
+    """Of 16 decode rows one writes its base; prompts have rows of their own as long as there are some."""
+    rows, positions = distinct_rows(GraphBucket(32, 0), 64, 512)
+    assert rows == list(range(1, 33))
+    assert sum(position % 16 == 0 for position in positions) == 2 and min(positions) > 0
+    rows, positions = distinct_rows(GraphBucket(2, 7), 8, 3)
+    assert rows == [1, 2, 3, 3, 3, 4, 4, 4, 5]
+    assert positions == [1, 1, 0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_step_that_was_held_up_counts_as_the_next_larger_one() -> None:

@@ -46,11 +46,11 @@ def check(
 
 @pytest.mark.parametrize("ring", [1, 4, 16])
 def test_single_tokens_equal_the_oracle(ring: int, device: str) -> None:
-    """Rows at different positions cross the ring's boundaries at different steps."""
-    found, expected = pair([40, 40, 40], device, ring=ring)
-    for step in range(20):
-        work = [(row, step - 5 * (row - 1), 1) for row in (1, 2, 3) if step >= 5 * (row - 1)]
-        check(found, expected, work, len(work), padding=step % 2)
+    """Rows at different positions cross the ring's boundaries at different steps; one begins."""
+    found, expected = pair([24, 24, 24], device, ring=ring)
+    check(found, expected, [(1, 0, 14), (2, 0, 16)], 0)
+    for step in range(4):
+        check(found, expected, [(1, 14 + step, 1), (2, 16 + step, 1), (3, step, 1)], 3, padding=step % 2)
 
 
 @pytest.mark.parametrize(("start", "length"), CHUNKS)
@@ -70,7 +70,6 @@ def test_mixed_steps_equal_the_oracle(device: str) -> None:
         ([(1, 0, 1), (2, 0, 2), (3, 0, 3)], 1),
         ([(1, 1, 1), (2, 2, 1), (5, 0, 70), (3, 3, 1), (4, 0, 17)], 2),
         ([(2, 3, 1), (3, 4, 1), (4, 17, 1), (1, 2, 40), (5, 70, 5)], 3),
-        ([(1, 42, 1), (2, 4, 1), (3, 5, 1), (4, 18, 1), (5, 75, 1)], 5),
         ([(3, 0, 5), (1, 0, 1)], 0),
     ]
     for work, num_single in steps:
@@ -84,9 +83,8 @@ def test_mixed_steps_equal_the_oracle(device: str) -> None:
 ])  # fmt: skip
 def test_other_shapes_equal_the_oracle(shape: object, device: str) -> None:
     found, expected = pair([80, 80], device, shape=shape)
-    check(found, expected, [(1, 0, 20), (2, 0, 9)], 0)
-    check(found, expected, [(2, 9, 1), (1, 20, 50)], 1)
-    check(found, expected, [(2, 10, 1), (1, 70, 1)], 2)
+    check(found, expected, [(2, 0, 1), (1, 0, 20)], 1)
+    check(found, expected, [(2, 1, 1), (1, 20, 50)], 1)
 
 
 def test_equal_keys_are_solved_exactly(device: str) -> None:
@@ -100,23 +98,21 @@ def test_equal_keys_are_solved_exactly(device: str) -> None:
 
 
 def test_a_row_at_position_0_ignores_what_its_memory_holds(device: str) -> None:
-    found, _ = pair([70, 70], device)
-    used = found.step([(1, 0, 70)])
-    again = found.step([(1, 0, 70)])
+    found, _ = pair([18], device)
+    used = found.step([(1, 0, 18)])
     for tensor in found.tensors:
         tensor.fill_(torch.nan)
-    assert torch.equal(used, again)
-    assert torch.equal(found.step([(1, 0, 70)]), used)
+    assert torch.equal(found.step([(1, 0, 18)]), used)
     assert not found.step([(1, 0, 1)], 1).isnan().any()
 
 
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
-    found, alone = pair([50, 50, 50], device)[0], pair([50, 50, 50], device)[0]
-    found.step([(1, 0, 30), (2, 0, 41), (3, 0, 1)])
-    alone.step([(2, 0, 41)])
+    found, alone = pair([20, 20, 20], device)[0], pair([20, 20, 20], device)[0]
+    found.step([(1, 0, 3), (2, 0, 18), (3, 0, 1)])
+    alone.step([(2, 0, 18)])
     assert torch.equal(found.state.base[2], alone.state.base[2])
-    together = found.step([(3, 1, 1), (2, 41, 1), (1, 30, 1)], 3)
-    assert torch.equal(together[1:2], alone.step([(2, 41, 1)], 1))
+    together = found.step([(3, 1, 1), (2, 18, 1), (1, 3, 1)], 3)
+    assert torch.equal(together[1:2], alone.step([(2, 18, 1)], 1))
 
 
 def test_the_memory_of_the_padding_row_is_not_touched(device: str) -> None:
