@@ -60,15 +60,8 @@ def held_pages(windows: Windows, positions: int, page_size: int) -> int:
     return sum(pages if window is None else min(pages, ceil_div(window - 1, page_size) + 3) for window in windows)
 
 
-def pages_of_tokens(windows: Windows, tokens: int, page_size: int, max_len: int) -> int:
-    """Return the number of pages for this many tokens: sequences of `max_len`, and a shorter one for the rest."""
-    longest = ceil_div(max_len, page_size) * page_size
-    count, rest = divmod(tokens, longest)
-    return count * held_pages(windows, longest, page_size) + held_pages(windows, rest, page_size)
-
-
 def tokens_of_pages(windows: Windows, pages: int, page_size: int, max_len: int) -> int:
-    """Return the largest number of tokens for which `pages_of_tokens` is at most `pages`."""
+    """Return the tokens of sequences of `max_len`, and a shorter one in the rest, that this many pages hold."""
     longest = ceil_div(max_len, page_size) * page_size
     count, left = divmod(pages, held_pages(windows, longest, page_size))
     low, high = 0, longest // page_size

@@ -248,8 +248,7 @@ class EngineOptions(Struct, frozen=True):
     kv_tokens: Annotated[
         int | None,
         EngineFlag(
-            "number of positions in the KV pool; for models with windows, in sequences of --max-len (default: as many"
-            " as the memory allows)",
+            "number of positions in the KV pool, for sequences of any length (default: as many as the memory allows)",
             parse_count,
             bounds=(1, math.inf),
         ),

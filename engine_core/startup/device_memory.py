@@ -14,7 +14,6 @@ from tandem.engine_core.config import GPU_SHARE, StepConfig
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.registry import open_checkpoint
-from tandem.engine_core.page_counts import pages_of_tokens
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import Device
 from tandem.engine_core.startup.kv_sizing import GIB
@@ -70,8 +69,7 @@ def memory_demand(config: StepConfig, source: ModelSource, total: int) -> Memory
     """
     options = config.options
     weights = 0 if options.load_format == "dummy" else weight_bytes(source)
-    pages = pages_of_tokens(config.held_windows, options.kv_tokens or 0, config.page_size, config.max_len)
-    pool = options.kv_memory if options.kv_memory is not None else pages * source.layout.page_bytes
+    pool = options.kv_memory if options.kv_memory is not None else (options.kv_tokens or 0) * source.layout.token_bytes
     share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
     # The existing checks refuse a model that no GPU of this size holds.
     needed = min(weights + state_bytes(config, source) + pool, total)

@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 
 from tandem.engine_core.config import GPU_SHARE, EngineConfig, StepConfig
 from tandem.engine_core.errors import ConfigError, MemoryTooSmallError
-from tandem.engine_core.page_counts import held_pages, pages_of_tokens
+from tandem.engine_core.page_counts import held_pages
 from tandem.protocol.engine_options import EngineOptions
 
 CPU_KV_BYTES, CPU_KV_SHARE = 4 * 2**30, 0.25
@@ -62,7 +62,8 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     page_size, options, windows = config.page_size, config.options, config.held_windows
     page_bytes = page_size * token_bytes // len(windows)
     if options.kv_tokens is not None:
-        pages = pages_of_tokens(windows, options.kv_tokens // page_size * page_size, page_size, config.max_len)
+        # For sequences of any length: within all windows, a position takes a share of a page in each group.
+        pages = options.kv_tokens // page_size * len(windows)
     else:
         # The reserved page is part of the memory.
         pages = max(0, _pool_bytes(config, memory, page_bytes) // page_bytes - 1)
