@@ -27,6 +27,7 @@ from benchmarks.default_model.json_answers import (
     json_about,
     json_facts,
     json_pieces,
+    json_result,
 )
 from benchmarks.default_model.questions import Questioner
 from benchmarks.default_model.tokenizer import ASSISTANT_ID, BEGIN_ID, END_ID, PAD_ID, SYSTEM_ID, USER_ID
@@ -61,7 +62,7 @@ RAW_FORMS = (
 
 
 # Percentages of plain chats, bare questions, answers in JSON and requests with tools.
-SHARES = (31, 36, 15, 18)
+SHARES = (28, 41, 12, 19)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,10 @@ def json_sample(rng: random.Random, questioner: Questioner) -> list[Piece]:
 
 
 def tool_sample(rng: random.Random, user: ToolUser) -> list[Piece]:
-    """Render a request with tools and the call or the answer; some go on with the call's result and what it says."""
+    """Render a request with tools and the call or the answer.
+
+    Some go on with the call's result and its answer, in text or in the JSON of a schema.
+    """
     use = user.use(rng)
     tools = "\n".join(["Tools:", *(tool.line for tool in use.tools)])
     pieces: list[Piece] = [BEGIN_ID, SYSTEM_ID, (tools, False), END_ID, *_system(rng, user.questioner.fillers)]
@@ -129,7 +133,11 @@ def tool_sample(rng: random.Random, user: ToolUser) -> list[Piece]:
         return [*pieces, *(forced_call(call) if use.forced else call), END_ID]
     result, told = result_of(rng, use.tool, user.questioner)
     before = (json.dumps(call_of(use), ensure_ascii=False), False)
-    return [*pieces, before, END_ID, *_turn(f"Result:\n{result}"), (told, True), END_ID]
+    pieces += [before, END_ID, *_turn(f"Result:\n{result}")]
+    if rng.random() < 0.35:
+        # With a schema and tools a grammar allows its object or another call: the keys are learnt to tell them apart.
+        return [*pieces, *forced_open(json_pieces(rng, json_result(rng, told, use.arguments), True)), END_ID]
+    return [*pieces, (told, True), END_ID]
 
 
 def _system(rng: random.Random, fillers: list[str]) -> list[Piece]:

@@ -128,6 +128,16 @@ def json_about(rng: random.Random, row: Function) -> dict[str, Any]:
     return answer
 
 
+def json_result(rng: random.Random, told: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Make a JSON object that answers with a tool's result, and mostly with some of the call's arguments."""
+    items = [
+        (_key(rng, ANSWER_KEYS, 0.3), told),
+        *((key, value) for key, value in arguments.items() if rng.random() < 0.5),
+    ]
+    rng.shuffle(items)
+    return dict(items)
+
+
 def _other(rng: random.Random, row: Function) -> tuple[str, Any]:
     """Make a property other than plain text."""
     words = sorted(content_words(row.sentence), key=row.sentence.lower().find)

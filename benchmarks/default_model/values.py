@@ -111,14 +111,22 @@ MONTHS = listed("January February March April May June July August September Oct
 DOMAINS = listed("example.com example.org mail.com site.net work.io")
 
 
+CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
+
+
 def made_up_word(rng: random.Random) -> str:
-    """Make up a word of one to three syllables."""
-    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 2, 2, 3))))
+    """Make up a word of one to three syllables, or of letters that tokens do not follow."""
+    if rng.random() < 0.5:
+        return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 2, 2, 3))))
+    letters = [rng.choice((CONSONANTS, VOWELS)[at % 2]) for at in range(rng.randrange(4, 9))]
+    if rng.random() < 0.3:
+        letters.insert(rng.randrange(1, len(letters)), rng.choice(CONSONANTS))
+    return "".join(letters)
 
 
 def city(rng: random.Random) -> str:
     """Draw a city, sometimes made up, sometimes with its region."""
-    name = rng.choice(CITIES) if rng.random() < 0.6 else made_up_word(rng).capitalize()
+    name = rng.choice(CITIES) if rng.random() < 0.4 else made_up_word(rng).capitalize()
     if rng.random() < 0.05:
         name = name.lower()
     return f"{name}, {rng.choice(REGIONS)}" if rng.random() < 0.12 else name
@@ -126,7 +134,7 @@ def city(rng: random.Random) -> str:
 
 def person(rng: random.Random) -> str:
     """Draw a name, sometimes with a surname, sometimes made up."""
-    first = rng.choice(NAMES) if rng.random() < 0.6 else made_up_word(rng).capitalize()
+    first = rng.choice(NAMES) if rng.random() < 0.4 else made_up_word(rng).capitalize()
     if rng.random() < 0.5:
         return first
     return f"{first} {rng.choice(SURNAMES) if rng.random() < 0.5 else made_up_word(rng).capitalize()}"
@@ -135,7 +143,7 @@ def person(rng: random.Random) -> str:
 def topic(rng: random.Random) -> str:
     """Draw one to four words."""
     words = [
-        rng.choice(TITLES) if rng.random() < 0.6 else made_up_word(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))
+        rng.choice(TITLES) if rng.random() < 0.4 else made_up_word(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))
     ]
     text = " ".join(words)
     return text.capitalize() if rng.random() < 0.15 else text
