@@ -10,8 +10,7 @@ from msgspec import structs
 
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.models.registry import build_model, read_config
-from tandem.engine_core.quantization.quantization import Quantization
-from tandem.engine_core.quantization.scheme import ONLINE_FP8
+from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.startup.device_memory import weight_bytes
 from tests.engine_core.models.test_qwen3_moe import fuse_experts, save_random
 
@@ -22,7 +21,7 @@ def test_all_experts_count_as_they_are_stored(fused: bool, quantize: bool, tmp_p
     save_random(tmp_path, {"num_hidden_layers": 1})
     if fused:
         fuse_experts(tmp_path, 0)
-    config, quantization = read_config(tmp_path), Quantization(ONLINE_FP8) if quantize else None
+    config, quantization = read_config(tmp_path), FP8_AT_LOAD if quantize else None
     source = SimpleNamespace(
         directory=tmp_path, model=structs.replace(config, quantization=quantization), dtype=torch.bfloat16
     )
