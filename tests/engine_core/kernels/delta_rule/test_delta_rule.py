@@ -37,7 +37,8 @@ def check(
     rows = [row for row, _, _ in work]
     for row, start, length in work:
         end = start + length
-        folded = [reference.fold(case.state, *torch.tensor([[row], [end]]))[0] for case in (found, expected)]
+        where = torch.tensor([[row], [end]], device=found.conv.device)
+        folded = [reference.fold(case.state, *where)[0] for case in (found, expected)]
         torch.testing.assert_close(*folded, atol=TOLERANCE, rtol=TOLERANCE)
     bases = [case.state.base[rows] for case in (found, expected)]
     torch.testing.assert_close(*bases, atol=TOLERANCE, rtol=TOLERANCE)
