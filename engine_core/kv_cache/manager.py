@@ -32,8 +32,9 @@ from tandem.protocol.errors import ErrorCode
 
 Leaving = Counter[tuple[int, int]]
 """Number of leaving readers by class and node."""
-MAX_NODES_PER_PAGE = 8
-"""Nodes of the prefix cache per page of the pool, in models that have windows in all layers."""
+MAX_NODES_PER_PAGE, MAX_LONGEST_PATHS = 8, 16
+"""Limits of the prefix cache's nodes in models with windows in all layers: nodes per page of the pool, and sequences of
+the maximum length. The larger one applies."""
 EVICT_AHEAD = 4096
 """Evict one page more than needed per this number of evictable pages: together they cost less."""
 
@@ -419,9 +420,13 @@ class KVManager:
         self._release_own(seq, own)
 
     def _mark_prompt(self, seq: Sequence) -> None:
-        """Make the end of a prompt a match point, and the last page that the same prompt could match."""
+        """Make the end of a prompt a match point.
+
+        So is the last page that the same prompt can match, and the one before it: the next turn of a chat may leave out
+        the last tokens of the template.
+        """
         nodes, size = seq.cache.nodes, self._page_size
-        for depth in {(seq.prompt_len - 1) // size, seq.prompt_len // size}:
+        for depth in range(max(1, (seq.prompt_len - 1) // size - 1), seq.prompt_len // size + 1):
             self._mark(nodes[:depth])
 
     def _mark(self, path: list[int]) -> None:
@@ -543,6 +548,9 @@ class KVManager:
             return max(0, count)
         room, evicted = self.tree.make_room(count)
         self.pages.release(CACHE, evicted)
+        while room < count and self.sessions.release_one():
+            room, evicted = self.tree.make_room(count)
+            self.pages.release(CACHE, evicted)
         return room
 
     def _release_own(self, seq: Sequence, pages: list[int]) -> None:

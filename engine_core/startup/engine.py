@@ -28,7 +28,7 @@ from tandem.engine_core.engine import Engine
 from tandem.engine_core.errors import ConfigError, ConfigProblems, DeviceBusyError, MemoryTooSmallError
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.kv_cache.groups import KVGroup, partition
-from tandem.engine_core.kv_cache.manager import MAX_NODES_PER_PAGE, KVManager
+from tandem.engine_core.kv_cache.manager import MAX_LONGEST_PATHS, MAX_NODES_PER_PAGE, KVManager
 from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.kv_cache.radix import RadixTree
@@ -329,7 +329,8 @@ def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
     windows, tree = tuple([group.window for group in groups]), None
     if config.prefix_cache:
         classes = page_classes(windows, config.page_size)
-        tree = RadixTree(config.page_size, classes, MAX_NODES_PER_PAGE * config.pages)
+        paths = MAX_LONGEST_PATHS * ceil_div(config.max_len, config.page_size)
+        tree = RadixTree(config.page_size, classes, max(MAX_NODES_PER_PAGE * config.pages, paths))
     sessions = Sessions(tree, config.max_sessions, config.session_ttl)
     return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows)
 

@@ -3,6 +3,8 @@
 import pytest
 
 from tandem.engine_core.errors import RequestError
+from tandem.engine_core.kv_cache.manager import Leaving
+from tandem.engine_core.kv_cache.pages import CACHE
 from tandem.engine_core.plan import PADDING_PAGE
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.sequence import Sequence
@@ -166,12 +168,16 @@ def test_running_prompt_skips_to_where_another_has_computed_the_window() -> None
     assert scheduler.audit() == []
 
 
-def test_same_prompt_matches_up_to_its_last_page_under_pressure() -> None:
-    """The last page of a prompt of whole pages is computed again, so a match needs the tail one page before its end."""
+@pytest.mark.parametrize(("kept", "cached"), [(32, 28), (28, 28), (27, 24)])
+def test_end_of_a_prompt_matches_under_pressure(kept: int, cached: int) -> None:
+    """The last page of a prompt of whole pages is computed again, and a template may leave out its last tokens."""
     scheduler = new(pages=100, step=64, chunk=64, windows=WINDOWS)
     run(scheduler, prompted(1, *SYSTEM, max_tokens=40))
-    evict(scheduler, 17 + 2 * 2 + 2 * 3)
-    assert cached_tokens(scheduler, prompted(2, *SYSTEM)) == 28
+    memory = scheduler.memory
+    assert memory.tree is not None
+    memory.pages.release(CACHE, memory.tree.evict(sum([2 * len(pages.loose) for pages in memory.tree.classes])))
+    assert not any(pages.loose for pages in memory.tree.classes)
+    assert cached_tokens(scheduler, prompted(2, *SYSTEM[:kept], *[9] * (32 - kept))) == cached
 
 
 def test_shared_page_is_evictable_once_its_last_reader_has_passed_it() -> None:
@@ -185,6 +191,8 @@ def test_shared_page_is_evictable_once_its_last_reader_has_passed_it() -> None:
     assert [tree.num_readers(last, kind) for kind in (0, 1)] == [2, 2]
     plan = launched(scheduler, 50)
     assert [tree.num_readers(last, kind) for kind in (0, 1)] == [2, 1], "the window of one begins behind it"
+    leaving = Leaving()
+    assert sum([scheduler.memory.add_leaving(seq, leaving) for seq in (fast, slow)]) == scheduler.memory.usage.in_use
     for step in range(51, 65):
         commit(scheduler, plan, [20, 21])
         plan = launched(scheduler, step)
@@ -231,9 +239,10 @@ def test_released_pages_are_counted_over_all_groups() -> None:
     first, second = prompted(1, *SYSTEM, 1, max_tokens=9), prompted(2, *SYSTEM, 2, max_tokens=9)
     added(scheduler, first)
     launched(scheduler, 1)
+    memory = scheduler.memory
+    assert memory.num_released(first, {}) == memory.usage.in_use == 9 + 3 + 3
     added(scheduler, second)
     launched(scheduler, 2)
-    memory = scheduler.memory
     assert [held(seq) for seq in (first, second)] == [[9, 3, 3], [9, 3, 3]]
     assert [memory.num_released(seq, {}) for seq in (first, second)] == [3, 3]
     assert [memory.num_shared_pages(seq) for seq in (first, second)] == [12, 12]
@@ -244,6 +253,29 @@ def test_released_pages_are_counted_over_all_groups() -> None:
     scheduler.abandon()
     assert memory.usage.available - before == 18
     assert scheduler.audit() == []
+
+
+def test_preempted_sequence_waits_for_the_pages_of_its_whole_prompt() -> None:
+    """Those of the first group: the others need pages of one chunk at a time."""
+    scheduler = new(pages=1 + 12, windows=WINDOWS, cache=False)
+    memory, seq = scheduler.memory, prompted(1, *SYSTEM)
+    taken = occupy(memory, 1)
+    assert not memory.admit(seq, 8, 0, whole=True)
+    vacate(memory, taken)
+    assert memory.admit(seq, 8, 0, whole=True)
+    assert held(seq) == [2, 2, 2]
+
+
+def test_idle_session_ends_where_its_nodes_are_needed() -> None:
+    scheduler = new(pages=1 + 30, step=64, chunk=64, windows=(5,))
+    memory = scheduler.memory
+    assert memory.tree is not None
+    memory.tree.max_nodes = 12
+    run(scheduler, prompted(1, *SYSTEM, session="talk"))
+    assert memory.tree.num_nodes == 8
+    run(scheduler, prompted(2, *range(500, 533)), first_step=200)
+    assert (memory.tree.num_nodes, len(memory.sessions), memory.sessions.num_evicted) == (12, 0, 1)
+    assert cached_tokens(scheduler, prompted(3, *range(500, 533))) == 32
 
 
 def test_number_of_nodes_is_bounded_where_all_layers_have_windows() -> None:
