@@ -53,8 +53,8 @@ def page_columns(windows: Windows, page_size: int, max_len: int, chunk: int) -> 
 def held_pages(windows: Windows, positions: int, page_size: int) -> int:
     """Return the maximum number of pages of a decoding sequence of this many positions.
 
-    Of a group with a window these are the pages of the window before the last page, that page, the next one, and one
-    that is given up after the launch of a step.
+    Of a group with a window these are the pages of the window before the last page, that page, and two more, with which
+    a prompt can be computed in chunks.
     """
     pages = ceil_div(positions, page_size)
     return sum(pages if window is None else min(pages, ceil_div(window - 1, page_size) + 3) for window in windows)

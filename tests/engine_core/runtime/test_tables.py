@@ -171,6 +171,8 @@ def test_pages_of_each_group_are_written_to_its_columns() -> None:
     def bring(*rows: ScheduledSequence) -> None:
         out = np.zeros(capacity(4, 40, 60, 40), dtype=np.int32)
         packed = pack(StepPlan.of(1, rows), 32, columns, out)
+        index = packed.read("page_index").view(np.int64)
+        assert len(set(index.tolist())) == len(index), "a GPU writes in any order"
         table.apply(torch.from_numpy(out)[: packed.total], packed)
 
     ids = tuple(range(10, 16)), (0, 0, 22, 23, 24, 25), (0, 0, 0, 0, 34, 35)
