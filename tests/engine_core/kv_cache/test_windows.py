@@ -72,6 +72,17 @@ def test_decoding_sequence_holds_its_window_and_two_pages(depth: int) -> None:
     assert scheduler.audit() == []
 
 
+def test_growing_sequence_gives_up_a_page_before_it_gets_the_next() -> None:
+    scheduler = new(pages=100, windows=WINDOWS, cache=False)
+    seq, step = prompted(1, *SYSTEM[:5], max_tokens=60), 0
+    added(scheduler, seq)
+    while step < 30 or seq.num_scheduled_tokens < 4 * len(seq.pages[0]):
+        commit(scheduler, launched(scheduler, step := step + 1), [20])
+    before = held(seq)
+    scheduler.memory.grow(seq, seq.num_scheduled_tokens + 1)
+    assert held(seq) == [before[0] + 1, before[1], before[2]]
+
+
 def test_new_pages_come_group_by_group_with_padding_outside_the_window() -> None:
     scheduler = new(pages=100, step=64, chunk=64, windows=WINDOWS)
     run(scheduler, prompted(1, *SYSTEM, 1))
