@@ -12,9 +12,11 @@ from tandem.engine_core.sampling import triton_sampler
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
+from tests.engine_core.models.test_qwen3_5 import save_random as save_hybrid
 from tests.fakes.recording_gpu import interpreted_parts
 from tests.support.engine_driver import DrivenEngine
 from tests.support.model_folder import write_model
+from tests.support.parity import greedy_tokens
 from tests.support.plan_recording import constraining, runtime_of
 from tests.support.tiny_llama import CONFIG, Compared, random_model
 
@@ -63,3 +65,33 @@ def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_dense_model(tmp_
     for index, number in enumerate(ids):
         compared.check(model, prompts[index], driven.tokens(number), ASKED[index], index == CONSTRAINED)
     assert compared.tokens == 12
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+def test_an_engine_of_interpreted_kernels_gives_the_tokens_of_a_hybrid_model(tmp_path: Path) -> None:
+    """Three sequences take turns in two rows, in graphs of decode steps and of prompts beside them."""
+    model = save_hybrid(tmp_path, {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
+    options = EngineOptions(
+        model=str(tmp_path),
+        device="cuda",
+        dtype="float32",
+        pipeline="off",
+        max_rows=2,
+        max_len=64,
+        max_step_tokens=12,
+        prefill_chunk=8,
+        kv_tokens=256,
+        graph_rows="2",
+        graph_tokens="8",
+    )
+    smaller = {"TILE": 1024, "GROUP": 32, "CAPACITY": 64}
+    cuda = patch.object(startup_engine.configuration, "resolve_device", lambda *_: "cuda")
+    with cuda, patch.multiple(triton_sampler, **smaller):
+        driven = DrivenEngine.build(options, interpreted_parts)
+    assert runtime_of(driven).graphs is not None
+    prompts, params = [[5, 6, 7], [9] * 11, [3]], SamplingParams(5, temperature=0.0, ignore_eos=True)
+    found = driven.generate(prompts, [params] * len(prompts))
+    assert found == [greedy_tokens(model, prompt, 5) for prompt in prompts]
