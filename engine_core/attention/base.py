@@ -200,3 +200,5 @@ class ForwardBatch:
     """[T] int32, row of each token; 0 for padding. None: no token is padding."""
     tokens: TokenRows | None = None
     """Rows of the tokens, which recurrent layers need."""
+    has_drafts: bool = False
+    """True if tokens behind the first of a row may be wrong: no earlier one may depend on them."""

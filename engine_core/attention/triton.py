@@ -42,15 +42,15 @@ from tandem.engine_core.kernels.tiles.plan_types import DecodePlan
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """An `AttentionStep` and `FusedStep` with one query per row.
+    """An `AttentionStep` and `FusedStep` with the same number of queries in each row, adjacent tokens of it.
 
     A captured graph keeps reading its tensors.
     """
 
     rows: Tensor
-    """[B] int32, rows of the page table."""
+    """[T] int32, row of the page table of each token."""
     positions: Tensor
-    """[B] int32, position of each row's query."""
+    """[T] int32, position of each token; those of a row do not descend."""
     page_tables: Sequence[PageTable]
     """The pages of all rows, by KV group."""
     splits: int
@@ -58,6 +58,8 @@ class DecodeStep:
     gpu: GpuTraits
     extra_splits: ExtraSplits | None = None
     """Additional splits of long rows."""
+    queries: int = 1
+    """Number of queries of a row; RoPE is fused only with one."""
 
     def run(
         self,
@@ -78,14 +80,17 @@ class DecodeStep:
         return self._run(plan, query, heads, keys, values, layer, scales, out=out, scratch=scratch)
 
     def _plan(self, query: Tensor, keys: Tensor) -> tuple[DecodePlan, int]:
-        rows, heads, head_dim = query.shape
-        return choose_plan(head_dim, rows * keys.shape[1], query.dtype, keys.dtype, self.gpu), heads
+        tokens, heads, head_dim = query.shape
+        pairs = tokens // self.queries * keys.shape[1]
+        return choose_plan(head_dim, pairs, query.dtype, keys.dtype, self.gpu), heads
 
     def fuses_rope(self, keys: Tensor) -> bool:
         """Implement `FusedStep.fuses_rope`."""
         return self._rope_plan(keys) is not None
 
     def _rope_plan(self, keys: Tensor) -> DecodePlan | None:
+        if self.queries > 1:
+            return None
         return choose_fused_rope_plan(keys.shape[2], len(self.rows) * keys.shape[1], keys.dtype, self.gpu)
 
     def run_with_rope(
@@ -148,7 +153,7 @@ class DecodeStep:
         quantized: QuantizedActivation | None = None,
         amax: Tensor | None = None,
     ) -> Tensor:
-        plan = fit_plan(plan, query[:, :heads], keys, self.gpu)
+        plan = fit_plan(plan, query[:, :heads], keys, self.gpu, self.queries)
         return paged_decode(
             *(query, keys, values, self.rows, self.positions, self.page_tables[layer.group]),
             *(layer.scale, self.splits),
@@ -166,11 +171,13 @@ class DecodeStep:
             rotation=rotation,
             quantized=quantized,
             amax=amax,
+            queries=self.queries,
         )
 
     def scratch(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Allocate the scratch of `run` for partial results."""
-        return split_scratch(query, self.splits, self.extra_splits.count if self.extra_splits is not None else 0)
+        count = self.extra_splits.count if self.extra_splits is not None else 0
+        return split_scratch(query, self.splits, count * self.queries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ def attend(
     cos, sin, slots, q_norm, k_norm, eps = rotation
     if batch.fused is not None and batch.fused.fuses_rope(keys):
         return batch.fused.run_with_rope(qkv, rotation, keys, values, layer, scales)
-    heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
+    norms = (q_norm, k_norm, eps)
+    heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts)
     return batch.attention.run(heads, keys, values, layer, scales)
 
 
@@ -56,7 +57,8 @@ def attend_and_project(
     heads, fused, (cos, sin, slots, q_norm, k_norm, eps) = qkv, batch.fused, rotation
     fuses_rope = fused is not None and fused.fuses_rope(keys)
     if not fuses_rope:
-        heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm, eps, scales)
+        norms = (q_norm, k_norm, eps)
+        heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts)
     to = None if fused is None else output.input_format(tokens)
     if fused is not None and to is not None and fused.fuses_quant(to, head_dim):
         own = rotation if fuses_rope else None

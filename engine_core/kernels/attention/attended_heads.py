@@ -28,14 +28,19 @@ def store_heads(
     WIDE: tl.constexpr,
     QUANT: tl.constexpr,
     dtype: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
-    """Store the query heads of a token's KV head.
+    """Store the query heads of a KV head, of QUERIES adjacent tokens from `token` on.
 
-    acc: [heads, WIDE] float32, rows past GROUP and elements past D unused; g, d: their indices; out: [T, KV_HEADS *
-    GROUP * D] in `dtype`, with each head's absolute maximum, [T, KV_HEADS * GROUP], if QUANT is 3; or 8-bit: with the
-    static scale at scales_ptr if QUANT is 1, with one scale per head, [KV_HEADS * GROUP, scale_stride], if 2.
+    acc: [heads, WIDE] float32, token after token, rows past QUERIES * GROUP and elements past D unused; g, d: their
+    indices; out: [T, KV_HEADS * GROUP * D] in `dtype`, with each head's absolute maximum, [T, KV_HEADS * GROUP], if
+    QUANT is 3; or 8-bit: with the static scale at scales_ptr if QUANT is 1, with one scale per head, [KV_HEADS * GROUP,
+    scale_stride], if 2.
     """
-    mask = in_head(g < GROUP, d, D, WIDE)
+    inside = g < GROUP * QUERIES
+    mask = in_head(inside, d, D, WIDE)
+    if QUERIES > 1:
+        token, g = token + g // GROUP, g % GROUP
     first = (token.to(tl.int64) * KV_HEADS + head) * GROUP
     stored: tl.constexpr = out_ptr.dtype.element_ty
     x = acc.to(dtype)
@@ -45,11 +50,14 @@ def store_heads(
         x = quantized_values(x.to(tl.float32) / tl.load(scales_ptr), stored)
     elif QUANT == 2:
         scale = scale_from_amax(largest, stored)
-        tl.store(scales_ptr + (head * GROUP + g).to(tl.int64) * scale_stride + token, scale, mask=g < GROUP)
+        tl.store(scales_ptr + (head * GROUP + g).to(tl.int64) * scale_stride + token, scale, mask=inside)
         x = quantized_values(x.to(tl.float32) / scale[:, None], stored)
     elif QUANT == 3:
-        tl.store(scales_ptr + first + g, largest, mask=g < GROUP)
-    tl.store(out_ptr + first * D + g[:, None] * D + d[None, :], x, mask=mask)
+        tl.store(scales_ptr + first + g, largest, mask=inside)
+    out_row = out_ptr + first * D
+    if QUERIES > 1:
+        out_row = out_row[:, None]
+    tl.store(out_row + g[:, None] * D + d[None, :], x, mask=mask)
 
 
 def check_quantized(batch: int, heads: int, quantized: QuantizedActivation | None, amax: Tensor | None) -> None:

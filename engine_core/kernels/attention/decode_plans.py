@@ -131,14 +131,14 @@ def choose_fused_rope_plan(head_dim: int, pairs: int, kv_dtype: torch.dtype, gpu
     return plan if is_measured else plan._replace(early=known[least] and gpu.pdl)
 
 
-def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> DecodePlan:
+def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits, queries: int = 1) -> DecodePlan:
     """Limit a plan to the available shared memory and registers.
 
     Pipeline stages are reduced to fit in shared memory, and there is a warp for every `MIN_TILE_ROWS` query heads of a
     KV head: 64 of them in one or two warps spilled up to 8,896 bytes. Early loads are disabled above `MIN_TILE_ROWS`
-    heads, which do not fit in `EARLY_REGISTERS`. query, keys: as in `paged_decode`.
+    heads, which do not fit in `EARLY_REGISTERS`. query, keys, queries: as in `paged_decode`.
     """
-    rows = tile_rows(query.shape[1] // keys.shape[1])
+    rows = tile_rows(query.shape[1] // keys.shape[1] * queries)
     stages = min(plan.tile.stages, max_stages(rows, plan.tile.positions, query, keys, gpu))
     warps = max(plan.tile.warps, rows // MIN_TILE_ROWS)
     return plan._replace(
@@ -149,6 +149,6 @@ def fit_plan(plan: DecodePlan, query: Tensor, keys: Tensor, gpu: GpuTraits) -> D
 def tile_rows(group: int) -> int:
     """Return the rows of a tile.
 
-    group: query heads per KV head.
+    group: query heads per KV head, of all queries of a row.
     """
     return max(MIN_TILE_ROWS, int(triton.next_power_of_2(group)))

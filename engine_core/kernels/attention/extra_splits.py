@@ -64,12 +64,13 @@ def _assign_extra_splits_kernel(
     COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr,
     BATCH_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.arange(0, BATCH_PAD)
     mask = n < batch
     wait_for_previous(PDL)
-    length = tl.load(positions_ptr + n, mask=mask, other=0).to(tl.int32) + 1
+    length = tl.load(positions_ptr + n * QUERIES + QUERIES - 1, mask=mask, other=0).to(tl.int32) + 1
     balance = BALANCE + tl.zeros([], tl.int32)
     more = tl.maximum(tl.cdiv(length, balance) - splits, 0)
     total = tl.sum(more, axis=0)
@@ -87,15 +88,18 @@ def _assign_extra_splits_kernel(
         tl.store(served_ptr + first + number, n, mask=mask & (number < more))
 
 
-def assign_extra_splits(positions: Tensor, splits: int, count: int, pdl: bool = False) -> ExtraSplits | None:
+def assign_extra_splits(
+    positions: Tensor, splits: int, count: int, pdl: bool = False, queries: int = 1
+) -> ExtraSplits | None:
     """Assign the extra splits of a step to its longest rows.
 
-    A row gets one for each `BALANCE` positions beyond those of its `splits` own ones. positions: [B] integers on the
-    device, contiguous; count: from `choose_extra_splits`, returns None for 0. pdl: see `kernels.dependent_launch`.
+    A row gets one for each `BALANCE` positions beyond those of its `splits` own ones. positions: [B * queries] integers
+    on the device, contiguous, of the tokens of B rows; count: from `choose_extra_splits`, returns None for 0; pdl: see
+    `kernels.dependent_launch`; queries: adjacent tokens of each row.
     """
     if not count:
         return None
-    batch = len(positions)
+    batch = len(positions) // queries
     plan = torch.empty(2 * batch + count, dtype=torch.int32, device=positions.device)
     _assign_extra_splits_kernel[(1,)](
         plan,
@@ -106,6 +110,7 @@ def assign_extra_splits(positions: Tensor, splits: int, count: int, pdl: bool = 
         COUNT=count,
         COUNT_PAD=triton.next_power_of_2(count),
         BATCH_PAD=triton.next_power_of_2(batch),
+        QUERIES=queries,
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -90,6 +90,7 @@ def _rotated(heads_ptr, mask, partner, cos, sin, weight, partner_weight, eps, D:
 @triton.jit
 def begin(
     row_ptr,
+    query_stride,
     keys_ptr,
     values_ptr,
     slot_stride,
@@ -108,6 +109,7 @@ def begin(
     CAP: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """Load the query heads of a row and a KV head, and initialize their softmax.
 
@@ -115,14 +117,18 @@ def begin(
     rotated here; the softmax of its `owner`, the program with the newest position, starts with the newest key and
     value, which it stores in the pool.
 
-    row_ptr: the row's queries, with `newest` followed by its keys and values; in_group: mask of the tile's query heads,
-    from `in_head`; scale, CAP: as in `attend`; best, weight: [ROWS], acc: [ROWS, WIDE]: empty. Returns the query tile
-    in the dtype of the matmuls, [ROWS, WIDE], and the initialized best, weight and acc.
+    row_ptr: the row's queries, QUERIES tokens query_stride apart, with `newest` a single one followed by its keys and
+    values; in_group: mask of the tile's query heads, token after token, from `in_head`; scale, CAP: as in `attend`;
+    best, weight: [ROWS], acc: [ROWS, WIDE]: empty. Returns the query tile in the dtype of the matmuls, [ROWS, WIDE],
+    and the initialized best, weight and acc.
     """
     ROWS: tl.constexpr = acc.shape[0]
     WIDE: tl.constexpr = acc.shape[1]
     d = tl.arange(0, WIDE)[None, :]
-    heads_ptr = row_ptr + (head * GROUP + tl.arange(0, ROWS)[:, None]) * D
+    g = tl.arange(0, ROWS)[:, None]
+    heads_ptr = row_ptr + (head * GROUP + g) * D
+    if QUERIES > 1:
+        heads_ptr = row_ptr + g // GROUP * query_stride + (head * GROUP + g % GROUP) * D
     if newest is None:
         q = cast_query(tl.load(heads_ptr + d, mask=in_group, other=0.0), keys_ptr)
     else:

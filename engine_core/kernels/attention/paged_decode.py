@@ -1,19 +1,20 @@
-"""Decode attention over the paged KV pool in Triton, with one query per row.
+"""Decode attention over the paged KV pool in Triton, with one query per row or a few adjacent ones.
 
 Lengths and pages are read on the device.
 
 Flash decoding (Dao et al., 2023) over a page table (Kwon et al., 2023). The grid is fixed, (KV heads, splits, rows),
 and a program computes its share of the row from the row's length on the device. So one captured graph serves every mix
 of lengths, and a step needs no planning. Rows much longer than the others get extra splits. The query heads of a KV
-head form one tile of `tl.dot`. If several programs split a row, the last to finish combines their partial results. With
-a sliding window only the blocks in the window are split, so the cost of a row is bounded by its window.
+head form one tile of `tl.dot`, those of all queries of a row, which share one read of the keys and values. If several
+programs split a row, the last to finish combines their partial results. With a sliding window only the blocks in the
+window are split, so the cost of a row is bounded by its window.
 
 Early loads: the preceding kernel, `rope_and_kv_write`, writes only the newest position of each row's keys and values;
 all other positions were written by earlier steps. So a program may load its first blocks before that kernel has
-finished, unless they contain the newest position. If RoPE is fused (`newest_token`), no program reads the newest
-position from the pool. This is valid because no row of a step has several tokens here (those use `paged_prefill`), and
-no row reads a page that another row of the same step fills (a page enters the prefix cache only after the step that
-fills it was launched).
+finished, unless they contain the newest position, of several queries the first of their positions. If RoPE is fused
+(`newest_token`), which takes a single query, no program reads the newest position from the pool. This is valid because
+a row's new positions are those of its queries, and no row reads a page that another row of the same step fills (a page
+enters the prefix cache only after the step that fills it was launched).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
@@ -55,6 +56,10 @@ from tandem.engine_core.kernels.tiles.plan_types import Tile
 CHUNK, SHORT_CHUNK = 1024, 512
 """Elements per warp that the last program of a row combines at a time. The second, used if most programs combine
 nothing, keeps their register count at that of programs that never combine, so more run concurrently."""
+MAX_QUERIES = 8
+"""Maximum queries of a row."""
+LOWEST = tl.constexpr(-1e30)
+"""Finite lower bound of the exponents of several queries: the earlier ones may see no key of a split."""
 EARLY_REGISTERS = 128
 """Maximum registers per thread with early loads. Without this limit the compiler uses more for heads of 128 elements,
 and fewer programs run concurrently."""
@@ -114,6 +119,7 @@ def _paged_decode_kernel(
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     DELAY_NEXT: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -133,12 +139,14 @@ def _paged_decode_kernel(
             return
         first_extra = tl.load(extra_splits_ptr + b)
         programs += tl.load(extra_splits_ptr + batch + b)
-    position = tl.load(positions_ptr + b).to(tl.int32)
-    row = tl.load(rows_ptr + b).to(tl.int64)
+    position = tl.load(positions_ptr + b * QUERIES).to(tl.int32)
+    row = tl.load(rows_ptr + b * QUERIES).to(tl.int64)
     length = position + 1
     lowest = 0
     if WINDOW is not None:
         lowest = tl.maximum(length - WINDOW, 0)
+    if QUERIES > 1:
+        length = tl.load(positions_ptr + b * QUERIES + QUERIES - 1).to(tl.int32) + 1
     first, last, used = split_blocks(length, lowest, split, programs, least_blocks, BLOCK)
     if first >= last:
         return
@@ -154,8 +162,12 @@ def _paged_decode_kernel(
     # be in flight at a time.
     end = tl.minimum(last * BLOCK, length) - 1
     page = tl.load(page_row + page_index(first * BLOCK + n, lowest, end, PAGE_SIZE, RING))
-    query_row = query_ptr + b.to(tl.int64) * query_stride
-    in_group = in_head(g < GROUP, d, D, WIDE)
+    query_row = query_ptr + (b * QUERIES).to(tl.int64) * query_stride
+    if QUERIES > 1:
+        # Heads of the tile that are not used take the last query's.
+        number = tl.minimum(g // GROUP, QUERIES - 1)
+        query_position = tl.load(positions_ptr + b * QUERIES + number).to(tl.int32)
+    in_group = in_head(g < GROUP * QUERIES, d, D, WIDE)
     in_pool, owner, newest = length, last * BLOCK > position, None
     if ROTARY_PAIRS:
         # The split with the newest position keeps its key and value in registers; the pool provides the earlier ones.
@@ -167,7 +179,7 @@ def _paged_decode_kernel(
     if SCALED:
         value_scale = tl.load(scales_ptr + 1)
 
-    best = tl.full([ROWS], float("-inf"), tl.float32)
+    best = tl.full([ROWS], float("-inf") if QUERIES == 1 else LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     q = cast_query(tl.zeros([ROWS, WIDE], query_ptr.dtype.element_ty), keys_ptr)
@@ -176,15 +188,15 @@ def _paged_decode_kernel(
         wait_for_previous(PDL, DELAY_NEXT)
     if not EARLY:
         q, best, weight, acc = begin(
-            *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest, eps),
-            *(best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED),
+            *(query_row, query_stride, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest),
+            *(eps, best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED, QUERIES),
         )
     for block in tl.range(first, last, num_stages=STAGES):
         if EARLY and block == first:
             wait_for_previous(PDL, DELAY_NEXT)
             q, best, weight, acc = begin(
-                *(query_row, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest, eps),
-                *(best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED),
+                *(query_row, query_stride, keys_ptr, values_ptr, slot_stride, head, in_group, scale, owner, newest),
+                *(eps, best, weight, acc, GROUP, KV_HEADS, D, CAP, NORM, SCALED, QUERIES),
             )
         m = block * BLOCK + n
         offs = slots_of(page, m, PAGE_SIZE, PAGE_STRIDE)[:, None] * slot_stride + d[None, :]
@@ -194,39 +206,48 @@ def _paged_decode_kernel(
         k = tl.load(head_keys + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
         v = tl.load(head_values + offs, mask=in_head(visible, d, D, WIDE), other=0.0)
         page = tl.load(page_row + page_index(m + BLOCK, lowest, end, PAGE_SIZE, RING))
-        best, weight, acc = attend(q, k, v, visible[None, :], scale, best, weight, acc, CAP, PRECISION)
+        seen = visible[None, :]
+        if QUERIES > 1:
+            seen = m[None, :] <= query_position[:, None]
+            if WINDOW is not None:
+                seen = seen & (m[None, :] > query_position[:, None] - WINDOW)
+        best, weight, acc = attend(q, k, v, seen, scale, best, weight, acc, CAP, PRECISION)
+    if QUERIES > 1:
+        # A split may begin behind a query; a NaN stays.
+        weight = tl.where(weight == 0.0, 1.0, weight)
     acc = acc / weight[:, None]
     if SCALED:
         acc *= value_scale
 
     if used == 1:
         store_heads(
-            *(out_ptr, out_scales_ptr, b, head, acc, g, d, out_stride),
-            *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty),
+            *(out_ptr, out_scales_ptr, b * QUERIES, head, acc, g, d, out_stride),
+            *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty, QUERIES),
         )
     elif SHARED:
         pair = b.to(tl.int64) * KV_HEADS + head
-        group_log_sums = log_sums_ptr + pair * splits * GROUP
-        group_partial = partial_ptr + pair * splits * GROUP * D
+        tile_heads: tl.constexpr = GROUP * QUERIES
+        group_log_sums = log_sums_ptr + pair * splits * tile_heads
+        group_partial = partial_ptr + pair * splits * tile_heads * D
         index, beyond = split, 0
         if EXTRA:
             # The partial results of all rows' own splits are followed by those of the extra splits, head by head.
             own = (b * KV_HEADS + head + 1) * splits
             beyond = (batch * KV_HEADS + head * EXTRA) * splits + first_extra - own
             index = tl.where(split < splits, split, split + beyond)
-        tl.store(group_log_sums + index * GROUP + g, best + tl.log2(weight), mask=g < GROUP)
-        tl.store(group_partial + (index * GROUP + g[:, None]) * D + d[None, :], acc, mask=in_group)
+        tl.store(group_log_sums + index * tile_heads + g, best + tl.log2(weight), mask=g < tile_heads)
+        tl.store(group_partial + (index * tile_heads + g[:, None]) * D + d[None, :], acc, mask=in_group)
         # The barrier orders all of this program's stores before its arrival, so the last program sees all of them.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counters_ptr + pair, 0)
             total = combine_splits(
                 *(group_partial, group_log_sums, used, splits, beyond),
-                *(EXTRA, GROUP, COMBINE_ROWS, D, WIDE, CHUNK),
+                *(EXTRA, tile_heads, COMBINE_ROWS, D, WIDE, CHUNK),
             )
             store_heads(
-                *(out_ptr, out_scales_ptr, b, head, total, tl.arange(0, COMBINE_ROWS), d, out_stride),
-                *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty),
+                *(out_ptr, out_scales_ptr, b * QUERIES, head, total, tl.arange(0, COMBINE_ROWS), d, out_stride),
+                *(GROUP, KV_HEADS, D, WIDE, QUANT, query_ptr.dtype.element_ty, QUERIES),
             )
 
 
@@ -254,18 +275,21 @@ def paged_decode(
     rotation: Rotation | None = None,
     quantized: QuantizedActivation | None = None,
     amax: Tensor | None = None,
+    queries: int = 1,
 ) -> Tensor:
-    """Attend with one new token per row to the row's positions up to and including its own.
+    """Attend with the new tokens of each row to the row's positions up to and including their own.
 
-    Token i attends to positions 0 to positions[i] of its row, all in the pool unless RoPE is fused. query: [B, heads,
-    D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or float16 like the query, or as in
-    `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device, contiguous; scale, window, softcap:
-    as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a `DecodePlan`, the rule's tile and
-    least if None; out: output tensor; scratch: from `split_scratch`, for callers that must keep it alive; scales: as in
-    `kv_dtype`; extra_splits: for these positions and splits; delay_next: the next kernel starts only when this one has
-    ended; rotation: fuse RoPE and the KV write: query is the output of the QKV projection, [B, heads + 2 * kv_heads,
-    D]; quantized: output tensor with a static scale or one per head; amax: output of the heads' absolute maxima, [B,
-    heads] float32. Returns [B, heads, D], contiguous, or the values of `quantized`.
+    Each row has `queries` adjacent tokens, at most MAX_QUERIES, so B tokens are B / queries rows; a row's positions do
+    not descend, and their values must be finite (see `rope_and_kv_write`): a query multiplies those behind it by 0.
+    Token i attends to positions 0 to positions[i] of its row, all in the pool unless RoPE is fused, which takes one
+    query a row. query: [B, heads, D], heads contiguous; keys, values: [slots, kv_heads, D], float32, bfloat16 or
+    float16 like the query, or as in `kv_dtype`, D one of `HEAD_DIMS`; rows, positions: [B] integers on the device,
+    contiguous; scale, window, softcap: as in `LayerAttention`; splits: from `choose_splits`; tile, least, early: of a
+    `DecodePlan`, the rule's tile and least if None; out: output tensor; scratch: from `split_scratch`, for callers that
+    must keep it alive; scales: as in `kv_dtype`; extra_splits: for these positions and splits; delay_next: the next
+    kernel starts only when this one has ended; rotation: fuse RoPE and the KV write: query is the output of the QKV
+    projection, [B, heads + 2 * kv_heads, D]; quantized: output tensor with a static scale or one per head; amax: output
+    of the heads' absolute maxima, [B, heads] float32. Returns [B, heads, D], contiguous, or the values of `quantized`.
 
     With `pdl` the preceding kernel may write the query, keys and values (with `early` only the newest, with a rotation
     none), but nothing else. Launches on one device must be ordered, as they share counters. Raises RuntimeError if the
@@ -274,23 +298,25 @@ def paged_decode(
     (batch, heads, head_dim), kv_heads = query.shape, keys.shape[1]
     heads -= 2 * kv_heads if rotation is not None else 0
     _check(query, heads, keys, values, page_table, splits, rotation, window, softcap)
+    _check_queries(batch, queries, rotation)
     out = _result(query, heads, quantized, amax, out)
     if batch == 0:
         return out
-    tile = tile or choose_tile(head_dim, batch * kv_heads, query.dtype, keys.dtype)
+    row_count = batch // queries
+    tile = tile or choose_tile(head_dim, row_count * kv_heads, query.dtype, keys.dtype)
     count = extra_splits.count if extra_splits is not None else 0
-    _paged_decode_kernel[(kv_heads, splits, batch + count // splits)](
-        *(out, *(scratch or split_scratch(query[:, :heads], splits, count))),
+    _paged_decode_kernel[(kv_heads, splits, row_count + count // splits)](
+        *(out, *(scratch or split_scratch(query[:, :heads], splits, count * queries))),
         *(split_counters("paged_decode", query.device), query, keys, values, rows, positions, page_table.pages, scales),
         *(
             extra_splits.plan if extra_splits is not None else positions,
             *_optional(rotation, quantized, amax, positions),
         ),
         *(query.stride(0), keys.stride(0), page_table.pages.stride(0), kernel_scale(scale, softcap), splits),
-        triton.cdiv(least or min_split_positions(batch * kv_heads), tile.positions),
+        triton.cdiv(least or min_split_positions(row_count * kv_heads), tile.positions),
         **(page_table.constants | {"KV_HEADS": kv_heads}),
         **_variant(window, softcap, scales, rotation, delay_next, quantized, amax),
-        **_options(tile, heads // kv_heads, head_dim, query.dtype, pdl, early, splits, count),
+        **_options(tile, heads // kv_heads, queries, head_dim, query.dtype, pdl, early, splits, count),
     )
     return out
 
@@ -358,16 +384,26 @@ def split_scratch(query: Tensor, splits: int, extra_splits: int = 0) -> tuple[Te
 
 
 def _options(
-    tile: Tile, group: int, head_dim: int, dtype: torch.dtype, pdl: bool, early: bool, splits: int, extra_splits: int
+    tile: Tile,
+    group: int,
+    queries: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    pdl: bool,
+    early: bool,
+    splits: int,
+    extra_splits: int,
 ) -> dict[str, object]:
-    combine_rows, chunk = triton.next_power_of_2(group), SHORT_CHUNK if extra_splits else CHUNK
+    heads = group * queries
+    combine_rows, chunk = triton.next_power_of_2(heads), SHORT_CHUNK if extra_splits else CHUNK
     return {
         "SHARED": splits > 1 or extra_splits > 0,
         "EXTRA": extra_splits // splits,
         "D": head_dim,
         "WIDE": head_width(head_dim),
         "GROUP": group,
-        "ROWS": tile_rows(group),
+        "ROWS": tile_rows(heads),
+        "QUERIES": queries,
         "BLOCK": tile.positions,
         "STAGES": tile.stages,
         "COMBINE_ROWS": combine_rows,
@@ -379,6 +415,13 @@ def _options(
         **({"maxnreg": EARLY_REGISTERS} if early else {}),
         **({"launch_pdl": True} if pdl else {}),
     }
+
+
+def _check_queries(tokens: int, queries: int, rotation: Rotation | None) -> None:
+    if not 1 <= queries <= MAX_QUERIES or tokens % queries:
+        raise ValueError(f"{tokens} tokens are not rows of {queries} queries, of at most {MAX_QUERIES}")
+    if queries > 1 and rotation is not None:
+        raise ValueError(f"RoPE cannot be fused into attention with {queries} queries a row")
 
 
 def _check(

@@ -24,6 +24,13 @@ ELEMENTS, WARPS = 1024, 2
 
 
 @triton.jit
+def _finite_or_zero(x):
+    """Replace NaN and infinite elements by 0."""
+    wide = x.to(tl.float32)
+    return tl.where(wide * 0.0 == 0.0, wide, 0.0).to(x.dtype)
+
+
+@triton.jit
 def _rope_kernel(
     query_ptr,
     keys_ptr,
@@ -49,6 +56,7 @@ def _rope_kernel(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    ISOLATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -104,12 +112,23 @@ def _rope_kernel(
         tl.store(out + i[None, :], rotated_first.to(dtype), mask=is_query)
         tl.store(out + j[None, :], rotated_second.to(dtype), mask=is_query)
     slot_offset = slot.to(tl.int64) * slot_stride
+    first_value = stored(first_raw, values_ptr, value_scale, SCALED)
+    second_value = stored(second_raw, values_ptr, value_scale, SCALED)
+    if ISOLATE:
+        # Keys and values of a head may be in different programs.
+        value = source + KV_HEADS * D
+        first_own = stored(tl.load(value + i[None, :], mask=is_key, other=0.0), values_ptr, value_scale, SCALED)
+        second_own = stored(tl.load(value + j[None, :], mask=is_key, other=0.0), values_ptr, value_scale, SCALED)
+        invalid = tl.sum(first_own.to(tl.float32) * 0.0 + second_own.to(tl.float32) * 0.0, axis=1) != 0.0
+        rotated_first = tl.where(invalid[:, None], float("nan"), rotated_first)
+        rotated_second = tl.where(invalid[:, None], float("nan"), rotated_second)
+        first_value, second_value = _finite_or_zero(first_value), _finite_or_zero(second_value)
     out = keys_ptr + slot_offset + (head[:, None] - HEADS) * D
     tl.store(out + i[None, :], stored(rotated_first.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
     tl.store(out + j[None, :], stored(rotated_second.to(dtype), keys_ptr, key_scale, SCALED), mask=is_key)
     out = values_ptr + slot_offset + (head[:, None] - HEADS - KV_HEADS) * D
-    tl.store(out + i[None, :], stored(first_raw, values_ptr, value_scale, SCALED), mask=is_value)
-    tl.store(out + j[None, :], stored(second_raw, values_ptr, value_scale, SCALED), mask=is_value)
+    tl.store(out + i[None, :], first_value, mask=is_value)
+    tl.store(out + j[None, :], second_value, mask=is_value)
 
 
 def rope_and_kv_write(
@@ -123,11 +142,13 @@ def rope_and_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     scales: Tensor | None = None,
+    isolate: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """Apply RoPE to queries and keys, and store keys and values in the pool.
 
-    Queries and keys are normalized first if norm weights are given.
+    Queries and keys are normalized first if norm weights are given. isolate: see
+    `reference.layer.qk_norm_rope_and_kv_write`.
 
     qkv: [T, heads + 2 * kv_heads, D], heads contiguous, D one of `HEAD_DIMS`; cos, sin: [T, 1, R] float32 as in
     `reference.layer.rope`, R even and at most D; slot_mapping: [T] int64; keys, values: [slots, kv_heads, D], written,
@@ -159,6 +180,7 @@ def rope_and_kv_write(
         BLOCK=block,
         NORM=q_norm is not None,
         SCALED=scales is not None,
+        ISOLATE=isolate,
         PDL=pdl,
         num_warps=WARPS,
         **({"launch_pdl": True} if pdl else {}),

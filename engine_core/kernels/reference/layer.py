@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine_core.kernels.activation import Activation
-from tandem.engine_core.kernels.kv_dtype import write_pool
+from tandem.engine_core.kernels.kv_dtype import to_pool, write_pool
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -99,20 +99,28 @@ def rope_and_kv_write(
     keys: Tensor,
     values: Tensor,
     scales: Tensor | None = None,
+    isolate: bool = False,
 ) -> Tensor:
     """Apply RoPE to queries and keys, and store keys and values in the pool.
 
     qkv: [T, heads + 2 * kv_heads, head_dim]; cos, sin: as in `rope`; slot_mapping: [T] int64, slots of the pool; keys,
     values: [num_slots, kv_heads, head_dim], written, in qkv's dtype or as in `kv_dtype`; scales: of keys and values, as
-    in `kv_dtype`. Returns the rotated queries, [T, heads, head_dim], multiplied by the key scale before rounding.
+    in `kv_dtype`; isolate: where a token's value for a head is not finite, store zeros for its invalid elements and NaN
+    for its key: a token that sees it still gets NaN from attention, but one that multiplies it by 0 does not. Returns
+    the rotated queries, [T, heads, head_dim], multiplied by the key scale before rounding.
     """
     kv_heads = keys.shape[1]
     query_heads = qkv.shape[1] - 2 * kv_heads
     key_scale, value_scale = (None, None) if scales is None else scales.unbind(0)
     rotated = _rotate(qkv[:, : query_heads + kv_heads], cos, sin)
     query = rotated[:, :query_heads]
-    write_pool(keys, slot_mapping, rotated[:, query_heads:].to(qkv.dtype), key_scale)
-    write_pool(values, slot_mapping, qkv[:, query_heads + kv_heads :], value_scale)
+    key, value = rotated[:, query_heads:], qkv[:, query_heads + kv_heads :]
+    if isolate:
+        valid = to_pool(value, values.dtype, value_scale).float().isfinite()
+        key = key.masked_fill(~valid.all(-1, keepdim=True), torch.nan)
+        value = value.masked_fill(~valid, 0.0)
+    write_pool(keys, slot_mapping, key.to(qkv.dtype), key_scale)
+    write_pool(values, slot_mapping, value, value_scale)
     return (query if key_scale is None else query * key_scale).to(qkv.dtype)
 
 
@@ -141,8 +149,9 @@ def qk_norm_rope_and_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     scales: Tensor | None = None,
+    isolate: bool = False,
 ) -> Tensor:
     """Run `qk_norm` if norm weights are given, then `rope_and_kv_write`."""
     if q_norm is not None and k_norm is not None:
         qkv = qk_norm(qkv, q_norm, k_norm, keys.shape[1], eps)
-    return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values, scales)
+    return rope_and_kv_write(qkv, cos, sin, slot_mapping, keys, values, scales, isolate)

@@ -131,3 +131,25 @@ def test_shapes_without_a_kernel_are_refused(device: str) -> None:
         rope_and_kv_write(*inputs(1, 2, 1, 32, device), pool, pool, torch.ones(32, device=device))
     with pytest.raises(ValueError, match="contiguous"):
         rope_and_kv_write(*inputs(1, 2, 1, 32, device), pool[:, :, :16], pool[:, :, :16])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_an_isolated_token_stores_zeros_for_invalid_values_and_nan_for_their_key(
+    kv_dtype: torch.dtype, device: str
+) -> None:
+    """Of heads in the same program as their keys, and in another one. 8-bit floats clamp infinity."""
+    qkv, cos, sin, index = inputs(3, 40, 10, 32, device)
+    qkv = to_pool(qkv, torch.float8_e4m3fn).float()
+    qkv[0, -10, 3], qkv[1, -1, 31], qkv[1, -5, 0] = torch.nan, torch.inf, -torch.inf
+    plain = torch.ones_like(cos), torch.zeros_like(sin)
+    pools = [torch.zeros(2, 20, 10, 32, device=device).to(kv_dtype) for _ in range(2)]
+    rope_and_kv_write(qkv, *plain, index, *pools[0].unbind(0), isolate=True)
+    qk_norm_rope_and_kv_write(qkv, *plain, index, *pools[1].unbind(0), isolate=True)
+    found, expected = (pool.float() for pool in pools)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    keys, values = found[:, index].unbind(0)
+    assert values.isfinite().all()
+    broken = [(0, 0)] if kv_dtype.itemsize == 1 else [(0, 0), (1, 5), (1, 9)]
+    assert keys.isnan().any(-1).nonzero().tolist() == [list(pair) for pair in broken]
+    assert keys[0, 0].isnan().all() and values[0, 0, 3] == 0
