@@ -95,6 +95,9 @@ class StagingRuntime:
         self.samples_masks = samples_masks
         self.random = random.Random(0)
 
+    def needs_exact_positions(self, plan: StepPlan) -> bool:
+        return False
+
     def stage(self, slot: int, plan: StepPlan) -> None:
         return None
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tandem.engine_core import graph_sizes
 from tandem.engine_core.errors import ConfigError, ConfigProblems
-from tandem.engine_core.graph_sizes import MIXED_GRAPH_TOKENS
+from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS, MIXED_GRAPH_TOKENS
 from tandem.engine_core.integers import ceil_div
 from tandem.engine_core.page_counts import PageColumns, page_columns, tokens_of_pages
 from tandem.protocol.engine_options import EngineOptions, PageSize, Policy, wrong_numbers
@@ -82,6 +82,8 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     """Decode-row buckets captured together with each entry of `graph_tokens`, ascending."""
     graph_tokens: tuple[int, ...] = ()
     """Prompt positions for which mixed steps are captured in CUDA graphs, ascending."""
+    draft_sizes: tuple[int, ...] = ()
+    """Numbers of drafts that a step may verify for each row, ascending; none without speculation."""
     max_mixed_tokens: int = MIXED_GRAPH_TOKENS
     """Maximum prompt positions that are captured together with decode rows."""
     options: EngineOptions = EngineOptions()
@@ -98,7 +100,24 @@ class StepConfig(Struct, frozen=True, kw_only=True):
     @property
     def page_columns(self) -> tuple[PageColumns, ...]:
         """Columns of each KV group in the rows of the page table."""
-        return page_columns(self.kv_windows, self.page_size, self.max_len, self.max_step_tokens)
+        longest = max(self.max_step_tokens, 1 + self.max_lead)
+        return page_columns(self.kv_windows, self.page_size, self.max_len, longest)
+
+    @property
+    def max_lead(self) -> int:
+        """Positions beyond the host's count that a decoding row may compute: the drafts of all steps in flight."""
+        return self.depth * max(self.draft_sizes, default=0)
+
+    @property
+    def verify_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and drafts of the steps that verify drafts and are captured in CUDA graphs."""
+        shapes = [(rows, drafts) for rows in self.graph_rows for drafts in self.draft_sizes]
+        return tuple([(rows, drafts) for rows, drafts in shapes if rows * (1 + drafts) <= MAX_VERIFY_POSITIONS])
+
+    @property
+    def max_verified(self) -> int:
+        """Maximum number of positions of a step that verifies drafts; 0 without speculation."""
+        return max(MAX_VERIFY_POSITIONS, self.max_rows) if self.draft_sizes else 0
 
     @property
     def held_windows(self) -> tuple[int | None, ...]:
@@ -240,6 +259,7 @@ def resolve(options: EngineOptions, model: ModelShape, device: str, dtype: str, 
         graph_rows=graph_rows,
         mixed_graph_rows=() if cpu else graph_sizes.mixed_rows(max_rows),
         graph_tokens=graph_tokens,
+        draft_sizes=graph_sizes.draft_sizes(options.speculate, options.speculate_tokens),
         options=options,
     )
 
@@ -317,6 +337,11 @@ def _check_switches(options: EngineOptions) -> None:
          "sessions keep their KV in the prefix cache; leave --session-ttl out"),
         (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl,
          "no session would be kept; leave one of them out"),
+        (options.speculate_min_match > options.speculate_max_match,
+         f"--speculate-min-match {options.speculate_min_match}", f"--speculate-max-match {options.speculate_max_match}",
+         "no longer match is looked for; raise the second"),
+        (options.speculate != "off" and options.graph_rows == "off", f"--speculate {options.speculate}",
+         "--graph-rows off", "steps that verify drafts run as CUDA graphs; leave --graph-rows out"),
     ) if wrong]  # fmt: skip
     if found:
         raise ConfigError(*found)

@@ -58,6 +58,10 @@ class StepResult(Struct, frozen=True):
     """Log-probabilities, or None if no row wanted any."""
     milliseconds: float = 0.0
     """Time that the device worked on the step, without its wait for masks; 0 for a step that was not timed."""
+    num_drafts: list[int] = []
+    """Number of drafts of each row that the step verified; empty for a step without drafts (`StepPlan.num_drafts`)."""
+    predicted: list[bool] = []
+    """For each row, True if its drafts are from the prediction of its request; as long as `num_drafts`."""
 
     def has_one_each(self, rows: int) -> bool:
         """Return True if each row that samples has one token, or failed.
@@ -232,6 +236,12 @@ class Runtime(Protocol):
 
     A slot takes one step through launch, sample and collect, in this order, before it takes the next.
     """
+
+    def needs_exact_positions(self, plan: StepPlan) -> bool:
+        """Return True if a step can only be launched once the host knows the position of each row.
+
+        That is when the steps before it are committed (`StepPlan.max_lead` is 0 then).
+        """
 
     def stage(self, slot: int, plan: StepPlan) -> None:
         """Prepare the launch of a step on the host. Without this call `launch` does it.

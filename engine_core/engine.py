@@ -21,7 +21,7 @@ from tandem.engine_core.scheduler.commit import SchedulerUpdates, masked_tokens
 from tandem.engine_core.scheduler.inspection import copy_gauges
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.timelines import Timelines
-from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start
+from tandem.engine_core.stats import StageClock, count_end, count_first_token, count_start, count_verified
 from tandem.protocol.commands import Goodbye, Submit
 from tandem.protocol.errors import ErrorCode
 from tandem.protocol.events import Failure, Limits, ModelFacts
@@ -146,6 +146,8 @@ class Engine:
             self._sample_waiting()
             self._commit_oldest()
         plan = None if self.control.pause.holds_rows else self._plan()
+        if plan is not None and plan.max_lead and self.runtime.needs_exact_positions(plan):
+            plan = None  # Commit first, and plan again in the next tick.
         self._sample_waiting(plan)
         if plan is not None:
             self._launch(plan)
@@ -310,6 +312,8 @@ class Engine:
         updates = self.scheduler.commit(step.plan, collected.result, advanced)
         for seq in updates.first_tokens:
             count_first_token(self.stats, seq, collected.at)
+        for drafted, accepted in updates.verified:
+            count_verified(self.stats, drafted, accepted)
         self.pipeline.finish_commit(step)
         self.stats.steps_committed += 1
         if len(self.timelines):

@@ -1,6 +1,7 @@
 """The sizes of steps that are captured in CUDA graphs."""
 
 from tandem.engine_core.errors import ConfigError
+from tandem.protocol.engine_options import Speculate, SpeculateTokens
 
 GRAPH_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
@@ -15,6 +16,23 @@ WIDE_STEP = 256
 MIXED_GRAPH_TOKENS = 2048
 """Maximum prompt positions of captured steps with decode rows: few prompts get more in a step with decode rows."""
 GRAPH_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+DRAFT_SIZES = (1, 2, 3, 5, 7)
+"""Numbers of drafts that a step may verify for each row."""
+MAX_VERIFY_POSITIONS = 512
+"""Maximum number of positions of a step that verifies drafts: with more it takes clearly longer than one without."""
+
+
+def draft_sizes(speculate: Speculate, tokens: SpeculateTokens) -> tuple[int, ...]:
+    """Choose the numbers of drafts of steps; a number in between is padded to the next.
+
+    tokens: maximum number of drafts.
+    """
+    if speculate == "off":
+        return ()
+    if tokens == "auto":
+        return DRAFT_SIZES
+    largest = next(size for size in DRAFT_SIZES if size >= tokens)
+    return tuple([size for size in DRAFT_SIZES if size <= largest])
 
 
 def decode_rows(asked: str | None, max_rows: int) -> tuple[int, ...]:

@@ -50,14 +50,15 @@ def page_columns(windows: Windows, page_size: int, max_len: int, chunk: int) -> 
     return tuple(columns)
 
 
-def held_pages(windows: Windows, positions: int, page_size: int) -> int:
+def held_pages(windows: Windows, positions: int, page_size: int, max_lead: int = 0) -> int:
     """Return the maximum number of pages of a decoding sequence of this many positions.
 
     Of a group with a window these are the pages of the window before the last page, that page, and two more, with which
-    a prompt can be computed in chunks.
+    a prompt can be computed in chunks. max_lead: positions beyond the host's count that a row may compute.
     """
     pages = ceil_div(positions, page_size)
-    return sum(pages if window is None else min(pages, ceil_div(window - 1, page_size) + 3) for window in windows)
+    kept = [None if window is None else ceil_div(window - 1 + max_lead, page_size) + 3 for window in windows]
+    return sum(pages if count is None else min(pages, count) for count in kept)
 
 
 def tokens_of_pages(windows: Windows, pages: int, page_size: int, max_len: int) -> int:

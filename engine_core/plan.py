@@ -65,6 +65,8 @@ class NewSequence(Struct, frozen=True):
     """Ids to suppress before `params.min_tokens` tokens were sampled."""
     logprobs: bool = True
     """True if the request asked for log-probabilities; ignored in steps with `StepPlan.logprobs == -1`."""
+    max_drafts: int = 0
+    """Maximum number of drafts that a step verifies for the sequence; 0: it is decoded one token a step."""
 
 
 class StepPlan(Struct, frozen=True):
@@ -88,6 +90,11 @@ class StepPlan(Struct, frozen=True):
     """Largest number of alternatives that a row wants with its log-probabilities; -1 without log-probabilities."""
     updated_rows: tuple[ScheduledSequence, ...] = ()
     """Rows that bring tokens or pages."""
+    num_drafts: int = 0
+    """Number of drafts that each row of a step of steady decode verifies: the step computes as many positions more, and
+    a row gets between one token and 1 + num_drafts."""
+    max_lead: int = 0
+    """Maximum number of tokens that a row may have on the device beyond the host's count (I9)."""
 
     @property
     def is_decode_only(self) -> bool:
@@ -152,22 +159,26 @@ class StepPlan(Struct, frozen=True):
         needs_mask: bool,
         logprobs: int,
         updated_rows: tuple[ScheduledSequence, ...],
+        num_drafts: int = 0,
+        max_lead: int = 0,
     ) -> "StepPlan":
-        """Build the plan of a step with one sampled position per row.
+        """Build the plan of a step of steady decode.
 
-        The result equals `of(step_id, rows, (), logprobs)` without inspecting the rows: the caller knows which rows are
-        constrained and which bring pages.
+        Without drafts the result equals `of(step_id, rows, (), logprobs)` without inspecting the rows: the caller knows
+        which rows are constrained and which bring pages.
         """
         return cls(
             step_id,
             rows,
             admitted=(),
-            total_tokens=len(rows),
+            total_tokens=len(rows) * (1 + num_drafts),
             num_steady=len(rows),
             needs_mask=needs_mask,
             is_unconstrained=not needs_mask,
             logprobs=logprobs,
             updated_rows=updated_rows,
+            num_drafts=num_drafts,
+            max_lead=max_lead,
         )
 
     def followed_by(self, others: "StepPlan") -> "StepPlan":
@@ -185,6 +196,7 @@ class StepPlan(Struct, frozen=True):
             is_unconstrained=self.is_unconstrained and others.is_unconstrained,
             logprobs=self.logprobs,
             updated_rows=(*self.updated_rows, *others.updated_rows),
+            max_lead=self.max_lead,
         )
 
 

@@ -101,6 +101,26 @@ class SequenceTimes:
         self.admitted = self.first_token = None
 
 
+class DraftStats:
+    """Drafts of a sequence that were verified."""
+
+    __slots__ = ("accepted", "accepted_predicted", "drafted", "expected", "predicted")
+
+    drafted: int
+    """Number of drafts that were verified."""
+    accepted: int
+    """Number of them that were right."""
+    predicted: int
+    """Number of those from the request's prediction, among all; likewise `accepted_predicted`, among the right ones."""
+    accepted_predicted: int
+    expected: float
+    """Moving average of the right drafts of a step."""
+
+    def __init__(self) -> None:
+        self.drafted = self.accepted = self.predicted = self.accepted_predicted = 0
+        self.expected = 1.0
+
+
 class Sequence:
     """One sequence and the arithmetic of its positions.
 
@@ -108,6 +128,10 @@ class Sequence:
     enqueued on the device, `num_inflight_samples` samples are in flight. The number of positions that remain to compute
     follows from one formula for a prompt, a chunk of it and a decoded token:
     `pending = len(tokens) + num_inflight_samples - num_scheduled_tokens`.
+
+    A step that verifies drafts counts as one sample and one position of each row, of which it brings at least as many,
+    unless the device has all tokens; what it brings beyond them is added when it is committed. So all three are lower
+    bounds of what the device has (I9).
     """
 
     __slots__ = (
@@ -117,6 +141,7 @@ class Sequence:
         "compiling",
         "constraint",
         "device",
+        "drafts",
         "end_ids",
         "first_pages",
         "id",
@@ -125,6 +150,7 @@ class Sequence:
         "leases",
         "min_tokens",
         "next_page_boundary",
+        "num_inflight_drafts",
         "num_inflight_samples",
         "num_scheduled_tokens",
         "outcome",
@@ -158,6 +184,10 @@ class Sequence:
     """Reports that the frontend has received."""
     times: SequenceTimes
     """Times of the sequence's life, for the metrics."""
+    drafts: DraftStats
+    """Drafts of the sequence that were verified."""
+    num_inflight_drafts: int
+    """Number of drafts that steps in flight verify at most: the device may have as many tokens more."""
     pages: tuple[list[int], ...]
     """Page table of the sequence for each KV group, by page index; no tables while the sequence holds no pages. The
     pages of `cache.nodes` come first, then own pages."""
@@ -198,9 +228,9 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.compiling = submit.constraint is not None
         self.cache, self.device = CacheState(submit.cache_salt.encode()), DeviceState(len(prompt))
-        self.wire, self.times = WireState(), SequenceTimes()
+        self.wire, self.times, self.drafts = WireState(), SequenceTimes(), DraftStats()
         self.in_steady_decode = False
-        self.num_scheduled_tokens = self.num_inflight_samples = self.inflight = 0
+        self.num_scheduled_tokens = self.num_inflight_samples = self.num_inflight_drafts = self.inflight = 0
         self.row = -1
         self.pages, self.first_pages = (), []
         self.next_page_boundary = self.steps_skipped = self.preemptions = 0
@@ -242,14 +272,12 @@ class Sequence:
     @property
     def min_device_len(self) -> int:
         """Lower bound of the device's length after the launched steps (I9)."""
-        return min(self.max_device_len, self.total_len)
+        return min(len(self.tokens) + self.num_inflight_samples, self.total_len)
 
     @property
     def max_device_len(self) -> int:
-        """Upper bound of the device's length after the launched steps (I9). It is the lower
-        bound before its cap, as every sample in flight brings exactly one token.
-        """
-        return len(self.tokens) + self.num_inflight_samples
+        """Upper bound of the device's length after the launched steps (I9), if all drafts in flight are right."""
+        return min(len(self.tokens) + self.num_inflight_samples + self.num_inflight_drafts, self.total_len)
 
     @property
     def finishing(self) -> bool:

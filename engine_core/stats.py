@@ -79,6 +79,16 @@ def count_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
     stats.prompt_tokens_cached += seq.cache.num_cached_tokens
 
 
+def count_verified(stats: EngineStats, drafted: int, accepted: int) -> None:
+    """Count the drafts of a row of a step, and those that were right."""
+    stats.spec_decode_num_drafts += 1
+    stats.spec_decode_num_draft_tokens += drafted
+    stats.spec_decode_num_accepted_tokens += accepted
+    by_index = stats.spec_decode_num_accepted_tokens_per_pos
+    for index in map(str, range(accepted)):
+        by_index[index] = by_index.get(index, 0) + 1
+
+
 def count_end(stats: EngineStats, seq: Sequence, now: float) -> None:
     """Count the end of an accepted sequence, and its tokens and times if it has run."""
     assert seq.outcome is not None, f"ended without an outcome: {seq}"

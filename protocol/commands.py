@@ -100,6 +100,8 @@ class Submit(Command, frozen=True, array_like=True, tag=1):
     constraint_seconds: float = 0.0
     """CPU time that the frontend measured for `constraint`, in seconds; 0 if it measured none. Slow grammars get
     threads of their own."""
+    speculation: bool = True
+    """False to verify no drafts for the sequence."""
 
 
 class Abort(Command, frozen=True, array_like=True, tag=2):

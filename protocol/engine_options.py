@@ -25,6 +25,8 @@ PrefillChunk = int | Literal["off"]
 Policy = Literal["fcfs", "prefill_first", "decode_first", "decode_round_robin", "priority"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 Batching = Literal["continuous", "static"]
+Speculate = Literal["off", "ngram"]
+SpeculateTokens = int | Literal["auto"]
 Parse = Callable[[str], Any]
 
 ANY_NAME = "*"
@@ -71,6 +73,10 @@ def _prefill_chunk(text: str) -> PrefillChunk:
         return parse_count(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(str(error).replace("is not a", "is neither off nor a")) from None
+
+
+def _speculate_tokens(text: str) -> SpeculateTokens:
+    return "auto" if text == "auto" else _integer(text, "a number of drafts, or auto")
 
 
 def _integer(text: str, allowed: str) -> int:
@@ -325,6 +331,29 @@ class EngineOptions(Struct, frozen=True):
             bounds=(0, 64),
         ),
     ] = None
+    speculate: Annotated[
+        Speculate,
+        EngineFlag(
+            "ngram drafts the tokens that followed the last ones when they occurred before, and verifies several in "
+            "one step: output that quotes or edits its prompt takes fewer steps; off decodes one token a step",
+            is_everyday=True,
+        ),
+    ] = "off"
+    speculate_tokens: Annotated[
+        SpeculateTokens,
+        EngineFlag(
+            "maximum number of drafts that a step verifies for each sequence; auto follows how many are right, down "
+            "to 0",
+            _speculate_tokens,
+            bounds=(1, 7),
+        ),
+    ] = "auto"
+    speculate_min_match: Annotated[
+        int, EngineFlag("minimum number of last tokens that must have occurred before for a draft", bounds=(1, 16))
+    ] = 2
+    speculate_max_match: Annotated[
+        int, EngineFlag("number of last tokens that are compared to find the best place to draft from", bounds=(1, 16))
+    ] = 4
     load_format: Annotated[
         LoadFormat,
         EngineFlag(

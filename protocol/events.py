@@ -84,6 +84,10 @@ class Finished(Struct, frozen=True, array_like=True):
     reason: FinishReason
     stop_token_id: int | None = None
     """Id that ended the sequence, if one did: it counts as a token and is not part of the text."""
+    num_drafted: int = 0
+    """Number of drafts that steps verified for the sequence."""
+    num_accepted: int = 0
+    """Number of these that were right."""
 
 
 class Failure(Struct, frozen=True, array_like=True):

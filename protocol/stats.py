@@ -189,3 +189,18 @@ class EngineStats(Struct, array_like=True):
     start_seconds: Annotated[
         float, _gauge("tandem_engine_start_seconds", "Time from the start of the engine's process to its readiness.")
     ] = 0.0
+    spec_decode_num_drafts: Annotated[
+        int, _counter("tandem_spec_decode_num_drafts", "Rows of steps that verified at least one draft.")
+    ] = 0
+    spec_decode_num_draft_tokens: Annotated[
+        int, _counter("tandem_spec_decode_num_draft_tokens", "Tokens that were drafted and verified.")
+    ] = 0
+    spec_decode_num_accepted_tokens: Annotated[
+        int, _counter("tandem_spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+    ] = 0
+    spec_decode_num_accepted_tokens_per_pos: Annotated[
+        dict[str, int],
+        _counter(
+            "tandem_spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their index in the draft.", "position"
+        ),
+    ] = field(default_factory=dict)

@@ -66,10 +66,12 @@ class KVManager:
         tree: RadixTree | None = None,
         sessions: Sessions | None = None,
         windows: tuple[int | None, ...] = (None,),
+        max_lead: int = 0,
     ) -> None:
         """Start with an unused pool.
 
-        windows: window of each KV group; None: its layers attend to all positions.
+        windows: window of each KV group; None: its layers attend to all positions; max_lead: positions beyond the
+        host's count that a row of steady decode may compute (I9).
         """
         self.pages = pages
         self.tree = tree
@@ -83,6 +85,7 @@ class KVManager:
         self.epoch = 0
         """Incremented whenever an admission that was declined might succeed: pages came back, or became shared."""
         self._page_size = page_size
+        self._max_lead = max_lead
         self.num_groups = len(windows)
         self._windows = windows
         self._classes = page_classes(windows, page_size)
@@ -122,7 +125,7 @@ class KVManager:
         which groups with a window need pages of all positions.
         """
         windows = (None,) * self.num_groups if whole else self._windows
-        needed = held_pages(windows, seq.kv_len, self._page_size)
+        needed = held_pages(windows, seq.kv_len, self._page_size, self._max_lead)
         if needed > self.pages.total:
             max_tokens = seq.total_len - seq.prompt_len
             raise RequestError(
@@ -130,6 +133,14 @@ class KVManager:
                 f"{seq.prompt_len} prompt tokens and max_tokens {max_tokens} need {needed} KV pages of "
                 f"{self._page_size} tokens, the pool has {self.pages.total}; lower max_tokens or raise --kv-tokens",
             )
+
+    def row_end(self, seq: Sequence, length: int) -> int:
+        """Return one past the last position for which a row of a sequence needs a page.
+
+        A row of steady decode may begin beyond the host's count, and verify drafts. length: positions of the row.
+        """
+        end = seq.num_scheduled_tokens + length
+        return min(end + self._max_lead, seq.total_len - 1) if self._max_lead and seq.in_steady_decode else end
 
     def lacks_pages(self, seq: Sequence, end: int) -> bool:
         """Return whether a position of a sequence below `end` has no page."""
@@ -272,7 +283,11 @@ class KVManager:
         All of them get theirs, or none does: return False if the pool has too few.
         """
         size = self._page_size
-        full = [seq for seq in sequences if len(seq.pages[0]) * size <= seq.num_scheduled_tokens]
+        if self._max_lead:
+            missing = [(seq, ceil_div(self.row_end(seq, 1), size) - len(seq.pages[0])) for seq in sequences]
+            full = [seq for seq, count in missing for _ in range(count)]
+        else:
+            full = [seq for seq in sequences if len(seq.pages[0]) * size <= seq.num_scheduled_tokens]
         if self._tails:
             for seq in full:
                 self._give_up_passed(seq)
@@ -300,7 +315,8 @@ class KVManager:
         """
         num_mapped = row.first_page + len(row.new_pages) // self.num_groups
         seq.device.num_mapped_pages = num_mapped
-        seq.next_page_boundary = min(num_mapped * self._page_size, seq.total_len - 1)
+        mapped, kv_len = num_mapped * self._page_size, seq.total_len - 1
+        seq.next_page_boundary = mapped - self._max_lead if mapped < kv_len else kv_len
         if row.tokens:
             self._on_computed(seq, row)
 

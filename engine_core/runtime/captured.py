@@ -94,6 +94,18 @@ class DecodeGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyGraphs:
+    """Graphs of a step that verifies drafts."""
+
+    forward: Graph
+    """Proposal of the drafts, and the forward pass."""
+    logits: Tensor
+    """[rows * (1 + drafts), V], written by `forward`."""
+    sampling: dict[Mode, Graph]
+    """Sampling of these positions by mode, and acceptance of the drafts; without MASKED."""
+
+
+@dataclass(frozen=True, slots=True)
 class MixedBuffers:
     """Outputs of steps with prompts, as long as the largest step.
 

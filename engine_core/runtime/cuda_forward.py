@@ -24,6 +24,7 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import SampleBuffers
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
+from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.tables import DeviceTables
 
 
@@ -34,17 +35,24 @@ class CudaForward:
     """
 
     def __init__(
-        self, model: Model, kv: KVStorage, tables: DeviceTables, page_tables: Sequence[PageTable], gpu: GpuTraits
+        self,
+        model: Model,
+        kv: KVStorage,
+        tables: DeviceTables,
+        page_tables: Sequence[PageTable],
+        gpu: GpuTraits,
+        speculator: Speculator | None = None,
     ) -> None:
         """Keep a model and the memory that its forward passes read.
 
-        page_tables: of the tables' pages in the KV storage, by KV group.
+        page_tables: of the tables' pages in the KV storage, by KV group; speculator: None if no step verifies drafts.
         """
         self.model = model
         self.kv = kv
         self.tables = tables
         self.page_tables = page_tables
         self.gpu = gpu
+        self.speculator = speculator
 
     @torch.inference_mode()
     def decode(self, rows: Tensor, positions: Tensor, samples: SampleBuffers, has_long_rows: bool = True) -> Tensor:
@@ -58,6 +66,20 @@ class CudaForward:
         step = self._decode_step(rows, positions, has_long_rows)
         tokens = TokenRows(rows, positions, len(rows)) if self.kv.recurrent else None
         batch = ForwardBatch(input_ids, positions, slot_mapping.unbind(), None, step, step, rows, tokens)
+        return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
+
+    @torch.inference_mode()
+    def verify(self, rows: Tensor, num_drafts: int, samples: SampleBuffers) -> Tensor:
+        """Propose drafts, compute each row's newest token and its drafts, and return the logits in `samples.logits`.
+
+        rows: [B] int32; samples: B * (1 + num_drafts) slots, written.
+        """
+        assert self.speculator is not None, "drafts without a speculator"
+        queries = 1 + num_drafts
+        tokens = self.speculator.begin(rows, num_drafts, self.page_tables, (samples.rows, samples.positions))
+        step = self._decode_step(tokens.rows, tokens.positions, queries=queries)
+        slots = tokens.slot_mapping.unbind()
+        batch = ForwardBatch(tokens.input_ids, tokens.positions, slots, None, step, step, tokens.rows, has_drafts=True)
         return self.model.logits(self.model.forward(batch, self.kv), samples.logits)
 
     def max_short_len(self, rows: int) -> int:
@@ -108,10 +130,11 @@ class CudaForward:
     ) -> tuple[Tensor, Tensor]:
         return decode_inputs(self.tables.sampling, self.page_tables, rows, positions, kept, pdl=self.gpu.pdl)
 
-    def _decode_step(self, rows: Tensor, positions: Tensor, has_long_rows: bool = True) -> DecodeStep:
-        splits, count = self._programs(len(rows))
-        extra_splits = assign_extra_splits(positions, splits, count if has_long_rows else 0, pdl=self.gpu.pdl)
-        return DecodeStep(rows, positions, self.page_tables, splits, self.gpu, extra_splits)
+    def _decode_step(self, rows: Tensor, positions: Tensor, has_long_rows: bool = True, queries: int = 1) -> DecodeStep:
+        splits, count = self._programs(len(rows) // queries)
+        count = count if has_long_rows else 0
+        extra_splits = assign_extra_splits(positions, splits, count, pdl=self.gpu.pdl, queries=queries)
+        return DecodeStep(rows, positions, self.page_tables, splits, self.gpu, extra_splits, queries)
 
     def _programs(self, rows: int) -> tuple[int, int]:
         """Return the programs of every row of a step, and the spare ones."""

@@ -10,6 +10,7 @@ graphs share one memory pool: they run one at a time, in stream order (I1).
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from tandem.engine_core.runtime.captured import (
     MixedBuffers,
     MixedGraph,
     SampleBuffers,
+    VerifyGraphs,
 )
 from tandem.engine_core.runtime.graph_bucket import GraphBucket, exact_bucket
 from tandem.engine_core.runtime.slots import StepSlot
@@ -33,6 +35,10 @@ Forward = Callable[[Tensor, Tensor, SampleBuffers, bool], Tensor]
 """Decode step: (rows [B] int32, positions [B] int32, buffers of B samples, has_long_rows) -> logits [B, V]."""
 Sampling = Callable[[Mode, SamplingBatch], None]
 """Sampling of a batch in one mode."""
+VerifyForward = Callable[[Tensor, int, SampleBuffers], Tensor]
+"""Step that verifies drafts: (rows [B] int32, drafts of a row, buffers of B * (1 + drafts) samples) -> logits."""
+Accept = Callable[[Tensor, int, Tensor], None]
+"""Acceptance: (rows [B] int32, drafts of a row, sampled tokens and counts of rows)."""
 MixedForward = Callable[[Tensor, Tensor, GraphBucket, PromptStep, Tensor], Tensor]
 """Step with prompts: (rows [T] int32, positions [T] int32, bucket, prompts, attended [T, heads, head_dim]) -> hidden
 [T, hidden]."""
@@ -54,12 +60,13 @@ class StepGraphs:
         decode: list[dict[int, DecodeGraphs]],
         mixed: list[dict[GraphBucket, MixedGraph]],
         updates: list[Graph],
+        verify: list[dict[tuple[int, int], VerifyGraphs]] | None = None,
     ) -> None:
         """Keep captured steps and the sizes of their buckets.
 
         rows: sizes of decode steps, ascending; shapes: numbers of single tokens that are captured for each token count
         of mixed steps, ascending; decode, mixed: one dictionary per slot, by row count and by bucket; updates: per
-        slot, of the tables before a step of any size.
+        slot, of the tables before a step of any size; verify: steps that verify drafts, per slot by rows and drafts.
         """
         self.rows = rows
         self.shapes = shapes
@@ -67,6 +74,7 @@ class StepGraphs:
         self.decode = decode
         self.mixed = mixed
         self.updates = updates
+        self.verify = verify or [{} for _ in decode]
         self._faster: Mapping[GraphBucket, GraphBucket] = {}
 
     def prefer(self, faster: Mapping[GraphBucket, GraphBucket]) -> None:
@@ -79,6 +87,11 @@ class StepGraphs:
         None if no graph is large enough, or if the step has single tokens that are not plain samples. The largest token
         counts are captured without single tokens.
         """
+        if plan.num_drafts:
+            rows = _at_least(
+                len(plan.rows), [rows for rows, drafts in sorted(self.verify[0]) if drafts == plan.num_drafts]
+            )
+            return None if rows is None else GraphBucket(rows, 0)
         fitting = self._smallest(plan)
         return None if fitting is None else self._faster.get(fitting, fitting)
 
@@ -188,6 +201,46 @@ def capture_decode(
             captured[bucket] = DecodeGraphs(graphs[0], samples.logits, sampled, graphs[-1], max_short_len(bucket))
         progress(100 * (done + 1) // len(buckets))
     return steps
+
+
+def capture_verify(
+    recorder: GraphRecorder,
+    shapes: Sequence[tuple[int, int]],
+    slots: list[StepSlot],
+    logits: Tensor,
+    forward: VerifyForward,
+    sampling: Sampling,
+    accept: Accept,
+) -> list[dict[tuple[int, int], VerifyGraphs]]:
+    """Capture the steps that verify drafts of every slot, the largest first.
+
+    shapes: rows and drafts of each; logits: as for `capture_decode`.
+    """
+    steps: list[dict[tuple[int, int], VerifyGraphs]] = [{} for _ in slots]
+    modes = [mode for mode in Mode if mode is not Mode.MASKED]
+    for rows, drafts in sorted(shapes, key=lambda shape: shape[0] * (1 + shape[1]), reverse=True):
+        count = rows * (1 + drafts)
+        for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
+            slot.device_inputs.zero_()
+            of_rows, samples = slot.device_inputs[:rows], sample_buffers(slot, logits).first(count)
+            run = partial(forward, of_rows, drafts, samples)
+            batch = replace(_batch(slot, samples, Mode.GREEDY), publish=False)
+            end = partial(accept, of_rows, drafts, slot.sampled[: count + rows])
+            ends = {mode: partial(_sample_and_accept, sampling, mode, batch, end) for mode in modes}
+            if number == 0:
+                run()
+                for sample in ends.values():
+                    sample()
+                recorder.synchronize()
+            graph = recorder.record(run)[0]
+            sampled: dict[Mode, Graph] = {mode: recorder.record(sample)[0] for mode, sample in ends.items()}
+            captured[rows, drafts] = VerifyGraphs(graph, samples.logits, sampled)
+    return steps
+
+
+def _sample_and_accept(sampling: Sampling, mode: Mode, batch: SamplingBatch, accept: Callable[[], None]) -> None:
+    sampling(mode, batch)
+    accept()
 
 
 def capture_mixed(

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
@@ -19,6 +21,8 @@ from tandem.engine_core.contracts import (
 from tandem.engine_core.errors import DeviceMemoryError, FatalError
 from tandem.engine_core.kernels.delta_rule.state import TokenRows
 from tandem.engine_core.kernels.page_table import PageTable
+from tandem.engine_core.kernels.sampling.inputs import SamplingBatch
+from tandem.engine_core.kernels.speculation.reference import DRAFTS_SHIFT, SOURCE_SHIFT, VerifyTokens
 from tandem.engine_core.kv_cache.storage import KVStorage
 from tandem.engine_core.models.registry import Model
 from tandem.engine_core.plan import StepPlan
@@ -27,6 +31,7 @@ from tandem.engine_core.runtime.graph_bucket import GraphBucket, long_spans
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller, index_masks, mask_indices
 from tandem.engine_core.runtime.slots import HEAD_WORDS, StepSlot
+from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.staging import Packed, pack
 from tandem.engine_core.runtime.tables import DeviceTables, field
 from tandem.engine_core.sampling.sampler import Mode, Sampler
@@ -55,6 +60,7 @@ class TorchRuntime:
         page_tables: Sequence[PageTable],
         graphs: StepGraphs | None = None,
         clock: StepClock | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -67,7 +73,12 @@ class TorchRuntime:
         self.page_tables = page_tables
         self.graphs = graphs
         self.clock = clock
+        self.speculator = speculator
         self._collected = 0.0
+
+    def needs_exact_positions(self, plan: StepPlan) -> bool:
+        # Steps that no graph holds plan their attention on the host.
+        return plan.max_lead > 0 and (self.graphs is None or self.graphs.bucket(plan) is None)
 
     def stage(self, slot: int, plan: StepPlan) -> None:
         s = self.slots[slot]
@@ -82,6 +93,7 @@ class TorchRuntime:
         if packed.has_updates:
             s.locations_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
+        s.num_verified_rows = 0
         s.mask_indices = mask_indices(plan) if plan.needs_mask else {}
 
     @torch.inference_mode()
@@ -135,9 +147,14 @@ class TorchRuntime:
             s.uploaded.wait()
             self.tables.apply(inputs, packed, self.graphs.updates[slot] if self.graphs is not None else None)
             if bucket is None:
-                batch = self._batch(s, inputs)
+                assert s.plan is not None
+                batch = self._verify_batch(s, inputs) if s.plan.num_drafts else self._batch(s, inputs)
                 self._begin(s)
-                self._compute_logits(s, self.model.forward(batch, self.kv), inputs)
+                hidden = self.model.forward(batch, self.kv)
+                if s.plan.num_drafts:
+                    s.logits = self.model.logits(hidden)
+                else:
+                    self._compute_logits(s, hidden, inputs)
             else:
                 self._replay(slot, bucket, inputs)
         except torch.OutOfMemoryError:
@@ -175,7 +192,9 @@ class TorchRuntime:
         allowed = self._upload_masks(s, masks) if masks is not None and count else None
         if s.plan.needs_mask and self.clock is not None:
             self.clock.resume(s.plan.step_id)
-        if count:
+        if s.plan.num_drafts:
+            count = self._sample_and_accept(s, s.logits)
+        elif count:
             self._sample(s, s.logits[:count], allowed)
         if s.plan.logprobs >= 0 and s.packed.fields["record_index"][1]:
             # From the logits in a graph's buffer, before the next forward can overwrite them (I1).
@@ -203,6 +222,8 @@ class TorchRuntime:
         milliseconds = self.clock.read(s.plan.step_id) if self.clock is not None else 0.0
         tokens: list[int] = s.results[: len(s.packed.sample_rows)].tolist()
         plan, s.plan, s.packed = s.plan, None, None
+        if plan.num_drafts:
+            return _verified_result(plan, s.results.numpy(), s.num_verified_rows, milliseconds)
         counts = [1] * plan.num_steady + [int(row.samples) for row in plan.other_rows]
         if plan.logprobs < 0:
             return StepResult(counts, tokens, milliseconds=milliseconds)
@@ -220,6 +241,12 @@ class TorchRuntime:
         """Enqueue the forward pass of a step by replaying its graph."""
         s, graphs = self.slots[slot], self.graphs
         assert graphs is not None and s.plan is not None and s.packed is not None
+        if s.plan.num_drafts:
+            verify = graphs.verify[slot][bucket.num_decode_tokens, s.plan.num_drafts]
+            self._begin(s)
+            verify.forward.replay()
+            s.logits, s.sampling, s.num_verified_rows = verify.logits, verify.sampling, bucket.num_decode_tokens
+            return
         if bucket.num_prefill_tokens == 0:
             s.graphs = graphs.decode[slot][bucket.num_decode_tokens]
             self._begin(s)
@@ -287,6 +314,41 @@ class TorchRuntime:
             out = s.sampled[: len(logits)]
             self.sampler.sample(self.tables.sampling_batch(logits, s.device_inputs, s.packed, allowed, out))
 
+    def _sample_and_accept(self, s: StepSlot, logits: Tensor) -> int:
+        """Enqueue the sampling of all positions of a step that verifies drafts, and the acceptance.
+
+        Return the number of words of its results.
+        """
+        assert s.packed is not None and s.plan is not None and self.speculator is not None
+        rows, count, needs = s.num_verified_rows, len(logits), self.tables.sampling_needs(s.packed, masked=False)
+        if s.sampling is not None:
+            s.sampling[Mode.of(needs)].replay()
+        else:
+            sampled, longest = s.sampled[:count], s.packed.longest
+            given = s.sample_rows[:count], s.sample_positions[:count], sampled
+            batch = SamplingBatch(logits, *given, needs=needs, longest=longest, publish=False)
+            self.sampler.sample(batch)
+            of_rows = field(s.device_inputs, s.packed, "token_rows")
+            self.speculator.accept(of_rows, s.plan.num_drafts, s.sampled[: count + rows])
+        return count + rows
+
+    def _verify_batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
+        """Propose drafts, and return the inputs of a step that verifies them without a graph, on a CPU."""
+        assert s.packed is not None and s.plan is not None and self.speculator is not None
+        rows = field(inputs, s.packed, "token_rows")
+        s.num_verified_rows = len(rows)
+        queries = 1 + s.plan.num_drafts
+        samples = s.sample_rows[: len(rows) * queries], s.sample_positions[: len(rows) * queries]
+        tokens = self.speculator.begin(rows, s.plan.num_drafts, self.page_tables, samples)
+        return ForwardBatch(
+            input_ids=tokens.input_ids,
+            positions=tokens.positions.long(),
+            slot_mapping=tokens.slot_mapping.unbind(),
+            sample_index=None,
+            attention=s.attention.plan(_verify_spans(tokens, queries), self.page_tables),
+            has_drafts=True,
+        )
+
     def _batch(self, s: StepSlot, inputs: Tensor) -> ForwardBatch:
         assert s.plan is not None and s.packed is not None
         packed = s.packed
@@ -353,6 +415,37 @@ def _record_view(words: Tensor, first: int, count: int, plan: StepPlan) -> Tenso
     """Return `count` records of a step from `first` on, [count, 1 + 2 * top]."""
     width = 1 + 2 * plan.logprobs
     return words[first * width : (first + count) * width].view(count, width)
+
+
+def _verified_result(plan: StepPlan, words: NDArray[np.int32], rows: int, milliseconds: float) -> StepResult:
+    """Return the runs of a step that verified drafts.
+
+    words: sampled tokens, then the counts of rows, as `Speculator.accept` leaves them; rows: padding included.
+    """
+    queries, num_rows = 1 + plan.num_drafts, len(plan.rows)
+    packed = words[rows * queries : rows * queries + num_rows]
+    counts = packed & 0xFF
+    sampled = words[: num_rows * queries].reshape(num_rows, queries)
+    tokens = sampled[np.arange(queries) < counts[:, None]]
+    return StepResult(
+        counts.tolist(),
+        tokens.tolist(),
+        milliseconds=milliseconds,
+        num_drafts=(packed >> DRAFTS_SHIFT & 0xFF).tolist(),
+        predicted=(packed >> SOURCE_SHIFT > 0).tolist(),
+    )
+
+
+def _verify_spans(tokens: VerifyTokens, queries: int) -> list[Span]:
+    """Return the spans of rows that verify drafts; a token without a draft has one of its own."""
+    spans: list[Span] = []
+    rows, positions = tokens.rows.tolist(), tokens.positions.tolist()
+    for offset, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        if offset % queries and position == positions[offset - 1] + 1:
+            spans[-1] = replace(spans[-1], length=spans[-1].length + 1)
+        else:
+            spans.append(Span(row, offset, position, 1))
+    return spans
 
 
 def _spans(plan: StepPlan) -> list[Span]:

@@ -59,13 +59,14 @@ class StepSlot:
     masked: Tensor
     """[max_rows] int32 on the device: the masks' indices, 0 for the mask that allows everything."""
     sample_rows: Tensor
-    """[max_rows] int32 on the device, written by graphs: row of each token that is sampled from, 0 for padding."""
+    """[max_samples] int32 on the device, written by graphs: row of each token that is sampled from, 0 for padding."""
     sample_positions: Tensor
-    """[max_rows] int32 on the device, written by graphs: position of each of these tokens."""
+    """[max_samples] int32 on the device, written by graphs: position of each of these tokens."""
     sampled: Tensor
-    """[max_rows] int32 on the device: sampled ids."""
+    """[max_samples + max_rows] int32 on the device: sampled ids, and behind those of a step that verifies drafts the
+    counts of its rows."""
     results: Tensor
-    """[max_rows] int32, pinned: sampled ids."""
+    """Copy of `sampled` on the host, pinned."""
     results_view: NDArray[np.int32]
     """View of `results`, which others may map."""
     results_memory: memoryview
@@ -96,7 +97,10 @@ class StepSlot:
     """Number of elements that `masked` is known to begin with 1, 2, 3 and so on."""
     sampling: dict[Mode, Graph] | None = None
     """Graphs that the step can be sampled by; None if its forward pass came from none, or if it has too many samples.
+    Those of a step that verifies drafts accept them, too.
     """
+    num_verified_rows: int = 0
+    """Rows of a step that verifies drafts, padding included; 0 for another step."""
 
     @classmethod
     def allocate(
@@ -108,11 +112,14 @@ class StepSlot:
         vocab_size: int,
         attention: AttentionPlanner,
         filler: MaskFiller,
+        max_samples: int = 0,
     ) -> "StepSlot":
         """Allocate a slot's buffers.
 
-        capacity: int32 words of the largest packed step; filler: may allocate the memory of masks and sampled ids.
+        capacity: int32 words of the largest packed step; filler: may allocate the memory of masks and sampled ids;
+        max_samples: maximum number of positions of a step that verifies drafts; 0: none does.
         """
+        words_of_results, max_samples = max_samples + max_rows, max(max_samples, max_rows)
 
         def on_device(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device.torch_device)
@@ -124,9 +131,9 @@ class StepSlot:
         host_masks = device.host_buffer(max_rows, words) if masks is None else torch.from_numpy(masks)
         if masks is not None:
             device.pin(masks)
-        ids = filler.allocate(1, max_rows)
+        ids = filler.allocate(1, words_of_results)
         is_shared = ids is not None and device.pin(ids)
-        results = torch.from_numpy(ids)[0] if is_shared else device.host_buffer(max_rows)
+        results = torch.from_numpy(ids)[0] if is_shared else device.host_buffer(words_of_results)
         device_masks[0] = -1
         record_words = (max_rows + max_step_tokens) * RECORD_WORDS
         return cls(
@@ -141,9 +148,9 @@ class StepSlot:
             device_masks=device_masks,
             allowed=on_device(max_rows, words),
             masked=on_device(max_rows),
-            sample_rows=on_device(max_rows),
-            sample_positions=on_device(max_rows),
-            sampled=on_device(max_rows),
+            sample_rows=on_device(max_samples),
+            sample_positions=on_device(max_samples),
+            sampled=on_device(words_of_results),
             results=results,
             results_view=results.numpy(),
             results_memory=results.numpy().data,

@@ -60,9 +60,9 @@ class Packed:
     sample_rows: Ints
     """[S], the content of the field of that name."""
     sample_positions: Ints
-    """[S], position of each token whose logits are sampled from, as the host counts it."""
+    """[S], position of each token whose logits are sampled from, as the host counts it: a lower bound (I9)."""
     longest: int
-    """Maximum positions that any row attends to."""
+    """Upper bound of the positions that any row attends to (I9)."""
     fields: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and length of each field, in words, by name."""
     total: int = 0
@@ -161,7 +161,7 @@ def _pack_decode(plan: StepPlan, out: Ints, bucket: GraphBucket | None) -> Packe
     row = np.array([r.row for r in plan.rows], dtype=np.int32)
     start = np.array([r.start for r in plan.rows], dtype=np.int32)
     count = len(row)
-    packed = Packed(out, row, start, int(start.max()) + 1)
+    packed = Packed(out, row, start, int(start.max()) + 1 + plan.max_lead + plan.num_drafts)
     size = count if bucket is None else sum(bucket)
     packed.add("token_rows", row, size)
     packed.add("positions", np.full(count, NEWEST, dtype=np.int32), size)
@@ -185,7 +185,7 @@ def _pack_mixed(plan: StepPlan, out: Ints, bucket: GraphBucket | None, sample_ca
     end[steady:] += length - 1
     samples = np.ones(len(row), dtype=bool)
     samples[steady:] = [r.samples for r in others]
-    packed = Packed(out, row[samples], end[samples] - 1, int(end.max()))
+    packed = Packed(out, row[samples], end[samples] - 1, int(end.max()) + plan.max_lead)
     slots = np.concatenate((np.arange(steady, dtype=np.int32), _first_slots(length, steady, bucket)))
     size = plan.total_tokens if bucket is None else sum(bucket)
     token_rows, positions = packed.reserve("token_rows", size), packed.reserve("positions", size)
@@ -299,7 +299,7 @@ def _add_admissions(admitted: tuple[NewSequence, ...], packed: Packed) -> None:
     suppressed = np.full((len(admitted), MAX_SUPPRESSED), -1, dtype=np.int32)
     for index, a in enumerate(admitted):
         p = a.params
-        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed))
+        ints.extend((a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed, a.max_drafts, 0))
         ints.extend([getattr(p, name) for name in _INT_FIELDS])
         floats.extend([getattr(p, name) for name in FLOAT_COLUMNS])
         if a.end_ids:

@@ -47,7 +47,7 @@ class Sampler(Protocol):
     def sample(self, batch: SamplingBatch) -> None:
         """Sample a token for each row of a batch.
 
-        Write the tokens to `batch.sampled` and, at the position after each row's own, to the token table, and the rows'
-        new lengths. A row whose logits contain NaN or +inf, or -inf only, gets -1 in `batch.sampled` and 0 in the
-        table, so that the next step can read an embedding there.
+        Write the tokens to `batch.sampled` and, unless `batch.publish` is False, at the position after each row's own
+        to the token table, and the rows' new lengths. A row whose logits contain NaN or +inf, or -inf only, gets -1 in
+        `batch.sampled` and 0 in the table, so that the next step can read an embedding there.
         """

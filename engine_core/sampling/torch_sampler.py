@@ -15,6 +15,8 @@ class TorchSampler:
 
     def sample(self, batch: SamplingBatch) -> None:
         batch.sampled[:] = sample(batch.logits, self.gather(batch), batch.allowed)
+        if not batch.publish:
+            return
         rows, positions = batch.rows.long(), batch.positions.long() + 1
         self.tables.tokens.index_put_((rows, positions), batch.sampled.clamp(min=0))
         self.tables.lengths.index_put_((rows,), torch.where(rows > 0, positions + 1, 1).int())

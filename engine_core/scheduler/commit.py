@@ -30,6 +30,8 @@ class SchedulerUpdates(Struct):
     """Committed rows of sequences that had already ended."""
     first_tokens: list[Sequence] = field(default_factory=list)
     """Sequences that got their first token."""
+    verified: list[tuple[int, int]] = field(default_factory=list)
+    """Number of drafts, and of right ones, of each committed row with drafts."""
 
     @property
     def num_tokens(self) -> int:

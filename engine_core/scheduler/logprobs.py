@@ -20,6 +20,7 @@ def max_logprobs(seq: Sequence) -> int:
 def add_logprobs(
     rows: Items[ScheduledSequence],
     sequences: Items[Sequence | None],
+    known: Items[int],
     result: StepResult,
     deltas: dict[bytes, TokenDelta],
 ) -> None:
@@ -29,21 +30,22 @@ def add_logprobs(
     grammar, or after an end) get none. Log-probabilities of prompt tokens below `reported_len` were sent before a
     preemption and are not sent again.
 
-    sequences: the sequence of each row, None where it had ended before this step's results.
+    sequences: the sequence of each row, None where it had ended before this step's results; known: number of tokens of
+    each before this step's.
     """
     assert result.logprobs is not None, "a step without log-probabilities"
     logprobs = result.logprobs
     sampled, first_scored = 0, len(result.tokens)
-    for row, seq, count in zip(rows, sequences, result.counts, strict=True):
+    for row, seq, before, count in zip(rows, sequences, known, result.counts, strict=True):
         num_scored = len(row.prompt_logprob_ids) // 4
         if seq is not None:
             reported = min(num_scored, max(0, seq.wire.reported_len - row.start))
             if num_scored > reported and (top := seq.submit.prompt_logprobs) is not None:
                 first = row.start + reported
                 _add(deltas, seq, first + 1, top, logprobs, first_scored + reported, num_scored - reported)
-            taken = min(count, len(seq.tokens) - row.end)
+            taken = min(count, len(seq.tokens) - before)
             if taken > 0 and (top := seq.submit.logprobs) is not None:
-                _add(deltas, seq, row.end, top, logprobs, sampled, taken)
+                _add(deltas, seq, before, top, logprobs, sampled, taken)
         sampled += count
         first_scored += num_scored
 

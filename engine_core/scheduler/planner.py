@@ -14,10 +14,11 @@ The stages are limits (`_budget`: positions, and time by `time_budget.py`), posi
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.policy import MAX_STEPS_SKIPPED, POLICIES, Budget, RowDemand, choose_rows
 from tandem.engine_core.scheduler.preemption import PageReserver
 from tandem.engine_core.scheduler.queue import RunningSequences
@@ -82,6 +83,7 @@ class Planner:
         limits: SchedulerLimits,
         policy: Policy,
         costs: StepCosts,
+        drafts: DraftPolicy,
         preempt: Callable[[Sequence], None],
     ) -> None:
         """Keep the parts of a planner.
@@ -92,6 +94,7 @@ class Planner:
         self.limits = limits
         self.policy = policy
         self.costs = costs
+        self.drafts = drafts
         self._reserver = PageReserver(memory, preempt)
 
     @property
@@ -151,8 +154,19 @@ class Planner:
             updated_rows = insert_paged_rows(rows, others, self.memory)
         self._reserver.out_of_pages = False
         needs_mask = constrained and any(row.constrained for row in rows)
+        num_drafts = max_lead = 0
+        if self.drafts.sizes:
+            max_lead = max([seq.num_inflight_drafts for seq in sequences], default=0)
+            if len(rows) == len(running.members) and not constrained and running.logprobs < 0:
+                num_drafts = self.drafts.choose(sequences)
         return StepPlan.decode_only(
-            step_id, tuple(rows), needs_mask=needs_mask, logprobs=running.logprobs, updated_rows=updated_rows
+            step_id,
+            tuple(rows),
+            needs_mask=needs_mask,
+            logprobs=running.logprobs,
+            updated_rows=updated_rows,
+            num_drafts=num_drafts,
+            max_lead=max_lead,
         )
 
     def _plan_mixed(self, step_id: int, running: RunningSequences, held: Collection[Sequence]) -> StepPlan | None:
@@ -211,7 +225,10 @@ class Planner:
         if not rows:
             return None
         new = [seq for seq, length in zip(candidates, lengths, strict=True) if length and not seq.device.uploaded_len]
-        return StepPlan.of(step_id, rows, tuple([new_sequence(seq) for seq in new]), running.logprobs)
+        admitted = tuple([new_sequence(seq, self.drafts.max_drafts(seq)) for seq in new])
+        plan = StepPlan.of(step_id, rows, admitted, running.logprobs)
+        max_lead = max([seq.num_inflight_drafts for seq in candidates]) if self.drafts.sizes else 0
+        return structs.replace(plan, max_lead=max_lead) if max_lead else plan
 
     def _choose(
         self,

@@ -44,7 +44,7 @@ class PageReserver:
             for index, (seq, length) in enumerate(zip(candidates, lengths, strict=True))
             # The first test spares decoding rows within their page the call.
             if (length > 1 or (length and seq.num_scheduled_tokens >= seq.next_page_boundary))
-            and lacks_pages(seq, seq.num_scheduled_tokens + length)
+            and lacks_pages(seq, self.memory.row_end(seq, length))
         ]
         short.sort(key=lambda index: seniority(candidates[index]))
         pressure: Reclaim | None = None
@@ -76,8 +76,11 @@ class PageReserver:
 
         Return their number.
         """
-        start = seq.num_scheduled_tokens
-        return max(0, self.memory.grow(seq, start + length) - start)
+        start, end = seq.num_scheduled_tokens, self.memory.row_end(seq, length)
+        reached = self.memory.grow(seq, end)
+        if end > start + length:  # Positions beyond the row's are needed as much.
+            return length if reached == end else 0
+        return max(0, reached - start)
 
 
 class Reclaim:

@@ -6,12 +6,15 @@ The scheduler composes the gates, the planner and the stop checks; it knows neit
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
 
+from msgspec import structs
+
 from tandem.engine_core.contracts import NO_TOKEN, Constraint, MaskedRows, StepResult, TokenDelta
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.plan import ScheduledSequence, StepPlan
 from tandem.engine_core.scheduler.admission import Admission, RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates, StepMasks, append_tokens, check_stop, jump_forward
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.logprobs import add_logprobs
 from tandem.engine_core.scheduler.planner import Planner, SchedulerLimits
 from tandem.engine_core.scheduler.queue import QueuedPrompts, RunningSequences, WaitingQueue, queue_full
@@ -39,10 +42,12 @@ class Scheduler:
         limits: SchedulerLimits,
         policy: Policy = "fcfs",
         costs: StepCosts | None = None,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         """Keep the parts of a scheduler.
 
-        costs: expected durations of steps; None: they are not known, and prompts are not limited by them.
+        costs: expected durations of steps; None: they are not known, and prompts are not limited by them; drafts:
+        numbers of drafts that steps verify; None: none do.
         """
         self.rows = rows
         self.memory = memory
@@ -53,7 +58,8 @@ class Scheduler:
         self.queued = QueuedPrompts()
         self.updates = SchedulerUpdates()
         self.preemptions = 0
-        self.planner = Planner(memory, limits, policy, costs or StepCosts({}, AttentionShare()), self.preempt)
+        costs = costs or StepCosts({}, AttentionShare())
+        self.planner = Planner(memory, limits, policy, costs, drafts or DraftPolicy(()), self.preempt)
         self._admission = Admission(rows, memory, _first_chunk(memory, limits))
         self._running = RunningSequences()
         self._open: dict[tuple[bytes, int], Sequence] = {}
@@ -164,6 +170,9 @@ class Scheduler:
             seq.num_scheduled_tokens += 1
             seq.inflight += 1
             seq.num_inflight_samples += 1
+        if plan.num_drafts:
+            for row in plan.steady_rows:
+                held[row.seq_id].num_inflight_drafts += plan.num_drafts
         for row in plan.other_rows:
             seq = held[row.seq_id]
             seq.num_scheduled_tokens = row.start + row.length
@@ -191,33 +200,37 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, advanced: Set[int] = frozenset()) -> SchedulerUpdates:
         """Apply the results of the oldest step; return the updates.
 
-        Appends tokens, ends sequences and releases zombies. A run may have any length; tokens after the one that ends
-        the sequence are dropped. Plans foresee one token a row: no later step may hold a sequence with a longer run.
+        Appends tokens, ends sequences and releases zombies. A row of a step that verifies drafts has a run of tokens;
+        those after the one that ends the sequence are dropped.
 
         advanced: rows whose constraint has already accepted this step's token (`GrammarAdvancer.finish`).
         """
         held = self._held
         self.updates.first_tokens += [held[seq_id] for seq_id in self.queued.on_commit(plan.step_id)]
         if result.milliseconds:
-            self.planner.costs.correct(StepWork.of(plan.rows), result.milliseconds)
+            self.planner.costs.correct(StepWork.of(plan.rows, plan.num_drafts), result.milliseconds)
         sequences = [held[row.seq_id] for row in plan.rows] if result.logprobs is not None else []
         live = [seq if seq.outcome is None else None for seq in sequences]
-        if (advanced or plan.is_unconstrained) and result.has_single_tokens(len(sampled := plan.sampled_rows)):
+        known = [len(seq.tokens) for seq in sequences]
+        if plan.num_drafts:
+            self._commit_runs(plan, result)
+        elif (advanced or plan.is_unconstrained) and result.has_single_tokens(len(sampled := plan.sampled_rows)):
             self._commit_single_tokens(plan, sampled, result.tokens, advanced)
         else:
             for row, run in zip(plan.rows, result.runs(), strict=True):
                 self._commit_run(row, run, row.row in advanced)
         if result.logprobs is not None:
-            add_logprobs(plan.rows, live, result, self.updates.deltas)
+            add_logprobs(plan.rows, live, known, result, self.updates.deltas)
         if self._preempting:
             self._requeue()
         return self.take_updates()
 
     def _commit_run(self, row: ScheduledSequence, run: Items[int], is_advanced: bool) -> None:
-        """Commit a row of any kind: a chunk, one with a grammar, a run of tokens."""
+        """Commit a row of any kind but one with drafts: a chunk, one with a grammar, one token."""
         seq = self._held[row.seq_id]
         seq.inflight -= 1
-        was_forced = row.start + row.length < len(seq.tokens)  # By the grammar, after this step was launched.
+        # By the grammar, after this step was launched. No drafts are verified for such a row, so its start is exact.
+        was_forced = row.constrained and row.start + row.length < len(seq.tokens)
         if row.samples and not was_forced:
             seq.num_inflight_samples -= 1
         if seq.outcome is not None:
@@ -228,11 +241,34 @@ class Scheduler:
                 self.end(seq, outcome)
             elif seq.constraint is not None:
                 self._apply_forced_tokens(seq, is_advanced)
-            elif len(run) > 1:
-                assert seq.inflight == 0, f"{len(run)} tokens for {seq}, which a later step holds"
-                self._leave_steady_decode(seq)
         elif row.samples and not run:
             self._leave_steady_decode(seq)  # Its next position has no token yet.
+
+    def _commit_runs(self, plan: StepPlan, result: StepResult) -> None:
+        """Commit a run of tokens for each row of a step that verified drafts."""
+        predicted = result.predicted or [False] * len(plan.rows)
+        for row, run, num_drafts, is_predicted in zip(
+            plan.rows, result.runs(), result.num_drafts, predicted, strict=True
+        ):
+            seq = self._held[row.seq_id]
+            seq.inflight -= 1
+            seq.num_inflight_samples -= 1
+            seq.num_inflight_drafts -= plan.num_drafts
+            if seq.outcome is not None:
+                self._on_zombie(seq)
+                continue
+            assert run, f"no token for {seq}, which has not ended"
+            before = len(seq.tokens)
+            outcome = append_tokens(seq, run, self.updates)
+            # The device has computed the positions of the drafts that it accepted. A later step in flight counts one
+            # that it does not compute if these tokens are the last.
+            scheduled = seq.num_scheduled_tokens + len(seq.tokens) - before - 1
+            seq.num_scheduled_tokens = min(scheduled, seq.kv_len)
+            self.planner.drafts.observe(seq, num_drafts, len(run) - 1, is_predicted)
+            if num_drafts:
+                self.updates.verified.append((num_drafts, len(run) - 1))
+            if outcome is not None:
+                self.end(seq, outcome)
 
     def _commit_single_tokens(
         self, plan: StepPlan, sampled: tuple[ScheduledSequence, ...], tokens: list[int], advanced: Set[int]
@@ -330,7 +366,7 @@ class Scheduler:
         Only for an engine that will not touch the device again.
         """
         for seq in list(self._held.values()):
-            seq.inflight = seq.num_inflight_samples = 0
+            seq.inflight = seq.num_inflight_samples = seq.num_inflight_drafts = 0
             self._release(seq)
 
     def end(self, seq: Sequence, outcome: Finished | Failure) -> None:
@@ -339,6 +375,8 @@ class Scheduler:
         Its leases stay open while a step in flight holds it (I4).
         """
         assert seq.outcome is None, f"second outcome {outcome} for {seq}"
+        if seq.drafts.drafted and isinstance(outcome, Finished):
+            outcome = structs.replace(outcome, num_drafted=seq.drafts.drafted, num_accepted=seq.drafts.accepted)
         seq.outcome = outcome
         del self._open[seq.client, seq.request_id]
         self.queued.remove(seq.id)

@@ -31,8 +31,11 @@ class StepWork(Struct, frozen=True, gc=False):
     """Pairs of such a position and one that it attends to, in all."""
 
     @classmethod
-    def of(cls, rows: Iterable[ScheduledSequence]) -> "StepWork":
-        """Return the work of a step's rows."""
+    def of(cls, rows: Iterable[ScheduledSequence], num_drafts: int = 0) -> "StepWork":
+        """Return the work of a step's rows.
+
+        num_drafts: that each row of one position verifies: they cost as much as rows, without a context of their own.
+        """
         single = context = tokens = pairs = 0
         for row in rows:
             if row.length == 1:
@@ -41,7 +44,7 @@ class StepWork(Struct, frozen=True, gc=False):
             else:
                 tokens += row.length
                 pairs += num_pairs(row.start, row.length)
-        return cls(single, context, tokens, pairs)
+        return cls(single * (1 + num_drafts), context, tokens, pairs)
 
 
 def num_pairs(start: int, length: int) -> int:

@@ -24,7 +24,7 @@ def build_row(seq: Sequence, length: int, memory: KVManager) -> ScheduledSequenc
         length == seq.pending,
         constrained=seq.constraint is not None,
         tokens=seq.tokens[first : min(end, seq.device.upload_end)].tobytes() if first < seq.device.upload_end else b"",
-        new_pages=memory.unmapped_pages(seq, end),
+        new_pages=memory.unmapped_pages(seq, memory.row_end(seq, length)),
         first_page=seq.device.num_mapped_pages,
         skipped=start - first,
         prompt_logprob_ids=seq.tokens[start + 1 : min(end + 1, seq.prompt_len)].tobytes() if needs_logprobs else b"",
@@ -46,7 +46,8 @@ def insert_paged_rows(
             num_complete += 1
             continue
         constrained = seq.constraint is not None
-        pages = tuple(seq.pages[0][first:]) if memory.num_groups == 1 else memory.unmapped_pages(seq, start + 1)
+        end = memory.row_end(seq, 1)
+        pages = tuple(seq.pages[0][first:]) if memory.num_groups == 1 else memory.unmapped_pages(seq, end)
         row = ScheduledSequence(seq.id, seq.row, start, constrained=constrained, new_pages=pages, first_page=first)
         rows.insert(index - num_complete, row)
         paged.append(row)
@@ -77,8 +78,11 @@ def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[Schedul
     ]
 
 
-def new_sequence(seq: Sequence) -> NewSequence:
-    """Return the per-sequence data that the device needs before the first row."""
+def new_sequence(seq: Sequence, max_drafts: int = 0) -> NewSequence:
+    """Return the per-sequence data that the device needs before the first row.
+
+    max_drafts: number of drafts that a step verifies for a sequence.
+    """
     return NewSequence(
         seq.id,
         seq.row,
@@ -86,4 +90,5 @@ def new_sequence(seq: Sequence) -> NewSequence:
         seq.submit.sampling,
         tuple(seq.end_ids) if seq.min_tokens else (),
         seq.submit.logprobs is not None,
+        max_drafts,
     )

@@ -15,6 +15,7 @@ from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.config import StepConfig
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import FP8_CAPABILITY, LOWEST_CAPABILITY, GpuTraits
+from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context, triton_build_context
@@ -23,8 +24,16 @@ from tandem.engine_core.models.registry import Model
 from tandem.engine_core.runtime.captured import CudaGraphRecorder, GraphRecorder, MixedBuffers, MixedGraph
 from tandem.engine_core.runtime.device import Device, open_device, read_gpu_traits
 from tandem.engine_core.runtime.graph_bucket import GraphBucket
-from tandem.engine_core.runtime.graphs import StepGraphs, capture_decode, capture_mixed, capture_updates, max_samples
+from tandem.engine_core.runtime.graphs import (
+    StepGraphs,
+    capture_decode,
+    capture_mixed,
+    capture_updates,
+    capture_verify,
+    max_samples,
+)
 from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.speculation import TORCH_KERNELS, Speculator, triton_kernels
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import PROMPT_SLICE, TokenScorer, TorchScorer
@@ -131,11 +140,15 @@ class DeviceParts(Protocol):
         sampler: Sampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
+        speculator: Speculator | None,
     ) -> StepGraphs | None:
         """Capture the graphs of a configuration; return None if it has none.
 
         progress: called with the percentage done.
         """
+
+    def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
+        """Allocate what drafts and verifies tokens."""
 
     def prompt_graph_bytes(self, config: StepConfig, slots: list[StepSlot]) -> int:
         """Return the bytes that the attention of further mixed graphs holds.
@@ -175,6 +188,10 @@ class CpuParts:
     def graphs(self, *_parts: object) -> None:
         """Implement `DeviceParts.graphs`."""
         return None
+
+    def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
+        """Implement `DeviceParts.speculator`."""
+        return Speculator.allocate(tables.sampling, rule, TORCH_KERNELS)
 
     def prompt_graph_bytes(self, *_parts: object) -> int:
         """Implement `DeviceParts.prompt_graph_bytes`."""
@@ -228,6 +245,10 @@ class CudaParts:
 
         return TritonSampler.allocate(tables.sampling, vocab_size, max_rows, self.gpu.pdl)
 
+    def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
+        """Implement `DeviceParts.speculator`."""
+        return Speculator.allocate(tables.sampling, rule, triton_kernels(self.gpu.pdl))
+
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         """Implement `DeviceParts.scorer`."""
         from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
@@ -243,6 +264,7 @@ class CudaParts:
         sampler: Sampler,
         slots: list[StepSlot],
         progress: Callable[[int], None],
+        speculator: Speculator | None,
     ) -> StepGraphs | None:
         """Implement `DeviceParts.graphs`."""
         from tandem.engine_core.runtime.cuda_forward import CudaForward
@@ -251,15 +273,17 @@ class CudaParts:
         if not config.graph_rows:
             return None
         assert isinstance(sampler, TritonSampler)
+        verified = [rows * (1 + drafts) for rows, drafts in config.verify_shapes]
 
-        forward = CudaForward(model, kv, tables, tables.page_tables(kv), self.gpu)
+        forward = CudaForward(model, kv, tables, tables.page_tables(kv), self.gpu, speculator)
         recorder = self.new_recorder()
         with torch.inference_mode():
             rows = config.graph_rows
             shapes = {tokens: config.mixed_rows(tokens) for tokens in config.graph_tokens}
             buckets = [GraphBucket(singles, tokens) for tokens in shapes for singles in shapes[tokens]]
             sample_counts = {bucket: max_samples(bucket, rows, config.max_rows) for bucket in buckets}
-            logits = self._zeros(config, max(rows[-1], *sample_counts.values(), 0), model.config.vocab_size)
+            most = max(rows[-1], *sample_counts.values(), *verified, 0)
+            logits = self._zeros(config, most, model.config.vocab_size)
             mixed = self._mixed(recorder, config, sample_counts, logits, forward, slots, lambda p: progress(p // 2))
             launch = sampler.launch
             decode = capture_decode(
@@ -273,7 +297,11 @@ class CudaParts:
                 lambda p: progress(50 + p // 2),
             )
             updates = capture_updates(recorder, slots, forward.update_tables)
-        return StepGraphs(rows, shapes, decode, mixed, updates)
+            verify = None
+            if speculator is not None:
+                given = recorder, config.verify_shapes, slots, logits, forward.verify, launch, speculator.accept
+                verify = capture_verify(*given)
+        return StepGraphs(rows, shapes, decode, mixed, updates, verify)
 
     def _zeros(self, config: StepConfig, *shape: int) -> "Tensor":
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device.torch_device)

@@ -41,6 +41,7 @@ from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.staging import MAX_END_IDS
 from tandem.engine_core.scheduler.admission import RowGate
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepCosts
@@ -90,6 +91,11 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
         check_memory_flags(options, kind)
     with problems.caught():
         _num_grammar_workers(options, kind)
+    if options.speculate != "off" and model_config.recurrent_layers:
+        raise ConfigError(
+            f"--speculate {options.speculate}: {model_config.architecture} has recurrent layers, whose state cannot go "
+            "back to the last right draft; leave the flag out"
+        )
     if len(model_config.eos_ids) > MAX_END_IDS:
         raise ConfigError(f"the model has {len(model_config.eos_ids)} end ids, at most {MAX_END_IDS} are supported")
     dtype = "float32"
@@ -259,6 +265,14 @@ def scheduler_limits(config: StepConfig) -> SchedulerLimits:
     )
 
 
+def draft_policy(config: StepConfig) -> DraftPolicy:
+    """Return the choice of the number of drafts of each step."""
+    tokens = config.options.speculate_tokens
+    most = config.graph_rows[-1] if config.graph_rows else config.max_rows
+    fixed = tokens if isinstance(tokens, int) else None
+    return DraftPolicy(config.draft_sizes, fixed, most, config.max_step_tokens)
+
+
 def _build_loop(
     config: EngineConfig,
     kv_groups: tuple[KVGroup, ...],
@@ -272,7 +286,8 @@ def _build_loop(
     stats = status.stats
     stats.rows_total, stats.pages_total = config.max_rows, config.pages - 1
     memory = _kv_manager(config, kv_groups)
-    scheduler = Scheduler(RowGate(config.max_rows), memory, scheduler_limits(config), config.policy, costs)
+    drafts = draft_policy(config)
+    scheduler = Scheduler(RowGate(config.max_rows), memory, scheduler_limits(config), config.policy, costs, drafts)
     wire_limits = Limits(
         config.max_rows,
         config.kv_tokens,
@@ -332,7 +347,7 @@ def _kv_manager(config: EngineConfig, groups: tuple[KVGroup, ...]) -> KVManager:
         paths = MAX_LONGEST_PATHS * ceil_div(config.max_len, config.page_size)
         tree = RadixTree(config.page_size, classes, max(MAX_NODES_PER_PAGE * config.pages, paths))
     sessions = Sessions(tree, config.max_sessions, config.session_ttl)
-    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows)
+    return KVManager(PageAllocator(config.pages), config.page_size, tree, sessions, windows, config.max_lead)
 
 
 def _facts(config: EngineConfig, source: ModelSource) -> ModelFacts:

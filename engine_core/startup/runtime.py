@@ -14,6 +14,7 @@ from msgspec import Struct
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import DeviceMemoryError, MemoryTooSmallError
 from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState, allocate_states
+from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
@@ -25,6 +26,7 @@ from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
 from tandem.engine_core.runtime.runtime import TorchRuntime
 from tandem.engine_core.runtime.slots import StepSlot
+from tandem.engine_core.runtime.speculation import Speculator
 from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
@@ -42,6 +44,9 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Phase
 
 logger = logging.getLogger(__name__)
+
+MAX_SCAN = 16_384
+"""Number of last positions in which n-gram drafts are looked for: four times as many take as many microseconds more."""
 
 
 class ModelSource(Struct, frozen=True):
@@ -70,6 +75,8 @@ class RuntimeBuilder(Struct, frozen=True):
     slots: list[StepSlot]
     recurrent: tuple[DeltaRuleState, ...]
     """State of each recurrent layer."""
+    speculator: Speculator | None = None
+    """None if no step verifies drafts."""
 
     def build_pool(self, pages: int) -> KVStorage:
         """Allocate a KV pool.
@@ -100,6 +107,7 @@ class RuntimeBuilder(Struct, frozen=True):
             self.tables.page_tables(kv),
             graphs,
             StepClock(self.parts.device.instant),
+            self.speculator,
         )
 
     def capture_graphs(self, kv: KVStorage, status: Status) -> StepGraphs | None:
@@ -111,12 +119,14 @@ class RuntimeBuilder(Struct, frozen=True):
         def progress(percent: int) -> None:
             status.enter(Phase.WARMING, percent * 9 // 10)
 
-        return self.parts.graphs(self.config, self.model, kv, self.tables, self.sampler, self.slots, progress)
+        given = self.config, self.model, kv, self.tables, self.sampler, self.slots, progress
+        return self.parts.graphs(*given, self.speculator)
 
     def capture_trial(self, config: StepConfig, kv: KVStorage, slots: int) -> object:
         """Capture the graphs of a trial for that many slots, which all are the first."""
         first = self.slots[:1] * slots
-        return self.parts.graphs(config, self.model, kv, self.tables, self.sampler, first, lambda _: None)
+        given = config, self.model, kv, self.tables, self.sampler, first, lambda _: None
+        return self.parts.graphs(*given, self.speculator)
 
     def measure(self, free_at_start: int) -> Memory:
         """Measure the memory of steps and graphs by a trial.
@@ -226,11 +236,17 @@ def _new_builder(
             vocab_size,
             new_planner(),
             filler,
+            config.max_verified,
         )
         for _ in range(config.depth)
     ]
-    sampler = parts.sampler(tables, vocab_size, config.max_rows)
+    sampler = parts.sampler(tables, vocab_size, max(config.max_rows, config.max_verified))
     scorer = parts.scorer(vocab_size, config.max_rows)
+    speculator = None
+    if config.draft_sizes:
+        options = config.options
+        rule = NgramRule(options.speculate_min_match, options.speculate_max_match, MAX_SCAN)
+        speculator = parts.speculator(tables, rule)
     log.mark("tables and slots")
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
     recurrent = allocate_states(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
@@ -238,7 +254,7 @@ def _new_builder(
         size = (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
         logger.info("live state of recurrent layers: %.2f GiB for %d rows", size / kv_sizing.GIB, config.max_rows)
         log.mark("live state")
-    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, recurrent)
+    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, recurrent, speculator)
 
 
 def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:

@@ -23,6 +23,7 @@ from tandem.frontend.cli.flags import (
 from tandem.frontend.cli.parsing.command_help import COMMANDS, TANDEM
 from tandem.frontend.cli.parsing.foreign_flags import ALIASES, ForeignFlag
 from tandem.frontend.cli.parsing.parser import CommandParser
+from tandem.frontend.cli.parsing.speculative_config import SpeculativeConfig
 from tandem.frontend.config import ChatOptions, FrontendConfig, frontend_name
 from tandem.frontend.flags.arguments import (
     add_child_arguments,
@@ -112,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(serve, OPS_FLAGS)
     add_transport_arguments(serve, endpoint_required=False)
     serve.add_aliases(ALIASES)
+    _add_speculative_config(serve)
 
     engine = _add_command(commands, "engine", run_engine, rare=_RARE_FLAGS)
     _add_model_argument(engine)
@@ -122,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(engine, OPS_FLAGS)
     add_transport_arguments(engine, endpoint_required=True)
     engine.add_aliases(ALIASES)
+    _add_speculative_config(engine)
 
     frontend = _add_command(commands, "frontend", run_frontend, rare=_RARE_FLAGS)
     _add_model_argument(frontend)
@@ -199,6 +202,12 @@ def _wrong_numbers(arguments: argparse.Namespace) -> list[str]:
 
 def _add_model_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+
+
+def _add_speculative_config(command: CommandParser) -> None:
+    command.add_argument(
+        "--speculative-config", action=SpeculativeConfig, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
 def _add_config_argument(command: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from tandem.frontend.generation.tokenizer import Tokenizer
 from tandem.frontend.generation.usage import PromptDetails, Usage
 from tandem.frontend.metrics.frontend_metrics import FrontendMetrics
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure
+from tandem.protocol.events import Failure, Finished
 
 _RETRIED = ENGINE_LOSSES | {ErrorCode.OVERLOADED, ErrorCode.ENGINE_PAUSED}
 """Failure codes after which the same request may succeed later."""
@@ -352,6 +352,9 @@ class Generation:
             self._measure(stream, before, choice.num_tokens, now)
         if delta.finish_reason is not None:
             self._record.finish_reasons.append(delta.finish_reason)
+        if isinstance(terminal, Finished):
+            self._record.drafted_tokens += terminal.num_drafted
+            self._record.accepted_tokens += terminal.num_accepted
         if terminal is not None:
             self._forget(stream.request_id)
         elif delta.finish_reason is not None:

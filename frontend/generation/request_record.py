@@ -42,6 +42,10 @@ class RequestRecord(Struct):
     """Prompt tokens found in the prefix cache."""
     output_tokens: int = 0
     """Generated tokens of all sequences."""
+    drafted_tokens: int = 0
+    """Drafts that the engine verified for them."""
+    accepted_tokens: int = 0
+    """Drafts that were right."""
     submitted_at: float | None = None
     """Time at which its sequences were first sent to an engine."""
     first_token_at: float | None = None

@@ -56,6 +56,7 @@ def submit_command(
         is_traced=record.is_traced,
         key=record.claim,
         constraint_seconds=0.0 if constraint is None else constraint.seconds,
+        speculation=options.speculation,
     )
 
 

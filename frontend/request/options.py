@@ -169,6 +169,7 @@ OPTION_FIELDS = (
         "Higher is more urgent; under any policy low priorities are preempted first, and under the policy `priority` "
         "high ones are served first.",
     ),
+    Field("speculation", Boolean(True), "Verify drafts for this request where the server does (`--speculate`)."),
     Field(
         "session_id",
         String(MAX_NAME_BYTES, MAX_NAME_BYTES, "", one_line=True),
@@ -240,6 +241,8 @@ class GenerationOptions(Struct, frozen=True, kw_only=True):
     """Session whose KV cache is kept for the next turn; "" for none."""
     cache_salt: str
     """Salt of the prefix cache, which is shared only among requests with the same salt."""
+    speculation: bool = True
+    """False to verify no drafts for the request."""
 
 
 _SAME_NAME = GenerationOptions.__struct_fields__

@@ -40,6 +40,9 @@ class AccessLine(Struct, omit_defaults=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    drafted_tokens: int | None = None
+    """Drafts that were verified, if any were."""
+    accepted_tokens: int | None = None
     ttft: float | None = None
     """Seconds until the first token."""
     duration: float | None = None
@@ -127,6 +130,8 @@ def access_line(scope: Scope) -> AccessLine:
         line.model = record.model
         line.prompt_tokens, line.cached_tokens = record.prompt_tokens, record.cached_tokens
         line.output_tokens = record.output_tokens
+        if record.drafted_tokens:
+            line.drafted_tokens, line.accepted_tokens = record.drafted_tokens, record.accepted_tokens
         if (ttft := record.time_to_first_token) is not None:
             line.ttft = round(ttft, 6)
         reasons = record.finish_reasons
@@ -146,6 +151,9 @@ def access_text(line: AccessLine) -> str:
         parts += [
             f" model={field_text(line.model)} prompt_tokens={line.prompt_tokens} cached_tokens={line.cached_tokens}"
             f" output_tokens={line.output_tokens}",
+            f" drafted_tokens={line.drafted_tokens} accepted_tokens={line.accepted_tokens}"
+            if line.drafted_tokens
+            else "",
             f" ttft={line.ttft:.4f}" if line.ttft is not None else "",
             f" finish_reason={line.finish_reason}" if line.finish_reason else "",
         ]

@@ -132,6 +132,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_len": 0}, "--max-len 0: must be at least 2"),
     ({"max_len": 1}, "--max-len 1: must be at least 2"),
     ({"max_len": 2049}, "--max-len 2049, but the model's positions end at 2048"),
+    (
+        {"speculate_min_match": 5},
+        "--speculate-min-match 5 and --speculate-max-match 4 exclude each other: no longer match is looked for",
+    ),
+    (
+        {"speculate": "ngram", "graph_rows": "off"},
+        "--speculate ngram and --graph-rows off exclude each other: steps that verify drafts run as CUDA graphs",
+    ),
+    ({"speculate_tokens": 8}, "--speculate-tokens 8: must be from 1 to 7"),
 ]
 
 
@@ -148,6 +157,16 @@ def test_contradicting_options_are_refused_with_numbers(options: dict[str, Any],
     with pytest.raises(ConfigError) as caught:
         decide(**options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [("auto", (1, 2, 3, 5, 7)), (1, (1,)), (3, (1, 2, 3)), (4, (1, 2, 3, 5)), (7, (1, 2, 3, 5, 7))]
+)
+def test_numbers_of_drafts_are_padded_to_those_that_are_captured(tokens: Any, sizes: tuple[int, ...]) -> None:
+    config = decide("cuda", speculate="ngram", speculate_tokens=tokens)
+    assert config.draft_sizes == sizes and config.max_lead == 2 * sizes[-1]
+    assert all(rows * (1 + drafts) <= 512 for rows, drafts in config.verify_shapes)
+    assert decide("cuda").verify_shapes == () and decide("cuda").max_lead == 0
 
 
 def test_mixed_graphs_need_decode_graphs() -> None:

@@ -83,6 +83,7 @@ class FakeEngine:
         self.refusal: ErrorCode | None = None
         self.break_after: int | None = None
         self.cached: Callable[[Submit], int] = lambda _: 0
+        self.drafts = (0, 0)
         self.mute = False
         self.policy = "fcfs"
         self.pause: Pause | None = None
@@ -285,7 +286,9 @@ class FakeEngine:
             if isinstance(output, TracedOutput) and row.submit.is_traced:
                 output.times.append(SequenceTimes(row.request_id, 0.0001, 0.0002, 0.0003, 0.0004, row.position))
             reason = FinishReason.STOP if row.ends_by_itself else FinishReason.LENGTH
-            output.finished.append(Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None))
+            output.finished.append(
+                Finished(row.request_id, reason, self.end_id if row.ends_by_itself else None, *self.drafts)
+            )
             del self._running[row.identity, row.request_id]
 
     def _send(self, router: zmq.Socket[bytes], identity: bytes, event: AnyEvent) -> None:

@@ -20,12 +20,14 @@ from tandem.engine_core.kernels.reference import attention as reference
 from tandem.engine_core.kernels.reference.layer import qk_norm_rope_and_kv_write
 from tandem.engine_core.kernels.sampling.gather import gather_samples_reference
 from tandem.engine_core.kernels.sampling.inputs import SamplingBatch, SamplingTables
+from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear_choice import torch_build_context
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.runtime import cuda_forward
 from tandem.engine_core.runtime.captured import Graph
 from tandem.engine_core.runtime.device import CpuDevice, Instant
+from tandem.engine_core.runtime.speculation import TORCH_KERNELS, Speculator
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import BIASED, PENALIZES, RANDOM, SUPPRESSES, TRUNCATES, Mode, Sampler
 from tandem.engine_core.sampling.scorer import TokenScorer, TorchScorer
@@ -122,6 +124,9 @@ class OracleParts(CudaParts):
 
     def scorer(self, vocab_size: int, max_rows: int) -> TokenScorer:
         return TorchScorer()
+
+    def speculator(self, tables: DeviceTables, rule: NgramRule) -> Speculator:
+        return Speculator.allocate(tables.sampling, rule, TORCH_KERNELS)
 
 
 def oracle_parts(_kind: str) -> CudaParts:

@@ -61,9 +61,14 @@ class FakeRuntime:
         self.results: dict[int, StepResult] = {}
         self.scored: dict[int, list[bytes]] = {}
         """Log-probability records of the scored positions of launched steps, by slot."""
-        self.states: dict[int, list[int]] = {}
-        """Folded state at the last position of each row of launched steps, by slot: computed by the forward, as logits
-        are, since the pages may serve another sequence by the time that the step is sampled."""
+        self.states: dict[int, list[tuple[int, list[int]]]] = {}
+        """First sampled position of each row of launched steps, and the folded state there and at those of its drafts,
+        by slot: computed by the forward, as logits are, since the pages may serve another sequence by the time that the
+        step is sampled."""
+        self.draft: Callable[[list[int]], list[int]] = lambda _: []
+        """Function that returns the drafts of a row, given the tokens that will follow; possibly fewer."""
+        self.verified = 0
+        """Number of drafts that were right."""
         self.is_shared: Callable[[int], bool] = lambda _: False
         """Function that returns True for a page in the prefix cache, where no row may write."""
         self.uploads = 0
@@ -76,12 +81,16 @@ class FakeRuntime:
         self.time_of: Callable[[StepPlan], float] = lambda _: 0.0
         """Function that returns the milliseconds of a step; 0 if it was not timed."""
 
+    def needs_exact_positions(self, plan: StepPlan) -> bool:
+        return plan.max_lead > 0 and plan.step_id % 7 == 0
+
     def stage(self, slot: int, plan: StepPlan) -> None:
         assert slot not in self.launched and slot not in self.results, f"slot {slot} staged before it was collected"
         assert slot not in self.staged, f"slot {slot} staged twice"
         self.staged[slot] = plan
 
     def launch(self, slot: int, plan: StepPlan) -> None:
+        assert not self.needs_exact_positions(plan), f"step {plan.step_id} may begin {plan.max_lead} tokens later"
         assert self.staged.pop(slot, plan) is plan, f"slot {slot} was staged for another step"
         assert slot not in self.launched and slot not in self.results, f"slot {slot} launched before it was collected"
         for admission in plan.admitted:
@@ -98,7 +107,7 @@ class FakeRuntime:
             assert plan.logprobs >= 0 or not row.prompt_logprob_ids, (
                 f"{row} is scored in a step that wants no log-probabilities"
             )
-            states.append(self._forward(row))
+            states.append(self._verify(row, plan) if plan.num_drafts else self._forward(row, plan.max_lead))
             scored += self._scored(row, plan.logprobs)
         self.launched[slot] = plan
 
@@ -119,12 +128,16 @@ class FakeRuntime:
         masked = {row.row for row in plan.rows if row.constrained and row.samples}
         assert len(wanted) == len(masks or []) and wanted.keys() <= masked, f"masks for {wanted.keys()} of {masked}"
         sampled = [(row, state) for row, state in zip(plan.rows, self.states.pop(slot), strict=True) if row.samples]
-        tokens = [self._sample(row, state, wanted.get(row.row)) for row, state in sampled]
+        if plan.num_drafts:
+            self.results[slot] = self._accept(plan, [state for _, state in sampled])
+            self.scored.pop(slot)
+            return
+        tokens = [self._sample(row, *state, wanted.get(row.row)) for row, state in sampled]
         records, logprobs = self.scored.pop(slot), None
         if plan.logprobs >= 0:
             records[:0] = [
-                logprob_record(state, max(token, 0), plan.logprobs)
-                for (_, state), token in zip(sampled, tokens, strict=True)
+                logprob_record(state[-1], max(token, 0), plan.logprobs)
+                for (_, (_, state)), token in zip(sampled, tokens, strict=True)
             ]
             logprobs = StepLogprobs(plan.logprobs, b"".join(records))
         self.sampled_rows[slot] = [row.row for row, _ in sampled]
@@ -166,8 +179,11 @@ class FakeRuntime:
                 table[self._column(index, group)] = page
         self.num_mapped[row.row] = row.first_page + count
 
-    def _forward(self, row: ScheduledSequence) -> int:
-        """Compute the positions of a row; return the state at the last one."""
+    def _forward(self, row: ScheduledSequence, max_lead: int) -> tuple[int, list[int]]:
+        """Compute the positions of a row; return the last one and the state there.
+
+        max_lead: tokens that the row may have beyond the host's count.
+        """
         assert row.row != PADDING_ROW, f"{row} uses the reserved row"
         known = self.tokens[row.row]
         if row.new_pages:
@@ -184,18 +200,79 @@ class FakeRuntime:
             known[position] = token
         if uploaded:
             self.lengths[row.row] = row.end
+        first = row.start
         if row.length == 1:
-            assert self.lengths[row.row] - 1 == row.start, f"{row} is at {self.lengths[row.row] - 1} on the device"
-        states = list(itertools.accumulate([known[position] for position in range(row.end)], fold, initial=0))[1:]
+            first = self._newest(row)
+            assert 0 <= first - row.start <= max_lead, f"{row} is at {first} on the device"
+        return first + row.length - 1, self._compute(row, first, first + row.length)[-1:]
+
+    def _newest(self, row: ScheduledSequence) -> int:
+        """Return the position that a decode row computes."""
+        return min(self.lengths[row.row], self._limit(row) - 1) - 1
+
+    def _limit(self, row: ScheduledSequence) -> int:
+        admission = self.admissions[row.seq_id]
+        return admission.prompt_len + admission.params.max_tokens
+
+    def _compute(self, row: ScheduledSequence, first: int, end: int) -> list[int]:
+        """Compute positions of a row; return the state at each position below `end`."""
+        known = self.tokens[row.row]
+        states = list(itertools.accumulate([known[position] for position in range(end)], fold, initial=0))[1:]
         for group, window in enumerate(self.windows):
-            for position in range(row.start, row.end):
+            for position in range(first, end):
                 slot = self._slot(row, position, group)
                 assert not self.is_shared(slot // self.page_size), f"{row} writes a shared page at {position}"
                 self.pool[slot] = (group, position, states[position])
-            for position in range(0 if window is None else max(0, row.start + 1 - window), row.end):
+            for position in range(0 if window is None else max(0, first + 1 - window), end):
                 expected, read = (group, position, states[position]), self.pool[self._slot(row, position, group)]
                 assert read == expected, f"{row} reads {read}, not {expected}"
-        return states[-1]
+        return states
+
+    def _verify(self, row: ScheduledSequence, plan: StepPlan) -> tuple[int, list[int]]:
+        """Compute the newest token of a row and its drafts; return its position and the states from there on."""
+        assert row.length == 1 and row.samples and not (row.tokens or row.constrained), f"{row} verifies drafts"
+        if row.new_pages:
+            self._map(row)
+        known, length, newest = self.tokens[row.row], self.lengths[row.row], self._newest(row)
+        assert 0 <= newest - row.start <= plan.max_lead, f"{row} is at {newest} on the device, of {plan.max_lead}"
+        most = min(plan.num_drafts, self.admissions[row.seq_id].max_drafts, self._limit(row) - 1 - length)
+        drafts = self.draft(self._following(row, most))[: max(0, most)]
+        known.update(enumerate(drafts, length))
+        states = self._compute(row, newest, newest + 1 + len(drafts))
+        return newest, states[newest:]
+
+    def _following(self, row: ScheduledSequence, count: int) -> list[int]:
+        """Return the tokens that a row gets next."""
+        known, length = self.tokens[row.row], self.lengths[row.row]
+        state = 0
+        for position in range(length):
+            state = fold(state, known[position])
+        found: list[int] = []
+        for position in range(length, length + count):
+            found.append(self._choose(row, position, state))
+            state = fold(state, found[-1])
+        return found
+
+    def _accept(self, plan: StepPlan, states: list[tuple[int, list[int]]]) -> StepResult:
+        """Sample each row at its positions, and keep the tokens up to the first that differs from its draft."""
+        counts, tokens, drafted = [], [], []
+        for row, (newest, of_row) in zip(plan.rows, states, strict=True):
+            known, length = self.tokens[row.row], self.lengths[row.row]
+            drafts = [known.pop(length + index) for index in range(len(of_row) - 1)]
+            run: list[int] = []
+            for index, state in enumerate(of_row if length < self._limit(row) else []):
+                token = NO_TOKEN if self.breaks(row) else self._choose(row, newest + 1 + index, state)
+                run.append(token)
+                if index == len(drafts) or drafts[index] != token:
+                    break
+                self.verified += 1
+            known.update(enumerate([max(token, 0) for token in run], length))
+            self.lengths[row.row] = length + len(run)
+            assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
+            counts.append(len(run))
+            tokens += run
+            drafted.append(len(drafts))
+        return StepResult(counts, tokens, milliseconds=self.time_of(plan), num_drafts=drafted)
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """Return the records of a row's scored positions; their targets must be the prompt's tokens."""
@@ -209,16 +286,25 @@ class FakeRuntime:
         assert held is not None and held[:2] == (0, position), f"{row} reads {held} at {position}"
         return held[2]
 
-    def _sample(self, row: ScheduledSequence, state: int, constraint: Constraint | None) -> int:
+    def _choose(
+        self, row: ScheduledSequence, position: int, state: int, allows: Callable[[int], bool] = lambda _: True
+    ) -> int:
+        """Return the token of a position, after the state before it."""
         admission = self.admissions[row.seq_id]
-        suppresses = row.end - admission.prompt_len < admission.params.min_tokens
-        forbidden = frozenset(admission.end_ids) if suppresses else frozenset()
-        token = choose(state, forbidden, own(constraint).allows if constraint else lambda _: True)
-        assert row.end not in self.tokens[row.row], f"{row} samples a position that has a token"
+        suppresses = position - admission.prompt_len < admission.params.min_tokens
+        return choose(state, frozenset(admission.end_ids) if suppresses else frozenset(), allows)
+
+    def _sample(self, row: ScheduledSequence, position: int, states: list[int], constraint: Constraint | None) -> int:
+        """Sample the token behind a position."""
+        allows = own(constraint).allows if constraint else lambda _: True
+        token = self._choose(row, position + 1, states[-1], allows)
+        # A row that got all of its tokens from drafts samples the last one again.
+        is_again = self.lengths[row.row] == self._limit(row)
+        assert is_again or position + 1 not in self.tokens[row.row], f"{row} samples a position that has a token"
         if self.breaks(row):
             token = NO_TOKEN
-        self.lengths[row.row] = row.end + 1
-        assert self.lengths[row.row] <= admission.prompt_len + admission.params.max_tokens, f"{row} is beyond its limit"
+        self.lengths[row.row] = position + 2
+        assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
         if constraint is not None or not row.constrained:  # Else nothing may depend on the token.
-            self.tokens[row.row][row.end] = max(token, 0)
+            self.tokens[row.row][position + 1] = max(token, 0)
         return token

@@ -32,6 +32,14 @@ SHAPES = {
     "windows without cache": Shape(2, 0.4, cache=False, windows=(None, 9, 9), sessions=0.0),
     "windows in all layers": Shape(2, 0.2, cache=True, pages=(20, 60), windows=(9,), sessions=0.4, requests=20),
     "windows in static batches": Shape(depth=2, constrained=0.4, static=True, windows=(None, 9)),
+    "drafts": Shape(depth=2, constrained=0.0, drafts=7, sessions=0.4),
+    "drafts and grammars": Shape(depth=2, constrained=0.3, drafts=0),
+    "drafts, blocking": Shape(depth=1, constrained=0.2, drafts=3),
+    "drafts, short of pages": Shape(2, 0.1, cache=True, pages=(10, 30), priorities=True, drafts=5),
+    "drafts, short of pages and calm": Shape(2, 0.1, pages=(12, 30), requests=20, calm=True, drafts=7),
+    "drafts, small pages": Shape(2, 0.0, page_size=1, pages=(40, 70), drafts=7),
+    "drafts and windows": Shape(2, 0.1, cache=True, pages=(30, 60), windows=(None, 9, 5), drafts=7, sessions=0.4),
+    "drafts in static batches": Shape(depth=2, constrained=0.2, static=True, drafts=2),
 }
 
 
@@ -104,7 +112,7 @@ def check_logprobs(world: World, request: Request, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_random_traffic_equals_the_sequential_reference(name: str) -> None:
-    launches = overlaps = jumped = 0
+    launches = overlaps = jumped = verified = 0
     happened: Counter[str] = Counter()
     for seed in range(SEEDS):
         world = World(seed, SHAPES[name])
@@ -117,8 +125,10 @@ def test_random_traffic_equals_the_sequential_reference(name: str) -> None:
         launches += world.launches
         overlaps += world.overlaps
         jumped += world.runtime.jumped
+        verified += world.runtime.verified
         happened.update(world.happened())
     assert (jumped > 0) == (SHAPES[name].constrained > 0)
+    assert (verified > 0) == (SHAPES[name].drafts is not None)
     if SHAPES[name].depth == 2:
         assert overlaps > launches / 2, f"only {overlaps} of {launches} launches had a step in flight before them"
     else:

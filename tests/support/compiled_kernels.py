@@ -41,6 +41,10 @@ from tandem.engine_core.kernels.reference.sampling import SEGMENT
 from tandem.engine_core.kernels.sampling.gather import gather_samples
 from tandem.engine_core.kernels.sampling.logprobs import TritonScorer
 from tandem.engine_core.kernels.sampling.scratch import SamplingScratch
+from tandem.engine_core.kernels.speculation.accept import accept
+from tandem.engine_core.kernels.speculation.ngram import propose_ngrams
+from tandem.engine_core.kernels.speculation.reference import NgramRule
+from tandem.engine_core.kernels.speculation.verify_inputs import verify_inputs
 from tandem.engine_core.kernels.tiles.table import DecodeKey, TileTable
 from tandem.engine_core.sampling.sampler import Mode
 from tandem.engine_core.sampling.triton_sampler import CAPACITY, GROUP, TILE, TritonSampler
@@ -143,23 +147,25 @@ def decode(
     kv_heads: int = 1,
     rotary_dim: int | None = None,
     norm: bool = False,
+    queries: int = 1,
 ) -> Launch:
     """Decode of a number of (row, KV head) pairs.
 
-    early: None for the rule's choice; rotary_dim: None for rotated heads; norm: of the heads before RoPE.
+    early: None for the rule's choice; rotary_dim: None for rotated heads; norm: of the heads before RoPE; queries: of a
+    row.
     """
     if early is not None:
         keyed = DecodeKey(head_width(head_dim), 8 * kv_dtype.itemsize, 1 << (pairs.bit_length() - 1))
         plan = choose_plan(head_dim, pairs, torch.bfloat16, kv_dtype, gpu)._replace(early=early)
         gpu = replace(gpu, tiles=TileTable(gpu.name, {}, {keyed: plan}))
     rows = pairs // kv_heads
-    index, pool = torch.zeros(rows, dtype=torch.int32), half(64, kv_heads, head_dim, dtype=kv_dtype)
-    query, layer = half(rows, kv_heads * group, head_dim), kind_of(head_dim)
+    index, pool = torch.zeros(rows * queries, dtype=torch.int32), half(64, kv_heads, head_dim, dtype=kv_dtype)
+    query, layer = half(rows * queries, kv_heads * group, head_dim), kind_of(head_dim)
     table = table_for(layer, rows)
     shared = (
         ExtraSplits(torch.zeros(2 * rows + extra_splits, dtype=torch.int32), extra_splits) if extra_splits else None
     )
-    step = DecodeStep(index, index, [table], splits, gpu, shared)
+    step = DecodeStep(index, index, [table], splits, gpu, shared, queries)
     if rotary_dim is None:
         return lambda: step.run(query, pool, pool, layer, scales_for(kv_dtype))
     qkv, angles = half(rows, kv_heads * (group + 2), head_dim), torch.zeros(rows, 1, rotary_dim)
@@ -206,11 +212,13 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: kernels.gated_activation(x, Activation.SILU)
     pool, angles, slots = half(16, 1, 32), torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
     heads = x.view(2, 8, 32)
-    yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, half(32), half(32), 1e-6, None)
+    norms = (half(32), half(32), 1e-6)
+    yield lambda: kernels.rope_and_kv_write(heads, angles, angles, slots, pool, pool, *norms, None, False)
     for head_dim, part in ((128, 96), (64, 22), (96, 96)):
         heads, pool, angles = half(2, 6, head_dim), half(16, 1, head_dim), torch.zeros(2, 1, part)
         call = (heads, angles, angles, slots, pool, pool)
-        yield lambda call=call: kernels.rope_and_kv_write(*call, None, None, 1e-6, None)
+        for isolate in BOTH:
+            yield lambda call=call, isolate=isolate: kernels.rope_and_kv_write(*call, None, None, 1e-6, None, isolate)
     index = torch.zeros(2, dtype=torch.int32)
     pages = torch.zeros(2, 20, dtype=torch.int32)
     table, ring = PageTable(pages[:, :8], 16, 64), PageTable(pages[:, 8:], 16, 64, window=40, ring=6)
@@ -221,6 +229,10 @@ def layer_kernels(gpu: GpuTraits) -> Iterator[Launch]:
     yield lambda: update_tables(index.new_zeros(9, 2), index, pages, tables)
     yield lambda: gather_samples(x, index, index, index, index, index, pdl=gpu.pdl)
     yield lambda: assign_extra_splits(index, 1, 17, pdl=gpu.pdl)
+    rule, more = NgramRule(2, 4, 8192), index.new_zeros(8)
+    yield lambda: propose_ngrams(tables, index.new_zeros(2, 64), index, 3, index, rule, pdl=gpu.pdl)
+    yield lambda: verify_inputs(tables, [table, ring], index, 4, (more, more), pdl=gpu.pdl)
+    yield lambda: accept(tables, index, 4, more, index, index, pdl=gpu.pdl)
     yield from recurrent_kernels(gpu)
 
 
@@ -245,6 +257,16 @@ def decodes_before_products(gpu: GpuTraits) -> Iterator[Launch]:
     """With and without early loads; the matmul after 8 KV heads is delayed."""
     for early, kv_heads in product(BOTH, (1, 8)):
         yield decode(gpu, 128, 4, 512, torch.bfloat16, splits=1, early=early, kv_heads=kv_heads)
+
+
+def decodes_of_several_queries(gpu: GpuTraits, head_dims: tuple[int, ...] = (128,)) -> Iterator[Launch]:
+    """With early loads and without, as few heads as a tile holds and more, and 8-bit keys and values."""
+    for head_dim in head_dims:
+        yield decode(gpu, head_dim, 4, 8, torch.bfloat16, early=True, queries=4)
+        yield decode(gpu, head_dim, 4, 256, torch.bfloat16, splits=1, extra_splits=17, queries=8)
+        yield decode(gpu, head_dim, 8, 8, torch.bfloat16, queries=8)
+        if gpu.capability >= FP8_CAPABILITY:
+            yield decode(gpu, head_dim, 4, 64, FP8, queries=4)
 
 
 def rotating_decodes(gpu: GpuTraits, head_dims: tuple[int, ...] = (64,)) -> Iterator[Launch]:
@@ -285,6 +307,7 @@ def one_tile_of_each(gpu: GpuTraits) -> Iterator[Launch]:
     yield list(int4_matmuls(gpu, 1, 3072, 2048, (False,), group=32))[-1]
     yield decode(gpu, 128, 4, 256, torch.bfloat16, splits=1, extra_splits=17)
     yield from decodes_before_products(gpu)
+    yield from decodes_of_several_queries(gpu)
     yield from rotating_decodes(gpu)
     yield from islice(rounding_decodes(gpu), 3, None)
     yield from islice(gated_w8a8_matmuls(gpu, 64), 0, None, 2)
@@ -315,11 +338,14 @@ def every_tile(gpu: GpuTraits) -> Iterator[Launch]:
         yield prompts(gpu, head_dim, 4, torch.bfloat16)
         if gpu.capability >= FP8_CAPABILITY:
             call = (half(2, 6, head_dim), *rotation(head_dim), *[half(16, 1, head_dim, dtype=FP8)] * 2)
-            yield lambda call=call: triton_kernels(gpu.pdl).rope_and_kv_write(*call, None, None, 1e-6, torch.ones(2))
+            call = (*call, None, None, 1e-6, torch.ones(2))
+            for isolate in BOTH:
+                yield lambda call=call, isolate=isolate: triton_kernels(gpu.pdl).rope_and_kv_write(*call, isolate)
             for early, pairs in product(BOTH, (32, 256, 512, 1024)):
                 yield decode(gpu, head_dim, 4, pairs, FP8, early=early)
             yield prompts(gpu, head_dim, 4, FP8)
     yield from decodes_before_products(gpu)
+    yield from decodes_of_several_queries(gpu, HEAD_DIMS)
     yield from rotating_decodes(gpu, HEAD_DIMS)
     yield from rounding_decodes(gpu)
     for rows in (16, 32, 64):

@@ -17,10 +17,11 @@ def kv_memory(
     sessions: int = 4,
     ttl: float = 60.0,
     windows: tuple[int | None, ...] = (None,),
+    max_lead: int = 0,
 ) -> KVManager:
-    """Build a pool. pages: the reserved page 0 included; windows: of each KV group."""
+    """Build a pool. pages: the reserved page 0 included; windows: of each KV group; max_lead: as in `KVManager`."""
     tree = RadixTree(page_size, page_classes(windows, page_size), MAX_NODES_PER_PAGE * pages) if cache else None
-    return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl), windows)
+    return KVManager(PageAllocator(pages), page_size, tree, Sessions(tree, sessions, ttl), windows, max_lead)
 
 
 def occupy(memory: KVManager, count: int) -> list[int]:

@@ -8,6 +8,7 @@ from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.commit import SchedulerUpdates
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepCosts
@@ -35,9 +36,12 @@ def new(
     max_itl: float | None = None,
     costs: StepCosts | None = None,
     windows: tuple[int | None, ...] = (None,),
+    drafts: DraftPolicy | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(step, chunk, waiting, prompts, static=static, max_itl=max_itl)
-    return Scheduler(RowGate(rows), kv_memory(pages, page_size, cache, windows=windows), limits, policy, costs)
+    max_lead = 0 if drafts is None else 2 * drafts.sizes[-1]
+    memory = kv_memory(pages, page_size, cache, windows=windows, max_lead=max_lead)
+    return Scheduler(RowGate(rows), memory, limits, policy, costs, drafts)
 
 
 def submitted(

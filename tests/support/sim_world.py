@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 
 from tandem.engine_core.contracts import MaskedRows, StepResult
 from tandem.engine_core.engine import Engine
+from tandem.engine_core.graph_sizes import DRAFT_SIZES, draft_sizes
 from tandem.engine_core.kv_cache.manager import KVManager
 from tandem.engine_core.kv_cache.page_classes import page_classes
 from tandem.engine_core.kv_cache.pages import CACHE, PageAllocator
@@ -15,6 +16,7 @@ from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.plan import PADDING_PAGE, StepPlan
 from tandem.engine_core.scheduler.admission import RowGate
 from tandem.engine_core.scheduler.audit import audit_lengths
+from tandem.engine_core.scheduler.draft_policy import DraftPolicy
 from tandem.engine_core.scheduler.planner import SchedulerLimits
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import AttentionShare, StepCosts
@@ -88,6 +90,19 @@ class PoisoningAllocator(PageAllocator):
         return self._owner[page] == CACHE
 
 
+def guess(rng: random.Random, following: list[int]) -> list[int]:
+    """Return drafts: all right, right up to one of them, any, or none."""
+    kind = rng.randrange(4)
+    if kind == 0 or not following:
+        return following
+    if kind == 1:
+        wrong = rng.randrange(len(following))
+        return [*following[:wrong], following[wrong] + 1, *following[wrong + 1 :]]
+    if kind == 2:
+        return [rng.randrange(VOCAB) for _ in range(rng.randint(0, len(following)))]
+    return []
+
+
 class World:
     """Builds the engine of one traffic and drives it through its mailbox."""
 
@@ -126,15 +141,19 @@ class World:
         self.allocator = PoisoningAllocator(pages)
         classes = page_classes(shape.windows, page_size)
         tree = RadixTree(page_size, classes, pages + 64) if cache and not shape.static else None
+        max_lead = 0 if shape.drafts is None else shape.depth * DRAFT_SIZES[-1]
         self.memory = KVManager(
             self.allocator,
             page_size,
             tree,
             Sessions(tree, rng.randint(0, 3), rng.choice([5, 1e9])),
             shape.windows,
+            max_lead,
         )
         chunk = min(step_tokens, LONGEST)
-        self.runtime = FaultyRuntime(max_rows, pages, page_size, shape.windows, chunk, fault=shape.faults, rng=rng)
+        self.runtime = FaultyRuntime(
+            max_rows, pages, page_size, shape.windows, max(chunk, 1 + max_lead), fault=shape.faults, rng=rng
+        )
         self.allocator.erase = self.runtime.free
         self.runtime.is_shared = self.allocator.is_shared
         self.runtime.on_launch = self._check_announced
@@ -153,7 +172,12 @@ class World:
         if times.random() < 0.5:
             costs = StepCosts({(1, 0): 1.0, (0, 2): 2.0, (0, 8): 4.0, (0, 32): 10.0}, AttentionShare(0.01, 0.01))
             self.runtime.time_of = lambda plan: times.choice([0.0, 0.5, 1.0, 5.0]) * len(plan.rows)
-        self.scheduler = Scheduler(self.rows, self.memory, limits, policy, costs)
+        drafts = None
+        if shape.drafts is not None:
+            drafts = DraftPolicy(draft_sizes("ngram", shape.drafts or "auto"), shape.drafts or None)
+            guesses = random.Random(f"drafts of {times.random()}")
+            self.runtime.draft = lambda following: guess(guesses, following)
+        self.scheduler = Scheduler(self.rows, self.memory, limits, policy, costs, drafts)
         self.compiler = FakeCompiler(lambda: rng.choice([0, 0, 1, 5, 40]))
         self.mailbox = FakeMailbox()
         facts = ModelFacts("fake", VOCAB, LONGEST, [END], "", "cpu", "float32", 0)
@@ -318,6 +342,7 @@ class World:
             assert seq.inflight == holders.pop(seq.id, 0), f"inflight differs from the pipeline: {seq} {self.pipeline}"
             assert 0 <= seq.inflight <= self.pipeline.depth, seq
             assert 0 <= seq.num_inflight_samples <= seq.inflight, seq
+            assert 0 <= seq.num_inflight_drafts <= DRAFT_SIZES[-1] * seq.inflight, seq
             for page in {page for table in seq.pages for page in table} - {PADDING_PAGE}:
                 assert readers.setdefault(page, seq.cache.namespace) == seq.cache.namespace, (
                     f"page {page} is read under two namespaces"

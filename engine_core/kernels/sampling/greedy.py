@@ -36,6 +36,7 @@ def _greedy_kernel(
     max_len,
     vocab,
     BLOCK: tl.constexpr,
+    PUBLISH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     index = tl.program_id(1)
@@ -49,19 +50,24 @@ def _greedy_kernel(
     x = load_logits(raw, ids, ids < vocab)
     if row == 0:
         if tile == 0:
-            write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, 0)
+            write_token(
+                *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, 0, PUBLISH)
+            )
         return
     best, largest = best_of_tile(x, raw, tile * BLOCK, vocab)
     best = combine_tiles(winner_ptr, arrivals_ptr, index, classify_tile(best, largest), tl.num_programs(0))
     if best != NOTHING:
-        write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token_of(best))
+        write_token(
+            *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len),
+            *(index, row, position, token_of(best), PUBLISH),
+        )
 
 
 def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
     """Sample the argmax of each row, the lowest id on ties.
 
-    A row with NaN or +inf, or with -inf only, yields -1. Writes the tokens to `batch.sampled` and to the token table,
-    where -1 becomes 0, and the rows' new lengths.
+    A row with NaN or +inf, or with -inf only, yields -1. Writes the tokens to `batch.sampled` and, unless
+    `batch.publish` is False, to the token table, where -1 becomes 0, and the rows' new lengths.
     """
     logits, tokens = batch.logits, tables.tokens
     _greedy_kernel[scratch.grid(len(logits))](
@@ -78,5 +84,6 @@ def sample_greedy(batch: SamplingBatch, tables: SamplingTables, scratch: Samplin
         tokens.shape[1],
         logits.shape[1],
         BLOCK=scratch.tile,
+        PUBLISH=batch.publish,
         **scratch.launch_options(num_warps_for(scratch.tile)),
     )

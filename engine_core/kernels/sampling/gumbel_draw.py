@@ -142,6 +142,7 @@ def _draw_kernel(
     PER_TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     FULL: tl.constexpr,
+    PUBLISH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     number = tl.program_id(0)
@@ -160,7 +161,9 @@ def _draw_kernel(
     if (row == 0) | (temperature == 0.0) | is_infinite(top):
         if number == 0:
             token = tl.where(row == 0, 0, token_of(largest))
-            write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
+            write_token(
+                *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token, PUBLISH)
+            )
             if FULL:
                 tl.store(candidate_ptr, DONE)
                 tl.store(mass_mode_ptr + index, 0)
@@ -201,7 +204,9 @@ def _draw_kernel(
             tl.store(row_best_ptr + index, largest)
             tl.store(mass_mode_ptr + index, tl.where(needs_weighing & (not settled), tl.where(is_adjusted, 2, 1), 0))
     if settled:
-        write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
+        write_token(
+            *(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token, PUBLISH)
+        )
 
 
 def row_best(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
@@ -255,5 +260,6 @@ def draw(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch,
         tiles,
         **scratch.segment_sizes(),
         FULL=full,
+        PUBLISH=batch.publish,
         **scratch.launch_options(DRAW_WARPS),
     )

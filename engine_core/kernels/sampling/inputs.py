@@ -11,11 +11,11 @@ from torch import Tensor
 from tandem.protocol.params import SAMPLING_FIELDS
 
 INT_COLUMNS = (
-    *("row", "prompt_len", "total_len", "min_tokens", "choice", "seed"),
+    *("row", "prompt_len", "total_len", "min_tokens", "choice", "seed", "max_drafts", "prediction_len"),
     *(field.name for field in SAMPLING_FIELDS if field.is_integer),
 )
 """Columns of the integer table. `total_len` is the maximum length of a row, `min_tokens` the number of tokens to sample
-before an end token is allowed."""
+before an end token is allowed, `max_drafts` the number of drafts that a step may verify."""
 FLOAT_COLUMNS = tuple(field.name for field in SAMPLING_FIELDS if not field.is_integer)
 """Columns of the float table, named as in `SamplingParams`."""
 UPDATE_FIELDS = (
@@ -74,6 +74,8 @@ class SamplingBatch:
     """Number of leading token columns that contain the histories of all rows."""
     masked: Tensor | None = None
     """[S] int32, 0 if a row's mask allows everything and need not be read; None: the same for all rows."""
+    publish: bool = True
+    """False to write nothing but `sampled`: several tokens of a row are sampled at once, and only some will be its."""
 
     def part(self, first: int, last: int) -> "SamplingBatch":
         """Return rows `first` to `last` (exclusive) as views."""

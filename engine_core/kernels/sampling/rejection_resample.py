@@ -210,6 +210,7 @@ def _rejection_resample_kernel(
     GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    PUBLISH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     index = tl.program_id(0)
@@ -304,7 +305,7 @@ def _rejection_resample_kernel(
             SEGMENT,
             BLOCK,
         )
-    write_token(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len, index, row, position, token)
+    write_token(*(sampled_ptr, tokens_ptr, lengths_ptr, token_stride, max_len), *(index, row, position, token, PUBLISH))
 
 
 def rejection_resample(batch: SamplingBatch, tables: SamplingTables, scratch: SamplingScratch) -> None:
@@ -344,6 +345,7 @@ def rejection_resample(batch: SamplingBatch, tables: SamplingTables, scratch: Sa
         GROUPS=tile // scratch.group,
         CAPACITY=scratch.found_ids.shape[1],
         BLOCK=tile,
+        PUBLISH=batch.publish,
         maxnreg=64,
         **scratch.launch_options(min(MAX_WARPS, max(1, tile // 256))),
     )

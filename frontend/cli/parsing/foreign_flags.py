@@ -75,7 +75,7 @@ _COMPILED = ForeignFlag(reason="nothing goes through torch.compile; --graph-rows
 _LORA = ForeignFlag(reason="LoRA adapters are not supported; merge them into the weights")
 _SWAP = ForeignFlag(reason="KV is never swapped to CPU memory; preempted sequences are recomputed")
 _CODE = ForeignFlag(reason="code from checkpoints is never run; supported architectures are built in")
-_SPECULATIVE = ForeignFlag(reason="speculative decoding is not supported")
+_DRAFT_MODEL = ForeignFlag("--speculate", "ngram, which drafts from the text; draft models are not supported")
 _REPLICAS = ForeignFlag(reason="one GPU per engine; start one server per GPU and balance between them")
 _WHOLE_MODEL = ForeignFlag(reason="the whole model runs on the device that --device names")
 _STEP = ForeignFlag("--max-step-tokens", "--prefill-chunk bounds one prompt's part of a step")
@@ -113,8 +113,9 @@ FOREIGN_FLAGS = {
     "--enable-lora": _LORA, "--lora-modules": _LORA, "--lora-paths": _LORA, "--lora": _LORA,
     "--max-loras": _LORA, "--max-lora-rank": _LORA, "--max-loras-per-batch": _LORA,
     "--swap-space": _SWAP, "--trust-remote-code": _CODE,
-    "--speculative-config": _SPECULATIVE, "--speculative-model": _SPECULATIVE, "--model-draft": _SPECULATIVE,
-    "--speculative-algorithm": _SPECULATIVE, "--speculative-draft-model-path": _SPECULATIVE, "-md": _SPECULATIVE,
+    "--speculative-model": _DRAFT_MODEL, "--model-draft": _DRAFT_MODEL, "--speculative-algorithm": _DRAFT_MODEL,
+    "--speculative-draft-model-path": _DRAFT_MODEL, "-md": _DRAFT_MODEL,
+    "--speculative-num-draft-tokens": ForeignFlag("--speculate-tokens", "1 to 7"),
     "--calculate-kv-scales": ForeignFlag("--kv-dtype fp8", "which calibrates the scales that a checkpoint lacks"),
     "--cache-type-k": _KV, "--cache-type-v": _KV,
     "--compilation-config": _COMPILED, "-O": _COMPILED, "--enable-torch-compile": _COMPILED,

@@ -134,7 +134,17 @@ def admissions_by_hand(plan: StepPlan) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in names}
     for a in plan.admitted:
         p = a.params
-        for value in (a.row, a.prompt_len, a.prompt_len + p.max_tokens, p.min_tokens, p.choice, p.seed, p.top_k):
+        for value in (
+            a.row,
+            a.prompt_len,
+            a.prompt_len + p.max_tokens,
+            p.min_tokens,
+            p.choice,
+            p.seed,
+            a.max_drafts,
+            0,
+            p.top_k,
+        ):
             fields["ints"] += wide(value)
         floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         fields["floats"] += [bits(value) for value in floats]

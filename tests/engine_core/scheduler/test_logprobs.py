@@ -43,12 +43,13 @@ def reported(
     by_id = {seq.id: seq for seq in held}
     sequences = [by_id[row.seq_id] for row in rows]
     counts = counts or [int(row.samples) for row in rows]
+    known = [len(seq.tokens) if not row.samples else row.end for row, seq in zip(rows, sequences, strict=True)]
     for row, seq, count in zip(rows, sequences, taken or counts, strict=True):
         if row.samples:
             seq.tokens.extend([7] * (row.end + count - len(seq.tokens)))
     live = [seq if seq.outcome is None else None for seq in sequences]
     deltas: dict[bytes, TokenDelta] = {}
-    add_logprobs(rows, live, StepResult(counts, [7] * sum(counts), logprobs), deltas)
+    add_logprobs(rows, live, known, StepResult(counts, [7] * sum(counts), logprobs), deltas)
     return deltas
 
 

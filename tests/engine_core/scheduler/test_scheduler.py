@@ -4,7 +4,6 @@ from array import array
 
 import pytest
 
-from tandem.engine_core.contracts import StepResult
 from tandem.engine_core.errors import RequestError
 from tandem.engine_core.scheduler.policy import MAX_STEPS_SKIPPED
 from tandem.protocol.engine_options import POLICIES, Policy
@@ -156,64 +155,6 @@ def test_policy_changes_at_run_time() -> None:
     assert [seq.id for seq in scheduler.admit_waiting()] == [3]
     scheduler.set_policy("fcfs")
     assert [seq.id for seq in scheduler.waiting] == [1, 2]
-
-
-def result_of(*runs: list[int]) -> StepResult:
-    return StepResult([len(run) for run in runs], [token for run in runs for token in run])
-
-
-def test_commit_takes_runs_of_any_length() -> None:
-    """The positions that a longer run leaves are in the next row; the device has their tokens already."""
-    scheduler = new()
-    added(scheduler, *[sequence(n, max_tokens=9, first=30 * n) for n in (1, 2, 3)])
-    updates = scheduler.commit(launched(scheduler, 1), result_of([20, 21, 22], [], [23]))
-    delta = updates.deltas[b"c"]
-    assert (delta.request_ids, delta.tokens) == ([1, 1, 1, 3], [20, 21, 22, 23])
-    plan = launched(scheduler, 2)
-    assert [(row.seq_id, row.start, row.length, row.samples, row.tokens) for row in plan.rows] == [
-        (3, 5, 1, True, b""),
-        (1, 5, 3, True, b""),
-    ], "rows of one position come first; sequence 2 has nothing to compute"
-    scheduler.commit(plan, result_of([25, 26], [24]))
-    plan = launched(scheduler, 3)
-    assert [(row.seq_id, row.start, row.length) for row in plan.rows] == [(1, 8, 1), (3, 6, 2)]
-    assert scheduler.audit() == []
-
-
-@pytest.mark.parametrize(
-    ("run", "kept", "reason"),
-    [
-        ([20, END, 21], [20, END], FinishReason.STOP),
-        ([20, 21, 22, 23, 24], [20, 21, 22], FinishReason.LENGTH),
-        ([20, 21, END], [20, 21, END], FinishReason.STOP),
-    ],
-)
-def test_tokens_behind_the_end_of_a_run_are_dropped(run: list[int], kept: list[int], reason: FinishReason) -> None:
-    scheduler, seq = new(), sequence(1, max_tokens=3)
-    added(scheduler, seq)
-    updates = scheduler.commit(launched(scheduler, 1), result_of(run))
-    assert updates.deltas[b"c"].tokens == kept == list(seq.tokens[5:])
-    assert [(ended.id, ended.outcome.reason) for ended in updates.ended if isinstance(ended.outcome, Finished)] == [
-        (1, reason)
-    ]
-    assert scheduler.memory.usage.in_use == 0
-
-
-def test_run_of_a_sequence_in_a_later_step_is_an_assertion() -> None:
-    scheduler = new()
-    added(scheduler, sequence(1, max_tokens=9))
-    plans = [launched(scheduler, 1), launched(scheduler, 2)]
-    with pytest.raises(AssertionError, match=r"2 tokens for .* which a later step holds"):
-        scheduler.commit(plans[0], result_of([20, 21]))
-
-
-def test_constraint_sees_each_token_of_a_run() -> None:
-    scheduler, seq = new(), sequence(1, max_tokens=9)
-    seq.constraint = FakeConstraint("stops 2")
-    added(scheduler, seq)
-    updates = scheduler.commit(launched(scheduler, 1), result_of([20, 21, 22]))
-    assert updates.deltas[b"c"].tokens == [20, 21]
-    assert seq.outcome == Finished(1, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

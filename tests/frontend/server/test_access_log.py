@@ -61,7 +61,14 @@ def test_a_request_has_one_line_with_its_figures(
     assert int(line["prompt_tokens"]) >= 2
     assert 0 < float(line["ttft"]) <= float(line["duration"])
     assert (line["finish_reason"], line["end"]) == ("length", "complete")
-    assert "key" not in line and "error" not in line
+    assert "key" not in line and "error" not in line and "drafted_tokens" not in line
+
+
+def test_the_line_counts_the_drafts_of_all_choices(engine: FakeEngine, server: RunningServer, lines: list[str]) -> None:
+    engine.drafts = (5, 2)
+    post(server.url + "/v1/completions", json={**BODY, "n": 2})
+    line = only(lines)
+    assert (line["drafted_tokens"], line["accepted_tokens"]) == ("10", "4")
 
 
 def test_a_refusal_is_told_by_its_code(server: RunningServer, lines: list[str]) -> None:

@@ -1,0 +1,37 @@
+"""Drafts in the token table: the tokens that may follow a row's known ones.
+
+The drafter writes them behind a row's known tokens, -1 from the first that it does not have, so that every position
+of a verification has its history in one place. `accept` overwrites them by tokens that the row has.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+from tandem.engine_core.kernels.sampling.columns import NUM_INTS, TOTAL_LEN
+from tandem.engine_core.kernels.sampling.inputs import INT_COLUMNS
+
+PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
+MAX_DRAFTS = tl.constexpr(INT_COLUMNS.index("max_drafts"))
+PREDICTION_LEN = tl.constexpr(INT_COLUMNS.index("prediction_len"))
+
+
+@triton.jit
+def load_int(ints_ptr, row, COLUMN: tl.constexpr):
+    """Return a row's entry of the integer table as int32."""
+    return tl.load(ints_ptr + row * NUM_INTS + COLUMN).to(tl.int32)
+
+
+@triton.jit
+def load_drafts(tokens_ptr, ints_ptr, row, length, token_stride, max_len, i, QUERIES: tl.constexpr):
+    """Load the drafts of a row, and return them with their number and the row's maximum length.
+
+    Those from the first missing one on are not counted, and none at a position that is never computed: the last token
+    of a row has no KV. i: the indices 0 to at least QUERIES - 1; row: int64.
+    """
+    limit = load_int(ints_ptr, row, TOTAL_LEN)
+    inside = (i < QUERIES - 1) & (length + i < tl.minimum(limit - 1, max_len))
+    drafts = tl.load(tokens_ptr + row * token_stride + length + i, mask=inside, other=-1)
+    count = tl.min(tl.where(drafts >= 0, QUERIES - 1, tl.minimum(i, QUERIES - 1)), axis=0)
+    return drafts, count, limit

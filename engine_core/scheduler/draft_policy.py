@@ -1,0 +1,84 @@
+"""Number of drafts that the rows of a step verify.
+
+It is one number for all rows of a step, one of those that graphs are captured for. It is chosen from committed counts,
+which are one step old.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence as Items
+
+from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS
+from tandem.engine_core.sequence import Sequence
+
+WEIGHT = 0.25
+"""Weight of a step in the moving average of a sequence's right drafts."""
+MIN_EXPECTED = 0.25
+"""Right drafts that a row must have in a step on average: a step with drafts takes that much longer at the most."""
+PROBE_INTERVAL, PROBE_DRAFTS = 16, 3
+"""Steps without drafts after which one verifies some, to notice when a text begins to repeat, and how many."""
+
+
+class DraftPolicy:
+    """Choose the numbers of drafts of steps."""
+
+    def __init__(
+        self,
+        sizes: Items[int],
+        fixed: int | None = None,
+        max_rows: int = MAX_VERIFY_POSITIONS,
+        max_positions: int = MAX_VERIFY_POSITIONS,
+    ) -> None:
+        """Keep the numbers to choose from.
+
+        sizes: ascending; empty: no step verifies drafts; fixed: number of drafts of every step, as far as a step has
+        room for them; None: it follows the right drafts of the rows; max_rows, max_positions: of a step that verifies
+        drafts.
+        """
+        self.sizes = tuple(sizes)
+        self.fixed = fixed
+        self.max_rows = max_rows
+        self.max_positions = min(max_positions, MAX_VERIFY_POSITIONS)
+        self._since_drafts = 0
+
+    def max_drafts(self, seq: Sequence) -> int:
+        """Return the largest number of drafts that a step verifies for a sequence."""
+        if not self.sizes or seq.constraint is not None or not seq.submit.speculation:
+            return 0
+        return self.fixed or self.sizes[-1]
+
+    def choose(self, sequences: Items[Sequence]) -> int:
+        """Return the number of drafts of the next step of these sequences.
+
+        They grow by one beyond the average of right drafts, so that more of them can be noticed.
+        """
+        if not 0 < len(sequences) <= self.max_rows:
+            return 0
+        largest = self._at_most(self.max_positions // len(sequences) - 1)
+        if self.fixed is not None:
+            return min(largest, self.sizes[-1])
+        expected = sum([seq.drafts.expected for seq in sequences]) / len(sequences)
+        if expected >= MIN_EXPECTED:
+            chosen = min(largest, self._at_most(round(expected) + 1))
+        else:
+            is_due = self._since_drafts + 1 >= PROBE_INTERVAL
+            chosen = min(largest, self._at_most(PROBE_DRAFTS)) if is_due else 0
+        self._since_drafts = 0 if chosen else self._since_drafts + 1
+        return chosen
+
+    def _at_most(self, wanted: int) -> int:
+        """Return the largest size that is not above `wanted`, else 0."""
+        index = bisect_right(self.sizes, wanted)
+        return self.sizes[index - 1] if index else 0
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int, is_predicted: bool) -> None:
+        """Take the drafts of a row of a committed step into account.
+
+        accepted: number of them that were right.
+        """
+        stats = seq.drafts
+        stats.drafted += drafted
+        stats.accepted += accepted
+        if is_predicted:
+            stats.predicted += drafted
+            stats.accepted_predicted += accepted
+        stats.expected += WEIGHT * (accepted - stats.expected)

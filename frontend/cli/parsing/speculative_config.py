@@ -1,0 +1,61 @@
+"""vLLM's `--speculative-config`, a JSON object, as flags of ours."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+FLAGS = {
+    "num_speculative_tokens": "speculate_tokens",
+    "prompt_lookup_min": "speculate_min_match",
+    "prompt_lookup_max": "speculate_max_match",
+}
+"""Argument name of our flag for each key but the method."""
+BOUNDS = {"num_speculative_tokens": 7, "prompt_lookup_min": 16, "prompt_lookup_max": 16}
+"""Largest value of each of them; the smallest is 1."""
+
+
+class SpeculativeConfig(argparse.Action):
+    """Set the arguments of our flags."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            found = speculative_arguments(str(values))
+        except ValueError as error:
+            parser.error(f"--speculative-config: {error}")
+        for name, value in found.items():
+            setattr(namespace, name, value)
+
+
+def speculative_arguments(text: str) -> dict[str, Any]:
+    """Return the values of our arguments.
+
+    Of the two lengths of matches one that is missing is the other, as in vLLM. Raises ValueError, with the name of the
+    key, for what is not supported.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError('must be an object like {"method": "ngram", "num_speculative_tokens": 3}')
+    method = given.pop("method", None)
+    if method != "ngram":
+        raise ValueError(f"method {method!r} is not supported, only 'ngram' is")
+    if unknown := sorted(given.keys() - FLAGS.keys()):
+        raise ValueError(f"{', '.join(unknown)} not supported, only method, {', '.join(FLAGS)}")
+    for key, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= BOUNDS[key]:
+            raise ValueError(f"{key} {value!r}: must be from 1 to {BOUNDS[key]}")
+    lengths = [given[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in given]
+    if lengths:
+        given |= {"prompt_lookup_min": lengths[0], "prompt_lookup_max": lengths[-1]}
+        if lengths[0] > lengths[-1]:
+            raise ValueError(f"prompt_lookup_min {lengths[0]} is more than prompt_lookup_max {lengths[-1]}")
+    return {"speculate": "ngram", **{FLAGS[key]: value for key, value in given.items()}}

@@ -1,0 +1,152 @@
+"""Engines that verify n-gram drafts give the tokens that they give without, on the paths of a CPU and of a GPU."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+from msgspec import structs
+
+from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.startup import engine as startup_engine
+from tandem.engine_core.startup.device import DeviceParts, open_parts
+from tandem.protocol.codec import pack_floats, pack_ids
+from tandem.protocol.engine_options import EngineOptions
+from tandem.protocol.params import SamplingParams
+from tests.engine_core.runtime.test_recorded_graphs import MODEL
+from tests.fakes.recording_gpu import oracle_attention, oracle_parts
+from tests.support.engine_driver import DrivenEngine
+from tests.support.model_folder import write_model
+from tests.support.plan_recording import constraining
+from tests.support.tiny_llama import END, VOCAB
+
+
+class Kind(NamedTuple):
+    """A device, and how its steps run."""
+
+    device: str
+    parts: Callable[[str], DeviceParts]
+    kernels: Callable[[], AbstractContextManager[Any]]
+    depth: str
+
+
+KINDS = {
+    "cpu": Kind("cpu", open_parts, nullcontext, "off"),
+    "cpu, two steps in flight": Kind("cpu", open_parts, nullcontext, "on"),
+    "graphs": Kind("cuda", oracle_parts, oracle_attention, "on"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, MODEL)
+    return path
+
+
+def build(folder: Path, kind: Kind, **options: Any) -> DrivenEngine:
+    sizes: dict[str, Any] = {"max_rows": 6, "max_len": 64, "max_step_tokens": 32, "kv_tokens": 512, "page_size": 8}
+    if kind.device == "cuda":
+        sizes |= {"graph_rows": "2,6", "graph_tokens": "24"}
+    asked = EngineOptions(
+        model=str(folder), device=kind.device, dtype="float32", pipeline=kind.depth, **sizes | options
+    )
+    with patch.object(startup_engine.configuration, "resolve_device", lambda *_: kind.device):
+        driven = DrivenEngine.build(asked, kind.parts)
+    constraining(driven.engine)
+    return driven
+
+
+def requests(rng: random.Random, count: int) -> Iterator[tuple[list[int], SamplingParams, dict[str, Any]]]:
+    """Prompts that repeat, and parameters of every kind."""
+    for _ in range(count):
+        phrase = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 6))]
+        prompt = (phrase * 8)[: rng.randint(1, 30)]
+        max_tokens = rng.randint(1, 30)
+        biased = rng.sample(range(VOCAB), 3)
+        params = SamplingParams(
+            max_tokens,
+            temperature=rng.choice([0.0, 0.0, 0.3, 1.0]),
+            top_k=rng.choice([0, 0, 5]),
+            top_p=rng.choice([1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+            seed=rng.randrange(2**40),
+            min_tokens=rng.choice([0, rng.randint(0, max_tokens)]),
+            ignore_eos=rng.random() < 0.3,
+            logit_bias_ids=pack_ids([END, *biased]),
+            logit_bias_values=pack_floats([3.0, *[rng.choice([0.0, 4.0]) for _ in biased]]),
+        )
+        wanted: dict[str, Any] = {"speculation": rng.random() < 0.9}
+        if rng.random() < 0.1:
+            wanted["constraint"] = "parity"
+        elif rng.random() < 0.1:
+            wanted["logprobs"] = 2
+        yield prompt, params, wanted
+
+
+def generate(folder: Path, kind: Kind, seed: int, **options: Any) -> tuple[list[list[int]], DrivenEngine]:
+    """Return the tokens of random requests that arrive one after the other."""
+    ids, rng = [], random.Random(seed)
+    with kind.kernels():
+        driven = build(folder, kind, **options)
+        for prompt, params, wanted in requests(random.Random(seed), 12):
+            ids.append(driven.submit(prompt, params, **wanted))
+            for _ in range(rng.randint(0, 4)):
+                driven.engine.tick()
+        driven.run()
+    assert driven.engine.scheduler.audit() == []
+    return [driven.tokens(number) for number in ids], driven
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Callable[[str, int], list[list[int]]]:
+    """Tokens of random requests without drafts, by kind and seed."""
+    return cache(lambda kind, seed: generate(folder, KINDS[kind], seed)[0])
+
+
+CASES = [
+    *((kind, tokens, range(3)) for kind in ("cpu", "cpu, two steps in flight") for tokens in ("auto", 4)),
+    ("cpu, two steps in flight", 7, range(3, 6)),
+    ("graphs", 4, range(2, 4)),
+    pytest.param("graphs", "auto", range(4), marks=pytest.mark.slow),
+    pytest.param("graphs", 7, range(4), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "seeds"), CASES)
+def test_tokens_equal_those_without_drafts(
+    kind: str, tokens: int | str, seeds: range, folder: Path, plain: Callable[[str, int], list[list[int]]]
+) -> None:
+    accepted = 0
+    for seed in seeds:
+        found, driven = generate(folder, KINDS[kind], seed, speculate="ngram", speculate_tokens=tokens)
+        assert found == plain(kind, seed), f"seed {seed}"
+        accepted += driven.engine.stats.spec_decode_num_accepted_tokens
+    assert accepted > 10
+
+
+def test_models_with_recurrent_layers_are_refused(folder: Path) -> None:
+    model = structs.replace(MODEL, recurrent_layers=(0,))
+    options = EngineOptions(model=str(folder), device="cpu", speculate="ngram")
+    refused = pytest.raises(ConfigError, match=r"--speculate ngram: .* recurrent layers")
+    with patch.object(startup_engine, "read_config", lambda _: model), refused:
+        startup_engine.resolve_engine(options, cuda=False)
+
+
+def test_a_text_that_repeats_takes_fewer_steps(folder: Path) -> None:
+    """With a large bias the model says the same token again and again."""
+    bias = {"logit_bias_ids": pack_ids([7]), "logit_bias_values": pack_floats([100.0])}
+    params = SamplingParams(48, temperature=0.0, ignore_eos=True, **bias)
+    steps = []
+    for options in ({}, {"speculate": "ngram", "speculate_tokens": 7}):
+        driven = build(folder, KINDS["cpu"], **options)
+        assert driven.generate([[5, 7, 7, 7]], [params]) == [[7] * 48]
+        steps.append(driven.engine.stats.steps_launched)
+    assert steps[0] == 48 and steps[1] <= 8

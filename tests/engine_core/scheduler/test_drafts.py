@@ -1,0 +1,189 @@
+"""Steps that verify drafts: the runs that they bring, the bounds of positions, and the number of drafts."""
+
+import pytest
+
+from tandem.engine_core.contracts import NO_TOKEN, StepResult
+from tandem.engine_core.graph_sizes import DRAFT_SIZES, MAX_VERIFY_POSITIONS
+from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.draft_policy import PROBE_INTERVAL, DraftPolicy
+from tandem.engine_core.scheduler.scheduler import Scheduler
+from tandem.engine_core.scheduler.step_costs import StepWork
+from tandem.engine_core.sequence import Sequence
+from tandem.protocol.errors import ErrorCode, FinishReason
+from tandem.protocol.events import Failure, Finished
+from tandem.protocol.params import SamplingParams
+from tests.fakes.constraint import FakeConstraint
+from tests.support.scheduling import END, added, commit, launched, new, sequence, submitted
+
+
+def drafting(fixed: int | None = 3, **options: int) -> Scheduler:
+    return new(drafts=DraftPolicy(DRAFT_SIZES if fixed is None else (1, 2, 3), fixed), **options)
+
+
+def began(scheduler: Scheduler, *sequences: Sequence, token: int = 50) -> StepPlan:
+    """Run the sequences' prompts, and launch the first step that verifies drafts."""
+    added(scheduler, *sequences)
+    commit(scheduler, launched(scheduler, 1), [token] * len(sequences))
+    plan = launched(scheduler, 2)
+    assert plan.num_drafts
+    return plan
+
+
+def result_of(*runs: list[int], drafts: int = 3) -> StepResult:
+    tokens = [token for run in runs for token in run]
+    return StepResult([len(run) for run in runs], tokens, num_drafts=[drafts] * len(runs))
+
+
+def test_runs_of_any_length_are_committed() -> None:
+    scheduler, sequences = drafting(), [sequence(n, max_tokens=20, first=30 * n) for n in (1, 2, 3)]
+    plan = began(scheduler, *sequences)
+    assert (plan.num_drafts, plan.total_tokens, plan.max_lead) == (3, 12, 0)
+    updates = scheduler.commit(plan, result_of([20, 21, 22], [23], [24, 25, 26, 27]))
+    delta = updates.deltas[b"c"]
+    assert delta.request_ids == [1, 1, 1, 2, 3, 3, 3, 3] and delta.tokens == list(range(20, 28))
+    assert updates.verified == [(3, 2), (3, 0), (3, 3)]
+    assert [seq.pending for seq in sequences] == [1, 1, 1]
+    plan = launched(scheduler, 3)
+    assert [(row.start, row.length) for row in plan.rows] == [(8, 1), (6, 1), (9, 1)]
+    assert scheduler.audit() == []
+
+
+def test_bounds_of_a_row_differ_by_the_drafts_in_flight() -> None:
+    """And agree once nothing is in flight."""
+    scheduler, seq = drafting(), sequence(1, max_tokens=20)
+    first = began(scheduler, seq)
+    assert (seq.min_device_len, seq.max_device_len) == (7, 10)
+    second = launched(scheduler, 3)
+    assert second.max_lead == 3 and second.rows[0].start == 6
+    assert (seq.min_device_len, seq.max_device_len) == (8, 14)
+    scheduler.commit(first, result_of([20, 21, 22, 23]))
+    assert (seq.min_device_len, seq.max_device_len) == (11, 14)
+    scheduler.commit(second, result_of([24]))
+    assert (seq.min_device_len, seq.max_device_len) == (11, 11)
+
+
+def test_pages_are_reserved_for_the_upper_bound() -> None:
+    """A row may begin 3 positions later, and computes 3 more."""
+    scheduler, seq = drafting(pages=60), sequence(1, max_tokens=40)
+    began(scheduler, seq)
+    assert len(seq.pages[0]) * 4 >= seq.num_scheduled_tokens + 6
+    short = sequence(2, max_tokens=2, first=70)
+    added(scheduler, short)
+    scheduler.plan_step(3)
+    assert len(short.pages[0]) == 2, "no page is behind the position of the last but one token"
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_tokens_behind_an_end_id_in_a_run_are_dropped(at: int) -> None:
+    """The next turn finds all full pages of the kept tokens, and none of the others."""
+    scheduler, seq = drafting(), sequence(1, prompt=7, max_tokens=20, session="s")
+    plan, later = began(scheduler, seq), launched(scheduler, 3)
+    run = [20, 21, 22, 23]
+    run[at] = END
+    updates = scheduler.commit(plan, result_of(run))
+    assert updates.deltas[b"c"].tokens == run[: at + 1]
+    assert isinstance(seq.outcome, Finished) and seq.outcome.reason is FinishReason.STOP
+    scheduler.commit(later, result_of([24, 25, 26, 27]))
+    assert scheduler.memory.usage.in_use == scheduler.memory.usage.cached
+    following = submitted(2, [*seq.tokens, 60, 61], SamplingParams(3), session="s")
+    added(scheduler, following)
+    assert following.num_scheduled_tokens == len(seq.tokens) // 4 * 4
+    assert scheduler.audit() == []
+
+
+@pytest.mark.parametrize("run", [[20, 21], [20, 21, 22, 23]])
+def test_a_run_ends_at_the_maximum_length(run: list[int]) -> None:
+    scheduler, seq = drafting(), sequence(1, max_tokens=3)
+    updates = scheduler.commit(began(scheduler, seq), result_of(run))
+    assert updates.deltas[b"c"].tokens == [20, 21]
+    assert seq.outcome == Finished(1, FinishReason.LENGTH, num_drafted=3, num_accepted=len(run) - 1)
+    assert scheduler.memory.usage.in_use == 0 and not list(scheduler.held)
+
+
+def test_a_later_row_of_a_sequence_that_has_all_its_tokens_may_bring_none() -> None:
+    scheduler, seq = drafting(), sequence(1, max_tokens=4)
+    plan = began(scheduler, seq)
+    later = launched(scheduler, 3)
+    scheduler.commit(plan, result_of([20, 21, 22]))
+    assert seq.outcome is not None
+    assert scheduler.commit(later, result_of([], drafts=0)).num_zombies == 1
+    assert not list(scheduler.held)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_row_without_usable_logits_fails_behind_its_right_drafts(before: int) -> None:
+    scheduler, seq = drafting(), sequence(1, max_tokens=20)
+    updates = scheduler.commit(began(scheduler, seq), result_of([*range(20, 20 + before), NO_TOKEN]))
+    assert isinstance(seq.outcome, Failure) and seq.outcome.code is ErrorCode.MODEL_FAILED
+    assert sum(len(delta.tokens) for delta in updates.deltas.values()) == before
+
+
+def test_steps_with_prompts_grammars_or_logprobs_verify_no_drafts() -> None:
+    """Nor do steps in which another sequence asks for one of them."""
+    scheduler = drafting()
+    assert began(scheduler, sequence(1, max_tokens=20)).num_drafts == 3
+    added(scheduler, sequence(2, max_tokens=20, first=30))
+    plan = launched(scheduler, 3)
+    assert plan.num_drafts == 0 and plan.max_lead == 3
+    for fields in ({"logprobs": 0}, {}):
+        scheduler, seq = drafting(), submitted(1, range(5), SamplingParams(20), **fields)
+        if not fields:
+            seq.constraint = FakeConstraint("parity")
+        added(scheduler, seq, sequence(2, max_tokens=20, first=30))
+        commit(scheduler, launched(scheduler, 1), [22, 20])
+        assert launched(scheduler, 2).num_drafts == 0
+
+
+def test_a_request_may_ask_for_no_drafts() -> None:
+    scheduler = drafting()
+    asked = submitted(1, range(5), SamplingParams(20), speculation=False)
+    added(scheduler, asked, sequence(2, max_tokens=20, first=30))
+    plan = launched(scheduler, 1)
+    assert [new.max_drafts for new in plan.admitted] == [0, 3]
+
+
+def test_work_counts_the_positions_of_drafts_but_not_their_context() -> None:
+    scheduler = drafting()
+    plan = began(scheduler, sequence(1, max_tokens=20))
+    assert StepWork.of(plan.rows, plan.num_drafts) == StepWork(4, 5)
+
+
+class TestPolicy:
+    def sequences(self, count: int, expected: float) -> list[Sequence]:
+        found = [sequence(number) for number in range(count)]
+        for seq in found:
+            seq.drafts.expected = expected
+        return found
+
+    @pytest.mark.parametrize(
+        ("expected", "drafts"), [(0.3, 1), (0.6, 2), (1.6, 3), (2.2, 3), (4.0, 5), (5.6, 7), (7.0, 7)]
+    )
+    def test_drafts_follow_the_right_ones(self, expected: float, drafts: int) -> None:
+        assert DraftPolicy(DRAFT_SIZES).choose(self.sequences(4, expected)) == drafts
+
+    @pytest.mark.parametrize("rows", [1, 64, 65, 85, 86, 128, 129, 170, 171, 256, 257])
+    @pytest.mark.parametrize("fixed", [None, 7])
+    def test_a_step_has_a_limited_number_of_positions(self, rows: int, fixed: int | None) -> None:
+        drafts = DraftPolicy(DRAFT_SIZES, fixed).choose(self.sequences(rows, 7.0))
+        fitting = [size for size in DRAFT_SIZES if rows * (1 + size) <= MAX_VERIFY_POSITIONS]
+        assert drafts == max(fitting, default=0)
+
+    def test_rows_without_right_drafts_verify_some_now_and_then(self) -> None:
+        policy, sequences = DraftPolicy(DRAFT_SIZES), self.sequences(2, 0.0)
+        chosen = [policy.choose(sequences) for _ in range(2 * PROBE_INTERVAL)]
+        assert [index for index, drafts in enumerate(chosen) if drafts] == [PROBE_INTERVAL - 1, 2 * PROBE_INTERVAL - 1]
+
+    def test_no_step_verifies_drafts_of_more_rows_than_graphs_hold(self) -> None:
+        policy = DraftPolicy(DRAFT_SIZES, 3, max_rows=4)
+        assert [policy.choose(self.sequences(rows, 7.0)) for rows in (0, 4, 5)] == [0, 7, 0]
+
+    def test_no_step_has_more_positions_than_steps_may_have(self) -> None:
+        policy = DraftPolicy(DRAFT_SIZES, max_positions=32)
+        assert [policy.choose(self.sequences(rows, 7.0)) for rows in (4, 5, 8, 16, 17)] == [7, 5, 3, 1, 0]
+
+    def test_a_row_that_accepts_less_lowers_the_average(self) -> None:
+        policy, seq = DraftPolicy(DRAFT_SIZES), sequence(1)
+        for accepted in (3, 3, 0, 0, 0, 0, 0, 0, 0, 0):
+            policy.observe(seq, 3, accepted, is_predicted=False)
+        assert (seq.drafts.drafted, seq.drafts.accepted) == (30, 6)
+        assert seq.drafts.expected < 0.25

@@ -1,0 +1,53 @@
+"""vLLM's `--speculative-config` on the command line."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.frontend.cli.main import build_parser
+from tandem.frontend.cli.parsing.speculative_config import speculative_arguments
+from tandem.protocol.engine_options import engine_options
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"num_speculative_tokens": 3}, {"speculate_tokens": 3}),
+        ({"prompt_lookup_max": 5}, {"speculate_min_match": 5, "speculate_max_match": 5}),
+        ({"prompt_lookup_min": 2}, {"speculate_min_match": 2, "speculate_max_match": 2}),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, {"speculate_min_match": 2, "speculate_max_match": 4}),
+    ],
+)
+def test_keys_of_vllm_are_flags_of_ours(given: dict[str, int], expected: dict[str, int]) -> None:
+    found = speculative_arguments(json.dumps({"method": "ngram", **given}))
+    assert found == {"speculate": "ngram", **expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"method": "eagle3", "model": "x"}, "'eagle3'"),
+        ({"num_speculative_tokens": 3}, "method None"),
+        ({"method": "ngram", "model": "x", "quantization": "fp8"}, "model, quantization"),
+        ({"method": "ngram", "num_speculative_tokens": 8}, "num_speculative_tokens 8"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens True"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min 0"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min 4"),
+        ([], "must be an object"),
+    ],
+)
+def test_anything_else_is_rejected_by_name(given: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        speculative_arguments(json.dumps(given))
+
+
+def test_a_server_takes_the_flag_and_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}'
+    options = engine_options(build_parser().parse_args(["serve", "--speculative-config", config]))
+    assert (options.speculate, options.speculate_tokens, options.speculate_max_match) == ("ngram", 5, 3)
+    for wrong in ('{"method": "mtp"}', "{"):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["serve", "--speculative-config", wrong])
+        assert "--speculative-config: " in capsys.readouterr().err
