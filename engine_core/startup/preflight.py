@@ -73,7 +73,9 @@ def preflight(
         if resolved.config.device == "cuda":
             check_installed()
             check_gpu(gpus[0].traits)
-        weights = 0 if options.load_format == "dummy" else _weight_bytes(resolved, stored_bytes)
+        is_dummy = options.load_format == "dummy"
+        _check_weights(resolved.source, are_here=stored_bytes is None and not is_dummy)
+        weights = 0 if is_dummy else _weight_bytes(resolved, stored_bytes)
         model["weights"] = _weights_line(resolved, weights)
         is_cpu = resolved.config.device == "cpu"
         free, total = (cpu_free(), cpu_total()) if is_cpu else (gpus[0].free, gpus[0].total)
@@ -105,27 +107,28 @@ def _gpu_line(gpu: Gpu) -> str:
     return f"{traits.name}, compute capability {capability}, {traits.multiprocessors} multiprocessors, {memory}"
 
 
-def _check_weights(source: ModelSource) -> None:
-    """Raise ConfigError if the tensors of a checkpoint do not fit the model.
+def _check_weights(source: ModelSource, are_here: bool) -> None:
+    """Raise ConfigError if the model cannot be built, or the tensors of its checkpoint do not fit it.
 
-    Only headers are read, but for weights that may be tied, which are compared.
+    are_here: False for weights that are not downloaded, of which at most the names are known, from their index. Of
+    others only headers are read, but for weights that may be tied, which are compared.
     """
-    checkpoint = open_checkpoint(source.directory, source.model)
     context = torch_build_context(torch.device("meta"), source.dtype, source.model.quantization)
-    check_fit(checkpoint, build_model(source.model, context, checkpoint=checkpoint).weight_slots())
+    checkpoint = open_checkpoint(source.directory, source.model) if are_here else None
+    model = build_model(source.model, context, checkpoint=checkpoint)
+    if checkpoint is not None:
+        check_fit(checkpoint, model.weight_slots())
 
 
 def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:
     """Return the bytes of all tensors of the checkpoint in the dtype of the engine.
 
-    Raises ConfigError if those that are here do not fit the model, and if those that are not have a dtype that is not
-    read.
+    Raises ConfigError if those that are not here have a dtype that is not read.
     """
     if stored_bytes is not None and resolved.source.model.quantization is not None:
         return stored_bytes  # With --quantize it is less.
     if stored_bytes is not None:
         return stored_bytes * resolved.source.dtype.itemsize // _stored_itemsize(resolved.source.model.dtype)
-    _check_weights(resolved.source)
     return weight_bytes(resolved.source)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
@@ -21,7 +22,7 @@ from tests.fakes.gpus import L4, T4
 from tests.fakes.mailbox import FakeMailbox
 from tests.support import parity
 from tests.support.model_folder import write_config, write_model
-from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
+from tests.support.quantized_checkpoint import LAYOUTS, gptq, packed_tensors, quantize_checkpoint, set_quantization
 
 
 @pytest.fixture
@@ -193,6 +194,35 @@ def test_dtype_of_quantized_weights_alone_is_refused_before_they_are_downloaded(
     write_config(folder, torch_dtype=dtype)
     (problem,) = before_weights(folder, GIB // 10, device="cpu", dtype="bfloat16").problems
     assert f"dtype is {dtype} without a quantization_config" in problem
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [("gptq", "gate_proj"), ("w4a16", "weight_packed")],
+)
+def test_an_index_that_contradicts_the_config_is_refused_before_the_weights_are_downloaded(
+    stored: str, named: str, tmp_path: Path
+) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    quantize_checkpoint(tmp_path, gptq(True, False) if stored == "gptq" else packed_tensors(True))
+    names = list(load_file(tmp_path / "model.safetensors"))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert before_weights(tmp_path, GIB // 10, device="cpu").problems == []
+    rules = {"dynamic": {"-:.*gate_proj": {}}} if stored == "gptq" else {}
+    set_quantization(tmp_path, gptq(True, False).config | rules)
+    (problem,) = before_weights(tmp_path, GIB // 10, device="cpu").problems
+    assert named in problem
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_shapes_that_a_format_does_not_have_are_refused_before_the_weights_are_downloaded(
+    load_format: str, tmp_path: Path
+) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 80})
+    set_quantization(tmp_path, gptq(True, False).config)
+    (problem,) = before_weights(tmp_path, GIB // 10, device="cpu", load_format=load_format).problems
+    assert "80 inputs" in problem
 
 
 def test_a_model_with_windows_has_pages_of_several_groups(tmp_path: Path) -> None:
