@@ -115,7 +115,7 @@ def read_config(directory: Path) -> ModelConfig:
     stored = None if config.quantization is None else stored_dtypes(directory)
     if config.quantization is None or stored is None:
         return config
-    named = {own: dtype for name, dtype in stored.items() if (own := text_name(name, config.multimodal)) is not None}
+    named = {name: dtype for name, dtype in stored.items() if dropping_rule(name, config.multimodal) is None}
     return structs.replace(config, quantization=config.quantization.with_stored(named))
 
 
@@ -165,7 +165,7 @@ def build_model(
         tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
     if checkpoint is not None and context.quantization is not None:
-        dtypes = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+        dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors.values()}
         context = replace(context, quantization=context.quantization.with_stored(dtypes))
     model = FAMILIES[config.family or config.architecture].build(config, max_positions or config.max_positions, context)
     if context.quantization is not None and (plain := sorted(context.quantization.stored_plain)):

@@ -5,6 +5,8 @@ transformers' `FineGrainedFP8Config`, AutoFP8, AutoGPTQ and GPTQModel, AutoAWQ, 
 AutoRound.
 """
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tandem.engine_core.quantization.fields import Fields, unsupported
@@ -28,19 +30,20 @@ def fp8(fields: Fields) -> Quantization:
 
 def gptq(fields: Fields) -> Quantization:
     """Read `quant_method: gptq`: int4, with or without act-order, and GPTQModel's `dynamic`."""
-    rules = []
+    dynamic: list[tuple[str, Scheme | None]] = []
     for key, overrides in fields.tables("dynamic").items():
-        if key.startswith("-:"):
-            rules.append(Rule(ModuleNames.matching(key.removeprefix("-:")), None))
-        else:
-            scheme = _gptq_scheme(fields.with_overrides(overrides))
-            rules.append(Rule(ModuleNames.matching(key.removeprefix("+:")), scheme))
+        scheme = None if key.startswith("-:") else _gptq_scheme(fields.with_overrides(overrides))
+        dynamic.append((key.removeprefix("-:" if scheme is None else "+:"), scheme))
+    rules = [
+        Rule(ModuleNames.matching(pattern for pattern, _ in group), scheme)
+        for scheme, group in groupby(dynamic, key=itemgetter(1))
+    ]
     excluded = ModuleNames.below(fields.names("modules_to_not_convert"))
     blocks = fields.get("modules_in_block_to_quantize")
     return Quantization(
         _gptq_scheme(fields),
         (*rules, Rule(excluded, None)),
-        None if blocks is None else ModuleNames.below(_flattened(fields, blocks)),
+        None if blocks is None else ModuleNames.below(_flattened(blocks)),
         quantizes_head=fields.flag("lm_head", False),
     )
 
@@ -62,16 +65,21 @@ def compressed_tensors(fields: Fields) -> Quantization | None:
     if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
         return None
     fields.table("config_groups")
-    rules = [Rule(ModuleNames.exactly(fields.names("ignore")), None)]
+    ignored = Rule(ModuleNames.exactly(fields.names("ignore")), None)
+    named: list[Rule] = []
+    matched: list[Rule] = []
     default: Scheme | None = None
     for group in fields.tables("config_groups").values():
         targets = group.names("targets")
         scheme = _group_scheme(fields, group)
         if "Linear" in targets:
             default = default or scheme
-        # Names come before the class of modules, whatever the order of groups.
-        rules.append(Rule(ModuleNames.exactly(target for target in targets if target != "Linear"), scheme))
-    return Quantization(default, tuple(rules), quantizes_head=True)
+        # Of all groups, names come before regular expressions, and those before the class of modules.
+        patterns = [target for target in targets if target.startswith("re:")]
+        names = set(targets) - {"Linear", *patterns}
+        named.append(Rule(ModuleNames.exactly(sorted(names)), scheme))
+        matched.append(Rule(ModuleNames.exactly(patterns), scheme))
+    return Quantization(default, (ignored, *named, *matched), quantizes_head=True)
 
 
 def modelopt(fields: Fields) -> Quantization | None:
@@ -114,12 +122,12 @@ def auto_round(fields: Fields) -> Quantization:
             raise overrides.error("data_type", '"int"')
         scheme = None if bits >= _PLAIN_BITS else _autoround_scheme(merged)
         if set(key) & set("*+?^$()[]{}|\\"):
-            rules.append(Rule(ModuleNames.matching(key), scheme))
+            rules.append(Rule(ModuleNames.searching(key), scheme))
         else:
             exact.setdefault(scheme, []).append(key)
     names = [Rule(ModuleNames.exactly(keys), scheme) for scheme, keys in exact.items()]
     blocks = fields.get("block_name_to_quantize", fields.get("to_quant_block_names"))
-    found = blocks.split(",") if isinstance(blocks, str) else [] if blocks is None else _flattened(fields, blocks)
+    found = blocks.split(",") if isinstance(blocks, str) else [] if blocks is None else _flattened(blocks)
     only = ModuleNames.below(name.strip() for name in found) if found else None
     return Quantization(_autoround_scheme(fields), (*names, *rules), only)
 
@@ -255,13 +263,19 @@ def _activations(inputs: Fields | None, kind: str, bits: int) -> Activations:
     return Activations.TENSOR if strategy == "tensor" else Activations.TOKEN
 
 
-def _flattened(fields: Fields, names: Any) -> list[str]:
+def _flattened(names: Any) -> list[str]:
     """Return the names in nested lists. Raises ConfigError for anything else."""
-    if isinstance(names, str):
-        return [names]
-    if not isinstance(names, list):
-        raise unsupported("quantization_config must list blocks by their names")
-    return [name for item in names for name in _flattened(fields, item)]
+    found: list[str] = []
+    rest = [names]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, list):
+            rest += reversed(item)
+        elif isinstance(item, str):
+            found.append(item)
+        else:
+            raise unsupported("quantization_config must list blocks by their names")
+    return found
 
 
 def _group(size: int) -> int | None:

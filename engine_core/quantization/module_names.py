@@ -4,10 +4,10 @@ Multimodal checkpoints put a prefix before the names of their text model. Here a
 alone, such as "model.layers.3.mlp.down_proj", and the entries of a config may have either form.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from fnmatch import translate
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tandem.engine_core.quantization.name_pattern import NamePattern
 
 PREFIXES = {
     "language_model.model.": "model.",
@@ -43,23 +43,23 @@ def spellings(name: str) -> Iterator[str]:
 class ModuleNames:
     """Names of modules, as a config lists them."""
 
-    exact: frozenset[str] = frozenset()
-    """Names of the text model."""
-    dotted: frozenset[str] = frozenset()
-    """Dot-separated parts of names: those of modules, of their parents, or of either without a prefix."""
+    exact: Mapping[str, str] = field(default_factory=dict)
+    """Entries by the name of the text model."""
+    dotted: Mapping[str, str] = field(default_factory=dict)
+    """Entries by dot-separated parts of names: those of modules, of their parents, or of either without a prefix."""
     dotted_lengths: frozenset[int] = frozenset()
     """Numbers of components of `dotted`."""
-    substrings: tuple[str, ...] = ()
-    patterns: tuple[tuple[str, re.Pattern[str]], ...] = ()
-    """Entries, and regular expressions that match the start of a name in any of its `spellings`."""
+    substrings: Mapping[str, str] = field(default_factory=dict)
+    """Entries by parts of names."""
+    patterns: tuple[NamePattern, ...] = ()
 
     @classmethod
     def exactly(cls, entries: Iterable[str]) -> "ModuleNames":
         """Return the set of names, or regular expressions after "re:", as compressed-tensors writes them."""
         names, patterns = _split(entries, lambda entry: entry.startswith("re:"))
         return cls(
-            exact=frozenset(text_model_name(name.removesuffix(_WRAPPER_SUFFIX)) for name in names),
-            patterns=tuple((entry, compile_pattern(entry.removeprefix("re:"), entry)) for entry in patterns),
+            exact={text_model_name(name.removesuffix(_WRAPPER_SUFFIX)): name for name in names},
+            patterns=tuple(NamePattern.compile(entry.removeprefix("re:"), entry) for entry in patterns),
         )
 
     @classmethod
@@ -69,62 +69,58 @@ class ModuleNames:
         Entries are dotted parts of names, wildcards with "*", or regular expressions after "re:".
         """
         names, others = _split(entries, lambda entry: entry.startswith("re:") or "*" in entry)
-        dotted = frozenset(text_model_name(name.removesuffix(_WRAPPER_SUFFIX)).strip(".") for name in names)
+        dotted = {text_model_name(name.removesuffix(_WRAPPER_SUFFIX)).strip("."): name for name in names}
         return cls(
             dotted=dotted,
             dotted_lengths=frozenset(name.count(".") + 1 for name in dotted),
-            patterns=tuple((entry, _compile_entry(entry)) for entry in others),
+            patterns=tuple(map(_compile_entry, others)),
         )
 
     @classmethod
     def containing(cls, entries: Iterable[str]) -> "ModuleNames":
         """Return the set of modules whose name contains an entry, as AutoAWQ does."""
-        return cls(substrings=tuple(text_model_name(entry) for entry in entries if entry))
+        return cls(substrings={text_model_name(entry): entry for entry in entries if entry})
 
     @classmethod
-    def matching(cls, pattern: str) -> "ModuleNames":
-        """Return the set of modules that a regular expression matches from the start of their name."""
-        return cls(patterns=((pattern, compile_pattern(pattern, pattern)),))
+    def matching(cls, patterns: Iterable[str]) -> "ModuleNames":
+        """Return the set of modules that any of the regular expressions matches from the start of their name."""
+        return cls(patterns=tuple(NamePattern.compile(pattern, pattern) for pattern in patterns))
 
-    def find(self, name: str) -> str | None:
+    @classmethod
+    def searching(cls, pattern: str) -> "ModuleNames":
+        """Return the set of modules with a match of a regular expression anywhere in their name, as of AutoRound."""
+        return cls(patterns=(NamePattern.compile(pattern, pattern, anywhere=True),))
+
+    def find(self, name: str, stored_as: str | None = None) -> str | None:
         """Return the entry that a module is in, None if it is in none.
 
-        name: of the text model.
+        name: of the text model; stored_as: that in the checkpoint, None if unknown.
         """
-        if name in self.exact:
-            return name
-        components = name.split(".")
+        if (entry := self.exact.get(name)) is not None:
+            return entry
+        components = name.split(".") if self.dotted_lengths else []
         for length in self.dotted_lengths:
             for start in range(len(components) - length + 1):
-                part = ".".join(components[start : start + length])
-                if part in self.dotted:
-                    return part
-        for entry in self.substrings:
+                if (entry := self.dotted.get(".".join(components[start : start + length]))) is not None:
+                    return entry
+        for part, entry in self.substrings.items():
             # Entries may end with a dot, to exclude "mlp.gate" but not "mlp.gate_proj".
-            if entry in f"{name}.":
+            if part in f"{name}.":
                 return entry
-        for entry, pattern in self.patterns:
-            if any(pattern.match(spelling) for spelling in spellings(name)):
-                return entry
+        if self.patterns:
+            names = tuple(spellings(name))
+            # Hundreds of patterns for 20,000 modules take seconds without a fast check that leaves few of them.
+            text = "\n".join(names if stored_as is None else (*names, stored_as))
+            for pattern in self.patterns:
+                if pattern.literal in text and pattern.matches(names, stored_as):
+                    return pattern.entry
         return None
 
 
-class PatternError(ValueError):
-    """An entry of a config is an invalid regular expression."""
-
-
-def compile_pattern(pattern: str, entry: str) -> re.Pattern[str]:
-    """Compile a regular expression. Raises PatternError, which names the entry, for an invalid one."""
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        raise PatternError(entry) from None
-
-
-def _compile_entry(entry: str) -> re.Pattern[str]:
+def _compile_entry(entry: str) -> NamePattern:
     if entry.startswith("re:"):
-        return compile_pattern(entry.removeprefix("re:"), entry)
-    return re.compile(rf"(?:{translate(entry)})|(?:{translate(entry + '.*')})")
+        return NamePattern.compile(entry.removeprefix("re:"), entry)
+    return NamePattern.wildcard(entry)
 
 
 def _split(entries: Iterable[str], is_pattern: Callable[[str], bool]) -> tuple[list[str], list[str]]:

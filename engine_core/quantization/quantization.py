@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tandem.engine_core.quantization.fields import unsupported
-from tandem.engine_core.quantization.module_names import ModuleNames
+from tandem.engine_core.quantization.module_names import ModuleNames, text_model_name
 from tandem.engine_core.quantization.scheme import ONLINE_FP8, EightBitScheme, Scheme
 
 HEAD = "lm_head"
@@ -19,7 +19,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
 StoredDtypes = Mapping[str, str | None]
-"""Dtype of each tensor of a checkpoint in the words of safetensors, by name in the text model; None: unknown."""
+"""Dtype of each tensor of a checkpoint in the words of safetensors, by name in the checkpoint; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Quantization:
     """True if `default` is the scheme of the output head too."""
     stored: Mapping[str, Mapping[str, str | None]] | None = field(default=None, repr=False)
     """Tensors of each module, and their dtypes, by the last component of their names; None: no tensors are known."""
+    stored_as: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Name in the checkpoint of each module, by that in the text model."""
     stored_plain: set[str] = field(default_factory=set, repr=False, compare=False)
     """Layers that the config calls quantized and that `scheme_for` found stored in 16 bits."""
 
@@ -60,10 +62,12 @@ class Quantization:
         if isinstance(self.default, EightBitScheme) and self.default.from_floats:
             return self
         stored: dict[str, dict[str, str | None]] = {}
+        stored_as: dict[str, str] = {}
         for name, dtype in tensors.items():
-            module, _, last = name.rpartition(".")
+            module, _, last = text_model_name(name).rpartition(".")
             stored.setdefault(module, {})[last] = dtype
-        return replace(self, stored=stored, stored_plain=set())
+            stored_as[module] = name.rpartition(".")[0]
+        return replace(self, stored=stored, stored_as=stored_as, stored_plain=set())
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of a linear layer, None if it is not quantized.
@@ -104,7 +108,7 @@ class Quantization:
         if self.stored is None:
             whole = self._rule_for(name)
             if whole is not None:
-                return [whole.scheme] * len(parts)
+                return [whole[0].scheme] * len(parts)
         return [self.scheme_for(prefix + part) for part in parts]
 
     def _has_weight(self, name: str) -> bool:
@@ -113,17 +117,22 @@ class Quantization:
 
     def _configured(self, name: str) -> tuple[Scheme | None, str | None]:
         """Return the scheme that the config gives a layer, and the entry that names it."""
-        rule = self._rule_for(name)
-        if rule is not None:
-            return rule.scheme, rule.names.find(name)
+        if (found := self._rule_for(name)) is not None:
+            rule, entry = found
+            return rule.scheme, entry
         if name == HEAD:
             return (self.default if self.quantizes_head else None), None
-        if self.only is not None and self.only.find(name) is None:
+        if self.only is not None and self.only.find(name, self.stored_as.get(name)) is None:
             return None, None
         return self.default, None
 
-    def _rule_for(self, name: str) -> Rule | None:
-        return next((rule for rule in self.rules if rule.names.find(name) is not None), None)
+    def _rule_for(self, name: str) -> tuple[Rule, str] | None:
+        """Return the rule for a layer, and the entry of the config that names it."""
+        stored_as = self.stored_as.get(name)
+        for rule in self.rules:
+            if (entry := rule.names.find(name, stored_as)) is not None:
+                return rule, entry
+        return None
 
 
 def excluding(scheme: Scheme | None, names: ModuleNames, quantizes_head: bool = False) -> Quantization:

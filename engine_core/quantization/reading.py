@@ -6,7 +6,7 @@ from typing import Any
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.fields import Fields, unsupported
 from tandem.engine_core.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
-from tandem.engine_core.quantization.module_names import PatternError
+from tandem.engine_core.quantization.name_pattern import PatternError
 from tandem.engine_core.quantization.quantization import Quantization
 
 READERS: Mapping[str, Callable[[Fields], Quantization | None]] = {
@@ -50,4 +50,6 @@ def read_quantization(quantization: Mapping[str, Any] | None) -> Quantization | 
     try:
         return reader(fields)
     except PatternError as error:
-        raise unsupported(f'quantization_config has an invalid regular expression, "{error}"') from None
+        raise unsupported(
+            f'quantization_config has an invalid regular expression, or one that is slow to match, "{error}"'
+        ) from None

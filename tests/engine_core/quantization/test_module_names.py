@@ -8,6 +8,7 @@ import pytest
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.module_names import ModuleNames, spellings, text_model_name
+from tandem.engine_core.quantization.name_pattern import NamePattern
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.reading import read_quantization
 from tandem.engine_core.quantization.scheme import EightBitScheme, Int4Scheme, Scheme
@@ -71,8 +72,8 @@ def test_prefixes_are_those_of_the_text_model(name: str, own: str) -> None:
         (ModuleNames.below(["model.layers.3.*"]), [f"{LAYER}mlp.up_proj"], ["model.layers.30.mlp.up_proj"]),
         (ModuleNames.containing(["mlp.gate"]), [f"{LAYER}mlp.gate", f"{LAYER}mlp.gate_proj"], [f"{LAYER}mlp.up_proj"]),
         (ModuleNames.containing(["mlp.gate."]), [f"{LAYER}mlp.gate"], [f"{LAYER}mlp.gate_proj"]),
-        (ModuleNames.matching(r"model\.layers\.3"), [f"{LAYER}mlp.up_proj"], ["model.layers.2.mlp.up_proj"]),
-        (ModuleNames.matching(r"language_model\.model\.layers\.3"), [f"{LAYER}mlp.up_proj"], ["lm_head"]),
+        (ModuleNames.matching([r"model\.layers\.3"]), [f"{LAYER}mlp.up_proj"], ["model.layers.2.mlp.up_proj"]),
+        (ModuleNames.matching([r"language_model\.model\.layers\.3"]), [f"{LAYER}mlp.up_proj"], ["lm_head"]),
     ],
 )
 def test_entries_name_modules_as_their_tools_do(names: ModuleNames, inside: list[str], outside: list[str]) -> None:
@@ -243,3 +244,69 @@ def test_groups_of_compressed_tensors_name_layers_under_any_prefix() -> None:
             found = read("compressed-tensors", config_groups=groups)
             schemes = {name: found.scheme_for(name) for name in PROJECTIONS}
             assert [name for name, scheme in schemes.items() if scheme != found.default] == [named]
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_expressions_for_all_but_the_text_model_leave_it_quantized(prefix: str) -> None:
+    name, wrapper = "model.layers.3.mlp.down_proj", prefix.rpartition(".")[0].removesuffix(".model")
+    for expression in (rf"^(?!{re.escape(wrapper)}\.).*", "^(?!.*language_model).*"):
+        ignored = read("compressed-tensors", ignore=[f"re:{expression}"])
+        excluded = read("gptq", dynamic={f"-:{expression}": {}})
+        packed = ignored.with_stored({f"{prefix}layers.3.mlp.down_proj.weight_packed": "I32"})
+        stored = excluded.with_stored({f"{prefix}layers.3.mlp.down_proj.qweight": "I32"})
+        assert all(is_quantized(found, name) for found in (ignored, excluded, packed, stored))
+
+
+def test_expressions_of_autoround_match_anywhere_in_a_name() -> None:
+    found = read("auto-round", extra_config={r"layers\.\d+\.mlp\.down_proj": {"bits": 16}})
+    assert not is_quantized(found, f"{LAYER}mlp.down_proj")
+    assert is_quantized(found, f"{LAYER}mlp.up_proj")
+
+
+def test_of_targets_names_come_before_expressions_of_any_group() -> None:
+    weights = CONFIGS["compressed-tensors"]["config_groups"]["group_0"]["weights"]
+    targets = {
+        "a": (["re:.*mlp.*", "re:.*self_attn.*"], 32),
+        "b": ([f"{LAYER}mlp.down_proj"], 64),
+        "c": (["Linear"], 128),
+    }
+    groups = {
+        key: {"targets": named, "weights": weights | {"group_size": size}} for key, (named, size) in targets.items()
+    }
+    found = read("compressed-tensors", config_groups=groups)
+    schemes = [found.scheme_for(LAYER + name) for name in ("mlp.down_proj", "mlp.up_proj", "linear_attn.out_proj")]
+    assert [scheme.group for scheme in schemes if isinstance(scheme, Int4Scheme)] == [64, 32, 128]
+
+
+def test_deeply_nested_lists_of_blocks_are_read() -> None:
+    nested: Any = ["mlp.up_proj"]
+    for _ in range(5000):
+        nested = [nested]
+    found = read("gptq", modules_in_block_to_quantize=nested)
+    assert is_quantized(found, f"{LAYER}mlp.up_proj") and not is_quantized(found, f"{LAYER}mlp.down_proj")
+    with pytest.raises(ConfigError, match="blocks"):
+        read("gptq", modules_in_block_to_quantize=[[3]])
+
+
+@pytest.mark.parametrize("entry", ["model.language_model.layers.3.mlp", "re:model.language_model.layers.3.*"])
+def test_errors_quote_entries_as_the_config_has_them(entry: str) -> None:
+    found = read("fp8", modules_to_not_convert=[entry]).with_stored({f"{LAYER}mlp.down_proj.weight": "F8_E4M3"})
+    with pytest.raises(ConfigError, match=re.escape(f'"{entry}"')):
+        found.scheme_for(f"{LAYER}mlp.down_proj")
+
+
+def test_few_of_many_expressions_are_matched_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 20,000 experts with three expressions for each layer would take seconds to build otherwise."""
+    parts = ("mlp.gate", "self_attn", "input")
+    found = read("gptq", dynamic={rf"-:.*layers\.{layer}\.{part}.*": {} for layer in range(48) for part in parts})
+    matched: list[str] = []
+    matches = NamePattern.matches
+
+    def counting(pattern: NamePattern, names: tuple[str, ...], stored_as: str | None) -> bool:
+        matched.append(pattern.entry)
+        return matches(pattern, names, stored_as)
+
+    monkeypatch.setattr(NamePattern, "matches", counting)
+    assert len(found.rules) == 2
+    assert is_quantized(found, f"{LAYER}mlp.experts.7.up_proj") and matched == []
+    assert not is_quantized(found, f"{LAYER}self_attn.q_proj") and len(matched) == 1
