@@ -298,7 +298,9 @@ def test_errors_quote_entries_as_the_config_has_them(entry: str) -> None:
 def test_few_of_many_expressions_are_matched_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 20,000 experts with three expressions for each layer would take seconds to build otherwise."""
     parts = ("mlp.gate", "self_attn", "input")
-    found = read("gptq", dynamic={rf"-:.*layers\.{layer}\.{part}.*": {} for layer in range(48) for part in parts})
+    found = read(
+        "gptq", dynamic={rf"-:.*layers\.{layer}\.{re.escape(part)}.*": {} for layer in range(48) for part in parts}
+    )
     matched: list[str] = []
     matches = NamePattern.matches
 
