@@ -31,7 +31,7 @@ class Network:
     """A network with random weights."""
 
     def __init__(self, scheme: EightBitScheme | None, width: int) -> None:
-        gpu = read_gpu_traits(0)
+        gpu = read_gpu_traits()
         if scheme is not None and gpu.capability < FP8_CAPABILITY:
             pytest.skip("this GPU has no FP8")
         context = triton_build_context(DEVICE, torch.bfloat16, gpu, None if scheme is None else Quantization(scheme))
