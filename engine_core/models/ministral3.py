@@ -53,7 +53,8 @@ def read_config(source: ConfigSource) -> ModelConfig:
     fields = source.read(Ministral3Fields)
     head_dim = fields.head_dim or fields.hidden_per_head
     rope = dict(fields.rope_scaling or fields.rope_parameters or DEFAULT_ROPE)
-    scaling = _query_scaling(rope.pop("llama_4_scaling_beta", None), rope)
+    original = fields.original_max_position_embeddings or rope.get("original_max_position_embeddings")
+    scaling = _query_scaling(rope.pop("llama_4_scaling_beta", None), original)
     rope.pop("max_position_embeddings", None)
     fields = msgspec.structs.replace(fields, rope_scaling=None, rope_parameters=rope)
     return source.resolve(
@@ -71,14 +72,14 @@ def build(config: ModelConfig, max_positions: int, context: BuildContext) -> Dec
     return Decoder.build(config, max_positions, context, blocks)
 
 
-def _query_scaling(beta: Any, rope: dict[str, Any]) -> QueryScaling | None:
+def _query_scaling(beta: Any, original: Any) -> QueryScaling | None:
     """Read the scaling of queries.
 
-    beta: the field `llama_4_scaling_beta`; rope: the other rotary fields.
+    beta: the field `llama_4_scaling_beta`; original: `original_max_position_embeddings`, of which that of the top level
+    takes precedence.
     """
     if beta is None:
         return None
-    original = rope.get("original_max_position_embeddings")
     try:
         return msgspec.convert({"beta": beta, "original_positions": original}, QueryScaling)
     except msgspec.ValidationError:

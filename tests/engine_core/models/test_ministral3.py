@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"llama_4_scaling_beta": 2.5, "original_max_position_embeddings": 7},
         "tie_word_embeddings": True,
     },
+    "original_context_at_the_top": {"rope_parameters": YARN, "original_max_position_embeddings": 7},
     "own_attention_factor": {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": None, "factor": 4.0}},
     "within_a_window": {"rope_parameters": YARN, "sliding_window": 13, "num_key_value_heads": 1},
     "without_yarn": {
