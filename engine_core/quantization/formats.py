@@ -155,7 +155,9 @@ def _gptq_scheme(fields: Fields) -> Scheme:
 
 def _gptq_packed(fields: Fields, ordered: bool, zero_offset: int) -> Scheme:
     """Read the scheme of weights in GPTQ's layout, of 4 or 8 bits."""
-    bits, symmetric = fields.number("bits"), fields.flag("sym", True)
+    bits = fields.number("bits")
+    # Without the field the zero points of 4 bits are not checked.
+    symmetric = fields.flag("sym", bits != PACKED_BITS)
     if bits not in (PACKED_BITS, 8):
         raise unsupported(f"quantization_config has {bits} bits, supported is 4 or 8")
     group = _group(fields.number("group_size"))

@@ -8,12 +8,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.layers.quantized.quantized_linear import reject_nonfinite
 from tandem.engine_core.loader.slots import WeightSlot
 from tandem.engine_core.quantization.int4 import PER_WORD, pack, unpack, unpack_awq
 from tandem.engine_core.quantization.scheme import Int4Scheme
 
 Transform = Callable[[Tensor], Tensor]
+_SYMMETRIC_ZERO = 8
+"""Zero point of symmetric int4 weights."""
 
 
 def int4_slots(
@@ -36,7 +39,7 @@ def int4_slots(
         return [
             int32_slot("qweight", words, (inputs // PER_WORD, length), Tensor.t),
             float_slot("scales", scales, (groups, length), reject_nonfinite(f"{projection}.scales", Tensor.t)),
-            int32_slot("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme.zero_offset)),
+            int32_slot("qzeros", zeros, (groups, narrow), _gptq_zeros(scheme, f"{projection}.qzeros")),
         ]
     if scheme.packing == "awq":
         return [
@@ -73,9 +76,20 @@ def _zeros(stored: Tensor) -> Tensor:
     return unpack(stored.t()).t()
 
 
-def _gptq_zeros(offset: int) -> Transform:
+def _gptq_zeros(scheme: Int4Scheme, name: str) -> Transform:
     """Return a function from stored zero points, [groups, outputs / 8], to actual ones, [outputs, groups].
 
-    GPTQ's first format stores one less, modulo 16, so a zero point of 0 is stored as 15.
+    GPTQ's first format stores one less, modulo 16, so a zero point of 0 is stored as 15. The function raises
+    ConfigError for others than 8 in a symmetric checkpoint, as a file of the other format has them.
     """
-    return lambda stored: ((unpack(stored) + offset) & 15).t()
+
+    def actual(stored: Tensor) -> Tensor:
+        zeros = ((unpack(stored) + scheme.zero_offset) & 15).t()
+        if scheme.symmetric and not bool((zeros == _SYMMETRIC_ZERO).all()):
+            raise ConfigError(
+                f"{name}: quantization_config has sym true, but the zero points are not {_SYMMETRIC_ZERO} in the "
+                f"format {'gptq' if scheme.zero_offset else 'gptq_v2'}; correct its sym, or its checkpoint_format"
+            )
+        return zeros
+
+    return actual
