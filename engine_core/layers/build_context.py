@@ -74,14 +74,14 @@ class BuildContext:
         equal schemes are merged, others run one by one.
         """
         if parts is None or self.quantization is None:
-            return self.method_for(self.scheme_for(name)).build(outputs, inputs, bias, self)
+            return self._build(self.scheme_for(name), name, outputs, inputs, bias)
         schemes = self.quantization.part_schemes(name, parts)
         if all(scheme == schemes[0] for scheme in schemes):
-            return self.method_for(schemes[0]).build(outputs, inputs, bias, self)
+            return self._build(schemes[0], name, outputs, inputs, bias)
         found: list[tuple[dict[str, int], LinearWeights]] = []
         for scheme, group in groupby(zip(parts.items(), schemes, strict=True), key=itemgetter(1)):
             own = dict(part for part, _ in group)
-            found.append((own, self.method_for(scheme).build(sum(own.values()), inputs, bias, self)))
+            found.append((own, self._build(scheme, name, sum(own.values()), inputs, bias)))
         return SplitLinear(found, self.kernels)
 
     def experts(
@@ -106,3 +106,9 @@ class BuildContext:
             raise ConfigError(f"the quantization of {name} differs between experts or projections: {found}")
         (scheme,) = schemes
         return self.expert_method.build(experts, hidden, width, activation, scheme, self)
+
+    def _build(self, scheme: Scheme | None, name: str, outputs: int, inputs: int, bias: bool) -> LinearWeights:
+        try:
+            return self.method_for(scheme).build(outputs, inputs, bias, self)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None

@@ -12,17 +12,15 @@ from tandem.engine_core.loader.checkpoint import Checkpoint
 from tandem.engine_core.loader.error_text import list_faults, printable
 from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, WeightSlot
+from tandem.engine_core.quantization.quantization import STRAY
 
 IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq", ".weight_shape", ".input_scale", ".activation_scale",
     ".q_scale", ".q_proj.output_scale", ".prob_scale", ".prob_output_scale",
 )  # fmt: skip
 """Name suffixes of tensors that are not read: values derived from the configuration, activation scales (recomputed
-for each token), and scales of queries and of attention weights, which stay in 16 bits."""
-
-
-_STRAY_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".weight_zero_point")
-"""Name suffixes of scales, which are not read if the weight is in 16 bits: some tools save those of routers."""
+for each token), and scales of queries and of attention weights, which stay in 16 bits. The rest of the name must be
+that of a module of the model."""
 
 
 class FilledRegions:
@@ -67,9 +65,10 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     by_name: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         by_name.setdefault(slot.name, []).append(slot)
+    modules = _modules(by_name)
     problems = []
     for name, tensor in checkpoint.tensors.items():
-        if name in by_name or not _is_stray_scale(name, checkpoint):
+        if name in by_name or not (_is_ignored(name, modules) or _is_stray_scale(name, checkpoint)):
             problems += _misfits(tensor, by_name.get(name, []))
     present: dict[int, list[WeightSlot]] = {}
     for slot in slots:
@@ -84,18 +83,33 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     return sorted(problems) + _doubles(checkpoint, present)
 
 
+def _modules(names: Iterable[str]) -> set[str]:
+    """Return the modules of tensors, and all modules that these are in."""
+    found: set[str] = set()
+    for name in names:
+        module = name.rpartition(".")[0]
+        while module and module not in found:
+            found.add(module)
+            module = module.rpartition(".")[0]
+    return found
+
+
+def _is_ignored(name: str, modules: set[str]) -> bool:
+    return any(name.endswith(suffix) and name.removesuffix(suffix) in modules for suffix in IGNORED_SUFFIXES)
+
+
 def _is_stray_scale(name: str, checkpoint: Checkpoint) -> bool:
     """Return whether a tensor is a scale of a weight that is not quantized."""
     module, _, last = name.rpartition(".")
     weight = checkpoint.tensors.get(f"{module}.weight")
-    return f".{last}" in _STRAY_SUFFIXES and weight is not None and weight.dtype in FLOAT_DTYPES
+    return last in STRAY and weight is not None and weight.dtype in FLOAT_DTYPES
 
 
 def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
     """Return the problems of one checkpoint tensor, one line each."""
     found = printable(str(list(tensor.shape)))
     if not slots:
-        return [] if tensor.name.endswith(IGNORED_SUFFIXES) else [f"unexpected {printable(tensor.name)}: {found}"]
+        return [f"unexpected {printable(tensor.name)}: {found}"]
     for slot in slots:
         if tensor.shape not in slot.accepted_shapes:
             return [f"misshaped {tensor.name}: expected {list(slot.accepted_shapes[0])}, found {found}"]

@@ -39,6 +39,7 @@ from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.decoder import EMBEDDING, HEAD
 from tandem.engine_core.models.text_backbone import TEXT_BACKBONES, dropping_rule, text_name
 from tandem.engine_core.models.unsupported import describe
+from tandem.engine_core.quantization.quantization import PACKED
 
 logger = logging.getLogger(__name__)
 
@@ -158,23 +159,30 @@ def build_model(
     """Allocate a model without weights.
 
     max_positions: maximum number of positions of a sequence, if below the config's. checkpoint: the one that will be
-    loaded; if it holds an output head that differs from the embedding, the model is built untied regardless of the
-    config, as transformers does.
+    loaded; if it holds an output head that differs from the embedding or is packed, the model is built untied
+    regardless of the config, as transformers does.
     """
     if checkpoint is not None and config.tie_embeddings:
-        tied = not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
+        is_packed = any(f"{HEAD}.{name}" in checkpoint.tensors for name in PACKED)
+        tied = not is_packed and not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
     if checkpoint is not None and context.quantization is not None:
         dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors.values()}
         context = replace(context, quantization=context.quantization.with_stored(dtypes))
     model = FAMILIES[config.family or config.architecture].build(config, max_positions or config.max_positions, context)
-    if context.quantization is not None and (plain := sorted(context.quantization.stored_plain)):
-        logger.info(
+    if context.quantization is not None:
+        _log_names(
             "%d linear layers that quantization_config does not exclude are stored in 16 bits, and served so: %s",
-            len(plain),
-            ", ".join(plain[:MAX_LOGGED]) + (", ..." if len(plain) > MAX_LOGGED else ""),
+            context.quantization.stored_plain,
         )
+        _log_names("%d scales of weights in 16 bits are not read: %s", context.quantization.stray)
     return model
+
+
+def _log_names(text: str, names: set[str]) -> None:
+    """Log the number of some names, and the first of them."""
+    if found := sorted(names):
+        logger.info(text, len(found), ", ".join(found[:MAX_LOGGED]) + (", ..." if len(found) > MAX_LOGGED else ""))
 
 
 def _find_family(source: ConfigSource) -> str:

@@ -12,10 +12,13 @@ from tandem.engine_core.quantization.module_names import ModuleNames, text_model
 from tandem.engine_core.quantization.scheme import ONLINE_FP8, EightBitScheme, Scheme
 
 HEAD = "lm_head"
-_PACKED = ("qweight", "weight_packed")
+PACKED = ("qweight", "weight_packed")
 """Last components of the names of tensors that only quantized layers have."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Last components of the names of scales of weights that are not packed."""
+STRAY = (*_SCALES, "weight_zero_point")
+"""Last components of the names of tensors that are not read if the weight is in 16 bits: some tools save those of
+routers."""
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
 StoredDtypes = Mapping[str, str | None]
@@ -49,6 +52,8 @@ class Quantization:
     """Name in the checkpoint of each module, by that in the text model."""
     stored_plain: set[str] = field(default_factory=set, repr=False, compare=False)
     """Layers that the config calls quantized and that `scheme_for` found stored in 16 bits."""
+    stray: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Scales and zero points that `scheme_for` found for weights in 16 bits; they are not read."""
 
     def __str__(self) -> str:
         schemes = (self.default, *(rule.scheme for rule in self.rules))
@@ -67,7 +72,7 @@ class Quantization:
             module, _, last = text_model_name(name).rpartition(".")
             stored.setdefault(module, {})[last] = dtype
             stored_as[module] = name.rpartition(".")[0]
-        return replace(self, stored=stored, stored_as=stored_as, stored_plain=set())
+        return replace(self, stored=stored, stored_as=stored_as, stored_plain=set(), stray=set())
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of a linear layer, None if it is not quantized.
@@ -82,11 +87,12 @@ class Quantization:
         if not _is_quantized(tensors, is_expected=scheme is not None):
             if scheme is not None:
                 self.stored_plain.add(name)
+            self.stray.update(f"{name}.{last}" for last in STRAY if last in tensors)
             return None
         if scheme is None and entry is None and name == HEAD:
             scheme = self.default
         if scheme is None:
-            tensor = next((last for last in (*_PACKED, *_SCALES) if last in tensors), "weight")
+            tensor = next((last for last in (*PACKED, *_SCALES) if last in tensors), "weight")
             excluded = f'excludes it (entry "{entry}")' if entry else "does not quantize it"
             raise unsupported(f"the checkpoint has a quantized {name}.{tensor}, but quantization_config {excluded}")
         if not stored_names(scheme) & tensors.keys():
@@ -113,7 +119,7 @@ class Quantization:
 
     def _has_weight(self, name: str) -> bool:
         """Return whether the checkpoint is known to have a weight of a layer, beyond scales of keys and values."""
-        return self.stored is not None and any(last in self.stored.get(name, ()) for last in ("weight", *_PACKED))
+        return self.stored is not None and any(last in self.stored.get(name, ()) for last in ("weight", *PACKED))
 
     def _configured(self, name: str) -> tuple[Scheme | None, str | None]:
         """Return the scheme that the config gives a layer, and the entry that names it."""
@@ -170,7 +176,7 @@ def _is_quantized(tensors: Mapping[str, str | None], is_expected: bool) -> bool:
 
     is_expected: whether the config quantizes it. A stray scale of a 16-bit weight changes nothing.
     """
-    if any(name in tensors for name in _PACKED):
+    if any(name in tensors for name in PACKED):
         return True
     dtype = tensors.get("weight")
     if dtype is not None:

@@ -85,7 +85,7 @@ def empty_int4(outputs: int, inputs: int, scheme: Int4Scheme, device: torch.devi
     group = scheme.group or inputs
     if outputs % PER_WORD or inputs % PER_WORD or inputs % group:
         raise unsupported(
-            f"a projection has {inputs} inputs and {outputs} outputs; int4 weights need multiples of {PER_WORD}, and "
+            f"the projection has {inputs} inputs and {outputs} outputs; int4 weights need multiples of {PER_WORD}, and "
             f"inputs in groups of {group}"
         )
     words = torch.empty(outputs, inputs // PER_WORD, device=device, dtype=torch.int32)

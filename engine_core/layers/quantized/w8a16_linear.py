@@ -128,7 +128,7 @@ def empty_w8a16(outputs: int, inputs: int, scheme: W8A16Scheme, device: torch.de
     group = scheme.group or inputs
     if inputs % group or inputs % PER_WORD or outputs % PER_WORD:
         raise unsupported(
-            f"a projection has {inputs} inputs and {outputs} outputs; 8-bit weights in groups need multiples of "
+            f"the projection has {inputs} inputs and {outputs} outputs; 8-bit weights in groups need multiples of "
             f"{PER_WORD}, and inputs in groups of {group}"
         )
     values = torch.empty(outputs, inputs, device=device, dtype=_DTYPES[scheme.kind][1])

@@ -384,3 +384,56 @@ def test_shards_are_decided_by_their_headers_once_they_are_here(tmp_path: Path) 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert read_config(tmp_path).quantization.scheme_for("model.layers.0.self_attn.v_proj")  # type: ignore[union-attr]
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("head", "tensor"), [(GPTQ, "qweight"), (PACKED, "weight_packed"), (FP8_CHANNEL, "weight")])
+def test_a_quantized_head_is_not_tied_whatever_the_config_says(head: Layout, tensor: str, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL | {"vocab_size": 160})
+    config = head.config | ({"lm_head": True} if head is GPTQ else {"ignore": []})
+    quantize_layers(tmp_path, lambda module: head if module.endswith("_proj") or module == "lm_head" else None, config)
+    assert f"lm_head.{tensor}" in load_file(tmp_path / "model.safetensors")
+    expected = logits(tmp_path / "plain")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stored", [1, 2])
+def test_symmetric_weights_of_the_other_gptq_format_are_refused(stored: int, tmp_path: Path) -> None:
+    write(tmp_path, gptq(True, False, version=stored), "-", {})
+    set_quantization(tmp_path, gptq(True, False, version=3 - stored).config)
+    with pytest.raises(ConfigError, match=r"qzeros.*sym true"):
+        load(tmp_path)
+
+
+def test_shapes_that_a_format_does_not_have_are_refused_by_module(tmp_path: Path) -> None:
+    for layout in (GPTQ, gptq_bytes(False)):
+        save_random(tmp_path, USUAL | {"intermediate_size": 80})
+        (tmp_path / "model.safetensors").unlink()
+        set_quantization(tmp_path, layout.config)
+        with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.down_proj: .* 80 inputs"):
+            build_model(
+                read_config(tmp_path),
+                torch_build_context(torch.device("meta"), torch.float32, read_config(tmp_path).quantization),
+            )
+
+
+@pytest.mark.parametrize("ignored", [[], [DOWN]])
+def test_stray_scales_of_plain_weights_are_logged(
+    ignored: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, FP8_BLOCK, re.escape(DOWN), {"modules_to_not_convert": ignored})
+    change_tensors(tmp_path, lambda tensors: tensors | {f"{DOWN}.weight_scale_inv": torch.ones(1, 1)})
+    with caplog.at_level(logging.INFO):
+        load(tmp_path)
+    assert any(f"{DOWN}.weight_scale_inv" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["model.layers.77.mlp.down_proj.input_scale", "model.layers.0.mlp.foo.weight_shape"])
+def test_tensors_that_are_not_read_belong_to_a_module(name: str, tmp_path: Path) -> None:
+    write(tmp_path, FP8_CHANNEL, "-", {})
+    change_tensors(tmp_path, lambda tensors: tensors | {f"{DOWN}.input_scale": torch.ones(1)})
+    load(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors | {name: torch.ones(1)})
+    with pytest.raises(ConfigError, match=re.escape(f"unexpected {name}")):
+        load(tmp_path)
