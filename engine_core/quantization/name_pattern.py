@@ -12,8 +12,9 @@ from typing import Any
 
 MAX_LENGTH = 4096
 """Maximum number of characters of a pattern."""
-MAX_REPEATS = 6
-"""Maximum number of repeats of variable length in a row: matching takes time in the power of it."""
+MAX_REPEATS = 4
+"""Maximum number of repeats of variable length in a row, but for those of digits: matching takes time in the power of
+it, 1 ms for a name of usual length."""
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
 _WRAPPER = "language_model"
 """Part of the names that multimodal checkpoints put before those of the text model."""
@@ -107,12 +108,18 @@ def _repeats(parsed: Any) -> int:
             inner_low, inner_high = inner.getwidth()
             if high > 1 and (inner_low != inner_high or _has_branch(inner)):
                 raise PatternError
-            count += max(int(low != high), _repeats(inner))
+            count += max(int(low != high and not _is_digits(inner)), _repeats(inner))
         elif operator is _constants.BRANCH:
             count += max(map(_repeats, argument[1]))
         else:
             count += sum(map(_repeats, _parts(argument)))
     return count
+
+
+def _is_digits(parsed: Any) -> bool:
+    """Return whether an expression is a digit, of which names have few in a row."""
+    digits = ((_constants.CATEGORY, _constants.CATEGORY_DIGIT), (_constants.RANGE, (48, 57)))
+    return any(list(parsed) == [(_constants.IN, [digit])] for digit in digits)
 
 
 def _has_branch(parsed: Any) -> bool:
