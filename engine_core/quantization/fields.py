@@ -15,7 +15,7 @@ class Fields:
         where: its path in config.json, for errors, such as "quantization_config".
         """
         self._table = table
-        self._where = where
+        self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field unchecked, or the default if it is missing or null."""
@@ -50,7 +50,7 @@ class Fields:
         value = self.get(name)
         if not isinstance(value, Mapping):
             raise self.error(name, "an object")
-        return Fields(value, f"{self._where}.{name}")
+        return Fields(value, f"{self.where}.{name}")
 
     def tables(self, name: str) -> dict[str, "Fields"]:
         """Return the entries of a field that is a table of tables, by name.
@@ -60,12 +60,12 @@ class Fields:
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise self.error(name, "an object")
-        inner = Fields(value, f"{self._where}.{name}")
+        inner = Fields(value, f"{self.where}.{name}")
         return {key: inner.table(key) for key in value}
 
     def with_overrides(self, other: "Fields") -> "Fields":
         """Return these fields, with those of another table in place of the ones that both have."""
-        return Fields({**self._table, **other._table}, other._where)
+        return Fields({**self._table, **other._table}, other.where)
 
     def names(self, *fields: str) -> list[str]:
         """Return the entries of lists of module names.
@@ -93,7 +93,7 @@ class Fields:
     def error(self, name: str, expected: str) -> ConfigError:
         """Return the error of a field with an unsupported value."""
         found = _quoted(self._table[name]) if name in self._table else "missing"
-        return unsupported(f"{self._where}.{name} is {found}, supported is {expected}")
+        return unsupported(f"{self.where}.{name} is {found}, supported: {expected}")
 
 
 def unsupported(why: str) -> ConfigError:

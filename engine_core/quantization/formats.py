@@ -18,6 +18,8 @@ PACKED_BITS = 4
 _MIXED = "MIXED_PRECISION"
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _AUTOROUND_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+_FLOAT4_NAMES = {16: " (NVFP4)", 32: " (MXFP4)"}
+"""Names of formats of 4-bit floats by their group size."""
 _PLAIN_BITS = 16
 """Fewest bits in AutoRound's `extra_config` of a layer that is not quantized."""
 
@@ -141,7 +143,7 @@ def _fp8_scheme(fields: Fields) -> Scheme:
         return EightBitScheme("fp8", activations, per_tensor=True)
     if not isinstance(size, list) or size != [128, 128] or scheme == "static":
         raise unsupported(
-            f"quantization_config.weight_block_size is {size} with {scheme} activations, supported is [128, 128] with "
+            f"quantization_config.weight_block_size is {size} with {scheme} activations, supported: [128, 128] with "
             "dynamic ones"
         )
     return EightBitScheme("fp8", Activations.TOKEN, scale_name="weight_scale_inv", block=(128, 128))
@@ -159,19 +161,19 @@ def _gptq_packed(fields: Fields, ordered: bool, zero_offset: int) -> Scheme:
     # Without the field the zero points of 4 bits are not checked.
     symmetric = fields.flag("sym", bits != PACKED_BITS)
     if bits not in (PACKED_BITS, 8):
-        raise unsupported(f"quantization_config has {bits} bits, supported is 4 or 8")
+        raise unsupported(f"quantization_config has {bits} bits, supported: 4 or 8")
     group = _group(fields.number("group_size"))
     if bits == PACKED_BITS:
         return Int4Scheme("gptq", group, symmetric, ordered, zero_offset)
     if not symmetric:
-        raise fields.error("sym", "true for 8 bits")
+        raise unsupported("8-bit GPTQ needs sym: true, quantization_config has sym: false")
     return W8A16Scheme("int8", "gptq", group, ordered, zero_offset)
 
 
 def _awq_scheme(fields: Fields) -> Scheme:
     bits = fields.number("bits", fields.get("w_bit"))
     if bits != PACKED_BITS:
-        raise unsupported(f"quantization_config has {bits} bits, supported is 4")
+        raise unsupported(f"quantization_config has {bits} bits, supported: 4")
     for name in ("version", "format", "checkpoint_format"):
         version = fields.get(name, "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
@@ -185,7 +187,7 @@ def _autoround_scheme(fields: Fields) -> Scheme:
     if "awq" not in fields.get("packing_format", ""):
         return _gptq_packed(fields, False, 1)
     if fields.number("bits") != PACKED_BITS:
-        raise unsupported(f"quantization_config has {fields.number('bits')} bits, supported is 4 packed as AWQ")
+        raise unsupported(f"quantization_config has {fields.number('bits')} bits, supported: 4 packed as AWQ")
     return Int4Scheme("awq", _group(fields.number("group_size")), False)
 
 
@@ -207,13 +209,19 @@ def _group_scheme(fields: Fields, group: Fields) -> Scheme:
     kind, bits = weights.expect("type", ("float", "int")), weights.number("num_bits")
     if (kind, bits) == ("int", PACKED_BITS):
         return _packed(layout, weights, inputs)
+    if (kind, bits) == ("float", 4):
+        size = weights.get("group_size")
+        groups = f" in groups of {size}{_FLOAT4_NAMES.get(size, '')}" if isinstance(size, int) else ""
+        raise unsupported(
+            f"{group.where} has 4-bit floats{groups}, supported: FP8 and INT8, and INT4 in groups or per channel"
+        )
     if bits != 8:
         raise weights.error("num_bits", "8, or 4 for integers")
     if not weights.flag("symmetric", True):
         raise weights.error("symmetric", "true")
     packed = kind == "int" and layout.get("format") == "pack-quantized"
     if packed and inputs is not None:
-        raise unsupported("quantization_config quantizes the inputs of packed weights, supported is 16 bits for them")
+        raise unsupported("quantization_config quantizes the inputs of packed weights, supported: 16 bits for them")
     if packed or (inputs is None and weights.get("strategy") == "group"):
         return _weights_only(kind, packed, layout, weights)
     layout.expect("format", ("float-quantized", "int-quantized", "naive-quantized"))
@@ -243,7 +251,7 @@ def _packed(layout: Fields, weights: Fields, inputs: Fields | None) -> Int4Schem
     """Read int4 weights of compressed-tensors."""
     layout.expect("format", ("pack-quantized",))
     if inputs is not None:
-        raise unsupported("quantization_config quantizes the inputs of four-bit weights, supported is 16 bits for them")
+        raise unsupported("quantization_config quantizes the inputs of four-bit weights, supported: 16 bits for them")
     strategy = weights.expect("strategy", ("group", "channel"))
     ordered = weights.get("actorder") not in (None, False, "weight", "static")
     group = _group(weights.number("group_size")) if strategy == "group" else None
@@ -285,5 +293,5 @@ def _group(size: int) -> int | None:
     if size == -1:
         return None
     if size not in (32, 64, 128):
-        raise unsupported(f"quantization_config groups {size} inputs, supported is 32, 64, 128 or -1")
+        raise unsupported(f"quantization_config groups {size} inputs, supported: 32, 64, 128 or -1")
     return size

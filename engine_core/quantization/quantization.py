@@ -154,7 +154,7 @@ def check_schemes(layers: Iterable[tuple[str, str]], supported: Collection[str])
     for name, algorithm in layers:
         if algorithm not in supported:
             known = " or ".join(f'"{each}"' for each in supported)
-            raise unsupported(f'quantization_config gives {name} the algorithm "{algorithm}", supported is {known}')
+            raise unsupported(f'quantization_config gives {name} the algorithm "{algorithm}", supported: {known}')
 
 
 def stored_names(scheme: Scheme) -> set[str]:
