@@ -43,18 +43,25 @@ def count_forced(one: LocalMatcher) -> list[int]:
     return counts
 
 
-def follow_both(one: LocalMatcher, alone: LLMatcher, token: int) -> None:
-    """Compare what follows a token with a matcher alone."""
+def follow_both(one: LocalMatcher, alone: LLMatcher, token: int, nearly_full: bool = False) -> None:
+    """Compare what follows a token with a matcher alone.
+
+    nearly_full: the tables are small; just before they are full, llguidance computes only the start of a forced run.
+    """
     forced, accepted = one.follow(token), alone.consume_token(token)
     assert one.accepted == accepted
     goes_on = accepted and not alone.is_stopped()
-    assert forced == (alone.compute_ff_tokens() if goes_on else None)
-    check_equal(one, alone)
+    expected = alone.compute_ff_tokens() if goes_on else None
+    if nearly_full and forced and expected:
+        expected = expected[: len(forced)]
+    assert forced == expected
+    check_equal(one, alone, nearly_full)
 
 
-def check_equal(one: LocalMatcher, alone: LLMatcher) -> None:
+def check_equal(one: LocalMatcher, alone: LLMatcher, nearly_full: bool = False) -> None:
     assert (one.is_stopped(), bool(one.get_error())) == (alone.is_stopped(), alone.is_error())
-    assert one.compute_ff_tokens() == alone.compute_ff_tokens()
+    found, expected = one.compute_ff_tokens(), alone.compute_ff_tokens()
+    assert found == (expected[: len(found)] if nearly_full and found else expected)
 
 
 @pytest.mark.parametrize("name", list(WALKED))
@@ -228,10 +235,10 @@ def test_full_tables_of_a_real_grammar_are_renewed(grammars: Grammars, monkeypat
         one, alone = LocalMatcher(compiled), LLMatcher(tokenizer, text, log_level=0)
         for name in names:
             while forced := alone.compute_ff_tokens():
-                follow_both(one, alone, forced[0])
+                follow_both(one, alone, forced[0], nearly_full=True)
                 num_forced += 1
             for token in tokenizer.tokenize_str(f"word number {sequence} of {name}, " * 20 + '"'):
                 one.write_mask(mask.ctypes.data, mask.nbytes)
-                follow_both(one, alone, token)
+                follow_both(one, alone, token, nearly_full=True)
         seen[id(compiled.first)] = compiled.first
     assert len(seen) > 1 and num_forced > 100
