@@ -338,9 +338,9 @@ def _check_switches(options: EngineOptions) -> None:
          "a batch's sequences cannot wait for each other's pages; use --prefix-cache off"),
         (options.page_size == "max" and cached, "--page-size max", "--prefix-cache on",
          "sequences share whole pages, and this page is a whole sequence's; use --prefix-cache off"),
-        (uncached and bool(options.max_sessions), _uncached(options), f"--max-sessions {options.max_sessions}",
+        (uncached and bool(options.max_sessions), uncached_by(options), f"--max-sessions {options.max_sessions}",
          "sessions keep their KV in the prefix cache; use --max-sessions 0"),
-        (uncached and bool(ttl), _uncached(options), ttl,
+        (uncached and bool(ttl), uncached_by(options), ttl,
          "sessions keep their KV in the prefix cache; leave --session-ttl out"),
         (options.max_sessions == 0 and bool(ttl), "--max-sessions 0", ttl,
          "no session would be kept; leave one of them out"),
@@ -361,18 +361,14 @@ def _check_recurrent(options: EngineOptions, model: ModelShape) -> None:
     if not model.row_bytes:
         return
     ttl = "" if options.session_ttl is None else f"--session-ttl {options.session_ttl:g}"
+    sessions = "sessions need the prefix cache, which models with recurrent layers do not have"
     given = (
-        (options.prefix_cache == "on", "--prefix-cache on"),
-        (bool(options.max_sessions), f"--max-sessions {options.max_sessions}"),
-        (bool(ttl), ttl),
+        (options.prefix_cache == "on", "--prefix-cache on", "models with recurrent layers have no prefix cache"),
+        (bool(options.max_sessions), f"--max-sessions {options.max_sessions}", sessions),
+        (bool(ttl), ttl, sessions),
     )
-    if asked := [flag for is_given, flag in given if is_given]:
-        raise ConfigError(
-            *(
-                f"{flag}: {model.name} has recurrent layers, whose prefixes are not cached; leave it out"
-                for flag in asked
-            )
-        )
+    if found := [f"{flag}: {why}; leave out {flag.partition(' ')[0]}" for is_given, flag, why in given if is_given]:
+        raise ConfigError(*found)
 
 
 def _check_graphs(options: EngineOptions, cpu: bool) -> None:
@@ -430,7 +426,7 @@ def _prefix_cache(options: EngineOptions) -> bool:
     return options.prefix_cache == "on"
 
 
-def _uncached(options: EngineOptions) -> str:
+def uncached_by(options: EngineOptions) -> str:
     """Name the switch that turns the prefix cache off."""
     if options.prefix_cache == "off":
         return "--prefix-cache off"

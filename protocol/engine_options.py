@@ -228,7 +228,8 @@ class EngineOptions(Struct, frozen=True):
     prefix_cache: Annotated[
         Switch | None,
         EngineFlag(
-            "share the KV of equal prompt prefixes (default: on, unless --page-size is max or --batching is static)",
+            "share the KV of equal prompt prefixes (default: on; off for models with recurrent layers, with --page-size"
+            " max or --batching static)",
             is_everyday=True,
         ),
     ] = None
@@ -254,7 +255,8 @@ class EngineOptions(Struct, frozen=True):
     kv_tokens: Annotated[
         int | None,
         EngineFlag(
-            "number of positions in the KV pool, for sequences of any length (default: as many as the memory allows)",
+            "number of positions in the KV pool, for sequences of any length; with windows, long sequences have room"
+            " for more (default: as many as the memory allows)",
             parse_count,
             bounds=(1, math.inf),
         ),

@@ -61,6 +61,7 @@ L5_NAMES = (
             "step_timing",
             "warmup",
             "start_log",
+            "pool_text",
             "heap",
             "loading_progress",
             "preflight",

@@ -193,7 +193,7 @@ def _formats(config: EngineConfig, source: ModelSource) -> str:
     if source.model.quantization is not None:
         names.append(f"weights in {source.model.quantization}")
         if config.device == "cpu":
-            logger.warning("quantized weights are slow on a CPU, where each product dequantizes them")
+            logger.warning("quantized weights are slow on a CPU: each matmul dequantizes them")
     if source.layout.dtype != source.dtype:
         names.append(f"keys and values in {source.layout.dtype_name}")
     return ", ".join(names)

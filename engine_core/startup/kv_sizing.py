@@ -85,6 +85,16 @@ def size_pool(config: StepConfig, memory: Memory, token_bytes: int) -> EngineCon
     return sized
 
 
+def short_pool(config: EngineConfig, page_bytes: int) -> str:
+    """Return a warning about a pool that holds less than the longest sequence, empty if it holds one."""
+    if config.kv_tokens >= config.max_len:
+        return ""
+    return (
+        f"the KV pool holds {config.kv_tokens} tokens, less than one sequence of {config.max_len}; lower --max-len or "
+        f"{_remedy(config, _least_bytes(config, config.max_len, page_bytes))}"
+    )
+
+
 def _least_bytes(config: StepConfig, positions: int, page_bytes: int) -> int:
     """Return the bytes of a pool for one sequence of this many positions."""
     return (held_pages(config.held_windows, positions, config.page_size) + 1) * page_bytes

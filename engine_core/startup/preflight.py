@@ -14,7 +14,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from tandem.engine_core.config import EngineConfig
+from tandem.engine_core.config import EngineConfig, uncached_by
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.gpu_traits import GpuTraits
 from tandem.engine_core.layers.linear_choice import torch_build_context
@@ -24,10 +24,11 @@ from tandem.engine_core.loader.slots import FLOAT_DTYPES
 from tandem.engine_core.models.config_fields import ConfigSource
 from tandem.engine_core.models.registry import build_model, open_checkpoint, resolve_source
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
+from tandem.engine_core.startup import pool_text
 from tandem.engine_core.startup.device import check_gpu, check_installed
 from tandem.engine_core.startup.device_memory import state_bytes, weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
-from tandem.engine_core.startup.kv_sizing import GIB, Memory, size_pool
+from tandem.engine_core.startup.kv_sizing import GIB, Memory, short_pool, size_pool
 from tandem.engine_core.startup.runtime import ModelSource
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
 from tandem.protocol.preflight import PreflightReport, Section
@@ -96,7 +97,7 @@ def _weights_line(resolved: ResolvedEngine, weights: int) -> str:
     size, scheme, dtype = f"{weights / GIB:.2f} GiB", resolved.source.model.quantization, resolved.config.dtype
     if scheme is None:
         return f"{size} in {dtype}"
-    slow = "; slow on a CPU, where each product dequantizes them" if resolved.config.device == "cpu" else ""
+    slow = "; slow on a CPU: each matmul dequantizes them" if resolved.config.device == "cpu" else ""
     return f"{size}, linear layers in {scheme}, the rest in {dtype}{slow}"
 
 
@@ -177,11 +178,13 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
 
     seen = "torch sees a CUDA device" if device == "cuda" else "torch sees no CUDA device"
     kept = f"auto on {device}; the checkpoint is {resolved.source.model.dtype or 'float32'}"
-    size = f"{pool.kv_tokens} tokens, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
+    size = f"{pool_text.capacity_text(pool)}, {pool.pages * layout.page_bytes / GIB:.2f} GiB"
     if len(layout.groups) > 1:
-        size += f" in pages of {layout.page_shape[0]} layers, {len(layout.groups)} KV groups"
+        size += f" in pages of {layout.page_shape[0]} layers"
     if layout.dtype != resolved.source.dtype:
         size += f" of {layout.dtype_name}"
+    if windows := pool_text.windows_text(pool, resolved.source.model, layout):
+        size += f", {windows}"
     sized = next(
         (flag for flag, value in (("--kv-tokens", options.kv_tokens), ("--kv-memory", options.kv_memory)) if value), ""
     )
@@ -189,7 +192,8 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
     usual_rows = "by the memory beside the weights" if device == "cuda" else f"default on {device}"
     usual = share if device == "cuda" else f"a share of {memory.free / GIB:.2f} GiB free after weights"
     state = state_bytes(config, resolved.source)
-    return {
+    uncached = "recurrent layers" if resolved.source.model.recurrent_layers else uncached_by(options)
+    choices = {
         "device": f"{device} ({chosen('--device', options.device, seen)})",
         "dtype": f"{config.dtype} ({chosen('--dtype', options.dtype, kept)})",
         "rows": f"{config.max_rows} ({chosen('--max-rows', options.max_rows, usual_rows)})",
@@ -198,8 +202,13 @@ def _choices(options: EngineOptions, resolved: ResolvedEngine, pool: EngineConfi
         f"({chosen('--max-step-tokens', options.max_step_tokens, f'default on {device}')})",
         "KV cache": f"{'at most ' if device == 'cuda' and not sized else ''}{size} "
         f"({f'given as {sized}' if sized else usual})",
-        "prefix cache": "on" if config.prefix_cache else "off",
-    } | ({"live state": f"{state / GIB:.2f} GiB of recurrent layers, for {config.max_rows} rows"} if state else {})
+        "prefix cache": "on" if config.prefix_cache else f"off ({uncached})",
+    }
+    if shortage := short_pool(pool, layout.page_bytes):
+        choices["warning"] = shortage
+    if state:
+        choices["recurrent state"] = f"{pool_text.size_text(state)} for {config.max_rows} rows"
+    return choices
 
 
 def main() -> None:

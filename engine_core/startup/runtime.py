@@ -20,7 +20,6 @@ from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.loader.weights import fill_with_noise, load_weights
 from tandem.engine_core.model_config import ModelConfig
 from tandem.engine_core.models.registry import Model, build_model, open_checkpoint
-from tandem.engine_core.page_counts import held_pages
 from tandem.engine_core.runtime.device import StepClock
 from tandem.engine_core.runtime.graphs import StepGraphs
 from tandem.engine_core.runtime.masks import MaskFiller
@@ -31,7 +30,7 @@ from tandem.engine_core.runtime.staging import capacity
 from tandem.engine_core.runtime.tables import DeviceTables
 from tandem.engine_core.sampling.sampler import Sampler
 from tandem.engine_core.sampling.scorer import TokenScorer
-from tandem.engine_core.startup import kv_sizing
+from tandem.engine_core.startup import kv_sizing, pool_text
 from tandem.engine_core.startup.device import DeviceParts
 from tandem.engine_core.startup.kv_calibration import calibrate_kv_scales
 from tandem.engine_core.startup.kv_sizing import Memory
@@ -252,8 +251,8 @@ def _new_builder(
     recurrent = allocate_states(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
     if recurrent:
         size = (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
-        logger.info("live state of recurrent layers: %.2f GiB for %d rows", size / kv_sizing.GIB, config.max_rows)
-        log.mark("live state")
+        logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
+        log.mark("recurrent state")
     return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, recurrent, speculator)
 
 
@@ -286,20 +285,13 @@ def _log_memory(config: EngineConfig, memory: Memory, source: ModelSource) -> No
             gib(pool),
         )
     logger.info(
-        "KV pool: %.2f GiB, %d pages, %d tokens of %d bytes in %s",
+        "KV pool: %.2f GiB in %s, %s: %s",
         gib(pool),
-        config.pages,
-        config.kv_tokens,
-        layout.token_bytes,
         layout.dtype_name,
+        pool_text.pages_text(config, layout),
+        pool_text.capacity_text(config),
     )
-    if layout.groups[-1].window is not None:
-        held = held_pages(config.held_windows, config.max_len, config.page_size)
-        logger.info(
-            "KV groups: %d of at most %d layers, %d of them with a window; %d pages for a sequence of %d tokens",
-            len(layout.groups),
-            layout.page_shape[0],
-            sum(group.window is not None for group in layout.groups),
-            held,
-            config.max_len,
-        )
+    if windows := pool_text.windows_text(config, source.model, layout):
+        logger.info("%s; %s", windows, pool_text.sequence_text(config))
+    if shortage := kv_sizing.short_pool(config, layout.page_bytes):
+        logger.warning("%s", shortage)

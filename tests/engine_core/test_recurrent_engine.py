@@ -1,5 +1,6 @@
 """Engines with a hybrid model generate transformers' tokens, whichever rows, chunks and steps compute them."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ def test_the_preflight_check_prints_the_state(checkpoint: tuple[Path, list[list[
     asked = EngineOptions(model=str(checkpoint[0]), device="cpu", max_rows=7)
     found = preflight(asked, [], lambda: 2**34, lambda: 2**34)
     assert found.problems == []
-    assert found.choices["live state"].endswith("GiB of recurrent layers, for 7 rows")
+    assert re.fullmatch(r"[1-9]\d*\.\d MiB for 7 rows|0\.[1-9] MiB for 7 rows", found.choices["recurrent state"])
+    assert found.choices["prefix cache"] == "off (recurrent layers)"
     short = preflight(structs.replace(asked, max_rows=16_384), [], lambda: 2**26, lambda: 2**26)
     assert (short.shortage and "lower --max-rows" in short.shortage) or "lower --max-rows" in str(short.problems)
 

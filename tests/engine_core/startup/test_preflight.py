@@ -1,6 +1,7 @@
 """The preflight report of an engine agrees with its start, or names the problems."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_formats_of_weights_keys_and_values_are_named(folder: Path) -> None:
     )
     assert plain.model["weights"].endswith("GiB in float32")
     assert quantized.model["weights"].endswith(
-        "GiB, linear layers in fp8, the rest in float32; slow on a CPU, where each product dequantizes them"
+        "GiB, linear layers in fp8, the rest in float32; slow on a CPU: each matmul dequantizes them"
     )
     assert "GiB of float8_e4m3fn (" in quantized.choices["KV cache"]
     assert "float8" not in plain.choices["KV cache"]
@@ -236,6 +237,43 @@ def test_a_model_with_windows_has_pages_of_several_groups(tmp_path: Path) -> Non
         options = EngineOptions(model=str(tmp_path), device="cpu", kv_tokens=32_768, **flags)
         return preflight(options, [], lambda: 8 << 30, lambda: 8 << 30).choices["KV cache"]
 
-    assert "in pages of 2 layers, 6 KV groups" in cache()
+    # A window of 1024 takes 67 pages of 16 positions: a sequence of 32768 tokens takes 2048 + 5 * 67.
+    held = (32_768 // 16) * 6 // (2048 + 5 * 67) * 32_768
+    assert held > 32_768
+    assert re.match(r"32768 tokens in sequences of any length, \d+ in sequences of 32768, ", cache())
+    assert int(cache().split(", ")[1].split()[0]) >= held
+    assert "in pages of 2 layers, 6 KV groups: 1 over all positions, 5 with a window of 1024 (" in cache()
     assert "groups" not in cache(page_size="max")
+    assert "windows are not used (--page-size max)" in cache(page_size="max")
     assert "groups" not in cache(max_len=1024)
+    assert "window" not in cache(max_len=1024, page_size="max")
+
+
+def test_the_window_of_all_layers_is_named(folder: Path) -> None:
+    write_config(folder, architectures=["MistralForCausalLM"], sliding_window=8)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert f", window of 8 in all {layers} layers (" in preflight_of(folder, device="cpu").choices["KV cache"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({}, "on"),
+        ({"prefix_cache": "off"}, "off (--prefix-cache off)"),
+        ({"page_size": "max"}, "off (--page-size max)"),
+        ({"batching": "static"}, "off (--batching static)"),
+    ],
+)
+def test_the_reason_for_no_prefix_cache_is_named(flags: dict[str, Any], found: str, folder: Path) -> None:
+    assert preflight_of(folder, device="cpu", **flags).choices["prefix cache"] == found
+
+
+def test_a_pool_below_one_sequence_is_a_warning_with_the_size_to_ask_for(folder: Path) -> None:
+    write_config(folder, max_position_embeddings=4096)
+    warned = preflight_of(folder, device="cpu", kv_memory=2**16)
+    assert warned.problems == []
+    tokens = int(warned.choices["KV cache"].split()[0])
+    assert f"holds {tokens} tokens, less than one sequence of 4096;" in warned.choices["warning"]
+    needed = int(warned.choices["warning"].split("--kv-memory to ")[1].split()[0])
+    assert "warning" not in preflight_of(folder, device="cpu", kv_memory=needed).choices
+    assert "warning" in preflight_of(folder, device="cpu", kv_memory=needed - 1).choices
