@@ -91,7 +91,7 @@ WRONG = [
     (["engine", "--mem-fraction-static=0.9"], "--mem-fraction-static is --gpu-memory here (a share such as 0.9"),
     (["serve", "--cuda-graph-max-bs", "64"], "--cuda-graph-max-bs is --graph-rows here (a list"),
     (["serve", "--task", "embed"], "--task: models generate text; embeddings and scores are not supported"),
-    (["engine", "--enable_expert_parallel"], "--enable_expert_parallel: mixtures of experts are not supported"),
+    (["engine", "--enable_expert_parallel"], "--enable_expert_parallel: one GPU per engine"),
     (["serve", "--schedule-policy", "lpm"], "--schedule-policy is --policy here"),
     (["serve", "--uvicorn-log-level", "info"], "--uvicorn-log-level is --log-level here (of all messages"),
     (["serve", "--allowed-origins", '["*"]'], "--allowed-origins is --cors-origin here (one origin"),
