@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_EXPERTS = re.compile(r"moe|deepseekv[23]|gptoss|dbrx|jamba|llama4|arctic|minimax|qwen3next|grok", re.IGNORECASE)
-_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MULTIMODAL = re.compile(
     r"llava|vision|vl(for|chat|moe|_|$)|\dvfor|mmfor|omni|paligemma|idefics|mllama|pixtral|audio", re.IGNORECASE
 )
@@ -24,8 +22,6 @@ def describe(architecture: str, fields: Mapping[str, Any]) -> str:
     found = []
     if any(everywhere.get(name) for name in _MULTIMODAL_FIELDS) or _MULTIMODAL.search(architecture):
         found.append("multimodal")
-    if any((everywhere.get(name) or 0) > 1 for name in _EXPERT_FIELDS) or _EXPERTS.search(architecture):
-        found.append("a mixture of experts (MoE)")
     if everywhere.get("is_encoder_decoder"):
         found.append("an encoder and decoder")
     elif not found and _CLASSIFIER.search(architecture):
