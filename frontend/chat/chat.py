@@ -1,6 +1,7 @@
 """Convert a conversation to an admitted request and the settings for parsing its outputs."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -16,7 +17,7 @@ from tandem.frontend.chat.template_probes import TemplateFacts, probe_template
 from tandem.frontend.chat.template_process import TemplateProcess
 from tandem.frontend.chat.template_sandbox import TOOK_TOO_LONG, RenderError
 from tandem.frontend.chat.template_traits import TemplateTraits, probe_traits
-from tandem.frontend.chat.tool_formats import ToolFormat, tool_format
+from tandem.frontend.chat.tool_formats import FORMATS, MODEL_FORMATS, ToolFormat, tool_format_name
 from tandem.frontend.generation.admission import Admission, Admitted
 from tandem.frontend.generation.output_tags import NO_TAGS, OutputTags, TagToken
 from tandem.frontend.generation.stage import Stage
@@ -29,6 +30,8 @@ from tandem.frontend.request.tools import ToolUse
 from tandem.frontend.special_tokens import SpecialTokenGuard
 from tandem.frontend.workers import Workers
 from tandem.protocol.events import Ready
+
+logger = logging.getLogger(__name__)
 
 MAX_INLINE_MESSAGES, MAX_INLINE_CHARS = 256, 32 * 1024
 """Largest conversation that is encoded on the event loop's thread, in messages and characters."""
@@ -51,7 +54,7 @@ class Parsers(Struct, frozen=True):
 
     def tool_format(self, facts: TemplateFacts) -> ToolFormat:
         """Return the tool call format of a model, given the facts of its template."""
-        return tool_format(self.tools, self.model_types, self._texts, facts.call_format)
+        return FORMATS[self._tool_format_name(facts)]
 
     def think_tags(self, facts: TemplateFacts) -> ThinkTags | None:
         """Return the reasoning tags of a model, given the facts of its template; None if it does not reason.
@@ -63,9 +66,30 @@ class Parsers(Struct, frozen=True):
         known = (tags for tags in REASONING_TAGS.values() if self._texts.issuperset(tags.texts))
         return facts.think_tags or next(known, None)
 
+    def summary(self, facts: TemplateFacts) -> str:
+        """Return the names of the chosen parsers and where they come from, for the log."""
+        tags = self.think_tags(facts)
+        by_type = "model type" if any(kind in MODEL_FORMATS for kind in self.model_types) else "default"
+        tools = _origin(self.tools, "--tool-parser", facts.call_format, by_type)
+        shown = "none"
+        if tags is not None:
+            name = next(name for name, known in REASONING_TAGS.items() if known == tags)
+            shown = f"{name} ({_origin(self.reasoning, '--reasoning-parser', facts.think_tags, 'vocabulary')})"
+        return f"tool calls: {self._tool_format_name(facts)} ({tools}); reasoning: {shown}"
+
+    def _tool_format_name(self, facts: TemplateFacts) -> str:
+        return tool_format_name(self.tools, self.model_types, self._texts, facts.call_format)
+
     @property
     def _texts(self) -> set[str]:
         return {token.text for token in self.tokens.values()}
+
+
+def _origin(option: str, flag: str, in_template: object, otherwise: str) -> str:
+    """Return what decided on a parser: a flag, the chat template, or `otherwise`."""
+    if option != "auto":
+        return flag
+    return "chat template" if in_template is not None else otherwise
 
 
 class _Probed(Struct, frozen=True):
@@ -223,6 +247,7 @@ class Chat:
             return await render(messages, {"tools": tools or None, "add_generation_prompt": True}, name)
 
         facts = await probe_template(render)
+        logger.info("%s", self._parsers.summary(facts))
         traits = {
             name: await probe_traits(partial(render_probe, name), needs_tools=name == "tool_use")
             for name in template.source.texts

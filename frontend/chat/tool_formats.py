@@ -65,8 +65,8 @@ MODEL_FORMATS = {
 """Format name by `model_type` of the checkpoint; the default is "json"."""
 
 
-def tool_format(name: str, model_types: Sequence[str], tags: Set[str], written: str | None = None) -> ToolFormat:
-    """Return the format `name`.
+def tool_format_name(name: str, model_types: Sequence[str], tags: Set[str], written: str | None = None) -> str:
+    """Return the key in FORMATS of the format `name`.
 
     "auto" selects `written`, the format that the chat template writes, or else the format of the first known model
     type. "mistral" selects the variant that the template writes, or else the one for which the vocabulary has tokens;
@@ -76,5 +76,5 @@ def tool_format(name: str, model_types: Sequence[str], tags: Set[str], written: 
         types = [MODEL_FORMATS[kind] for kind in model_types if kind in MODEL_FORMATS]
         name = written or (types[0] if types else "json")
     if name == "mistral" and (written is None or not written.startswith(name)) and ARGUMENTS_TAG in tags:
-        return FORMATS["mistral_v11" if ID_TAG in tags else "mistral_v13"]
-    return FORMATS[written if written is not None and written.startswith(name) else name]
+        return "mistral_v11" if ID_TAG in tags else "mistral_v13"
+    return written if written is not None and written.startswith(name) else name
