@@ -111,7 +111,10 @@ def _stats_metrics(stats: EngineStats) -> Iterator[MetricFamily]:
     There is one for each metric declared in `EngineStats`, and some derived from several fields: usage and size of the
     KV cache.
     """
-    text = "1; the labels are the tokens of a KV page and the number of pages."
+    text = (
+        "1; the labels are the tokens of a KV page and the number of pages, over all KV groups. For models with "
+        "windows their product is not the capacity in tokens, which the log and --check state."
+    )
     size = GaugeMetricFamily("tandem_cache_config_info", text, labels=["block_size", "num_gpu_blocks"])
     if stats.pages_total:
         size.add_metric([str(stats.page_size), str(stats.pages_total)], 1.0)

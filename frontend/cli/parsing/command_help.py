@@ -78,10 +78,10 @@ COMMANDS = {
         "show the scheduler state of a running server",
         "Print the scheduler state of a running server: a summary, the running and waiting sequences, and the "
         "sessions. PROMPT, OUTPUT and COMPUTED count tokens; CACHED counts the prompt tokens whose KV was found in the "
-        "cache. PAGES counts a sequence's KV pages; SHARED those of them that are in the prefix cache, where other "
-        "sequences find them. REQUEST is a number that each frontend counts from 1, HTTP REQUEST the "
-        "`x-request-id`. AGE is the time since a request arrived, WAIT the time since it last joined the queue. KEPT "
-        "counts the pages that a session keeps from earlier turns; IDLE is the time since its last turn.",
+        "cache. PAGES counts a sequence's KV pages in all KV groups; SHARED those of them that are in the prefix "
+        "cache, where other sequences find them. REQUEST is a number that each frontend counts from 1, HTTP REQUEST "
+        "the `x-request-id`. AGE is the time since a request arrived, WAIT the time since it last joined the queue. "
+        "KEPT counts the pages that a session keeps from earlier turns; IDLE is the time since its last turn.",
         "[FLAGS]",
         ("tandem inspect", "tandem inspect --watch 1"),
     ),
