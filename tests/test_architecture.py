@@ -62,6 +62,7 @@ L5_NAMES = (
             "warmup",
             "start_log",
             "pool_text",
+            "weight_formats",
             "heap",
             "loading_progress",
             "preflight",

@@ -172,7 +172,8 @@ def build_model(
     model = FAMILIES[config.family or config.architecture].build(config, max_positions or config.max_positions, context)
     if context.quantization is not None:
         _log_names(
-            "%d linear layers that quantization_config does not exclude are stored in 16 bits, and served so: %s",
+            "%d linear layers are stored in 16 bits although quantization_config does not exclude them; they are "
+            "served in 16 bits: %s",
             context.quantization.stored_plain,
         )
         _log_names("%d scales of weights in 16 bits are not read: %s", context.quantization.stray)

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from tandem.engine_core.config import GPU_SHARE, StepConfig
 from tandem.engine_core.loader.header import TORCH_DTYPES, StoredTensor
-from tandem.engine_core.loader.slots import FLOAT_DTYPES
+from tandem.engine_core.loader.slots import FLOAT_DTYPES, Loadable
 from tandem.engine_core.models.registry import open_checkpoint
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.device import Device
@@ -46,6 +46,13 @@ def weight_bytes(source: ModelSource) -> int:
     """
     tensors = open_checkpoint(source.directory, source.model).tensors.values()
     return sum(math.prod(tensor.shape) * _itemsize(tensor, source) for tensor in tensors)
+
+
+def model_bytes(model: Loadable) -> int:
+    """Return the bytes of all parameters of a model; its tensors may be on the meta device, without memory."""
+    # Parameters may be views of one tensor.
+    storages = [slot.parameter.untyped_storage() for slot in model.weight_slots()]
+    return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _itemsize(tensor: StoredTensor, source: ModelSource) -> int:

@@ -26,10 +26,11 @@ from tandem.engine_core.models.registry import build_model, open_checkpoint, res
 from tandem.engine_core.runtime.device import CpuDevice, read_gpu_traits
 from tandem.engine_core.startup import pool_text
 from tandem.engine_core.startup.device import check_gpu, check_installed
-from tandem.engine_core.startup.device_memory import state_bytes, weight_bytes
+from tandem.engine_core.startup.device_memory import model_bytes, state_bytes, weight_bytes
 from tandem.engine_core.startup.engine import DEFAULT_MODEL, ResolvedEngine, resolve_engine
 from tandem.engine_core.startup.kv_sizing import GIB, Memory, short_pool, size_pool
 from tandem.engine_core.startup.runtime import ModelSource
+from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
 from tandem.protocol.engine_options import EngineOptions, add_engine_arguments, engine_options
 from tandem.protocol.preflight import PreflightReport, Section
 
@@ -75,9 +76,11 @@ def preflight(
             check_installed()
             check_gpu(gpus[0].traits)
         is_dummy = options.load_format == "dummy"
-        _check_weights(resolved.source, are_here=stored_bytes is None and not is_dummy)
-        weights = 0 if is_dummy else _weight_bytes(resolved, stored_bytes)
-        model["weights"] = _weights_line(resolved, weights)
+        formats, dummy_bytes = _check_weights(resolved.source, are_here=stored_bytes is None and not is_dummy)
+        weights = dummy_bytes if is_dummy else _weight_bytes(resolved, stored_bytes)
+        model["weights"] = _weights_line(resolved, weights, formats)
+        if formats.note:
+            model["16-bit layers"] = formats.note
         is_cpu = resolved.config.device == "cpu"
         free, total = (cpu_free(), cpu_total()) if is_cpu else (gpus[0].free, gpus[0].total)
         try:
@@ -93,12 +96,16 @@ def preflight(
     return PreflightReport(lines, model, _choices(options, resolved, pool, memory))
 
 
-def _weights_line(resolved: ResolvedEngine, weights: int) -> str:
-    size, scheme, dtype = f"{weights / GIB:.2f} GiB", resolved.source.model.quantization, resolved.config.dtype
-    if scheme is None:
+def _weights_line(resolved: ResolvedEngine, weights: int, formats: WeightFormats) -> str:
+    size, dtype = f"{weights / GIB:.2f} GiB", resolved.config.dtype
+    quantization = resolved.source.model.quantization
+    if quantization is None:
         return f"{size} in {dtype}"
+    named = formats.text or f"linear layers in {quantization}"
+    if formats.text and not formats.num_quantized:
+        return f"{size} in {dtype}, {named}"
     slow = "; slow on a CPU: each matmul dequantizes them" if resolved.config.device == "cpu" else ""
-    return f"{size}, linear layers in {scheme}, the rest in {dtype}{slow}"
+    return f"{size}, {named}, the rest in {dtype}{slow}"
 
 
 def _gpu_line(gpu: Gpu) -> str:
@@ -108,17 +115,21 @@ def _gpu_line(gpu: Gpu) -> str:
     return f"{traits.name}, compute capability {capability}, {traits.multiprocessors} multiprocessors, {memory}"
 
 
-def _check_weights(source: ModelSource, are_here: bool) -> None:
-    """Raise ConfigError if the model cannot be built, or the tensors of its checkpoint do not fit it.
+def _check_weights(source: ModelSource, are_here: bool) -> tuple[WeightFormats, int]:
+    """Return the formats of the linear layers, and the bytes of the model.
 
     are_here: False for weights that are not downloaded, of which at most the names are known, from their index. Of
     others only headers are read, but for weights that may be tied, which are compared.
+
+    Raises ConfigError if the model cannot be built, or the tensors of its checkpoint do not fit it.
     """
     context = torch_build_context(torch.device("meta"), source.dtype, source.model.quantization)
     checkpoint = open_checkpoint(source.directory, source.model) if are_here else None
     model = build_model(source.model, context, checkpoint=checkpoint)
     if checkpoint is not None:
         check_fit(checkpoint, model.weight_slots())
+    formats = WeightFormats() if checkpoint is None else weight_formats(checkpoint, source.model.quantization)
+    return formats, model_bytes(model)
 
 
 def _weight_bytes(resolved: ResolvedEngine, stored_bytes: int | None) -> int:

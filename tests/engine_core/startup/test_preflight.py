@@ -23,7 +23,14 @@ from tests.fakes.gpus import L4, T4
 from tests.fakes.mailbox import FakeMailbox
 from tests.support import parity
 from tests.support.model_folder import write_config, write_model
-from tests.support.quantized_checkpoint import LAYOUTS, gptq, packed_tensors, quantize_checkpoint, set_quantization
+from tests.support.quantized_checkpoint import (
+    LAYOUTS,
+    gptq,
+    packed_tensors,
+    quantize_checkpoint,
+    quantize_layers,
+    set_quantization,
+)
 
 
 @pytest.fixture
@@ -277,3 +284,46 @@ def test_a_pool_below_one_sequence_is_a_warning_with_the_size_to_ask_for(folder:
     needed = int(warned.choices["warning"].split("--kv-memory to ")[1].split()[0])
     assert "warning" not in preflight_of(folder, device="cpu", kv_memory=needed).choices
     assert "warning" in preflight_of(folder, device="cpu", kv_memory=needed - 1).choices
+
+
+def test_dummy_weights_have_the_bytes_of_the_config_s_shapes(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors").values()
+    size = 4 * sum(tensor.numel() for tensor in stored)
+    (folder / "model.safetensors").unlink()
+    enough = preflight_of(folder, device="cpu", load_format="dummy", free=size + (1 << 20), max_len=32)
+    assert (enough.problems, enough.shortage) == ([], "")
+    short = preflight_of(folder, device="cpu", load_format="dummy", free=size - 1, max_len=32)
+    assert "the weights take" in short.problems[0]
+    assert short.choices == {}
+
+
+def test_the_layers_of_a_mixed_checkpoint_are_counted_by_format(tmp_path: Path) -> None:
+    """Each of two layers has seven linear layers."""
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    layout = LAYOUTS["fp8_block"]
+    quantize_layers(tmp_path, lambda name: layout if name.endswith(("q_proj", "k_proj", "v_proj")) else None,
+                    layout.config | {"modules_to_not_convert": ["o_proj"]})  # fmt: skip
+    num_layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    total, plain = 7 * num_layers, 4 * num_layers
+    model = preflight_of(tmp_path, device="cpu").model
+    assert f", {total - plain} of {total} linear layers in fp8" in model["weights"]
+    assert f", {plain} in 16 bits, the rest in float32; slow" in model["weights"]
+    # o_proj is excluded by the config.
+    assert model["16-bit layers"].startswith(f"{3 * num_layers} linear layers are not quantized although")
+    assert "model.layers.0.mlp.down_proj" in model["16-bit layers"] and "o_proj" not in model["16-bit layers"]
+
+
+def test_a_checkpoint_without_quantized_layers_is_not_slow(tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    set_quantization(tmp_path, gptq(True, False).config)
+    model = preflight_of(tmp_path, device="cpu").model
+    num_layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    assert model["weights"].endswith(f" in float32, none of {7 * num_layers} linear layers quantized")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_layers_in_one_format_are_not_counted(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    model = preflight_of(tmp_path, device="cpu").model
+    assert ", linear layers in " in model["weights"] and "16-bit layers" not in model
