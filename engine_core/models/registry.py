@@ -169,7 +169,13 @@ def build_model(
     if checkpoint is not None and context.quantization is not None:
         dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors.values()}
         context = replace(context, quantization=context.quantization.with_stored(dtypes))
-    model = FAMILIES[config.family or config.architecture].build(config, max_positions or config.max_positions, context)
+    family = FAMILIES[config.family or config.architecture]
+    try:
+        model = family.build(config, max_positions or config.max_positions, context)
+    except ConfigError as error:
+        if checkpoint is None:
+            raise
+        raise ConfigError(f"{checkpoint.directory}: {error}") from None
     if context.quantization is not None:
         _log_names(
             "%d linear layers are stored in 16 bits although quantization_config does not exclude them; they are "

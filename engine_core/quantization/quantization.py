@@ -7,6 +7,7 @@ the config decides.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.quantization.fields import unsupported
 from tandem.engine_core.quantization.module_names import ModuleNames, text_model_name
 from tandem.engine_core.quantization.scheme import ONLINE_FP8, EightBitScheme, Scheme
@@ -20,6 +21,8 @@ STRAY = (*_SCALES, "weight_zero_point")
 """Last components of the names of tensors that are not read if the weight is in 16 bits: some tools save those of
 routers."""
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPE_NAMES = {"F8_E4M3": "FP8", "I8": "INT8"}
+"""Usual names of the dtypes of quantized weights that are not packed."""
 
 StoredDtypes = Mapping[str, str | None]
 """Dtype of each tensor of a checkpoint in the words of safetensors, by name in the checkpoint; None: unknown."""
@@ -92,13 +95,20 @@ class Quantization:
         if scheme is None and entry is None and name == HEAD:
             scheme = self.default
         if scheme is None:
-            tensor = next((last for last in (*PACKED, *_SCALES) if last in tensors), "weight")
-            excluded = f'excludes it (entry "{entry}")' if entry else "does not quantize it"
-            raise unsupported(f"the checkpoint has a quantized {name}.{tensor}, but quantization_config {excluded}")
+            excluded = (
+                f'excludes it (entry "{entry}"); remove the entry'
+                if entry
+                else "does not quantize it; correct quantization_config"
+            )
+            raise ConfigError(
+                f"{name} is quantized (it has {_stored_text(tensors)}), but quantization_config {excluded}, or serve "
+                "another quantization of the model"
+            )
         if not stored_names(scheme) & tensors.keys():
-            found, expected = ", ".join(sorted(tensors)), " or ".join(sorted(stored_names(scheme)))
+            expected = " or ".join(sorted(stored_names(scheme)))
             raise unsupported(
-                f"quantization_config gives {name} {scheme}, but the checkpoint has its {found}, not {expected}"
+                f"{name} is {scheme} in quantization_config, but the checkpoint has {_stored_text(tensors)} instead of "
+                f"{expected}"
             )
         return scheme
 
@@ -182,3 +192,13 @@ def _is_quantized(tensors: Mapping[str, str | None], is_expected: bool) -> bool:
     if dtype is not None:
         return dtype not in _PLAIN_DTYPES
     return is_expected and any(name in tensors for name in _SCALES)
+
+
+def _stored_text(tensors: Mapping[str, str | None]) -> str:
+    """Name the weight of a layer with its dtype, and its scales, for errors."""
+    found = []
+    for last in ("weight", *PACKED, *_SCALES):
+        if last in tensors:
+            dtype = tensors[last] if last == "weight" else None
+            found.append(last if dtype is None else f"{last} in {_DTYPE_NAMES.get(dtype, dtype)}")
+    return " and ".join(found)

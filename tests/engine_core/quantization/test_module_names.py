@@ -183,7 +183,7 @@ def test_the_head_is_quantized_if_the_config_or_the_tensors_say_so() -> None:
     assert not is_quantized(read("compressed-tensors", ignore=["lm_head"]), "lm_head")
     stored = {"lm_head.weight": "F8_E4M3", "lm_head.weight_scale_inv": "F32"}
     assert isinstance(read("fp8").with_stored(stored).scheme_for("lm_head"), EightBitScheme)
-    with pytest.raises(ConfigError, match=r"quantized lm_head\.weight_scale_inv"):
+    with pytest.raises(ConfigError, match=r"lm_head .*weight_scale_inv.* \"lm_head\""):
         read("fp8", modules_to_not_convert=["lm_head"]).with_stored(stored).scheme_for("lm_head")
 
 
