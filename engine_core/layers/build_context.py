@@ -1,5 +1,6 @@
 """Context in which a model's layers are built."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -99,13 +100,21 @@ class BuildContext:
         ConfigError if their formats differ, or are not supported.
         """
         schemes = {
-            self.scheme_for(f"{name}.{expert}.{projection}") for expert in range(experts) for projection in projections
+            (expert, projection): self.scheme_for(f"{name}.{expert}.{projection}")
+            for expert in range(experts)
+            for projection in projections
         }
-        if len(schemes) > 1:
-            found = " and ".join(sorted("none" if scheme is None else str(scheme) for scheme in schemes))
-            raise ConfigError(f"the quantization of {name} differs between experts or projections: {found}")
-        (scheme,) = schemes
-        return self.expert_method.build(experts, hidden, width, activation, scheme, self)
+        ((usual, count), *others) = Counter(schemes.values()).most_common()
+        if others:
+            (expert, projection), odd = next(item for item in schemes.items() if item[1] != usual)
+            raise ConfigError(
+                f"{name}: {projection} of expert {expert} is in {odd or '16 bits'}, but {count} of {len(schemes)} "
+                f"projections are in {usual or '16 bits'}; all experts of a layer need one format"
+            )
+        try:
+            return self.expert_method.build(experts, hidden, width, activation, usual, self)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
     def _build(self, scheme: Scheme | None, name: str, outputs: int, inputs: int, bias: bool) -> LinearWeights:
         try:

@@ -171,4 +171,6 @@ def fp8_scheme(scheme: Scheme | None) -> EightBitScheme | None:
     """
     if scheme is None or (isinstance(scheme, EightBitScheme) and scheme.kind == "fp8"):
         return scheme
-    raise ConfigError(f"experts quantized to {scheme} are not supported, only fp8; serve another quantization")
+    raise ConfigError(
+        f"experts in {scheme} are not supported (supported: 16 bits, fp8); serve the FP8 or the unquantized checkpoint"
+    )

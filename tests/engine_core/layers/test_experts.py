@@ -63,12 +63,25 @@ def test_experts_alone_may_be_left_in_16_bits(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path), logits(tmp_path / "plain"), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["int8", "gptq"])
-def test_other_quantizations_of_experts_are_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "scheme"), [("int8", "int8"), ("gptq", "4 bits (gptq)")])
+def test_other_quantizations_of_experts_are_refused(name: str, scheme: str, tmp_path: Path) -> None:
     save_random(tmp_path, {"moe_intermediate_size": 64})
     quantize_checkpoint(tmp_path, LAYOUTS[name])
-    with pytest.raises(ConfigError, match=r"experts quantized to .* are not supported, only fp8"):
+    with pytest.raises(ConfigError) as refused:
         load(tmp_path)
+    words = (str(tmp_path), "model.layers.0.mlp.experts", scheme, "16 bits, fp8")
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_an_expert_in_another_format_than_the_others_is_named(tmp_path: Path) -> None:
+    save_random(tmp_path, {})
+    layout = LAYOUTS["fp8_channel"]
+    odd = "model.layers.1.mlp.experts.3.up_proj"
+    quantize_layers(tmp_path, lambda name: layout if "_proj" in name and name != odd else None, layout.config)
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path)
+    words = (str(tmp_path), "model.layers.1.mlp.experts", "up_proj of expert 3", "16 bits", "fp8")
+    assert all(word in str(refused.value) for word in words)
 
 
 def online(directory: Path) -> Any:
