@@ -6,7 +6,7 @@ from collections.abc import Sequence
 MAX_SHOWN = 200
 """Maximum length of a name in a message."""
 MAX_LISTED = 20
-"""Maximum number of faults in a message."""
+"""Maximum number of faults in a message by default."""
 
 
 def printable(name: str) -> str:
@@ -15,13 +15,13 @@ def printable(name: str) -> str:
     return text if len(name) <= MAX_SHOWN else f"{text}... ({len(name)} characters)"
 
 
-def list_faults(faults: Sequence[str], by_kind: bool = False) -> str:
-    """Return faults as lines, at most MAX_LISTED of them and the number of the rest.
+def list_faults(faults: Sequence[str], by_kind: bool = False, limit: int = MAX_LISTED) -> str:
+    """Return faults as lines, at most `limit` of them and the number of the rest.
 
     by_kind: the first word of a fault is its kind; a truncated list contains faults of each kind and the count per
     kind.
     """
-    if len(faults) <= MAX_LISTED:
+    if len(faults) <= limit:
         return "\n  ".join(faults)
     kinds: Counter[str] = Counter()
     ranked = []
@@ -29,8 +29,8 @@ def list_faults(faults: Sequence[str], by_kind: bool = False) -> str:
         kind = fault.partition(" ")[0] if by_kind else ""
         ranked.append((kinds[kind], index))
         kinds[kind] += 1
-    kept = sorted(index for _, index in sorted(ranked)[:MAX_LISTED])
-    rest = f"and {len(faults) - MAX_LISTED} more"
+    kept = sorted(index for _, index in sorted(ranked)[:limit])
+    rest = f"and {len(faults) - limit} more"
     if by_kind:
         rest += f" (in all {', '.join(f'{count} {kind}' for kind, count in kinds.items())})"
     return "\n  ".join([*(faults[index] for index in kept), rest])

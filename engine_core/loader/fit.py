@@ -6,13 +6,14 @@ No tensor may be missing, left over or of another shape.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
+from math import prod
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.loader.checkpoint import Checkpoint
-from tandem.engine_core.loader.error_text import list_faults, printable
+from tandem.engine_core.loader.error_text import MAX_LISTED, list_faults, printable
 from tandem.engine_core.loader.header import StoredTensor
 from tandem.engine_core.loader.slots import FLOAT_DTYPES, WeightSlot
-from tandem.engine_core.quantization.quantization import STRAY
+from tandem.engine_core.quantization.quantization import PACKED, STRAY
 
 IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq", ".weight_shape", ".input_scale", ".activation_scale",
@@ -21,6 +22,10 @@ IGNORED_SUFFIXES = (
 """Name suffixes of tensors that are not read: values derived from the configuration, activation scales (recomputed
 for each token), and scales of queries and of attention weights, which stay in 16 bits. The rest of the name must be
 that of a module of the model."""
+
+
+MAX_EXAMPLES = 3
+"""Maximum number of faults in a message that says their cause."""
 
 
 class FilledRegions:
@@ -54,11 +59,57 @@ def check_fit(checkpoint: Checkpoint, slots: list[WeightSlot]) -> None:
     """Check that the tensors of a checkpoint fill all slots.
 
     Raises ConfigError that names the tensors which are missing, unexpected, misshaped, of a dtype that is not read, or
-    given twice, and tied tensors that differ. Of many it names twenty. Raises it as well if a file cannot be read.
+    given twice, and tied tensors that differ. Of many it names twenty, or three after their cause if it is known:
+    other bits than those of the config, or no quantization_config. Raises it as well if a file cannot be read.
     """
     if problems := _problems(checkpoint, slots):
-        faults = list_faults(problems, by_kind=True)
-        raise ConfigError(f"{checkpoint.directory} does not fit the model of its config.json:\n  {faults}")
+        cause = _unconfigured(checkpoint, slots) or _other_bits(checkpoint, slots)
+        faults = list_faults(problems, by_kind=True, limit=MAX_EXAMPLES if cause else MAX_LISTED)
+        reason = f" {cause}" if cause else ""
+        raise ConfigError(f"{checkpoint.directory} does not fit the model of its config.json:{reason}\n  {faults}")
+
+
+def _unconfigured(checkpoint: Checkpoint, slots: list[WeightSlot]) -> str | None:
+    """Return the fault of quantized weights in a model without quantized layers, None if there are none."""
+    if any(slot.dtypes != FLOAT_DTYPES for slot in slots):
+        return None
+    kinds: list[str] = []
+    for name, tensor in checkpoint.tensors.items():
+        last = name.rpartition(".")[2]
+        if last in PACKED:
+            kinds.append(last)
+        elif last == "weight" and tensor.dtype not in FLOAT_DTYPES:
+            kinds.append("FP8" if tensor.dtype == "F8_E4M3" else tensor.dtype)
+    if not kinds:
+        return None
+    return (
+        f"{len(kinds)} weights are quantized ({', '.join(sorted(set(kinds)))}), but config.json has no "
+        "quantization_config for them; restore it (and hf_quant_config.json) from the original repository"
+    )
+
+
+def _other_bits(checkpoint: Checkpoint, slots: list[WeightSlot]) -> str | None:
+    """Return the fault of the first packed weight of other bits than the config says, None if there is none.
+
+    Its scales fit, so that its layer has the right shape.
+    """
+    by_name = {slot.name: slot for slot in slots}
+    for name, slot in by_name.items():
+        module, _, last = name.rpartition(".")
+        tensor, expected = checkpoint.tensors.get(name), slot.accepted_shapes[0]
+        if last not in PACKED or tensor is None or len(tensor.shape) != len(expected):
+            continue
+        scales = f"{module}.{'scales' if last == 'qweight' else 'weight_scale'}"
+        stored = checkpoint.tensors.get(scales)
+        if stored is None or scales not in by_name or stored.shape not in by_name[scales].accepted_shapes:
+            continue
+        # Packed weights of 8 bits are unpacked to bytes, those of 4 bits stay in words.
+        said = 8 if slot.parameter.itemsize == 1 else 4
+        found, rest = divmod(said * prod(tensor.shape), prod(expected))
+        if rest == 0 and found != said and found in (2, 3, 4, 8):
+            field = "bits" if last == "qweight" else "num_bits"
+            return f"{name} has {found} bits, quantization_config says {said}; correct its {field}"
+    return None
 
 
 def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
@@ -78,7 +129,7 @@ def _problems(checkpoint: Checkpoint, slots: list[WeightSlot]) -> list[str]:
     for slot in slots:
         regions = covered.setdefault(id(slot.parameter), FilledRegions())
         if not slot.is_optional and not regions.cover(slot):
-            problems.append(f"missing {slot.name}: expected {list(slot.accepted_shapes[0])}")
+            problems.append(f"missing {slot.name}: expected {_shape_text(slot)}")
             regions.add(slot)
     return sorted(problems) + _doubles(checkpoint, present)
 
@@ -112,10 +163,16 @@ def _misfits(tensor: StoredTensor, slots: list[WeightSlot]) -> list[str]:
         return [f"unexpected {printable(tensor.name)}: {found}"]
     for slot in slots:
         if tensor.shape not in slot.accepted_shapes:
-            return [f"misshaped {tensor.name}: expected {list(slot.accepted_shapes[0])}, found {found}"]
+            return [f"misshaped {tensor.name}: expected {_shape_text(slot)}, found {found}"]
         if tensor.dtype not in slot.dtypes:
             return [f"unreadable {tensor.name}: it is {tensor.dtype}, expected {', '.join(slot.dtypes)}"]
     return []
+
+
+def _shape_text(slot: WeightSlot) -> str:
+    """Return the usual shape of a slot's tensor for errors."""
+    shape = slot.accepted_shapes[0]
+    return str(list(shape)) if shape else "a scalar"
 
 
 def _doubles(checkpoint: Checkpoint, present: dict[int, list[WeightSlot]]) -> list[str]:

@@ -135,6 +135,49 @@ def test_tensors_that_lie_about_their_groups_are_refused(tensor: str, change: An
     assert words in str(caught.value)
 
 
+def repeat_words(directory: Path, suffix: str, dim: int) -> None:
+    """Store twice as many words, as weights of twice the bits have."""
+    path = directory / "model.safetensors"
+    tensors = {
+        name: tensor.repeat_interleave(2, dim) if name.endswith(suffix) else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "dim", "field"),
+    [("gptq", ".qweight", 0, "bits"), ("awq", ".qweight", 1, "bits"), ("packed", ".weight_packed", 1, "num_bits")],
+)
+def test_other_bits_than_the_config_says_are_the_cause(
+    name: str, suffix: str, dim: int, field: str, tmp_path: Path
+) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    repeat_words(tmp_path, suffix, dim)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    first, *examples = str(caught.value).split("\n")
+    assert all(word in first for word in (str(tmp_path), suffix, "8 bits", "says 4", f"its {field}"))
+    assert [line.split()[0] for line in examples] == ["misshaped"] * 3 + ["and"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fp8_block", "FP8"), ("int8", "I8"), ("gptq", "qweight"), ("packed", "weight_packed")],
+)
+def test_quantized_weights_without_a_quantization_config_are_the_cause(name: str, kind: str, tmp_path: Path) -> None:
+    save_random(tmp_path, USUAL)
+    quantize_checkpoint(tmp_path, LAYOUTS[name])
+    layers = sum(key.endswith("_proj.weight") for key in load_file(tmp_path / "plain" / "model.safetensors"))
+    set_quantization(tmp_path, None)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    first, *examples = str(caught.value).split("\n")
+    assert all(word in first for word in (str(tmp_path), f"{layers} weights", f"({kind})", "no quantization_config"))
+    assert len(examples) == 4
+
+
 @pytest.mark.parametrize("change", [1000, -5])
 def test_a_part_with_groups_that_do_not_exist_is_refused(tmp_path: Path, change: int) -> None:
     save_random(tmp_path, USUAL)
