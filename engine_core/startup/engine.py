@@ -35,7 +35,7 @@ from tandem.engine_core.kv_cache.radix import RadixTree
 from tandem.engine_core.kv_cache.sessions import Sessions
 from tandem.engine_core.kv_cache.storage import KVLayout
 from tandem.engine_core.model_config import ModelConfig
-from tandem.engine_core.models.registry import read_config
+from tandem.engine_core.models.registry import open_checkpoint, read_config
 from tandem.engine_core.quantization.quantization import FP8_AT_LOAD
 from tandem.engine_core.runtime.graphs import MAX_PROMPTS
 from tandem.engine_core.runtime.runtime import TorchRuntime
@@ -51,6 +51,7 @@ from tandem.engine_core.startup.kv_sizing import check_memory_flags
 from tandem.engine_core.startup.runtime import ModelSource, build_runtime
 from tandem.engine_core.startup.start_log import StartLog
 from tandem.engine_core.startup.step_timing import measure_costs
+from tandem.engine_core.startup.weight_formats import WeightFormats, weight_formats
 from tandem.engine_core.wire.heartbeat import Status
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.events import Limits, ModelFacts, Phase
@@ -190,9 +191,14 @@ def _wait_for_memory(resolved: ResolvedEngine, parts: DeviceParts, status: Statu
 def _formats(config: EngineConfig, source: ModelSource) -> str:
     """Name the dtype, and the dtypes of weights, keys and values if they differ."""
     names = [config.dtype]
-    if source.model.quantization is not None:
-        names.append(f"weights in {source.model.quantization}")
-        if config.device == "cpu":
+    quantization = source.model.quantization
+    if quantization is not None:
+        is_unknown = config.options.load_format == "dummy" or quantization == FP8_AT_LOAD
+        checkpoint = None if is_unknown else open_checkpoint(source.directory, source.model)
+        formats = WeightFormats() if checkpoint is None else weight_formats(checkpoint, quantization)
+        is_mixed = formats.num_quantized < formats.num_layers
+        names.append(formats.text if is_mixed else f"weights in {quantization}")
+        if config.device == "cpu" and (formats.num_quantized or not formats.num_layers):
             logger.warning("quantized weights are slow on a CPU: each matmul dequantizes them")
     if source.layout.dtype != source.dtype:
         names.append(f"keys and values in {source.layout.dtype_name}")

@@ -1,5 +1,6 @@
 """`--quantize fp8`, and the memory of quantized weights."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_llama import save_random
 from tests.support.engine_driver import DrivenEngine
-from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint
+from tests.support.quantized_checkpoint import LAYOUTS, quantize_checkpoint, quantize_layers
 
 QUESTIONS = ("What does textwrap.dedent do?", "What is collections.Counter?")
 
@@ -61,3 +62,19 @@ def test_weights_count_as_they_are_stored(tmp_path: Path) -> None:
     assert all(value.dtype is torch.int8 for name, value in quantized.items() if name.endswith("_proj.weight"))
     scales = sum(value.numel() for name, value in quantized.items() if name.endswith("_scale"))
     assert stored() == projections + 2 * (others + scales)
+
+
+@pytest.mark.parametrize(("quantized", "counts"), [("q_proj", (1, 7)), ("nothing", (0, 7))])
+def test_the_log_counts_the_layers_of_a_mixed_checkpoint(
+    quantized: str, counts: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
+    layout = LAYOUTS["fp8_block"]
+    quantize_layers(tmp_path, lambda name: layout if name.endswith(quantized) else None, layout.config)
+    layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    caplog.set_level(logging.INFO, logger="tandem")
+    DrivenEngine.build(EngineOptions(model=str(tmp_path), device="cpu", max_rows=2, max_len=32, kv_tokens=64))
+    (line,) = [text for text in caplog.messages if " on cpu in float32, " in text]
+    count, total = counts[0] * layers, counts[1] * layers
+    assert (f"{count} of {total} linear layers" if count else f"none of {total} linear layers quantized") in line
+    assert ("quantized weights are slow on a CPU" in caplog.text) == bool(count)
