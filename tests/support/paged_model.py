@@ -80,7 +80,7 @@ class PagedRun:
         with torch.inference_mode():
             attention = planner.plan(spans, [self.page_table])
             rows = torch.tensor([row + 1 for row, _, length in work for _ in range(length)], dtype=torch.int32)
-            tokens = TokenRows(rows, torch.cat(positions), max_spans=len(work))
+            tokens = TokenRows(rows, torch.cat(positions), max_spans=len(work)) if self.storage.recurrent else None
             given = torch.cat(ids), torch.cat(positions), [torch.cat(slots)], torch.arange(offset), attention
             batch = ForwardBatch(*given, tokens=tokens)
             return self.model.logits(self.model.forward(batch, self.storage))
