@@ -165,16 +165,16 @@ class ConfigSource(Struct, frozen=True, kw_only=True):
         found = fields.get("architectures")
         raise ConfigError(f"{path}: architectures must name one architecture, found {found}")
 
-    def text_backbone(self, tied: bool = True) -> "ConfigSource":
+    def text_backbone(self) -> "ConfigSource":
         """Return the source of a multimodal checkpoint's text backbone, its `text_config`.
 
-        `tie_word_embeddings` is read from the outer config, as in transformers; tied: its default there.
+        `tie_word_embeddings` is read from the outer config and true by default, as in transformers.
         """
         text = self.fields.get("text_config")
         if not isinstance(text, dict):
             raise ConfigError(f"text_config must be an object, found {text}")
         outer = {name: self.fields[name] for name in _OUTER_FIELDS if name in self.fields}
-        own = text | {"tie_word_embeddings": self.fields.get("tie_word_embeddings", tied)}
+        own = text | {"tie_word_embeddings": self.fields.get("tie_word_embeddings", True)}
         return msgspec.structs.replace(self, fields=outer | own, multimodal=True)
 
     def read(self, kind: type[F]) -> F:
