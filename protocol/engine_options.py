@@ -163,9 +163,9 @@ class EngineOptions(Struct, frozen=True):
     max_rows: Annotated[
         int | None,
         EngineFlag(
-            "maximum number of sequences decoded at once (default: 32 on cpu; on cuda 1024, 512 or 256, the most of "
-            "which each has 24 MiB of memory beside the weights, and fewer if the state of recurrent layers would take "
-            "more than half of that memory)",
+            "maximum number of sequences decoded at once (default: 32 on cpu; on cuda the largest of 1024, 512 and 256 "
+            "with 24 MiB a row left after the weights, and fewer if the state of recurrent layers would take more than "
+            "half of that memory)",
             bounds=(1, 16_384),
             is_everyday=True,
         ),
