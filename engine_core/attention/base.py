@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.attention.rotation import Rotation
 from tandem.engine_core.kernels.delta_rule.state import TokenRows
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.page_table import PageTable
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 
@@ -202,3 +203,5 @@ class ForwardBatch:
     """Rows of the tokens, which recurrent layers need."""
     has_drafts: bool = False
     """True if tokens behind the first of a row may be wrong: no earlier one may depend on them."""
+    adapters: AdapterTokens | None = None
+    """Adapters of the tokens; None: no token has one."""

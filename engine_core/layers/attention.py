@@ -59,6 +59,7 @@ def attend_and_project(
     if not fuses_rope:
         norms = (q_norm, k_norm, eps)
         heads = kernels.rope_and_kv_write(qkv, cos, sin, slots, keys, values, *norms, scales, batch.has_drafts)
+    output = output.adapted(batch.adapters)
     to = None if fused is None else output.input_format(tokens)
     if fused is not None and to is not None and fused.fuses_quant(to, head_dim):
         own = rotation if fuses_rope else None
@@ -136,7 +137,7 @@ class Attention:
         update, residual, norm: as in `LinearWeights.apply_normed`; state: the layer's keys and values.
         """
         assert isinstance(state, PagedKV)
-        projected, residual = self.qkv.apply_normed(update, residual, norm)
+        projected, residual = self.qkv.adapted(step.batch.adapters).apply_normed(update, residual, norm)
         qkv = projected.view(update.shape[0], -1, self.head_dim)
         if step.query_scales is not None:
             # RoPE is linear, so scaling before it is the same.

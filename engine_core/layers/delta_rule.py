@@ -83,12 +83,13 @@ class DeltaRule:
         """
         tokens, pieces, shape = step.batch.tokens, step.pieces, self.shape
         assert isinstance(state, DeltaRuleState) and tokens is not None, "a recurrent layer needs the rows of a step"
-        projected, residual = self.qkv.apply_normed(update, residual, norm)
+        projected, residual = self.qkv.adapted(step.batch.adapters).apply_normed(update, residual, norm)
         gates_start = shape.channels + shape.values
         gate, gates = projected[:, shape.channels : gates_start], projected[:, gates_start:]
         qkv = self.kernels.short_conv(projected, self.conv, shape, state, tokens, pieces)
         mixed = self.kernels.delta_rule(qkv, gates, self.a_log, self.dt_bias, shape, state, tokens, pieces)
-        return self.output.apply(self.kernels.gated_norm(mixed, gate, self.norm, self.eps, tokens)), residual
+        output = self.output.adapted(step.batch.adapters)
+        return output.apply(self.kernels.gated_norm(mixed, gate, self.norm, self.eps, tokens)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.loader.slots import WeightSlot
 
@@ -42,8 +43,14 @@ class LinearWeights(Protocol):
     """The weights of y = x W^T + b in one storage format.
 
     The norm before a projection and the gated activation after it are arguments, because some devices fuse them into
-    one launch.
+    one launch. A layer calls the result of `adapted`, which may compute them in separate launches.
     """
+
+    def adapted(self, adapters: AdapterTokens | None) -> "LinearWeights":
+        """Return the layer with the adapters of a step's tokens; itself if none of them changes it.
+
+        The result takes inputs in the model's dtype: its `input_format` is None.
+        """
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the matmul, [T, outputs].

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.linear import LinearWeights, Norm
 from tandem.engine_core.loader.slots import WeightSlot
@@ -44,19 +45,25 @@ class GatedMLP:
         return cls(gate_up, down, width, config.activation, context.kernels)
 
     def __call__(
-        self, update: Tensor, residual: Tensor, norm: Norm, rows: Tensor | None = None
+        self,
+        update: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        rows: Tensor | None = None,
+        adapters: AdapterTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual: [T, hidden], see `LinearWeights.apply_normed`; norm: the norm before this network; rows: as in
-        `ForwardBatch`, not used: padding is computed like other tokens.
+        update, residual: [T, hidden], see `LinearWeights.apply_normed`; norm: the norm before this network; rows,
+        adapters: as in `ForwardBatch`; rows are not used: padding is computed like other tokens.
         """
-        to = self.down.input_format(update.shape[0])
+        gate_up, down = self.gate_up.adapted(adapters), self.down.adapted(adapters)
+        to = down.input_format(update.shape[0])
         if to is None:
-            hidden, residual = self.gate_up.apply_normed(update, residual, norm, self.activation)
-            return self.down.apply(hidden), residual
-        quantized, residual = self.gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
-        return self.down.apply_quantized(quantized), residual
+            hidden, residual = gate_up.apply_normed(update, residual, norm, self.activation)
+            return down.apply(hidden), residual
+        quantized, residual = gate_up.apply_normed_quantized(update, residual, norm, self.activation, to)
+        return down.apply_quantized(quantized), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors.

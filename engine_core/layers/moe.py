@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.moe.routing import Routing
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.expert_weights import ExpertWeights
@@ -89,11 +90,17 @@ class MixtureOfExperts:
         return cls(router, experts, moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels)
 
     def __call__(
-        self, update: Tensor, residual: Tensor, norm: Norm, rows: Tensor | None = None
+        self,
+        update: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        rows: Tensor | None = None,
+        adapters: AdapterTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, both [T, hidden].
 
-        update, residual, norm: as in `GatedMLP.__call__`; rows: as in `ForwardBatch`; padding gets zeros.
+        update, residual, norm: as in `GatedMLP.__call__`; rows: as in `ForwardBatch`; padding gets zeros;
+        adapters: not used, adapters of experts are not supported.
         """
         assert norm.update_weight is None, "the norm before a router is a plain RMSNorm"
         given = update, residual, norm.weight, norm.eps, self.router, self.top_k, self.routing

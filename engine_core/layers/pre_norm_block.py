@@ -59,7 +59,7 @@ class PreNormBlock:
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
         update, residual = self.attention(update, residual, self.attention_norm, step, state)
-        return self.mlp(update, residual, self.mlp_norm, step.batch.rows)
+        return self.mlp(update, residual, self.mlp_norm, step.batch.rows, step.batch.adapters)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""

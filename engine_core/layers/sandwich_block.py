@@ -64,7 +64,7 @@ class SandwichBlock:
         The update is not normalized yet, on entry and on return.
         """
         update, residual = self.attention(update, residual, self.attention_norm, step, state)
-        return self.mlp(update, residual, self.mlp_norm)
+        return self.mlp(update, residual, self.mlp_norm, adapters=step.batch.adapters)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""

@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Self
 
 from torch import Tensor
 
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.kernel_set import KernelSet
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
 from tandem.engine_core.loader.slots import WeightSlot
@@ -19,6 +21,10 @@ class UnfusedLinear(ABC):
         """Store the bias, [outputs], and the device's kernels."""
         self.bias = bias
         self.kernels = kernels
+
+    def adapted(self, adapters: AdapterTokens | None) -> Self:
+        """Implement `LinearWeights.adapted`: the layer has no adapters."""
+        return self
 
     @abstractmethod
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.engine_core.attention.base import LayerAttention
 from tandem.engine_core.kernels.attention.rotation import Rotation
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.layers.attention import Attention, attend_and_project
 from tandem.engine_core.layers.build_context import BuildContext
 from tandem.engine_core.layers.layer_state import LayerState, PagedKV, StepContext
@@ -72,7 +73,7 @@ class Olmo2Attention(Attention):
         """Return the update of a stream, both [T, hidden]."""
         assert self.q_norm is not None and self.k_norm is not None and isinstance(state, PagedKV)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        projected = self.qkv.apply(stream)
+        projected = self.qkv.adapted(step.batch.adapters).apply(stream)
         query, _ = self.q_norm(projected[:, :width].contiguous(), None)
         key, _ = self.k_norm(projected[:, width : width + kv_width].contiguous(), None)
         value = projected[:, width + kv_width :]
@@ -85,9 +86,10 @@ class Olmo2Attention(Attention):
 class Olmo2MLP(GatedMLP):
     """Gated feed-forward network of a stream that is not normalised."""
 
-    def apply(self, stream: Tensor) -> Tensor:
+    def apply(self, stream: Tensor, adapters: AdapterTokens | None) -> Tensor:
         """Return the update of a stream, both [T, hidden]."""
-        return self.down.apply(self.kernels.gated_activation(self.gate_up.apply(stream), self.activation))
+        gate_up, down = self.gate_up.adapted(adapters), self.down.adapted(adapters)
+        return down.apply(self.kernels.gated_activation(gate_up.apply(stream), self.activation))
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +126,7 @@ class Olmo2Block:
         stream = update if residual is None else residual + update
         update, _ = self.attention_norm(self.attention.attend_stream(stream, step, state), None)
         stream = stream + update
-        update, _ = self.mlp_norm(self.mlp.apply(stream), None)
+        update, _ = self.mlp_norm(self.mlp.apply(stream, step.batch.adapters), None)
         return update, stream
 
     def slots(self, prefix: str) -> list[WeightSlot]:

@@ -160,7 +160,7 @@ class GatedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Return the next update and the residual stream, as `Attention` does."""
         assert isinstance(state, PagedKV)
-        projected, residual = self.qkv.apply_normed(update, residual, norm)
+        projected, residual = self.qkv.adapted(step.batch.adapters).apply_normed(update, residual, norm)
         heads = projected.view(len(update), -1, self.head_dim)
         query, gate = (heads[:, part : 2 * self.heads : 2] for part in range(2))
         qkv = torch.cat((query, heads[:, 2 * self.heads :]), 1)
@@ -172,7 +172,8 @@ class GatedAttention:
             self.q_norm.eps,
         )
         attended = attend(qkv, rotation, step.batch, state.keys, state.values, self.layer, self.kernels, state.scales)
-        return self.output.apply(self.kernels.sigmoid_gate(attended.flatten(1), gate)), residual
+        output = self.output.adapted(step.batch.adapters)
+        return output.apply(self.kernels.sigmoid_gate(attended.flatten(1), gate)), residual
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""
@@ -216,7 +217,7 @@ class HybridBlock:
     ) -> tuple[Tensor, Tensor]:
         """Implement `decoder.Block`."""
         update, residual = self.attention(update, residual, self.attention_norm, step, state)
-        return self.mlp(update, residual, self.mlp_norm)
+        return self.mlp(update, residual, self.mlp_norm, adapters=step.batch.adapters)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         """List the slots of the checkpoint's tensors."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.kernels.activation import Activation
+from tandem.engine_core.kernels.lora.adapter_tokens import AdapterTokens
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.layers.build_context import BuildContext, LinearMethod
 from tandem.engine_core.layers.linear import LinearWeights, Norm, projection_slots
@@ -34,6 +36,9 @@ class Int8Linear:
         self.weight = weight
         self.scale = scale
         self.context = context
+
+    def adapted(self, adapters: AdapterTokens | None) -> Self:
+        return self
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         product = functional.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
