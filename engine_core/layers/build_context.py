@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
@@ -15,6 +15,7 @@ from tandem.engine_core.kernels.kernel_set import KernelSet
 from tandem.engine_core.layers.expert_weights import ExpertWeights
 from tandem.engine_core.layers.linear import LinearWeights
 from tandem.engine_core.layers.split_linear import SplitLinear
+from tandem.engine_core.loader.header import TORCH_DTYPES
 from tandem.engine_core.quantization.quantization import Quantization
 from tandem.engine_core.quantization.scheme import Scheme
 
@@ -60,6 +61,17 @@ class BuildContext:
     """Return the linear method of a scheme, the same object in every call."""
     kernels: KernelSet
     expert_method: ExpertMethod
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Dtype of each tensor of the checkpoint in the words of safetensors, by name in the text model; empty: there is no
+    checkpoint."""
+
+    def own_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which to keep a tensor that is not rounded to the model's dtype, such as a router.
+
+        It is the model's dtype if the checkpoint has the tensor in it, or has no such tensor; otherwise float32.
+        """
+        stored = self.stored.get(name)
+        return self.dtype if stored is None or TORCH_DTYPES.get(stored) == self.dtype else torch.float32
 
     def scheme_for(self, name: str) -> Scheme | None:
         """Return the scheme of a linear layer, None if it is not quantized; see `Quantization.scheme_for`."""

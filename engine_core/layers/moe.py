@@ -62,8 +62,8 @@ class MixtureOfExperts:
     ) -> None:
         """Store the parts of a network.
 
-        router: weight, [E, hidden]; top_k: experts of a token; projections: names of those of an expert; seed: of
-        uniform routing, different in each layer.
+        router: weight, [E, hidden], in the model's dtype or float32; top_k: experts of a token; projections: names of
+        those of an expert; seed: of uniform routing, different in each layer.
         """
         self.router = router
         self.experts = experts
@@ -84,9 +84,10 @@ class MixtureOfExperts:
         context: BuildContext,
     ) -> Self:
         """Allocate a network with uninitialized weights. layer: index of the layer."""
-        name, sizes = f"{layer_prefix(layer)}{moe.module}.experts", (moe.experts, config.hidden_size, moe.width)
-        experts = context.experts(name, *sizes, config.activation, moe.projections)
-        router = torch.empty(moe.experts, config.hidden_size, device=context.device, dtype=context.dtype)
+        name, sizes = f"{layer_prefix(layer)}{moe.module}", (moe.experts, config.hidden_size, moe.width)
+        experts = context.experts(f"{name}.experts", *sizes, config.activation, moe.projections)
+        dtype = context.own_dtype(f"{name}.gate.weight")
+        router = torch.empty(moe.experts, config.hidden_size, device=context.device, dtype=dtype)
         return cls(router, experts, moe.top_k, moe.routing, moe.projections, switch, layer, context.kernels)
 
     def __call__(

@@ -166,9 +166,12 @@ def build_model(
         is_packed = any(f"{HEAD}.{name}" in checkpoint.tensors for name in PACKED)
         tied = not is_packed and not checkpoint.tensors_differ(f"{EMBEDDING}.weight", f"{HEAD}.weight")
         config = structs.replace(config, tie_embeddings=tied)
-    if checkpoint is not None and context.quantization is not None:
-        dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors.values()}
-        context = replace(context, quantization=context.quantization.with_stored(dtypes))
+    if checkpoint is not None:
+        stored = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+        context = replace(context, stored=stored)
+        if context.quantization is not None:
+            dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors.values()}
+            context = replace(context, quantization=context.quantization.with_stored(dtypes))
     family = FAMILIES[config.family or config.architecture]
     try:
         model = family.build(config, max_positions or config.max_positions, context)

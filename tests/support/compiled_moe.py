@@ -38,12 +38,14 @@ def mixtures(gpu: GpuTraits, rows: tuple[int, ...], bits: tuple[int, ...] = (16,
 
 def routings(gpu: GpuTraits, tokens: int) -> Iterator[Launch]:
     """The router and its top-k."""
-    x, weight, switch = half(tokens, HIDDEN), half(EXPERTS, HIDDEN), torch.zeros(1, dtype=torch.int32)
+    x, switch = half(tokens, HIDDEN), torch.zeros(1, dtype=torch.int32)
+    weights = half(EXPERTS, HIDDEN), half(EXPERTS, HIDDEN, dtype=torch.float32)
     counts, partials = torch.empty(EXPERTS, dtype=torch.int32), torch.empty(1, tokens, EXPERTS)
-    if tokens <= GEMV_TOKENS:
-        yield lambda: normed_router(x, x, half(HIDDEN), 1e-6, weight, gpu.pdl)
-    plan = choose_router(tokens, HIDDEN)
-    yield lambda: router_partials(x, weight, plan, gpu.pdl)
+    for weight in weights:
+        if tokens <= GEMV_TOKENS:
+            yield lambda weight=weight: normed_router(x, x, half(HIDDEN), 1e-6, weight, gpu.pdl)
+        plan = choose_router(tokens, HIDDEN, 8 * weight.itemsize)
+        yield lambda weight=weight, plan=plan: router_partials(x, weight, plan, gpu.pdl)
     rows = torch.empty(tokens, dtype=torch.int32)
     yield lambda: route(partials, counts, TOP_K, Routing.SOFTMAX, switch, rows, 0, tokens > GEMV_TOKENS, gpu.pdl)
 

@@ -26,14 +26,17 @@ def max_blocks(pairs: int, experts: int, block: int) -> int:
     return min(pairs, pairs // block + min(experts, pairs))
 
 
-def choose_router(tokens: int, inputs: int) -> RouterPlan:
-    """Choose the plan of a router's matmul."""
-    parts = max(1, inputs // 256)
+def choose_router(tokens: int, inputs: int, weight_bits: int) -> RouterPlan:
+    """Choose the plan of a router's matmul.
+
+    Weights of 32 bits are read in as many bytes at a time as those of 16.
+    """
+    parts, words = max(1, inputs // 256), max(1, weight_bits // 16)
     if tokens <= 64:
-        return RouterPlan(16, 16, 128, min(4, parts), 3, 4)
+        return RouterPlan(16, 16, 128 // words, min(4, parts), 3, 4)
     if tokens <= 512:
-        return RouterPlan(16, 64, 128, min(2, parts), 3, 4)
-    return RouterPlan(64, 64, 64, 1, 4, 4)
+        return RouterPlan(16, 64, 128 // words, min(2, parts), 3, 4)
+    return RouterPlan(64, 64, 64 // words, 1, 4, 4)
 
 
 def _gate_up_gemv(inputs: int) -> GemvPlan:

@@ -47,7 +47,10 @@ def _router_kernel(
 
     x: [T, K]; weight: [E, K]; partials: [SPLIT, T, E] float32.
     """
-    precision: tl.constexpr = "ieee" if x_ptr.dtype.element_ty.primitive_bitwidth == 32 else "tf32"
+    # Three products of TF32 are about as exact as one of float32. Weights in float32 have 16-bit x in most models.
+    both: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 32
+    precision: tl.constexpr = "ieee" if both else "tf32x3"
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
     part = tl.program_id(2)
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -64,7 +67,7 @@ def _router_kernel(
         within = offs_k + step * BLOCK_K < K
         weights = tl.load(left_ptr + step * BLOCK_K, mask=(experts < E)[:, None] & within[None, :], other=0.0)
         vectors = tl.load(right_ptr + step * BLOCK_K, mask=(tokens < T)[None, :] & within[:, None], other=0.0)
-        sums = tl.dot(weights.to(x_ptr.dtype.element_ty), vectors, sums, input_precision=precision)
+        sums = tl.dot(weights, vectors.to(dtype), sums, input_precision=precision)
     offs = (part * T + tokens).to(tl.int64)[None, :] * E + experts[:, None]
     tl.store(partials_ptr + offs, sums, mask=(tokens < T)[None, :] & (experts < E)[:, None])
 
@@ -211,7 +214,7 @@ def _route_kernel(
 def router_partials(x: Tensor, weight: Tensor, plan: RouterPlan, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """Return the logits of a router as partial sums, [split, T, E] float32, and cleared counts, [E] int32.
 
-    x: [T, inputs], contiguous; weight: [E, inputs], contiguous, read in x's dtype.
+    x: [T, inputs], contiguous; weight: [E, inputs], contiguous, in x's dtype or float32.
     """
     (tokens, inputs), experts = x.shape, weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs
@@ -239,8 +242,8 @@ def normed_router(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add and normalize a few tokens, and multiply them by a router's weight, in one launch.
 
-    x, residual: [T, inputs], contiguous; norm_weight: [inputs]; weight: [E, inputs]. Returns the normalized sum, the
-    sum, the logits as one partial sum, [1, T, E] float32, and cleared counts, [E] int32. Oracles:
+    x, residual: [T, inputs], contiguous; norm_weight: [inputs]; weight: as in `router_partials`. Returns the normalized
+    sum, the sum, the logits as one partial sum, [1, T, E] float32, and cleared counts, [E] int32. Oracles:
     `reference.layer.add_rms_norm`, `reference.moe.router_logits`.
     """
     (tokens, inputs), experts = x.shape, weight.shape[0]
@@ -287,7 +290,7 @@ def norm_and_route(
         normed, total, partials, counts = normed_router(x, residual, norm_weight, eps, weight, pdl)
     else:
         normed, total = add_rms_norm(x, residual, norm_weight, eps, None, pdl)
-        partials, counts = router_partials(normed, weight, choose_router(tokens, inputs), pdl)
+        partials, counts = router_partials(normed, weight, choose_router(tokens, inputs, 8 * weight.itemsize), pdl)
     return normed, total, route(partials, counts, top_k, routing, uniform, rows, seed, not few, pdl)
 
 

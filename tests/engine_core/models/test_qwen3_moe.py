@@ -63,6 +63,18 @@ def test_router_outputs_equal_those_of_transformers(renormalized: bool, tmp_path
         torch.testing.assert_close(routed.weights, weights, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("stored", "kept"), [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")])
+def test_a_router_is_not_rounded_to_the_dtype_of_the_model(stored: str, kept: str, tmp_path: Path) -> None:
+    save_random(tmp_path, {"num_hidden_layers": 2})
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.gate.weight"
+    tensors = {key: tensor.bfloat16() for key, tensor in load_file(path).items()}
+    tensors[name] = torch.randn(6, 64).to(getattr(torch, stored))
+    save_file(tensors, path, {"format": "pt"})
+    first, router = (layer.mlp.router for layer in load(tmp_path, dtype=torch.bfloat16).layers)
+    assert first.dtype == torch.bfloat16
+    assert router.dtype == getattr(torch, kept) and torch.equal(router, tensors[name].to(router.dtype))
+
+
 def fuse_experts(directory: Path, layer: int) -> None:
     """Replace the tensors of the experts of a layer by two for all of them."""
     path = directory / "model.safetensors"

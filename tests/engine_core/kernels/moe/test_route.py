@@ -106,6 +106,22 @@ def test_partial_logits_add_up_to_the_matmul(plan: RouterPlan, device: str) -> N
     torch.testing.assert_close(partials.sum(0), moe.router_logits(x, weight), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [2, 21])
+def test_a_router_in_float32_is_not_rounded_to_the_dtype_of_its_inputs(tokens: int, device: str) -> None:
+    """The weights differ by less than bfloat16 resolves."""
+    torch.manual_seed(5)
+    x, residual, norm = (torch.randn(shape, device=device).bfloat16() for shape in ((tokens, 64), (tokens, 64), (64,)))
+    weight = torch.ones(6, 64, device=device) + torch.randn(6, 64, device=device) / 2**12
+    normed, _ = add_rms_norm(x, residual, norm, 1e-5)
+    expected = moe.router_logits(normed, weight)
+    assert not torch.allclose(moe.router_logits(normed, weight.bfloat16()), expected, atol=1e-3)
+    partials, _ = router_partials(normed, weight, RouterPlan(16, 16, 16, 2, 2, 4))
+    torch.testing.assert_close(partials.sum(0), expected, atol=1e-4, rtol=1e-4)
+    # The interpreter rounds a norm in bfloat16 differently.
+    own, _, logits, _ = normed_router(x, residual, norm, 1e-5, weight)
+    torch.testing.assert_close(logits[0], moe.router_logits(own, weight), atol=1e-4, rtol=1e-4)
+
+
 def test_route_adds_the_parts(device: str) -> None:
     torch.manual_seed(3)
     parts = torch.randn(3, 7, 10, device=device)
@@ -129,7 +145,8 @@ def test_normed_router_equals_norm_and_matmul(tokens: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 513])
-def test_planned_routers_cover_all_inputs(tokens: int) -> None:
+@pytest.mark.parametrize("bits", [16, 32])
+def test_planned_routers_cover_all_inputs(bits: int, tokens: int) -> None:
     for inputs in (64, 192, 2048, 2880, 4096):
-        plan = choose_router(tokens, inputs)
+        plan = choose_router(tokens, inputs, bits)
         assert plan.split >= 1 and plan.block_k * plan.split <= max(plan.block_k, 2 * inputs)
