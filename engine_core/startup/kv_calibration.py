@@ -16,7 +16,7 @@ from tandem.engine_core.attention.base import ForwardBatch, Span
 from tandem.engine_core.attention.torch import TorchPlanner
 from tandem.engine_core.errors import ConfigError
 from tandem.engine_core.integers import ceil_div
-from tandem.engine_core.kernels.delta_rule.state import TokenRows, allocate_states
+from tandem.engine_core.kernels.delta_rule.state import ModelStates, TokenRows
 from tandem.engine_core.kernels.kv_dtype import LARGEST
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.models.registry import Model
@@ -84,7 +84,7 @@ def _largest(model: Model, layout: KVLayout, dtype: torch.dtype, max_len: int) -
     used = ceil_div(total, PAGE_SIZE)
     groups = len(layout.groups)
     shape, num_recurrent = model.config.delta_rule, len(model.config.recurrent_layers)
-    recurrent = allocate_states(shape, num_recurrent, ROWS + 1, dtype, device)
+    recurrent = () if shape is None else ModelStates.allocate(shape, num_recurrent, ROWS + 1, dtype, device).layers
     own_layout, num_pages = structs.replace(layout, dtype=dtype, page_size=PAGE_SIZE), groups * ROWS * used + 1
     kv = KVStorage.allocate(own_layout, num_pages, device, recurrent)
     pages = torch.arange(1, groups * ROWS * used + 1, dtype=torch.int32, device=device).view(groups, ROWS, used)

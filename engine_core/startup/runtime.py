@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from tandem.engine_core.config import EngineConfig, StepConfig
 from tandem.engine_core.errors import DeviceMemoryError, MemoryTooSmallError
-from tandem.engine_core.kernels.delta_rule.state import DeltaRuleState, allocate_states
+from tandem.engine_core.kernels.delta_rule.state import ModelStates
 from tandem.engine_core.kernels.speculation.reference import NgramRule
 from tandem.engine_core.kv_cache.storage import KVLayout, KVStorage
 from tandem.engine_core.layers.build_context import BuildContext
@@ -72,8 +72,8 @@ class RuntimeBuilder(Struct, frozen=True):
     scorer: TokenScorer
     filler: MaskFiller
     slots: list[StepSlot]
-    recurrent: tuple[DeltaRuleState, ...]
-    """State of each recurrent layer."""
+    states: ModelStates | None
+    """State of the recurrent layers; None if the model has none."""
     speculator: Speculator | None = None
     """None if no step verifies drafts."""
 
@@ -84,7 +84,8 @@ class RuntimeBuilder(Struct, frozen=True):
         """
         layout = self.source.layout
         try:
-            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, self.recurrent)
+            recurrent = () if self.states is None else self.states.layers
+            return KVStorage.allocate(layout, pages, self.parts.device.torch_device, recurrent)
         except RuntimeError as error:
             size = pages * layout.page_bytes / kv_sizing.GIB
             raise MemoryTooSmallError(
@@ -248,12 +249,13 @@ def _new_builder(
         speculator = parts.speculator(tables, rule)
     log.mark("tables and slots")
     shape, layers = source.model.delta_rule, len(source.model.recurrent_layers)
-    recurrent = allocate_states(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
-    if recurrent:
+    states = None
+    if shape is not None:
+        states = ModelStates.allocate(shape, layers, config.max_rows + 1, source.dtype, device.torch_device)
         size = (config.max_rows + 1) * source.model.recurrent_row_bytes(source.dtype.itemsize)
         logger.info("recurrent state: %s for %d rows", pool_text.size_text(size), config.max_rows)
         log.mark("recurrent state")
-    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, recurrent, speculator)
+    return RuntimeBuilder(parts, source, config, model, tables, sampler, scorer, filler, slots, states, speculator)
 
 
 def _load_model(options: EngineOptions, source: ModelSource, context: BuildContext, status: Status) -> Model:

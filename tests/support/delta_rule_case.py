@@ -46,8 +46,7 @@ class DeltaRuleCase:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        state = self.state
-        return state.base, state.updates, state.keys, state.decays, state.columns
+        return self.state.tensors
 
     def step(self, work: Sequence[Work], num_single: int = 0, padding: int = 0) -> Tensor:
         """Run one step and return the outputs of all tokens, padding included, [T, values].

@@ -99,7 +99,7 @@ def random_state(config: ModelConfig, rows: int, dtype: torch.dtype, generator: 
     """Return the state of a recurrent layer, full of stale numbers."""
     assert config.delta_rule is not None
     state = DeltaRuleState.allocate(config.delta_rule, rows, dtype, torch.device("cpu"))
-    for tensor in (state.base, state.updates, state.keys, state.decays, state.columns):
+    for tensor in state.tensors:
         tensor.normal_(0, 100, generator=generator)
     return state
 

@@ -36,6 +36,7 @@ def _short_conv_kernel(
     FIRST: tl.constexpr,
     NORMED: tl.constexpr,
     WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,7 +49,7 @@ def _short_conv_kernel(
     wait_for_previous(PDL)
     row = tl.load(rows_ptr + token, mask=inside, other=0)
     position = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int32)
-    kept_ptr = columns_ptr + row.to(tl.int64) * ((WIDTH - 1) * CHANNELS)
+    kept_ptr = columns_ptr + row.to(tl.int64) * (COLUMNS * CHANNELS)
     x_token_ptr = x_ptr + token.to(tl.int64) * x_stride
     own = tl.load(x_token_ptr[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
     total = own.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1).to(tl.float32)[None, :]
@@ -62,7 +63,7 @@ def _short_conv_kernel(
         seen = tl.load(
             (x_token_ptr - distance * x_stride)[:, None] + channel[None, :], mask=in_step[:, None], other=0.0
         ).to(tl.float32)
-        index = (position + (WIDTH - 1) - distance) % (WIDTH - 1)
+        index = (position + COLUMNS - distance) % COLUMNS
         seen += tl.load(
             (kept_ptr + index * CHANNELS)[:, None] + channel[None, :], mask=in_state[:, None], other=0.0
         ).to(tl.float32)
@@ -73,10 +74,9 @@ def _short_conv_kernel(
         factor = tl.rsqrt(tl.sum(wide * wide, 1) + EPS) * tl.where(head < KEY_HEADS, scale, 1.0)
         mixed = (wide * tl.where(head < NORMED, factor, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :], mixed, mask=inside[:, None])
-    # All reads of the row's columns come before this write.
-    tl.debug_barrier()
     keeps = inside & (row > 0) & (token < num_single)
-    target = kept_ptr + (position % (WIDTH - 1)) * CHANNELS
+    # Other programs read other entries, as there are at least WIDTH of them.
+    target = kept_ptr + (position % COLUMNS) * CHANNELS
     tl.store(target[:, None] + channel[None, :], own, mask=keeps[:, None])
 
 
@@ -90,7 +90,7 @@ def _keep_columns_kernel(
     pieces_ptr,
     spans_ptr,
     x_stride,
-    KEPT: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,12 +102,12 @@ def _keep_columns_kernel(
         first = tl.load(pieces_ptr + 2 * tl.load(spans_ptr + 2 * span))
         end = tl.load(pieces_ptr + 2 * tl.load(spans_ptr + 2 * span + 1) - 1)
         row = tl.load(rows_ptr + first).to(tl.int64)
-        for back in tl.static_range(1, KEPT + 1):
+        for back in range(1, COLUMNS + 1):
             token = end - back
             mask = (channel < CHANNELS) & (token >= first)
             position = tl.load(positions_ptr + token, mask=token >= first, other=0).to(tl.int32)
             newest = tl.load(x_ptr + token.to(tl.int64) * x_stride + channel, mask=mask, other=0.0)
-            tl.store(columns_ptr + (row * KEPT + position % KEPT) * CHANNELS + channel, newest, mask=mask)
+            tl.store(columns_ptr + (row * COLUMNS + position % COLUMNS) * CHANNELS + channel, newest, mask=mask)
 
 
 def short_conv(
@@ -131,7 +131,7 @@ def short_conv(
     out = torch.empty(count, shape.channels, dtype=x.dtype, device=x.device)
     if not count:
         return out
-    block = 1 if count <= BLOCK else BLOCK
+    block, columns = 1 if count <= BLOCK else BLOCK, state.columns.shape[1]
     normed, first_value = 2 * shape.key_heads, shape.channels - shape.values
     heads = [(normed, shape.key_dim, 0, normed), (shape.value_heads, shape.value_dim, first_value, 0)]
     if shape.key_dim == shape.value_dim:
@@ -145,6 +145,7 @@ def short_conv(
             FIRST=first,
             NORMED=normed,
             WIDTH=shape.conv_width,
+            COLUMNS=columns,
             CHANNELS=shape.channels,
             EPS=L2_EPS,
             BLOCK=block,
@@ -156,7 +157,7 @@ def short_conv(
         size = 1024
         _keep_columns_kernel[(len(pieces.spans), triton.cdiv(shape.channels, size))](
             *(state.columns, x, tokens.rows, tokens.positions, pieces.counts, pieces.pieces, pieces.spans, x.stride(0)),
-            KEPT=shape.conv_width - 1,
+            COLUMNS=columns,
             CHANNELS=shape.channels,
             BLOCK=size,
             PDL=pdl,

@@ -7,7 +7,8 @@ A value head keeps a matrix S of [key_dim, value_dim], which token t updates (Ya
 The memory holds S as it was a few tokens ago, `base`, and the keys and updates of the tokens since then, the ring. With
 G_t, the sum of g since the base, S = exp(G_t) base + sum over j of exp(G_t - G_j) k_j u_j^T. So most steps read the
 base and do not write it. After tokens 0 to p - 1, the base covers the first `base_length(p, ring)` of them; the base is
-written at multiples of the ring's size.
+written at multiples of the ring's size. Inputs of the convolution are kept from `conv_width - 1` before the base on: a
+copy of these and of the base is a checkpoint from which another row can continue (`checkpoints.py`).
 
 A row has no content before position 0: whatever the memory holds then counts as zeros.
 """
@@ -47,10 +48,14 @@ class DeltaRuleShape(Struct, frozen=True, kw_only=True):
         """Channels of the values."""
         return self.value_heads * self.value_dim
 
+    def num_columns(self, ring: int = RING) -> int:
+        """Return the number of positions whose inputs of the convolution are kept."""
+        return ring + self.conv_width - 1
+
     def row_bytes(self, itemsize: int, ring: int = RING) -> int:
         """Return the bytes of one row of a layer. itemsize: of the model's dtype."""
         wide = self.value_heads * (self.key_dim * self.value_dim + ring * self.value_dim + 2 * ring)
-        narrow = 2 * ring * self.key_heads * self.key_dim + (self.conv_width - 1) * self.channels
+        narrow = 2 * ring * self.key_heads * self.key_dim + self.num_columns(ring) * self.channels
         return 4 * wide + itemsize * narrow
 
 
@@ -73,13 +78,18 @@ class DeltaRuleState:
     decays: Tensor
     """[rows, value_heads, 2 * R] float32: G of each position since the base, at the index of the key."""
     columns: Tensor
-    """[rows, conv_width - 1, channels] in the model's dtype: last inputs of the convolution, that of position p at
-    index p % (conv_width - 1)."""
+    """[rows, C, channels] in the model's dtype, with C = R + conv_width - 1: last inputs of the convolution, that of
+    position p at index p % C."""
 
     @property
     def ring(self) -> int:
         """Size R of the ring."""
-        return self.updates.shape[2]
+        return self.updates.shape[-2]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All tensors, in the order of the fields."""
+        return self.base, self.updates, self.keys, self.decays, self.columns
 
     @classmethod
     def allocate(
@@ -95,15 +105,27 @@ class DeltaRuleState:
             updates=empty(shape.value_heads, ring, shape.value_dim),
             keys=empty(shape.key_heads, 2 * ring, shape.key_dim, dtype=dtype),
             decays=empty(shape.value_heads, 2 * ring),
-            columns=empty(shape.conv_width - 1, shape.channels, dtype=dtype),
+            columns=empty(shape.num_columns(ring), shape.channels, dtype=dtype),
         )
 
 
-def allocate_states(
-    shape: DeltaRuleShape | None, layers: int, rows: int, dtype: torch.dtype, device: torch.device
-) -> tuple[DeltaRuleState, ...]:
-    """Allocate the memory of a model's recurrent layers. shape: None if it has none."""
-    return () if shape is None else tuple(DeltaRuleState.allocate(shape, rows, dtype, device) for _ in range(layers))
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """Memory of all recurrent layers of a model."""
+
+    stacked: DeltaRuleState
+    """All layers; the tensors have a first dimension of layers."""
+    layers: tuple[DeltaRuleState, ...]
+    """A view for each layer."""
+
+    @classmethod
+    def allocate(
+        cls, shape: DeltaRuleShape, layers: int, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> "ModelStates":
+        """Allocate the memory of all layers, as `DeltaRuleState.allocate` does that of one."""
+        flat = DeltaRuleState.allocate(shape, layers * rows, dtype, device)
+        tensors = [tensor.view(layers, rows, *tensor.shape[1:]) for tensor in flat.tensors]
+        return cls(DeltaRuleState(*tensors), tuple(DeltaRuleState(*own) for own in zip(*tensors, strict=True)))
 
 
 def base_length(position: int, ring: int) -> int:

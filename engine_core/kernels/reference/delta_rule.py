@@ -61,17 +61,17 @@ def short_conv(
     inputs; weight: [channels, 1, conv_width], the newest position last. Returns [T, channels] in x's dtype, and updates
     `state.columns`.
     """
-    x, width = x[:, : shape.channels], shape.conv_width
+    x, width, columns = x[:, : shape.channels], shape.conv_width, state.columns.shape[1]
     out = torch.zeros_like(x)
     for row, first, start, length in find_spans(tokens):
         own = x[first : first + length]
         before = torch.arange(start - width + 1, start, device=x.device)
-        kept = torch.where((before >= 0)[:, None], state.columns[row, before % (width - 1)], 0)
+        kept = torch.where((before >= 0)[:, None], state.columns[row, before % columns], 0)
         seen = torch.cat((kept, own)).float()
         mixed = functional.conv1d(seen.t()[None], weight.float(), groups=shape.channels)[0].t()
         out[first : first + length] = functional.silu(mixed).to(x.dtype)
-        newest = torch.arange(max(0, length - width + 1), length, device=x.device)
-        state.columns[row, (start + newest) % (width - 1)] = own[newest]
+        newest = torch.arange(max(0, length - columns), length, device=x.device)
+        state.columns[row, (start + newest) % columns] = own[newest]
     heads = out[:, : 2 * shape.key_heads * shape.key_dim].view(len(x), 2, shape.key_heads, shape.key_dim)
     wide = heads.float()
     wide = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)

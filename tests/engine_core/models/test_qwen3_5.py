@@ -136,7 +136,7 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert not found.tie_embeddings
     assert found.weight_bytes(2) == pytest.approx(51.25e9 + 2 * 248320 * 5120, rel=0.01)
     state = found.recurrent_row_bytes(2)
-    assert state == 48 * (4 * 48 * (128 * 128 + 16 * 128 + 32) + 2 * (32 * 16 * 128 + 3 * 10240))
+    assert state == 48 * (4 * 48 * (128 * 128 + 16 * 128 + 32) + 2 * (32 * 16 * 128 + 19 * 10240))
 
 
 def test_gates_of_the_state_stay_in_16_bits_if_weights_are_quantized(tmp_path: Path) -> None:
