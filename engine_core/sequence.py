@@ -104,8 +104,10 @@ class SequenceTimes:
 class DraftStats:
     """Drafts of a sequence that were verified."""
 
-    __slots__ = ("accepted", "accepted_predicted", "drafted", "expected", "predicted")
+    __slots__ = ("accepted", "accepted_predicted", "drafted", "expected", "max_drafts", "predicted")
 
+    max_drafts: int
+    """Maximum number of drafts that a step verifies for the sequence; 0: it gets one token a step."""
     drafted: int
     """Number of drafts that were verified."""
     accepted: int
@@ -117,7 +119,7 @@ class DraftStats:
     """Moving average of the right drafts of a step."""
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = self.predicted = self.accepted_predicted = 0
+        self.max_drafts = self.drafted = self.accepted = self.predicted = self.accepted_predicted = 0
         self.expected = 1.0
 
 

@@ -102,7 +102,7 @@ class VerifyGraphs:
     logits: Tensor
     """[rows * (1 + drafts), V], written by `forward`."""
     sampling: dict[Mode, Graph]
-    """Sampling of these positions by mode, and acceptance of the drafts; without MASKED."""
+    """Sampling of these positions by mode, and acceptance of the drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,16 +217,15 @@ def capture_verify(
     shapes: rows and drafts of each; logits: as for `capture_decode`.
     """
     steps: list[dict[tuple[int, int], VerifyGraphs]] = [{} for _ in slots]
-    modes = [mode for mode in Mode if mode is not Mode.MASKED]
     for rows, drafts in sorted(shapes, key=lambda shape: shape[0] * (1 + shape[1]), reverse=True):
         count = rows * (1 + drafts)
         for number, (slot, captured) in enumerate(zip(slots, steps, strict=True)):
             slot.device_inputs.zero_()
             of_rows, samples = slot.device_inputs[:rows], sample_buffers(slot, logits).first(count)
             run = partial(forward, of_rows, drafts, samples)
-            batch = replace(_batch(slot, samples, Mode.GREEDY), publish=False)
+            batches = {mode: replace(_batch(slot, samples, mode), publish=False) for mode in Mode}
             end = partial(accept, of_rows, drafts, slot.sampled[: count + rows])
-            ends = {mode: partial(_sample_and_accept, sampling, mode, batch, end) for mode in modes}
+            ends = {mode: partial(_sample_and_accept, sampling, mode, batch, end) for mode, batch in batches.items()}
             if number == 0:
                 run()
                 for sample in ends.values():

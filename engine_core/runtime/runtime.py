@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine_core.attention.base import ForwardBatch, Span
@@ -89,7 +88,8 @@ class TorchRuntime:
         packed = pack(plan, max_len, columns, s.inputs_view, bucket, capacity)
         self.tables.note(plan.admitted)
         if plan.logprobs >= 0:
-            packed.add("record_index", np.flatnonzero(self.tables.needs_logprobs[packed.sample_rows]).astype(np.int32))
+            wanted = np.repeat(self.tables.needs_logprobs[packed.sample_rows], 1 + plan.num_drafts)
+            packed.add("record_index", np.flatnonzero(wanted).astype(np.int32))
         if packed.has_updates:
             s.locations_view[:] = packed.locate_updates()
         s.plan, s.packed, s.bucket, s.graphs, s.sampling = plan, packed, bucket, None, None
@@ -165,9 +165,10 @@ class TorchRuntime:
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         s = self.slots[slot]
         assert s.packed is not None, f"slot {slot} was not launched"
-        if len(masks) == len(s.packed.sample_rows):
+        index = s.packed.read("mask_index")
+        if len(masks) == len(index):
             return ArrivingTokens(s.results_memory, range(len(masks)))
-        indices = np.flatnonzero(s.packed.read("mask_index"))
+        indices = np.flatnonzero(index)
         if len(masks) < len(indices):
             indices = indices[[s.mask_indices[row] for row, _ in masks]]
         return ArrivingTokens(s.results_memory, indices.tolist())
@@ -186,14 +187,15 @@ class TorchRuntime:
         """
         s = self.slots[slot]
         assert s.plan is not None and s.packed is not None and s.logits is not None, f"slot {slot} was not launched"
-        count = len(s.packed.sample_rows)
+        count = len(s.packed.sample_rows) * (1 + s.plan.num_drafts)
         if masks is not None:
             s.results_view[:count] = PENDING_TOKEN
         allowed = self._upload_masks(s, masks) if masks is not None and count else None
         if s.plan.needs_mask and self.clock is not None:
             self.clock.resume(s.plan.step_id)
+        num_words = count
         if s.plan.num_drafts:
-            count = self._sample_and_accept(s, s.logits)
+            num_words = self._sample_and_accept(s, s.logits, allowed)
         elif count:
             self._sample(s, s.logits[:count], allowed)
         if s.plan.logprobs >= 0 and s.packed.fields["record_index"][1]:
@@ -207,7 +209,7 @@ class TorchRuntime:
         s.sampling_done.record()
         with self.device.copy():
             s.sampling_done.wait()
-            s.results[:count].copy_(s.sampled[:count], non_blocking=True)
+            s.results[:num_words].copy_(s.sampled[:num_words], non_blocking=True)
             if s.plan.logprobs >= 0:
                 words = _num_record_words(s.plan)
                 s.host_records[:words].copy_(s.records[:words], non_blocking=True)
@@ -223,7 +225,7 @@ class TorchRuntime:
         tokens: list[int] = s.results[: len(s.packed.sample_rows)].tolist()
         plan, s.plan, s.packed = s.plan, None, None
         if plan.num_drafts:
-            return _verified_result(plan, s.results.numpy(), s.num_verified_rows, milliseconds)
+            return _verified_result(plan, s, milliseconds)
         counts = [1] * plan.num_steady + [int(row.samples) for row in plan.other_rows]
         if plan.logprobs < 0:
             return StepResult(counts, tokens, milliseconds=milliseconds)
@@ -314,19 +316,20 @@ class TorchRuntime:
             out = s.sampled[: len(logits)]
             self.sampler.sample(self.tables.sampling_batch(logits, s.device_inputs, s.packed, allowed, out))
 
-    def _sample_and_accept(self, s: StepSlot, logits: Tensor) -> int:
+    def _sample_and_accept(self, s: StepSlot, logits: Tensor, allowed: Tensor | None) -> int:
         """Enqueue the sampling of all positions of a step that verifies drafts, and the acceptance.
 
-        Return the number of words of its results.
+        Return the number of words of its results. allowed: mask of each position, [S, words].
         """
         assert s.packed is not None and s.plan is not None and self.speculator is not None
-        rows, count, needs = s.num_verified_rows, len(logits), self.tables.sampling_needs(s.packed, masked=False)
+        rows, count, needs = s.num_verified_rows, len(logits), self.tables.sampling_needs(s.packed, allowed is not None)
         if s.sampling is not None:
             s.sampling[Mode.of(needs)].replay()
         else:
             sampled, longest = s.sampled[:count], s.packed.longest
             given = s.sample_rows[:count], s.sample_positions[:count], sampled
-            batch = SamplingBatch(logits, *given, needs=needs, longest=longest, publish=False)
+            masked = None if allowed is None else field(s.device_inputs, s.packed, "mask_index")
+            batch = SamplingBatch(logits, *given, allowed, needs, longest, masked, publish=False)
             self.sampler.sample(batch)
             of_rows = field(s.device_inputs, s.packed, "token_rows")
             self.speculator.accept(of_rows, s.plan.num_drafts, s.sampled[: count + rows])
@@ -374,13 +377,14 @@ class TorchRuntime:
         return TokenRows(rows, positions, plan.num_steady, len(plan.rows) - plan.num_steady)
 
     def _upload_masks(self, s: StepSlot, masks: MaskedRows) -> Tensor:
-        """Return the mask of each row that samples, [S, words].
+        """Return the mask of each token that is sampled from, [S, words].
 
         Only the masks of the constrained rows are filled and copied to the device. The other rows get the mask that
         allows everything; where there are none, the masks are copied directly.
         """
         assert s.plan is not None and s.packed is not None
-        indices, allowed = s.mask_indices, s.allowed[: len(s.packed.sample_rows)]
+        index = field(s.device_inputs, s.packed, "mask_index")
+        indices, allowed = s.mask_indices, s.allowed[: len(index)]
         self.filler.fill(index_masks(masks, indices), s.masks_view)
         if len(masks) < len(indices):
             # Rows whose token is not needed any more must not depend on what an earlier step left here, or on a mask
@@ -394,7 +398,6 @@ class TorchRuntime:
             copied.copy_(s.host_masks[: len(indices)], non_blocking=True)
             s.masks_done.record()
         s.masks_done.wait()
-        index = field(s.device_inputs, s.packed, "mask_index")
         if not in_order or len(index) > s.num_in_order:
             # If every row of a step has a mask, the indices are the same each time.
             torch.add(index, 0, out=s.masked[: len(index)])
@@ -408,7 +411,7 @@ def _num_record_words(plan: StepPlan) -> int:
     The layout is described in `StepLogprobs`.
     """
     records = sum([row.samples + len(row.prompt_logprob_ids) // 4 for row in plan.rows])
-    return records * (1 + 2 * plan.logprobs)
+    return records * (1 + plan.num_drafts) * (1 + 2 * plan.logprobs)
 
 
 def _record_view(words: Tensor, first: int, count: int, plan: StepPlan) -> Tensor:
@@ -417,20 +420,26 @@ def _record_view(words: Tensor, first: int, count: int, plan: StepPlan) -> Tenso
     return words[first * width : (first + count) * width].view(count, width)
 
 
-def _verified_result(plan: StepPlan, words: NDArray[np.int32], rows: int, milliseconds: float) -> StepResult:
-    """Return the runs of a step that verified drafts.
+def _verified_result(plan: StepPlan, s: StepSlot, milliseconds: float) -> StepResult:
+    """Return the runs of a step that verified drafts, with the log-probabilities of their tokens.
 
-    words: sampled tokens, then the counts of rows, as `Speculator.accept` leaves them; rows: padding included.
+    The slot has the results of all positions: sampled tokens, then the counts of rows, as `Speculator.accept` leaves
+    them; `num_verified_rows` includes padding.
     """
-    queries, num_rows = 1 + plan.num_drafts, len(plan.rows)
-    packed = words[rows * queries : rows * queries + num_rows]
+    queries, num_rows, words = 1 + plan.num_drafts, len(plan.rows), s.results.numpy()
+    first = s.num_verified_rows * queries
+    packed = words[first : first + num_rows]
     counts = packed & 0xFF
-    sampled = words[: num_rows * queries].reshape(num_rows, queries)
-    tokens = sampled[np.arange(queries) < counts[:, None]]
+    is_new = (np.arange(queries) < counts[:, None]).reshape(-1)
+    logprobs = None
+    if plan.logprobs >= 0:
+        records = s.host_records[: _num_record_words(plan)].numpy().reshape(num_rows * queries, -1)
+        logprobs = StepLogprobs(plan.logprobs, records[is_new].tobytes())
     return StepResult(
         counts.tolist(),
-        tokens.tolist(),
-        milliseconds=milliseconds,
+        words[: num_rows * queries][is_new].tolist(),
+        logprobs,
+        milliseconds,
         num_drafts=(packed >> DRAFTS_SHIFT & 0xFF).tolist(),
         predicted=(packed >> SOURCE_SHIFT > 0).tolist(),
     )

@@ -55,9 +55,9 @@ class StepSlot:
     device_masks: Tensor
     """[1 + max_rows, words] int32, by mask index."""
     allowed: Tensor
-    """[max_rows, words] int32 on the device: the masks of the rows that sample."""
+    """[max_samples, words] int32 on the device: the mask of each token that is sampled from."""
     masked: Tensor
-    """[max_rows] int32 on the device: the masks' indices, 0 for the mask that allows everything."""
+    """[max_samples] int32 on the device: the masks' indices, 0 for the mask that allows everything."""
     sample_rows: Tensor
     """[max_samples] int32 on the device, written by graphs: row of each token that is sampled from, 0 for padding."""
     sample_positions: Tensor
@@ -146,8 +146,8 @@ class StepSlot:
             host_masks=host_masks,
             masks_view=host_masks.numpy(),
             device_masks=device_masks,
-            allowed=on_device(max_rows, words),
-            masked=on_device(max_rows),
+            allowed=on_device(max_samples, words),
+            masked=on_device(max_samples),
             sample_rows=on_device(max_samples),
             sample_positions=on_device(max_samples),
             sampled=on_device(words_of_results),

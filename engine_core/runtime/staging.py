@@ -11,7 +11,8 @@ Always there, in this order:
         sample capacity; it is left out of a bucket without prompts, in which token i is sample i.
     sample_rows [S]: row of each token whose logits are sampled from.
 Only in steps that need them:
-    mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything.
+    mask_index [S]: index of the row's mask on the device, 0 for the mask that allows everything. In a step that
+        verifies drafts, of each sampled position: a row with a mask has no drafts, so its first position has it.
     score_index, prompt_logprob_ids [P]: indices of the scored positions among the T tokens, and the tokens that follow
         them.
     record_index [R]: samples whose log-probabilities are wanted, added by the runtime.
@@ -145,7 +146,9 @@ def pack(
         packed = _pack_mixed(plan, out, bucket, sample_capacity)
     if plan.needs_mask:
         masked = np.array([r.constrained for r in plan.rows if r.samples], dtype=np.int32)
-        packed.add("mask_index", np.cumsum(masked, dtype=np.int32) * masked)
+        index = np.zeros((len(masked), 1 + plan.num_drafts), dtype=np.int32)
+        index[:, 0] = np.cumsum(masked, dtype=np.int32) * masked
+        packed.add("mask_index", index.reshape(-1))
     if plan.updated_rows:
         _add_updates(plan, max_len, columns, packed)
     if plan.admitted:

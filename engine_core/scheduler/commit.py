@@ -157,6 +157,10 @@ def masked_tokens(plan: StepPlan, result: StepResult, masks: MaskedRows) -> list
     Return none at all if a row has not got exactly one.
     """
     sampled = plan.sampled_rows
+    if plan.num_drafts:
+        runs = zip(plan.rows, result.runs(), strict=True)
+        found = {row.row: run[0] for row, run in runs if row.constrained and len(run) == 1}
+        return [found[row] for row, _ in masks] if all(row in found for row, _ in masks) else []
     if not result.has_one_each(len(sampled)):
         return []
     if len(masks) == len(sampled):

@@ -4,7 +4,7 @@ It is one number for all rows of a step, one of those that graphs are captured f
 which are one step old.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Items
 
 from tandem.engine_core.graph_sizes import MAX_VERIFY_POSITIONS
@@ -25,18 +25,19 @@ class DraftPolicy:
         self,
         sizes: Items[int],
         fixed: int | None = None,
-        max_rows: int = MAX_VERIFY_POSITIONS,
+        row_counts: Items[int] = (),
         max_positions: int = MAX_VERIFY_POSITIONS,
     ) -> None:
         """Keep the numbers to choose from.
 
         sizes: ascending; empty: no step verifies drafts; fixed: number of drafts of every step, as far as a step has
-        room for them; None: it follows the right drafts of the rows; max_rows, max_positions: of a step that verifies
-        drafts.
+        room for them; None: it follows the right drafts of the rows; row_counts: ascending, those that graphs hold:
+        a step is padded to one of them, and verifies no drafts with more rows; empty: any number, without padding;
+        max_positions: of a step that verifies drafts, padding included.
         """
         self.sizes = tuple(sizes)
         self.fixed = fixed
-        self.max_rows = max_rows
+        self.row_counts = tuple(row_counts)
         self.max_positions = min(max_positions, MAX_VERIFY_POSITIONS)
         self._since_drafts = 0
 
@@ -49,21 +50,30 @@ class DraftPolicy:
     def choose(self, sequences: Items[Sequence]) -> int:
         """Return the number of drafts of the next step of these sequences.
 
-        They grow by one beyond the average of right drafts, so that more of them can be noticed.
+        They grow by one beyond the average of right drafts, so that more of them can be noticed. Sequences without
+        drafts count as rows that get nothing from the step.
         """
-        if not 0 < len(sequences) <= self.max_rows:
+        drafting = [seq.drafts.expected for seq in sequences if seq.drafts.max_drafts]
+        if not drafting:
             return 0
-        largest = self._at_most(self.max_positions // len(sequences) - 1)
+        largest = self._at_most(self.max_positions // self._padded(len(sequences)) - 1)
         if self.fixed is not None:
             return min(largest, self.sizes[-1])
-        expected = sum([seq.drafts.expected for seq in sequences]) / len(sequences)
-        if expected >= MIN_EXPECTED:
-            chosen = min(largest, self._at_most(round(expected) + 1))
+        expected = sum(drafting)
+        if expected >= MIN_EXPECTED * len(sequences):
+            chosen = min(largest, self._at_most(round(expected / len(drafting)) + 1))
         else:
             is_due = self._since_drafts + 1 >= PROBE_INTERVAL
             chosen = min(largest, self._at_most(PROBE_DRAFTS)) if is_due else 0
         self._since_drafts = 0 if chosen else self._since_drafts + 1
         return chosen
+
+    def _padded(self, rows: int) -> int:
+        """Return the number of rows of a step, padding included; more than any step has if no graph holds them."""
+        if not self.row_counts:
+            return rows
+        index = bisect_left(self.row_counts, rows)
+        return self.row_counts[index] if index < len(self.row_counts) else self.max_positions + 1
 
     def _at_most(self, wanted: int) -> int:
         """Return the largest size that is not above `wanted`, else 0."""

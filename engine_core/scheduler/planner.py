@@ -157,7 +157,7 @@ class Planner:
         num_drafts = max_lead = 0
         if self.drafts.sizes:
             max_lead = max([seq.num_inflight_drafts for seq in sequences], default=0)
-            if len(rows) == len(running.members) and not constrained and running.logprobs < 0:
+            if rows and len(sequences) == len(running.members):
                 num_drafts = self.drafts.choose(sequences)
         return StepPlan.decode_only(
             step_id,
@@ -225,7 +225,9 @@ class Planner:
         if not rows:
             return None
         new = [seq for seq, length in zip(candidates, lengths, strict=True) if length and not seq.device.uploaded_len]
-        admitted = tuple([new_sequence(seq, self.drafts.max_drafts(seq)) for seq in new])
+        for seq in new:
+            seq.drafts.max_drafts = self.drafts.max_drafts(seq)
+        admitted = tuple([new_sequence(seq) for seq in new])
         plan = StepPlan.of(step_id, rows, admitted, running.logprobs)
         max_lead = max([seq.num_inflight_drafts for seq in candidates]) if self.drafts.sizes else 0
         return structs.replace(plan, max_lead=max_lead) if max_lead else plan

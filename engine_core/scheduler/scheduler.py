@@ -171,8 +171,9 @@ class Scheduler:
             seq.inflight += 1
             seq.num_inflight_samples += 1
         if plan.num_drafts:
-            for row in plan.steady_rows:
-                held[row.seq_id].num_inflight_drafts += plan.num_drafts
+            for seq in [held[row.seq_id] for row in plan.rows]:
+                if seq.drafts.max_drafts:
+                    seq.num_inflight_drafts += plan.num_drafts
         for row in plan.other_rows:
             seq = held[row.seq_id]
             seq.num_scheduled_tokens = row.start + row.length
@@ -213,7 +214,7 @@ class Scheduler:
         live = [seq if seq.outcome is None else None for seq in sequences]
         known = [len(seq.tokens) for seq in sequences]
         if plan.num_drafts:
-            self._commit_runs(plan, result)
+            self._commit_runs(plan, result, advanced)
         elif (advanced or plan.is_unconstrained) and result.has_single_tokens(len(sampled := plan.sampled_rows)):
             self._commit_single_tokens(plan, sampled, result.tokens, advanced)
         else:
@@ -229,7 +230,7 @@ class Scheduler:
         """Commit a row of any kind but one with drafts: a chunk, one with a grammar, one token."""
         seq = self._held[row.seq_id]
         seq.inflight -= 1
-        # By the grammar, after this step was launched. No drafts are verified for such a row, so its start is exact.
+        # By the grammar, after this step was launched. Such a row has no drafts, so its start is exact.
         was_forced = row.constrained and row.start + row.length < len(seq.tokens)
         if row.samples and not was_forced:
             seq.num_inflight_samples -= 1
@@ -244,16 +245,20 @@ class Scheduler:
         elif row.samples and not run:
             self._leave_steady_decode(seq)  # Its next position has no token yet.
 
-    def _commit_runs(self, plan: StepPlan, result: StepResult) -> None:
+    def _commit_runs(self, plan: StepPlan, result: StepResult, advanced: Set[int]) -> None:
         """Commit a run of tokens for each row of a step that verified drafts."""
         predicted = result.predicted or [False] * len(plan.rows)
         for row, run, num_drafts, is_predicted in zip(
             plan.rows, result.runs(), result.num_drafts, predicted, strict=True
         ):
+            if row.constrained:
+                self._commit_run(row, run, row.row in advanced)
+                continue
             seq = self._held[row.seq_id]
             seq.inflight -= 1
             seq.num_inflight_samples -= 1
-            seq.num_inflight_drafts -= plan.num_drafts
+            if seq.drafts.max_drafts:
+                seq.num_inflight_drafts -= plan.num_drafts
             if seq.outcome is not None:
                 self._on_zombie(seq)
                 continue

@@ -78,11 +78,8 @@ def build_steady_rows_some_constrained(running: Items[Sequence]) -> list[Schedul
     ]
 
 
-def new_sequence(seq: Sequence, max_drafts: int = 0) -> NewSequence:
-    """Return the per-sequence data that the device needs before the first row.
-
-    max_drafts: number of drafts that a step verifies for a sequence.
-    """
+def new_sequence(seq: Sequence) -> NewSequence:
+    """Return the per-sequence data that the device needs before the first row."""
     return NewSequence(
         seq.id,
         seq.row,
@@ -90,5 +87,5 @@ def new_sequence(seq: Sequence, max_drafts: int = 0) -> NewSequence:
         seq.submit.sampling,
         tuple(seq.end_ids) if seq.min_tokens else (),
         seq.submit.logprobs is not None,
-        max_drafts,
+        seq.drafts.max_drafts,
     )

@@ -274,9 +274,8 @@ def scheduler_limits(config: StepConfig) -> SchedulerLimits:
 def draft_policy(config: StepConfig) -> DraftPolicy:
     """Return the choice of the number of drafts of each step."""
     tokens = config.options.speculate_tokens
-    most = config.graph_rows[-1] if config.graph_rows else config.max_rows
     fixed = tokens if isinstance(tokens, int) else None
-    return DraftPolicy(config.draft_sizes, fixed, most, config.max_step_tokens)
+    return DraftPolicy(config.draft_sizes, fixed, config.graph_rows, config.max_step_tokens)
 
 
 def _build_loop(

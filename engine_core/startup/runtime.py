@@ -240,8 +240,8 @@ def _new_builder(
         )
         for _ in range(config.depth)
     ]
-    sampler = parts.sampler(tables, vocab_size, max(config.max_rows, config.max_verified))
-    scorer = parts.scorer(vocab_size, config.max_rows)
+    most_samples = max(config.max_rows, config.max_verified)
+    sampler, scorer = parts.sampler(tables, vocab_size, most_samples), parts.scorer(vocab_size, most_samples)
     speculator = None
     if config.draft_sizes:
         options = config.options

@@ -113,7 +113,7 @@ class FakeRuntime:
 
     def arriving_tokens(self, slot: int, masks: MaskedRows) -> ArrivingTokens:
         sampled = self.sampled_rows[slot]
-        memory = memoryview(array("i", self.results[slot].tokens))
+        memory = memoryview(array("i", [run[0] for run in self.results[slot].runs() if run]))
         return ArrivingTokens(memory, [sampled.index(row) for row, _ in masks])
 
     def prefetch_masks(self, slot: int, masks: MaskedRows) -> None:
@@ -129,7 +129,8 @@ class FakeRuntime:
         assert len(wanted) == len(masks or []) and wanted.keys() <= masked, f"masks for {wanted.keys()} of {masked}"
         sampled = [(row, state) for row, state in zip(plan.rows, self.states.pop(slot), strict=True) if row.samples]
         if plan.num_drafts:
-            self.results[slot] = self._accept(plan, [state for _, state in sampled])
+            result = self.results[slot] = self._accept(plan, [state for _, state in sampled], wanted)
+            self.sampled_rows[slot] = [row.row for row, run in zip(plan.rows, result.runs(), strict=True) if run]
             self.scored.pop(slot)
             return
         tokens = [self._sample(row, *state, wanted.get(row.row)) for row, state in sampled]
@@ -230,7 +231,8 @@ class FakeRuntime:
 
     def _verify(self, row: ScheduledSequence, plan: StepPlan) -> tuple[int, list[int]]:
         """Compute the newest token of a row and its drafts; return its position and the states from there on."""
-        assert row.length == 1 and row.samples and not (row.tokens or row.constrained), f"{row} verifies drafts"
+        assert row.length == 1 and row.samples and not row.tokens, f"{row} verifies drafts"
+        assert not (row.constrained and self.admissions[row.seq_id].max_drafts), f"{row} has drafts and a grammar"
         if row.new_pages:
             self._map(row)
         known, length, newest = self.tokens[row.row], self.lengths[row.row], self._newest(row)
@@ -253,26 +255,33 @@ class FakeRuntime:
             state = fold(state, found[-1])
         return found
 
-    def _accept(self, plan: StepPlan, states: list[tuple[int, list[int]]]) -> StepResult:
+    def _accept(self, plan: StepPlan, states: list[tuple[int, list[int]]], masks: dict[int, Constraint]) -> StepResult:
         """Sample each row at its positions, and keep the tokens up to the first that differs from its draft."""
-        counts, tokens, drafted = [], [], []
+        counts, tokens, drafted, records = [], [], [], []
         for row, (newest, of_row) in zip(plan.rows, states, strict=True):
             known, length = self.tokens[row.row], self.lengths[row.row]
             drafts = [known.pop(length + index) for index in range(len(of_row) - 1)]
             run: list[int] = []
-            for index, state in enumerate(of_row if length < self._limit(row) else []):
+            if row.constrained:
+                run.append(self._sample(row, newest, of_row, masks.get(row.row)))
+            for index, state in enumerate([] if row.constrained or length >= self._limit(row) else of_row):
                 token = NO_TOKEN if self.breaks(row) else self._choose(row, newest + 1 + index, state)
                 run.append(token)
                 if index == len(drafts) or drafts[index] != token:
                     break
                 self.verified += 1
-            known.update(enumerate([max(token, 0) for token in run], length))
-            self.lengths[row.row] = length + len(run)
-            assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
+            if not row.constrained:
+                known.update(enumerate([max(token, 0) for token in run], length))
+                self.lengths[row.row] = length + len(run)
+                assert self.lengths[row.row] <= self._limit(row), f"{row} is beyond its limit"
+            if plan.logprobs >= 0:
+                scored = zip(of_row, run, strict=False)
+                records += [logprob_record(state, max(token, 0), plan.logprobs) for state, token in scored]
             counts.append(len(run))
             tokens += run
             drafted.append(len(drafts))
-        return StepResult(counts, tokens, milliseconds=self.time_of(plan), num_drafts=drafted)
+        logprobs = StepLogprobs(plan.logprobs, b"".join(records)) if plan.logprobs >= 0 else None
+        return StepResult(counts, tokens, logprobs, self.time_of(plan), num_drafts=drafted)
 
     def _scored(self, row: ScheduledSequence, top: int) -> list[bytes]:
         """Return the records of a row's scored positions; their targets must be the prompt's tokens."""

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from msgspec import structs
+from numpy.typing import NDArray
 
 from tandem.engine_core.errors import ConfigError
+from tandem.engine_core.plan import StepPlan
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.engine_core.startup.device import DeviceParts, open_parts
 from tandem.protocol.codec import pack_floats, pack_ids
@@ -19,7 +22,7 @@ from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.runtime.test_recorded_graphs import MODEL
 from tests.fakes.recording_gpu import oracle_attention, oracle_parts
-from tests.support.engine_driver import DrivenEngine
+from tests.support.engine_driver import CLIENT, DrivenEngine
 from tests.support.model_folder import write_model
 from tests.support.plan_recording import constraining
 from tests.support.tiny_llama import END, VOCAB
@@ -91,24 +94,40 @@ def requests(rng: random.Random, count: int) -> Iterator[tuple[list[int], Sampli
         yield prompt, params, wanted
 
 
-def generate(folder: Path, kind: Kind, seed: int, **options: Any) -> tuple[list[list[int]], DrivenEngine]:
-    """Return the tokens of random requests that arrive one after the other."""
+class Output(NamedTuple):
+    """Tokens of random requests, and how they came about."""
+
+    tokens: list[list[int]]
+    logprobs: list[NDArray[np.float32]]
+    """Records of each request, [tokens or 0, 1 + 2 * 2]."""
+    accepted: int
+    """Number of right drafts."""
+    plans: list[StepPlan]
+
+
+def generate(folder: Path, kind: Kind, seed: int, **options: Any) -> Output:
+    """Return the output of random requests that arrive one after the other."""
     ids, rng = [], random.Random(seed)
     with kind.kernels():
         driven = build(folder, kind, **options)
+        plans, launch = list[StepPlan](), driven.engine.scheduler.on_launch
+        driven.engine.scheduler.on_launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
         for prompt, params, wanted in requests(random.Random(seed), 12):
             ids.append(driven.submit(prompt, params, **wanted))
             for _ in range(rng.randint(0, 4)):
                 driven.engine.tick()
         driven.run()
     assert driven.engine.scheduler.audit() == []
-    return [driven.tokens(number) for number in ids], driven
+    records = [b"".join([part.lines for part in driven.mailbox.logprobs[CLIENT, number]]) for number in ids]
+    logprobs = [np.frombuffer(lines, np.float32).reshape(-1, 5) for lines in records]
+    accepted = driven.engine.stats.spec_decode_num_accepted_tokens
+    return Output([driven.tokens(number) for number in ids], logprobs, accepted, plans)
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Callable[[str, int], list[list[int]]]:
-    """Tokens of random requests without drafts, by kind and seed."""
-    return cache(lambda kind, seed: generate(folder, KINDS[kind], seed)[0])
+def plain(folder: Path) -> Callable[[str, int], Output]:
+    """Output of random requests without drafts, by kind and seed."""
+    return cache(lambda kind, seed: generate(folder, KINDS[kind], seed))
 
 
 CASES = [
@@ -122,14 +141,24 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "tokens", "seeds"), CASES)
 def test_tokens_equal_those_without_drafts(
-    kind: str, tokens: int | str, seeds: range, folder: Path, plain: Callable[[str, int], list[list[int]]]
+    kind: str, tokens: int | str, seeds: range, folder: Path, plain: Callable[[str, int], Output]
 ) -> None:
-    accepted = 0
+    """Likewise their log-probabilities; rows with grammars, log-probabilities and drafts share steps."""
+    accepted, plans = 0, list[StepPlan]()
     for seed in seeds:
-        found, driven = generate(folder, KINDS[kind], seed, speculate="ngram", speculate_tokens=tokens)
-        assert found == plain(kind, seed), f"seed {seed}"
-        accepted += driven.engine.stats.spec_decode_num_accepted_tokens
+        found, expected = (
+            generate(folder, KINDS[kind], seed, speculate="ngram", speculate_tokens=tokens),
+            plain(kind, seed),
+        )
+        assert found.tokens == expected.tokens, f"seed {seed}"
+        for own, other in zip(found.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(own[:, :3], other[:, :3], atol=1e-4)
+            assert own[:, 3:].tobytes() == other[:, 3:].tobytes()
+        accepted += found.accepted
+        plans += found.plans
     assert accepted > 10
+    verified = [plan for plan in plans if plan.num_drafts]
+    assert any(plan.needs_mask for plan in verified) and any(plan.logprobs >= 0 for plan in verified)
 
 
 def test_models_with_recurrent_layers_are_refused(folder: Path) -> None:

@@ -1,16 +1,21 @@
 """Steps that verify drafts: the runs that they bring, the bounds of positions, and the number of drafts."""
 
+from array import array
+from typing import Literal
+
 import pytest
 
-from tandem.engine_core.contracts import NO_TOKEN, StepResult
-from tandem.engine_core.graph_sizes import DRAFT_SIZES, MAX_VERIFY_POSITIONS
+from tandem.engine_core.config import StepConfig
+from tandem.engine_core.contracts import NO_TOKEN, StepLogprobs, StepResult
+from tandem.engine_core.graph_sizes import DRAFT_SIZES, MAX_VERIFY_POSITIONS, decode_rows, draft_sizes
 from tandem.engine_core.plan import StepPlan
+from tandem.engine_core.scheduler.commit import masked_tokens
 from tandem.engine_core.scheduler.draft_policy import PROBE_INTERVAL, DraftPolicy
 from tandem.engine_core.scheduler.scheduler import Scheduler
 from tandem.engine_core.scheduler.step_costs import StepWork
 from tandem.engine_core.sequence import Sequence
 from tandem.protocol.errors import ErrorCode, FinishReason
-from tandem.protocol.events import Failure, Finished
+from tandem.protocol.events import Failure, Finished, TokenLogprobs
 from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint
 from tests.support.scheduling import END, added, commit, launched, new, sequence, submitted
@@ -118,28 +123,70 @@ def test_a_row_without_usable_logits_fails_behind_its_right_drafts(before: int) 
     assert sum(len(delta.tokens) for delta in updates.deltas.values()) == before
 
 
-def test_steps_with_prompts_grammars_or_logprobs_verify_no_drafts() -> None:
-    """Nor do steps in which another sequence asks for one of them."""
+def test_steps_with_prompts_verify_no_drafts() -> None:
     scheduler = drafting()
     assert began(scheduler, sequence(1, max_tokens=20)).num_drafts == 3
     added(scheduler, sequence(2, max_tokens=20, first=30))
     plan = launched(scheduler, 3)
     assert plan.num_drafts == 0 and plan.max_lead == 3
-    for fields in ({"logprobs": 0}, {}):
-        scheduler, seq = drafting(), submitted(1, range(5), SamplingParams(20), **fields)
-        if not fields:
-            seq.constraint = FakeConstraint("parity")
-        added(scheduler, seq, sequence(2, max_tokens=20, first=30))
-        commit(scheduler, launched(scheduler, 1), [22, 20])
-        assert launched(scheduler, 2).num_drafts == 0
+
+
+def test_a_row_with_a_grammar_gets_one_token_of_a_step_in_which_others_verify_drafts() -> None:
+    """Its position stays exact: nothing that it may get is in flight but one token a step."""
+    scheduler, seq, other = drafting(), sequence(1, max_tokens=20), sequence(2, max_tokens=20, first=30)
+    seq.constraint = FakeConstraint("stops 9")
+    plan = began(scheduler, seq, other, token=22)
+    assert (plan.num_drafts, plan.needs_mask) == (3, True)
+    assert [row.constrained for row in plan.rows] == [True, False]
+    masks = scheduler.masks(plan)
+    assert [row for row, _ in masks] == [seq.row]
+    assert (seq.max_device_len, other.max_device_len) == (seq.min_device_len, other.min_device_len + 3)
+    result = StepResult([1, 3], [20, 24, 25, 26], num_drafts=[0, 3])
+    assert masked_tokens(plan, result, masks) == [20]
+    updates = scheduler.commit(plan, result)
+    assert updates.deltas[b"c"].tokens == [20, 24, 25, 26] and updates.verified == [(3, 2)]
+    assert (seq.num_scheduled_tokens, seq.drafts.drafted) == (len(seq.tokens) - 1, 0)
+    assert launched(scheduler, 3).num_drafts == 3 and scheduler.audit() == []
+
+
+def test_a_grammar_that_rejects_its_token_ends_its_row_alone() -> None:
+    scheduler, seq, other = drafting(), sequence(1, max_tokens=20), sequence(2, max_tokens=20, first=30)
+    seq.constraint = FakeConstraint("stops 9")
+    plan = began(scheduler, seq, other, token=22)
+    scheduler.masks(plan)
+    scheduler.commit(plan, StepResult([1, 2], [NO_TOKEN, 24, 25], num_drafts=[0, 3]))
+    assert isinstance(seq.outcome, Failure) and other.outcome is None and other.generated == 3
+
+
+def test_every_token_of_a_run_has_its_own_log_probabilities() -> None:
+    """Up to the one that ends the sequence; a row that wants none gets none."""
+    scheduler, asked = drafting(), submitted(1, range(5), SamplingParams(20), frozenset({END}), logprobs=0)
+    plan = began(scheduler, asked, sequence(2, max_tokens=20, first=30))
+    assert (plan.num_drafts, plan.logprobs) == (3, 0)
+    later = launched(scheduler, 3)
+    records = [array("f", [value]).tobytes() for value in (-0.5, -1.0, -1.5, -2.0, -2.5)]
+    run = [20, END, 22]
+    result = StepResult([3, 2], [*run, 30, 31], StepLogprobs(0, b"".join(records)), num_drafts=[3, 3])
+    assert scheduler.commit(plan, result).deltas[b"c"].logprobs == [TokenLogprobs(1, 6, 0, b"".join(records[:2]))]
+    result = StepResult([1, 1], [23, 32], StepLogprobs(0, b"".join(records[:2])), num_drafts=[3, 3])
+    assert scheduler.commit(later, result).deltas[b"c"].logprobs == []
 
 
 def test_a_request_may_ask_for_no_drafts() -> None:
+    """The others of its step have theirs."""
+    scheduler, asked = drafting(), submitted(1, range(5), SamplingParams(20), speculation=False)
+    plan = began(scheduler, asked, sequence(2, max_tokens=20, first=30))
+    assert plan.num_drafts == 3 and asked.max_device_len == asked.min_device_len
+    assert [seq.drafts.max_drafts for seq in scheduler.held] == [0, 3]
+    scheduler.commit(plan, StepResult([1, 2], [20, 24, 25], num_drafts=[0, 3]))
+    assert scheduler.planner.drafts.choose(list(scheduler.held)) == 3
+
+
+def test_a_sequence_with_all_its_tokens_in_flight_keeps_no_other_from_its_drafts() -> None:
     scheduler = drafting()
-    asked = submitted(1, range(5), SamplingParams(20), speculation=False)
-    added(scheduler, asked, sequence(2, max_tokens=20, first=30))
-    plan = launched(scheduler, 1)
-    assert [new.max_drafts for new in plan.admitted] == [0, 3]
+    began(scheduler, sequence(1, max_tokens=2), sequence(2, max_tokens=20, first=30))
+    plan = launched(scheduler, 3)
+    assert (len(plan.rows), plan.num_drafts) == (1, 3)
 
 
 def test_work_counts_the_positions_of_drafts_but_not_their_context() -> None:
@@ -152,7 +199,7 @@ class TestPolicy:
     def sequences(self, count: int, expected: float) -> list[Sequence]:
         found = [sequence(number) for number in range(count)]
         for seq in found:
-            seq.drafts.expected = expected
+            seq.drafts.expected, seq.drafts.max_drafts = expected, 7
         return found
 
     @pytest.mark.parametrize(
@@ -174,8 +221,40 @@ class TestPolicy:
         assert [index for index, drafts in enumerate(chosen) if drafts] == [PROBE_INTERVAL - 1, 2 * PROBE_INTERVAL - 1]
 
     def test_no_step_verifies_drafts_of_more_rows_than_graphs_hold(self) -> None:
-        policy = DraftPolicy(DRAFT_SIZES, 3, max_rows=4)
-        assert [policy.choose(self.sequences(rows, 7.0)) for rows in (0, 4, 5)] == [0, 7, 0]
+        policy = DraftPolicy(DRAFT_SIZES, 3, row_counts=(1, 4))
+        assert [policy.choose(self.sequences(rows, 7.0)) for rows in (0, 3, 4, 5)] == [0, 7, 7, 0]
+
+    @pytest.mark.parametrize("tokens", ["auto", 1, 4, 7])
+    @pytest.mark.parametrize("graph_rows", [decode_rows(None, 256), (1, 8, 96)])
+    def test_every_step_with_drafts_fits_a_graph(
+        self, tokens: int | Literal["auto"], graph_rows: tuple[int, ...]
+    ) -> None:
+        """One that fits none would run eagerly, at a fraction of the speed."""
+        sizes, sequences = draft_sizes("ngram", tokens), self.sequences(graph_rows[-1], 7.0)
+        config = StepConfig(
+            model_name="x", device="cuda", dtype="bfloat16", depth=2, max_rows=256, max_len=4096, max_step_tokens=8192,
+            prefill_chunk=512, page_size=16, max_waiting=8, graph_rows=graph_rows, draft_sizes=sizes,
+        )  # fmt: skip
+        for expected in (0.0, 0.3, 1.0, 3.0, 7.0):
+            policy = DraftPolicy(sizes, None if tokens == "auto" else tokens, graph_rows)
+            for seq in sequences:
+                seq.drafts.expected = expected
+            for rows in range(1, len(sequences) + 1):
+                chosen = {policy.choose(sequences[:rows]) for _ in range(PROBE_INTERVAL)} - {0}
+                padded = next(size for size in graph_rows if size >= rows)
+                assert all((padded, drafts) in config.verify_shapes for drafts in chosen)
+
+    @pytest.mark.parametrize(("fixed", "expected"), [(3, 3), (None, 5)])
+    def test_rows_without_drafts_leave_the_number_to_the_others(self, fixed: int | None, expected: int) -> None:
+        """But they count as rows of the step, which has to gain enough."""
+        policy = DraftPolicy(DRAFT_SIZES if fixed is None else (1, 2, 3), fixed)
+        others = self.sequences(9, 1.0)
+        for seq in others:
+            seq.drafts.max_drafts = 0
+        assert policy.choose([*others[:3], *self.sequences(1, 4.0)]) == expected
+        assert policy.choose(others) == 0
+        if fixed is None:
+            assert policy.choose([*others, *self.sequences(1, 2.0)]) == 0
 
     def test_no_step_has_more_positions_than_steps_may_have(self) -> None:
         policy = DraftPolicy(DRAFT_SIZES, max_positions=32)
