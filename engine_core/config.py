@@ -150,23 +150,16 @@ class EngineConfig(StepConfig, frozen=True, kw_only=True):
         return tokens_of_pages(self.held_windows, self.pages - 1, self.page_size, self.max_len)
 
 
-def resolve_device(options: EngineOptions, cuda: bool, recurrent: bool = False) -> str:
+def resolve_device(options: EngineOptions, cuda: bool) -> str:
     """Choose the device, "cpu" or "cuda".
 
-    cuda: True if torch sees a CUDA device; recurrent: True if the model has recurrent layers. Raises ConfigError if
-    cuda is requested and not available, or chosen for a model with recurrent layers.
+    Raises ConfigError if cuda is requested and not available. cuda: True if torch sees a CUDA device.
     """
+    if options.device == "auto":
+        return "cuda" if cuda else "cpu"
     if options.device == "cuda" and not cuda:
         raise ConfigError("--device cuda, but torch sees no CUDA device; use --device cpu, or check the driver")
-    device = options.device
-    if device == "auto":
-        device = "cuda" if cuda else "cpu"
-    if device == "cuda" and recurrent:
-        raise ConfigError(
-            "models with recurrent layers (Qwen 3.5) run on a CPU only so far: their CUDA kernels failed with an "
-            "illegal memory access on an H200; use --device cpu"
-        )
-    return device
+    return options.device
 
 
 def resolve_dtype(options: EngineOptions, device: str, checkpoint: str) -> str:

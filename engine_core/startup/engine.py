@@ -87,7 +87,7 @@ def resolve_engine(options: EngineOptions, cuda: bool, gpu_bytes: int = 0) -> Re
         model_config = _quantized(options, model_config)
     kind = "cuda" if options.device == "cuda" else "cpu"
     with problems.caught():
-        kind = configuration.resolve_device(options, cuda, bool(model_config.recurrent_layers))
+        kind = configuration.resolve_device(options, cuda)
     with problems.caught():
         check_memory_flags(options, kind)
     with problems.caught():

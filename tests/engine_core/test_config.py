@@ -205,13 +205,6 @@ class TestDevice:
         with pytest.raises(ConfigError, match="CUDA"):
             resolve_device(EngineOptions(device="cuda"), False)
 
-    @pytest.mark.parametrize("asked", ["auto", "cuda"])
-    def test_recurrent_layers_are_refused_on_cuda(self, asked: Any) -> None:
-        with pytest.raises(ConfigError, match="--device cpu"):
-            resolve_device(EngineOptions(device=asked), True, recurrent=True)
-        assert resolve_device(EngineOptions(device="cpu"), True, recurrent=True) == "cpu"
-        assert resolve_device(EngineOptions(device="auto"), False, recurrent=True) == "cpu"
-
     @pytest.mark.parametrize(
         ("asked", "device", "dtype"),
         [

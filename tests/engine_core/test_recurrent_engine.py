@@ -13,12 +13,10 @@ from msgspec import structs
 from tandem.engine_core.errors import ConfigError, FatalError
 from tandem.engine_core.startup import engine as startup_engine
 from tandem.engine_core.startup.device import DeviceParts, open_parts
-from tandem.engine_core.startup.kv_sizing import GIB
-from tandem.engine_core.startup.preflight import Gpu, preflight
+from tandem.engine_core.startup.preflight import preflight
 from tandem.protocol.engine_options import EngineOptions
 from tandem.protocol.params import SamplingParams
 from tests.engine_core.models.test_qwen3_5 import save_random
-from tests.fakes.gpus import L4
 from tests.fakes.recording_gpu import oracle_attention, oracle_parts
 from tests.support.engine_driver import DrivenEngine
 from tests.support.parity import VOCAB, greedy_tokens, random_tokens
@@ -109,16 +107,3 @@ def test_the_preflight_check_prints_the_state(checkpoint: tuple[Path, list[list[
     assert found.choices["prefix cache"] == "off (recurrent layers)"
     short = preflight(structs.replace(asked, max_rows=16_384), [], lambda: 2**26, lambda: 2**26)
     assert (short.shortage and "lower --max-rows" in short.shortage) or "lower --max-rows" in str(short.problems)
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_is_refused_by_start_and_preflight(
-    checkpoint: tuple[Path, list[list[int]], list[list[int]]], device: str
-) -> None:
-    asked = EngineOptions(model=str(checkpoint[0]), device=device)
-    with pytest.raises(ConfigError) as refused:
-        startup_engine.resolve_engine(asked, cuda=True)
-    (problem,) = refused.value.problems
-    assert "--device cpu" in problem
-    found = preflight(asked, [Gpu(L4, 20 * GIB, 24 * GIB)], lambda: 2**34, lambda: 2**34)
-    assert found.problems == [problem]

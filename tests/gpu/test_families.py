@@ -152,12 +152,7 @@ class FamilyCheckpoint(Checkpoint):
         self.deviation = float(torch.cat(self.reference[0]).std())
 
 
-REFUSED = pytest.mark.skip(reason="models with recurrent layers are refused on CUDA, where their kernels fail")
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=REFUSED if name == "qwen3.5-9b" else ()) for name in SHAPES]
-)
+@pytest.fixture(scope="module", params=list(SHAPES))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
     return FamilyCheckpoint(tmp_path_factory.mktemp("family"), SHAPES[request.param])
 

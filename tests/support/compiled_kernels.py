@@ -109,6 +109,7 @@ class Compiler:
             "delays_next": options.get("DELAY_NEXT"),
             "starts_next": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
             "stages": options.get("STAGES"),
+            "wgmma": "wgmma" in compiled.asm["ptx"],
             "copies_before_wait": copies_before_wait(compiled.asm["ttgir"]),
             "seconds": round(time.perf_counter() - began, 2),
         }
@@ -363,7 +364,8 @@ def main(arguments: list[str]) -> None:
         driver.set_active(CompileOnlyDriver(architecture))
         compiler = Compiler(architecture, once=not everything)
         with patch.object(JITFunction, "run", lambda *given, to=compiler, **options: to.launch(*given, **options)):
-            launches = (every_tile if everything else one_tile_of_each)(GPUS[architecture])
+            kinds = recurrent_kernels if "--recurrent" in arguments else every_tile if everything else one_tile_of_each
+            launches = kinds(GPUS[architecture])
             for launch in islice(launches, part - 1, None, parts):
                 launch()
 

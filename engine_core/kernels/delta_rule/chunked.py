@@ -23,6 +23,9 @@ from tandem.engine_core.kernels.dependent_launch import wait_for_previous
 
 VALUE_BLOCK = 32
 """Value channels of a program of the second launch."""
+MATMUL_WARPS = 2
+"""Warps of the kernels with matmuls. Four would use wgmma on Hopper, for which Triton 3.6 and 3.7 can generate invalid
+reads of shared memory in kernels with several matmuls of 64 rows (triton-lang/triton#11366)."""
 
 
 @triton.jit
@@ -262,7 +265,7 @@ def chunked(
         *(qkv.stride(0), gates.stride(0)),
         **sizes,
         PRECISION=precision,
-        num_warps=4,
+        num_warps=MATMUL_WARPS,
         **launch,
     )
     block = min(VALUE_BLOCK, shape.value_dim)
@@ -275,7 +278,7 @@ def chunked(
         R=ring,
         BLOCK=block,
         PRECISION=precision,
-        num_warps=4,
+        num_warps=MATMUL_WARPS,
         num_stages=2,
         **launch,
     )

@@ -111,6 +111,13 @@ def test_gemv_weights_are_dequantized_within_their_threads(one_tile_each: Lines)
         assert line["shared_memory"] <= line["inputs"] * (4 if line["ordered"] else 2), line
 
 
+def test_chunks_of_recurrent_layers_do_not_use_wgmma() -> None:
+    """Triton generates invalid reads of shared memory for several wgmma of 64 rows."""
+    lines = compiled("--recurrent", "90", **FAST)
+    assert {"_piece_matrices_kernel", "_row_states_kernel"} <= {line["kernel"] for line in lines}
+    assert [line["kernel"] for line in lines if line["wgmma"]] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
