@@ -1,5 +1,6 @@
 """Limits of API keys over all frontends: what is refused, what is counted, what is forgotten."""
 
+import re
 from array import array
 from bisect import bisect_right
 
@@ -125,7 +126,7 @@ def test_sessions_and_salts_of_two_keys_never_meet(control: Control) -> None:
     assert [(session.name, session.key) for session in shown.sessions] == [("s", "alice"), ("s", "bob"), ("s", "")]
     assert {(seq.session, seq.key) for seq in shown.sequences} >= {("s", "alice"), ("s", "bob"), ("s", "")}
     ended = control.apply(b"a", EndSession(2, "s", "carol"))
-    assert ended == Answer(2, False, "session 's' does not exist")
+    assert isinstance(ended, Answer) and (ended.call, ended.ok) == (2, False) and "'s'" in ended.message
     assert control.apply(b"a", EndSession(3, "s", "bob")) == Answer(3, True)
 
 
@@ -309,14 +310,14 @@ def test_wait_for_a_slot_follows_from_how_fast_the_key_ends_sequences() -> None:
     for number in range(4):
         begin(number)
     message, seconds = refusal(1)
-    assert seconds == 0 and message.endswith("its limit is 4 (max_concurrent); try again later")
+    assert seconds == 0 and re.search(r"\b4 \(max_concurrent\);", message)
     for number in range(4, 14):  # one ends every 3 s
         clock.advance(3)
         running.pop(0).outcome = Finished(0, FinishReason.LENGTH)
         limits.advance(clock())
         begin(number)
     message, seconds = refusal(2)
-    assert 5 <= seconds <= 6 and message.endswith(f"; try again in about {seconds} s")
+    assert 5 <= seconds <= 6 and numbers_in(message)[-1] == seconds
     assert refusal(1)[1] == 3
     clock.advance(100)
     limits.advance(clock())

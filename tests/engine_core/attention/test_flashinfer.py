@@ -63,7 +63,7 @@ def test_values_of_8_bits_are_scaled_after_the_library_has_read_them(flashinfer:
 
 
 def test_a_graph_of_more_rows_than_its_planner_is_refused(flashinfer: ModuleType) -> None:
-    with pytest.raises(AssertionError, match="a graph of 9 rows does not fit a planner of 8"):
+    with pytest.raises(AssertionError, match=r"\b9 rows\b.* 8$"):
         planner_of(flashinfer, 8).for_graph(9, [64])
 
 
@@ -83,7 +83,7 @@ def test_the_plan_of_a_graph_is_made_before_the_pages_of_its_rows_are_known(flas
     pages[2, :2], pages[1, 0] = torch.tensor([7, 5]), 9
     graph.gather_pages()
     assert held.tolist() == [7, 5, 9] + [0] * 13
-    with pytest.raises(AssertionError, match="17 pages of the planned rows in memory of 16"):
+    with pytest.raises(AssertionError, match=r"^17 pages\b.* 16$"):
         graph.plan([Span(1, 0, 0, 17 * PAGE)])
 
 

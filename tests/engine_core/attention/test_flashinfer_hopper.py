@@ -77,7 +77,7 @@ def test_a_plan_names_the_first_pages_of_its_rows_in_the_page_table(monkeypatch:
 
 def test_more_rows_than_a_graph_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = build(monkeypatch, table_of(9))
-    with pytest.raises(AssertionError, match="5 rows in a plan of 4"):
+    with pytest.raises(AssertionError, match=r"^5 rows\b.* 4$"):
         planner.plan([Span(row, row, 0, 1) for row in range(5)])
 
 

@@ -92,7 +92,7 @@ def test_constraints_of_one_compiled_grammar_are_independent(grammars: Grammars)
 def test_rejected_token_gives_a_problem_of_one_line(grammars: Grammars) -> None:
     constraint = grammars.compile(REGEX("[0-9]+")).constraint(ignore_ends=False)
     assert not constraint.accept(ids(grammars, "z")[0])
-    assert "doesn't satisfy the grammar" in constraint.problem
+    assert "satisfy the grammar" in constraint.problem
     assert "\n" not in constraint.problem
 
 
@@ -142,7 +142,7 @@ def test_ambiguous_grammar_ends_at_the_limit_on_parser_items(grammars: Grammars)
         if constraint.problem:
             break
         assert constraint.accept(token)
-    assert f"Too many items (limit {MAX_PARSER_ITEMS}" in constraint.problem
+    assert f"(limit {MAX_PARSER_ITEMS}" in constraint.problem
     assert not constraint.accept(ENDS[0])
 
 

@@ -1,5 +1,7 @@
 """What the masks of a request and of a key may take."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from tandem.engine_core.constraints.mask_budget import (
     MaskCost,
 )
 from tests.fakes.clock import FakeClock
+from tests.support.refusals import numbers_in
 
 
 def spent(budget: MaskBudget, key: str) -> None:
@@ -32,8 +35,7 @@ def test_request_ends_when_its_masks_have_taken_its_seconds_beyond_the_free_cost
     budget, cost, over = MaskBudget(FakeClock()), MaskCost(), REQUEST_SECONDS / 8.01
     problems = [budget.charge(cost, FREE_SECONDS + over) for _ in range(9)]
     assert problems[:8] == [""] * 8
-    assert problems[8].startswith(f"its masks took {over * 9:.2f} s of CPU time beyond {FREE_SECONDS * 1e3:g} ms each")
-    assert f"the limit is {REQUEST_SECONDS:g} s; write the grammar so that" in problems[8]
+    assert numbers_in(problems[8]) == [round(over * 9, 2), FREE_SECONDS * 1e3, REQUEST_SECONDS]
     assert budget.problem(cost) == problems[8]
 
 
@@ -52,7 +54,7 @@ def test_key_that_has_spent_its_budget_ends_its_costly_requests_only() -> None:
     spent(budget, "a")
     assert not budget.charge(cheap, FREE_SECONDS + CLEAR_SECONDS * 0.9)
     problem = budget.charge(costly, FREE_SECONDS + CLEAR_SECONDS * 1.1)
-    assert f"and the costly ones of all requests of this API key have taken {KEY_SECONDS:g} s together" in problem
+    assert re.search(rf"\bAPI key\b.* {KEY_SECONDS:g} s\b", problem)
     assert not budget.charge(MaskCost("b"), FREE_SECONDS + CLEAR_SECONDS * 1.1), "another key"
 
 
@@ -65,7 +67,7 @@ def test_cold_masks_of_many_requests_take_nothing_from_their_key() -> None:
 def test_requests_without_a_key_share_a_budget_and_read_so() -> None:
     budget = MaskBudget(FakeClock())
     spent(budget, "")
-    assert "of all requests without an API key" in budget.charge(MaskCost(), FREE_SECONDS + CLEAR_SECONDS * 1.1)
+    assert "without an API key" in budget.charge(MaskCost(), FREE_SECONDS + CLEAR_SECONDS * 1.1)
 
 
 def test_key_gets_back_what_it_spent_with_time() -> None:

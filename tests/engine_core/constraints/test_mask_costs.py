@@ -1,5 +1,6 @@
 """Requests that end because their masks take too long, and other requests in the same steps."""
 
+import re
 from typing import Any, cast
 
 import numpy as np
@@ -114,6 +115,6 @@ def test_engine_ends_a_request_with_costly_masks_once_and_serves_the_others(pipe
         assert len(driven.tokens(ids[name])) == 12
     failure = driven.outcome(ids["costly"])
     assert isinstance(failure, Failure) and failure.code is ErrorCode.GRAMMAR_FAILED
-    assert failure.message.startswith("the grammar cannot be followed any further after 2 tokens: its masks took ")
+    assert re.search(r"\b2 tokens: .*\bmasks\b", failure.message)
     assert len(driven.tokens(ids["costly"])) == 2
     assert not engine.scheduler.num_open and not list(engine.scheduler.held)

@@ -58,7 +58,7 @@ def test_tables_that_kernels_cannot_address_are_refused() -> None:
     table(page_size=1).check()
     table(page_size=64, page_stride=100).check()
     for page_size in (0, -4, 3, 24):
-        with pytest.raises(ValueError, match=f"pages of {page_size} positions are not supported"):
+        with pytest.raises(ValueError, match=rf" {page_size} positions.*\bpage size\b"):
             table(page_size=page_size).check()
     with pytest.raises(ValueError, match="repeat"):
         PageTable(torch.zeros(4, 4, dtype=torch.int32), 16, 16, ring=2).check()

@@ -42,20 +42,20 @@ def test_heads_without_a_kernel_are_refused_with_their_numbers() -> None:
     assert [head_width(head_dim) for head_dim in HEAD_DIMS] == [32, 64, 128, 128, 256]
     for head_dim in HEAD_DIMS:
         check_head_dim(head_dim)
-    with pytest.raises(ValueError, match=r"head_dim 80 is not supported; it must be one of \(32, 64, 96, 128, 256\)"):
+    with pytest.raises(ValueError, match=r"head_dim 80\b.*\(32, 64, 96, 128, 256\)"):
         check_head_dim(80)
     check_groups(12, 4)
-    with pytest.raises(ValueError, match="10 query heads cannot share 4 KV heads evenly; use a multiple of 4"):
+    with pytest.raises(ValueError, match=r"^10 query heads\b.*\b4 KV heads\b"):
         check_groups(10, 4)
 
 
 def test_a_band_shows_at_least_one_position_and_a_cap_is_positive() -> None:
     check_band(None, None)
     check_band(1, 0.1)
-    with pytest.raises(ValueError, match="window of 0 positions"):
+    with pytest.raises(ValueError, match=r"\bwindow\b.* 0 positions"):
         check_band(0, None)
     for softcap in (0.0, -30.0):
-        with pytest.raises(ValueError, match=f"a soft cap of {softcap} is not supported"):
+        with pytest.raises(ValueError, match=rf"\bsoft cap\b.* {softcap}\b"):
             check_band(None, softcap)
 
 

@@ -11,7 +11,7 @@ from tandem.engine_core.kernels import quantize as kernel
 from tandem.engine_core.kernels.activation import Activation
 from tandem.engine_core.kernels.gated_activation import quantized_gate
 from tandem.engine_core.kernels.norm import quantized_norm
-from tandem.engine_core.kernels.quantize import quantize, quantize_by_amax
+from tandem.engine_core.kernels.quantize import MAX_INPUTS, quantize, quantize_by_amax
 from tandem.engine_core.kernels.quantized_activation import ActivationFormat, QuantizedActivation
 from tandem.engine_core.kernels.reference import quantized_activation as reference
 from tests.fakes.launched_kernel import LaunchedKernel
@@ -140,9 +140,9 @@ def test_groups_pad_rows_to_four_and_lie_one_after_another(device: str) -> None:
 def test_wrong_rows_and_groups_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         quantize(torch.zeros(4, 8, device=device).t(), ActivationFormat(torch.int8))
-    with pytest.raises(ValueError, match="200 inputs do not divide into groups of 128"):
+    with pytest.raises(ValueError, match=r"^200 inputs\b.*\b128$"):
         quantize(torch.zeros(4, 200, device=device), ActivationFormat(torch.int8, 128))
-    with pytest.raises(ValueError, match="70000 inputs is too wide"):
+    with pytest.raises(ValueError, match=rf"\b70000 inputs\b.*\b{MAX_INPUTS}$"):
         quantize(torch.zeros(1, 70000, device=device), ActivationFormat(torch.int8))
 
 

@@ -39,7 +39,7 @@ def test_a_known_scale_is_kept_and_uneven_groups_are_refused() -> None:
     assert (
         empty_quantized_activation(3, 8, torch.float16, ActivationFormat(torch.int8, scale=scale), CPU).scales is scale
     )
-    with pytest.raises(ValueError, match="200 inputs do not divide into groups of 128"):
+    with pytest.raises(ValueError, match=r"^200 inputs\b.*\b128$"):
         empty_quantized_activation(3, 200, torch.float16, ActivationFormat(torch.float8_e4m3fn, 128), CPU)
 
 

@@ -33,8 +33,10 @@ def test_audit_sees_what_is_broken() -> None:
     assert pages.attach([1], [[6]]) == [0]
     assert (pages.pages(1), list(pages.loose), pages.audit()) == ([5], [1], [])
     pages.loose.clear()
-    assert pages.audit() == ["nodes [] are kept as loose"]
+    (problem,) = pages.audit()
+    assert "[]" in problem
     pages.protect(1)
     assert pages.audit() == []
     pages.num_held = 0
-    assert pages.audit() == ["held, locked and pinned nodes are (1, 0, 0), counted (0, 0, 0)"]
+    (problem,) = pages.audit()
+    assert "(1, 0, 0)" in problem and "(0, 0, 0)" in problem

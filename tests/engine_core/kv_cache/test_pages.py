@@ -7,6 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tandem.engine_core.kv_cache.pages import PageAllocator
 from tandem.engine_core.plan import PADDING_PAGE
 from tests.support.effort import machine
+from tests.support.refusals import numbers_in
 
 PAGES = 17
 
@@ -58,7 +59,7 @@ class Allocations(RuleBasedStateMachine):
             self.allocator.transfer(owner, heir, [page])
             self.held[owner].remove(page)
             self.held[heir].append(page)
-            with pytest.raises(AssertionError, match=f"hands over page {page}, owned by {heir}"):
+            with pytest.raises(AssertionError, match=rf"\bpage {page}, owned by {heir}\b"):
                 self.allocator.transfer(owner + 1000, heir, [page])
 
     @rule(owner=given_out)
@@ -93,17 +94,18 @@ def test_audit_names_a_leak_and_a_page_freed_twice() -> None:
     taken = allocator.allocate(1, 2)
     assert taken is not None
     allocator._owner[taken[0]] = None
-    assert allocator.audit() == [f"page {taken[0]} leaked: neither free nor owned"]
+    (problem,) = allocator.audit()
+    assert problem.startswith(f"page {taken[0]} leaked")
     allocator._free += [taken[0], taken[0]]
-    assert "a page is on the free list twice" in allocator.audit()
+    assert any(problem.endswith(" twice") for problem in allocator.audit())
     allocator._free.append(taken[1])
-    assert f"page {taken[1]} is free and owned by 1" in allocator.audit()
+    assert any(numbers_in(problem) == [taken[1], 1] for problem in allocator.audit())
     allocator._free.append(PADDING_PAGE)
-    assert "the reserved page is in circulation" in allocator.audit()
+    assert any("reserved page" in problem for problem in allocator.audit())
 
 
 def test_allocation_of_no_pages_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="asks for 0 pages"):
+    with pytest.raises(AssertionError, match=r"\b0 pages"):
         PageAllocator(PAGES).allocate(1, 0)
     with pytest.raises(AssertionError, match="leave none"):
         PageAllocator(1)

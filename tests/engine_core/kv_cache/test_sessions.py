@@ -83,7 +83,7 @@ def test_under_pressure_the_oldest_idle_one_goes_and_its_next_turn_still_works()
 def test_session_refuses_a_second_turn_in_progress() -> None:
     scheduler = new()
     scheduler.add(turn(1, *FIRST))
-    with pytest.raises(RequestError, match="'talk' has a turn in progress") as caught:
+    with pytest.raises(RequestError, match="'talk'") as caught:
         scheduler.add(turn(2, *FIRST))
     assert caught.value.code is ErrorCode.SESSION_BUSY
     assert scheduler.num_open == 1
@@ -148,7 +148,7 @@ def test_sessions_are_bounded_by_max_sessions() -> None:
     assert [session.name for session in scheduler.memory.sessions.known] == ["s2", "s3", "s4", "s5"]
     for number in range(6, 10):
         scheduler.add(turn(number, 1, session=f"busy{number}"))
-    with pytest.raises(RequestError, match="all 4 sessions have a turn in progress") as caught:
+    with pytest.raises(RequestError, match=r"\b4 sessions") as caught:
         scheduler.add(turn(10, 1, session="one more"))
     assert caught.value.code is ErrorCode.OVERLOADED
 
@@ -273,9 +273,7 @@ def test_turn_is_refused_when_sessions_are_off(cache: bool) -> None:
     scheduler = new(cache=cache)
     if cache:
         scheduler.memory.sessions.max_sessions = 0
-    with pytest.raises(
-        RequestError, match="start the engine with --prefix-cache on and --max-sessions above 0"
-    ) as caught:
+    with pytest.raises(RequestError, match=r"--prefix-cache on .*--max-sessions ") as caught:
         scheduler.add(turn(1, 5))
     assert caught.value.code is ErrorCode.SESSIONS_OFF
     assert scheduler.num_open == 0

@@ -102,14 +102,14 @@ def test_new_pages_come_group_by_group_with_padding_outside_the_window() -> None
 def test_sequence_that_never_fits_is_refused_by_the_pages_of_all_groups() -> None:
     scheduler = new(pages=1 + 20 + 5 + 5, windows=WINDOWS)
     scheduler.add(prompted(1, *SYSTEM, max_tokens=49))
-    with pytest.raises(RequestError, match="need 31 KV pages of 4 tokens, the pool has 30"):
+    with pytest.raises(RequestError, match=r"\b31 KV pages of 4\b.* 30\b"):
         scheduler.add(prompted(2, *SYSTEM, max_tokens=50))
 
 
 def test_whole_prompts_need_pages_of_all_positions() -> None:
     scheduler = new(pages=1 + 20, chunk=0, windows=(None, 5))
     scheduler.add(prompted(1, *SYSTEM, max_tokens=9))
-    with pytest.raises(RequestError, match="need 22 KV pages"):
+    with pytest.raises(RequestError, match=r"\b22 KV pages"):
         scheduler.add(prompted(2, *SYSTEM, max_tokens=10))
 
 

@@ -111,7 +111,7 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors[name][0] = torch.nan
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=rf"{name}: it has scales that are NaN"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*\bscales\b.*\bNaN\b"):
         load(tmp_path)
 
 

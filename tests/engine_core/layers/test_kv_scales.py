@@ -76,13 +76,13 @@ def test_the_largest_of_a_layer_s_heads_is_taken(shape: tuple[int, ...], folder:
 
 def test_two_names_of_one_scale_are_refused(folder: Path) -> None:
     add(folder, {place(0, "k_scale"): torch.ones(1), place(0, "k_proj.output_scale"): torch.ones(1)})
-    with pytest.raises(ConfigError, match=r"given twice: .*k_scale and .*k_proj\.output_scale"):
+    with pytest.raises(ConfigError, match=r"twice: \S+k_scale and \S+k_proj\.output_scale"):
         load(folder)
 
 
 def test_a_scale_for_each_channel_is_refused(folder: Path) -> None:
     add(folder, {place(0, "k_scale"): torch.ones(HEADS * 16)})
-    with pytest.raises(ConfigError, match=r"misshaped model\.layers\.0\.self_attn\.k_scale: expected a scalar"):
+    with pytest.raises(ConfigError, match=r"misshaped model\.layers\.0\.self_attn\.k_scale: .*\bscalar\b"):
         load(folder)
 
 

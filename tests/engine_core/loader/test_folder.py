@@ -1,6 +1,7 @@
 """The files of a folder are found, and folders that do not hold a sound checkpoint are refused with what to do."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +53,29 @@ def test_links_out_of_the_folder_are_followed_as_in_a_cache_of_the_hub(tmp_path:
     (snapshot / INDEX).symlink_to("../blobs/9c01")
     assert names(snapshot) == {("model-00001-of-00001.safetensors", "a")}
     (blobs / "4d7a2146").unlink()
-    assert "names files that are missing: model-00001-of-00001.safetensors" in refusal(snapshot)
+    assert re.search(r"missing: model-00001-of-00001\.safetensors\b", refusal(snapshot))
 
 
 @pytest.mark.parametrize(
     ("files", "remedy"),
     [
-        ([], "download the model's safetensors, or convert it to them"),
+        ([], "safetensors, or convert"),
         (
             ["pytorch_model-00001-of-00002.bin"],
-            r"PyTorch's format \(pytorch_model-00001-of-00002.bin\).*save_pretrained",
+            r"\(pytorch_model-00001-of-00002\.bin\).*save_pretrained",
         ),
-        (["consolidated.00.pth"], r"PyTorch's format \(consolidated.00.pth\).*save_pretrained"),
-        (["model-Q4_K_M.GGUF"], r"the GGUF format \(model-Q4_K_M.GGUF\); download the model's safetensors instead"),
+        (["consolidated.00.pth"], r"\(consolidated\.00\.pth\).*save_pretrained"),
+        (["model-Q4_K_M.GGUF"], r"GGUF .*\(model-Q4_K_M\.GGUF\).*safetensors"),
         (
             [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)],
-            r"but 4 other safetensors files \(model-00001-of-00004.safetensors, .*\); download the index too",
+            r"\b4\b.*\(model-00001-of-00004\.safetensors, .*\).*\bindex\b",
         ),
     ],
 )
 def test_other_formats_are_named_with_what_to_do(files: list[str], remedy: str, tmp_path: Path) -> None:
     for name in ["config.json", *files]:
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(
-        ConfigError, match=rf"has neither model\.safetensors nor model\.safetensors\.index\.json.*{remedy}"
-    ):
+    with pytest.raises(ConfigError, match=rf"\bmodel\.safetensors .*model\.safetensors\.index\.json.*{remedy}"):
         read_folder(tmp_path)
 
 
@@ -91,8 +90,8 @@ def test_shards_that_are_pointers_empty_or_of_another_format_are_named(content: 
     (tmp_path / "two.safetensors").write_bytes(content)
     index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     text = refusal(tmp_path)
-    assert "two.safetensors cannot be read as safetensors" in text
-    assert ("run `git lfs pull`" in text) == (content == POINTER)
+    assert text.startswith(f"{tmp_path / 'two.safetensors'} ")
+    assert ("git lfs pull" in text) == (content == POINTER)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_an_index_may_not_leave_its_directory(shard: str, tmp_path: Path) -> Non
     write(tmp_path / "one.safetensors", A, 8)
     write(tmp_path.parent / "outside.safetensors", B, 8)
     index(tmp_path, {"a": "one.safetensors", "b": shard})
-    assert f"names files outside its directory: {shard}" in refusal(tmp_path)
+    assert f"outside its directory: {shard}" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("shard", ["", ".", "..", "x" * 5000, "nul\0.safetensors", "gone.safetensors"])
@@ -110,7 +109,7 @@ def test_names_in_an_index_that_are_no_files_are_missing(shard: str, tmp_path: P
     write(tmp_path / "one.safetensors", A, 8)
     index(tmp_path, {"a": "one.safetensors", "b": shard})
     text = refusal(tmp_path)
-    assert "names files that are missing: " in text or "outside its directory: " in text
+    assert "missing: " in text or "outside its directory: " in text
     assert text.isprintable()
     assert len(text) < 600
 
@@ -133,12 +132,12 @@ def test_a_malformed_index_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def test_an_index_that_is_empty_a_pointer_or_too_large_is_refused(tmp_path: Path) -> None:
     index(tmp_path, {})
-    assert "index.json names no files" in refusal(tmp_path)
+    assert f"{tmp_path / INDEX} names no" in refusal(tmp_path)
     (tmp_path / INDEX).write_bytes(POINTER)
-    assert "index.json is a Git LFS pointer and not the file itself; run `git lfs pull`" in refusal(tmp_path)
+    assert re.search(rf"{INDEX} .*`git lfs pull`", refusal(tmp_path))
     with (tmp_path / INDEX).open("wb") as file:
         file.truncate(100_000_000)
-    assert f"index.json has more than {MAX_INDEX_BYTES} bytes" in refusal(tmp_path)
+    assert re.search(rf"{INDEX} .*\b{MAX_INDEX_BYTES}\b", refusal(tmp_path))
 
 
 def sharded(directory: Path) -> dict[str, str]:
@@ -151,7 +150,7 @@ def test_missing_and_corrupt_shards_are_named(tmp_path: Path) -> None:
     shards = sorted(set(sharded(tmp_path).values()))
     whole = (tmp_path / shards[1]).read_bytes()
     (tmp_path / shards[1]).write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match=f"{shards[1]} cannot be read"):
+    with pytest.raises(ConfigError, match=rf"/{shards[1]} .*\b{len(whole) - 1}\b"):
         load(tmp_path)
     (tmp_path / shards[1]).unlink()
     (tmp_path / shards[2]).unlink()
@@ -166,12 +165,12 @@ def test_shards_and_index_must_agree(tmp_path: Path) -> None:
     index(tmp_path, {**weight_map, "model.extra": shards[0], first: shards[1]})
     with pytest.raises(ConfigError) as caught:
         load(tmp_path)
-    assert f"model.extra is not in {shards[0]}" in str(caught.value)
-    assert f"{first} is not in {shards[1]}" in str(caught.value)
+    assert re.search(rf"model\.extra .*\bnot in {shards[0]}", str(caught.value))
+    assert re.search(rf"{first} .*\bnot in {shards[1]}", str(caught.value))
     index(tmp_path, weight_map)
     tensors = load_file(tmp_path / shards[0])
     save_file({**tensors, second: load_file(tmp_path / shards[1])[second]}, tmp_path / shards[0])
-    with pytest.raises(ConfigError, match=f"{second} is in {shards[0]} and {shards[1]}"):
+    with pytest.raises(ConfigError, match=rf"{second} .*{shards[0]} and {shards[1]}"):
         load(tmp_path)
 
 

@@ -1,6 +1,8 @@
 """A header is read as the safetensors library reads it, or refused with the reason, whatever its bytes."""
 
+import errno
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -52,32 +54,32 @@ def test_metadata_spaces_and_an_empty_file_are_read(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "it is empty"),
-    "short": (b"1234", "it has only 4 bytes"),
+    "empty": (b"", "empty"),
+    "short": (b"1234", r"\b4 bytes"),
     "pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n",
-        "it is a Git LFS pointer and not the file itself; run `git lfs pull`",
+        "`git lfs pull`",
     ),
-    "html": (b"<!DOCTYPE html><html></html>", f"at most {MAX_HEADER_BYTES}; it is another format"),
-    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(64), "its header has 14651347271 bytes|another format"),
+    "html": (b"<!DOCTYPE html><html></html>", f"{MAX_HEADER_BYTES}.*another format"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(64), "14651347271 bytes|another format"),
     "huge length": (file_bytes({"a": A}, 8, 2**40), f"at most {MAX_HEADER_BYTES}"),
     "negative length": (file_bytes({"a": A}, 8, 2**64 - 1), f"at most {MAX_HEADER_BYTES}"),
-    "length beyond the file": (file_bytes({"a": A}, 8, 4096), "its header has 4096 bytes, but the file only"),
-    "length too short": (file_bytes({"a": A}, 8, 20), "malformed from byte 9"),
-    "length zero": (file_bytes(b"", 8), "its header is not a JSON object"),
-    "not UTF-8": (file_bytes(b'{"\xff\xfe":' + json.dumps(A).encode() + b"}", 8), "is not UTF-8 text"),
-    "lone surrogate": (file_bytes(b'{"\\ud800":' + json.dumps(A).encode() + b"}", 8), "is not UTF-8 text"),
-    "not JSON": (file_bytes(b"{'a': 1}"), "its header is malformed from byte 9"),
-    "a list": (file_bytes(b"[1, 2]"), "its header is not a JSON object"),
-    "cut off": (file_bytes(json.dumps({"a": A}).encode()[:-1], 8), "malformed from byte 9"),
-    "goes on": (file_bytes(b"{}{}"), "its header goes on after its end, from byte 10"),
-    "trailing comma": (file_bytes(json.dumps({"a": A}).encode()[:-1] + b",}", 8), "malformed from byte"),
-    "deeply nested lists": (file_bytes(b"[" * 100_000), "not a JSON object"),
-    "deeply nested objects": (file_bytes(b'{"a":' * 100_000), "malformed from byte 9"),
+    "length beyond the file": (file_bytes({"a": A}, 8, 4096), r"header .*\b4096 bytes"),
+    "length too short": (file_bytes({"a": A}, 8, 20), r"header .*\bbyte 9\b"),
+    "length zero": (file_bytes(b"", 8), "header .*JSON object"),
+    "not UTF-8": (file_bytes(b'{"\xff\xfe":' + json.dumps(A).encode() + b"}", 8), "UTF-8"),
+    "lone surrogate": (file_bytes(b'{"\\ud800":' + json.dumps(A).encode() + b"}", 8), "UTF-8"),
+    "not JSON": (file_bytes(b"{'a': 1}"), r"header .*\bbyte 9\b"),
+    "a list": (file_bytes(b"[1, 2]"), "header .*JSON object"),
+    "cut off": (file_bytes(json.dumps({"a": A}).encode()[:-1], 8), r"header .*\bbyte 9\b"),
+    "goes on": (file_bytes(b"{}{}"), r"header goes on.*\bbyte 10\b"),
+    "trailing comma": (file_bytes(json.dumps({"a": A}).encode()[:-1] + b",}", 8), "header .*byte"),
+    "deeply nested lists": (file_bytes(b"[" * 100_000), "JSON object"),
+    "deeply nested objects": (file_bytes(b'{"a":' * 100_000), r"header .*\bbyte 9\b"),
     "deeply nested in an entry": (file_bytes(b'{"a":{"shape":' + b"[" * 4000 + b"]" * 50 + b"}}"), "malformed"),
     "an entry without end": (file_bytes(b'{"a":{"shape":[' + b"1," * 100_000 + b"1]}}"), "at most 4096"),
-    "entry not an object": (file_bytes({"a": 1}), "malformed from byte 9"),
-    "field missing": (file_bytes({"a": {"dtype": "F32", "shape": [2]}}, 8), "entry of a is malformed.*data_offsets"),
+    "entry not an object": (file_bytes({"a": 1}), r"header .*\bbyte 9\b"),
+    "field missing": (file_bytes({"a": {"dtype": "F32", "shape": [2]}}, 8), r"entry of a\b.*data_offsets"),
     "name twice": (
         file_bytes(b'{"a":' + json.dumps(A).encode() + b',"\\u0061":' + json.dumps(A).encode() + b"}", 8),
         "names a twice",
@@ -85,33 +87,33 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "metadata twice": (file_bytes(b'{"__metadata__":{},"__metadata__":{}}'), "names __metadata__ twice"),
     "field twice": (
         file_bytes(b'{"a":{"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}}', 8),
-        "the entry of a names a field twice",
+        r"entry of a\b.*twice",
     ),
-    "overlap": (file_bytes({"a": A, "b": entry("F32", [2], 4, 12)}, 12), "a and b overlap at byte"),
+    "overlap": (file_bytes({"a": A, "b": entry("F32", [2], 4, 12)}, 12), "a and b overlap"),
     "same bytes": (file_bytes({"a": A, "b": A}, 8), "a and b overlap"),
-    "gap": (file_bytes({"a": A, "b": entry("F32", [2], 12, 20)}, 20), "bytes [0-9]+ to [0-9]+ belong to no tensor"),
-    "gap at the start": (file_bytes({"a": entry("F32", [2], 8, 16)}, 16), "belong to no tensor"),
-    "rest at the end": (file_bytes({"a": A}, 9), "at its end, belong to no tensor"),
-    "beyond the file": (file_bytes({"a": A}, 7), "a ends at byte [0-9]+, but the file at [0-9]+; download it again"),
-    "far beyond the file": (file_bytes({"a": entry("U8", [2**62], 0, 2**62)}, 8), "a ends at byte"),
-    "offsets swapped": (file_bytes({"a": entry("F32", [2], 8, 0)}, 8), "does not take the -8 bytes"),
-    "offsets negative": (file_bytes({"a": entry("F32", [2], -8, 0)}, 8), "entry of a is malformed"),
-    "dimension negative": (file_bytes({"a": entry("F32", [-1, -2], 0, 8)}, 8), "entry of a is malformed"),
+    "gap": (file_bytes({"a": A, "b": entry("F32", [2], 12, 20)}, 20), "bytes [0-9]+ to [0-9]+ .*no tensor$"),
+    "gap at the start": (file_bytes({"a": entry("F32", [2], 8, 16)}, 16), "no tensor$"),
+    "rest at the end": (file_bytes({"a": A}, 9), "end, .*no tensor"),
+    "beyond the file": (file_bytes({"a": A}, 7), r"\ba ends at byte [0-9]+\D+[0-9]+;"),
+    "far beyond the file": (file_bytes({"a": entry("U8", [2**62], 0, 2**62)}, 8), r"\ba ends at"),
+    "offsets swapped": (file_bytes({"a": entry("F32", [2], 8, 0)}, 8), " -8 bytes"),
+    "offsets negative": (file_bytes({"a": entry("F32", [2], -8, 0)}, 8), r"entry of a\b"),
+    "dimension negative": (file_bytes({"a": entry("F32", [-1, -2], 0, 8)}, 8), r"entry of a\b"),
     "dimension not whole": (file_bytes(b'{"a":{"dtype":"F32","shape":[2.5],"data_offsets":[0,8]}}', 8), "malformed"),
-    "shape larger": (file_bytes({"a": entry("F32", [3], 0, 8)}, 8), r"has the shape \[3\] in F32, .* the 8 bytes"),
-    "shape smaller": (file_bytes({"a": entry("F32", [1], 0, 8)}, 8), r"has the shape \[1\] in F32"),
+    "shape larger": (file_bytes({"a": entry("F32", [3], 0, 8)}, 8), r"shape \[3\] in F32.*\b8 bytes"),
+    "shape smaller": (file_bytes({"a": entry("F32", [1], 0, 8)}, 8), r"shape \[1\] in F32"),
     "shape overflows": (
         file_bytes({"a": entry("F32", [2**62, 4, 2], 0, 0)}),
-        r"has the shape \[4611686018427387904, 4",
+        r"shape \[4611686018427387904, 4",
     ),
-    "shape wraps to its size": (file_bytes({"a": entry("U8", [2**32, 2**32], 0, 0)}), "has the shape"),
-    "many huge dimensions": (file_bytes({"a": entry("U8", [2**63] * 150, 0, 8)}, 8), "has the shape"),
+    "shape wraps to its size": (file_bytes({"a": entry("U8", [2**32, 2**32], 0, 0)}), r"\ba has the shape"),
+    "many huge dimensions": (file_bytes({"a": entry("U8", [2**63] * 150, 0, 8)}, 8), r"\ba has the shape"),
     "digits without end": (
         file_bytes(b'{"a":{"dtype":"U8","shape":[' + b"9" * 4000 + b'],"data_offsets":[0,8]}}', 8),
-        "entry of a is malformed|has the shape",
+        r"entry of a\b|\bshape",
     ),
-    "dtype unknown": (file_bytes({"a": entry("F31", [2], 0, 8)}, 8), "a has the unknown dtype F31; known: BOOL"),
-    "half a byte": (file_bytes({"a": entry("F4", [3], 0, 2)}, 2), "has the shape"),
+    "dtype unknown": (file_bytes({"a": entry("F31", [2], 0, 8)}, 8), r"\ba .*dtype F31\b.* BOOL\b"),
+    "half a byte": (file_bytes({"a": entry("F4", [3], 0, 2)}, 2), r"shape \[3\] in F4\b"),
 }
 
 
@@ -120,7 +122,7 @@ def test_a_broken_file_is_refused_with_the_reason(case: str, tmp_path: Path) -> 
     content, reason = BROKEN[case]
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"model\.safetensors cannot be read as safetensors: .*({reason})") as caught:
+    with pytest.raises(ConfigError, match=rf"/model\.safetensors .*({reason})") as caught:
         read_header(path)
     assert len(str(caught.value)) < 2000
     assert library_reads(path) == (case == "name twice")
@@ -132,19 +134,19 @@ def test_a_header_of_more_tensors_than_any_model_has_is_refused(
     monkeypatch.setattr(header, "MAX_TENSORS", 20)
     empty = entry("F32", [0], 0, 0)
     assert len(read_header(write(tmp_path / "w", {str(index): empty for index in range(20)}))) == 20
-    with pytest.raises(ConfigError, match="it has more than 20 tensors"):
+    with pytest.raises(ConfigError, match=r"\b20 tensors"):
         read_header(write(tmp_path / "w", {str(index): empty for index in range(21)}))
 
 
 def test_names_in_errors_are_printable_and_cut(tmp_path: Path) -> None:
     path = write(tmp_path / "w", {"a\n\x1b[2J" + "x" * 5000: entry("F31", [2], 0, 8)}, 8)
-    with pytest.raises(ConfigError, match=r"a\\n\\x1b\[2Jx+\.\.\. \(5006 characters\) has the unknown dtype") as caught:
+    with pytest.raises(ConfigError, match=r" a\\n\\x1b\[2Jx+\.\.\. \(5006 .*dtype") as caught:
         read_header(path)
     assert str(caught.value).isprintable()
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=f"/gone .*{os.strerror(errno.ENOENT)}"):
         read_header(tmp_path / "gone")
 
 

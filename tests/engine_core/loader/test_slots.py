@@ -98,35 +98,34 @@ def test_packed_integers_are_sliced_then_unpacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "text"),
     [
-        (torch.zeros(4, 5), "misshaped w: expected [4, 6], found [4, 5]"),
-        (torch.zeros(4, 6), "unreadable w: it is F32, expected I32"),
+        (torch.zeros(4, 5), r"misshaped w\b.*\[4, 6\].*\[4, 5\]"),
+        (torch.zeros(4, 6), r"unreadable w\b.* F32.* I32\b"),
     ],
 )
 def test_shape_and_dtype_of_the_whole_source_are_checked(stored: Tensor, text: str, tmp_path: Path) -> None:
     slot = WeightSlot.whole("w", torch.empty(2, 6), SourceSlice((4, 6), 0, 0, 2), dtypes=("I32",))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=text):
         fill(tmp_path, {"w": stored}, slot)
-    assert text in str(caught.value)
 
 
 def test_a_region_along_the_second_dimension_may_not_stay_uncovered_or_be_given_twice(tmp_path: Path) -> None:
     fused = torch.empty(4, 10)
     slots = (WeightSlot("a", fused, 1, 0, 3), WeightSlot("b", fused, 1, 3, 7), WeightSlot("ab", fused, 1, 0, 10))
-    with pytest.raises(ConfigError, match=r"missing b: expected \[4, 7\]"):
+    with pytest.raises(ConfigError, match=r"missing b\b.*\[4, 7\]"):
         fill(tmp_path, {"a": torch.zeros(4, 3)}, *slots)
-    with pytest.raises(ConfigError, match=r"given twice: (b and ab|ab and b)"):
+    with pytest.raises(ConfigError, match=r"twice: (b and ab|ab and b)"):
         fill(tmp_path, {"b": torch.zeros(4, 7), "ab": torch.zeros(4, 10)}, *slots)
 
 
 def test_a_slice_of_another_shape_than_its_region_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
     first, second = torch.zeros(3), torch.zeros(3, 6)
     slots = (WeightSlot.whole("n", first), WeightSlot.whole("w", second, SourceSlice((8, 6), 0, 4, 2)))
-    with pytest.raises(ConfigError, match=r"w: read \[2, 6\] for a region of shape \[3, 6\]"):
+    with pytest.raises(ConfigError, match=r"^w: .*\[2, 6\] .*\[3, 6\]"):
         fill(tmp_path, {"n": torch.ones(3), "w": torch.randn(8, 6)}, *slots)
     assert not first.any() and not second.any()
 
 
 def test_a_transform_of_another_shape_than_its_region_is_refused(tmp_path: Path) -> None:
     slot = WeightSlot.whole("w", torch.empty(5, 3), transform=torch.t)
-    with pytest.raises(ConfigError, match=r"w: read \[3, 5\] for a region of shape \[5, 3\]"):
+    with pytest.raises(ConfigError, match=r"^w: .*\[3, 5\] .*\[5, 3\]"):
         fill(tmp_path, {"w": torch.randn(5, 3)}, slot)

@@ -138,14 +138,14 @@ def opened(directory: Path) -> tuple[Checkpoint, list[WeightSlot]]:
 def test_a_file_that_is_truncated_after_it_was_opened_is_named(threads: int, tmp_path: Path) -> None:
     checkpoint, slots = opened(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 9999)
-    with pytest.raises(ConfigError, match=r"model\.safetensors ends at byte 9999, .*truncated.*download it again"):
+    with pytest.raises(ConfigError, match=r"/model\.safetensors .*\b9999\b.*truncated"):
         transfer(slots, checkpoint, threads=threads)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     checkpoint, slots = opened(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=rf"/model\.safetensors .*{os.strerror(errno.ENOENT)}"):
         transfer(slots, checkpoint)
 
 
@@ -163,7 +163,7 @@ def test_a_read_error_names_file_and_byte_and_ends_all_threads(
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", fails)
-    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read at byte \d+: Input/output error"):
+    with pytest.raises(ConfigError, match=rf"/model\.safetensors .*\bbyte \d+: {os.strerror(errno.EIO)}"):
         transfer(slots, checkpoint, threads=threads)
     assert threading.active_count() == before
 
@@ -229,5 +229,5 @@ def test_a_pair_of_tensors_is_compared_once(tmp_path: Path) -> None:
     assert not checkpoint.tensors_differ("a", "b")
     (tmp_path / "model.safetensors").unlink()
     assert not checkpoint.tensors_differ("a", "b")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=rf"/model\.safetensors .*{os.strerror(errno.ENOENT)}"):
         checkpoint.tensors_differ("a", "c")

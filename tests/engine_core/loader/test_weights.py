@@ -16,6 +16,7 @@ from tandem.engine_core.models.registry import Model, build_model, read_config
 from tests.engine_core.models.test_llama import BASE, save_random
 from tests.support.paged_model import PagedRun, load
 from tests.support.parity import random_tokens, reference_logits
+from tests.support.refusals import numbers_in
 
 ATTENTION = "model.layers.1.self_attn"
 MLP = "model.layers.2.mlp"
@@ -164,7 +165,7 @@ def test_a_model_built_tied_refuses_a_head_that_differs_and_stays_unchanged(tmp_
     model = unfilled(tmp_path)
     before = [slot.target.data_ptr() for slot in model.weight_slots()]
     target(model, "model.norm.weight").fill_(7)
-    with pytest.raises(ConfigError, match=r"tied \S*embed_tokens.weight and lm_head.weight differ"):
+    with pytest.raises(ConfigError, match=r"tied \S*embed_tokens\.weight and lm_head\.weight"):
         load_weights(model, Checkpoint.open(tmp_path))
     assert [slot.target.data_ptr() for slot in model.weight_slots()] == before
     assert (target(model, "model.norm.weight") == 7).all()
@@ -202,7 +203,7 @@ def test_fused_and_split_together_are_refused(tmp_path: Path) -> None:
     fused = fuse(tensors)
     name = f"{ATTENTION}.v_proj.weight"
     rewrite(tmp_path, {**fused, name: tensors[name]})
-    with pytest.raises(ConfigError, match=r"given twice: \S*qkv_proj.weight and \S*v_proj.weight"):
+    with pytest.raises(ConfigError, match=r"twice: \S*qkv_proj.weight and \S*v_proj.weight"):
         load(tmp_path)
 
 
@@ -217,7 +218,7 @@ def test_untied_head_must_be_there(tmp_path: Path) -> None:
 def test_quantized_tensors_are_refused_by_an_unquantized_model(tmp_path: Path) -> None:
     tensors, _ = checkpoint(tmp_path)
     rewrite(tmp_path, {**tensors, f"{MLP}.up_proj.weight": torch.zeros(112, 64, dtype=torch.int8)})
-    with pytest.raises(ConfigError, match=r"unreadable \S*mlp\.up_proj\.weight: it is I8, expected F64"):
+    with pytest.raises(ConfigError, match=r"unreadable \S*mlp\.up_proj\.weight: .*I8\b.* F64\b"):
         load(tmp_path)
 
 
@@ -230,7 +231,7 @@ def test_of_many_misfits_twenty_are_named_some_of_each_kind(tmp_path: Path) -> N
         load(tmp_path)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     kinds = [line.partition(" ")[0] for line in lines]
-    assert lines[-1] == "and 89 more (in all 1 misshaped, 54 missing, 54 unexpected)"
+    assert numbers_in(lines[-1]) == [89, 1, 54, 54]
     assert (kinds.count("misshaped"), kinds.count("missing"), kinds.count("unexpected")) == (1, 10, 9)
 
 

@@ -117,7 +117,7 @@ def test_the_published_layout_gives_the_same_model(kind: str, tmp_path: Path) ->
 def test_factors_of_another_number_of_pairs_are_refused(tmp_path: Path) -> None:
     save_random(tmp_path, config_of({}))
     rewrite(tmp_path, rope_parameters=longrope(6), original_max_position_embeddings=16)
-    with pytest.raises(ConfigError, match="short_factor has 6 numbers, but 8 pairs of each head turn"):
+    with pytest.raises(ConfigError, match=r"short_factor\b.* 6\b.* 8 pairs"):
         read_config(tmp_path)
 
 
@@ -138,5 +138,5 @@ def test_the_published_phi_4_mini_config_is_read() -> None:
 def test_another_architecture_of_phi_3_is_refused_by_name(tmp_path: Path) -> None:
     save_random(tmp_path, config_of({}))
     rewrite(tmp_path, architectures=["Phi3SmallForCausalLM"])
-    with pytest.raises(ConfigError, match=r"Phi3SmallForCausalLM is not supported.*Phi-3 and Phi-4"):
+    with pytest.raises(ConfigError, match=r"\bPhi3SmallForCausalLM\b.*Phi-3 and Phi-4"):
         read_config(tmp_path)

@@ -83,20 +83,19 @@ def test_a_bias_of_the_output_is_unexpected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "sliding_window is not set"),
-        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
-        ({"layer_types": ["chunked_attention"] * 3}, "layer_types chunked_attention are not supported"),
+        ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, r"sliding_window\b.* not set\b"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, r"layer_types\b.* 2\b.* 3\b"),
+        ({"layer_types": ["chunked_attention"] * 3}, r"layer_types chunked_attention\b"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping 50\.0\b"),
     ],
 )
 def test_malformed_windows_are_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     sizes = {name: value for name, value in SMALL.items() if name != "initializer_range"}
     config = {"architectures": ["Qwen2ForCausalLM"], **sizes, **fields}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=words):
         read_config(tmp_path)
-    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("trained", [None, 262_144])
@@ -110,4 +109,4 @@ def test_models_of_a_million_positions_are_served_without_dual_chunk_attention_a
         json.dumps(config | ({"dual_chunk_attention_config": chunks} if trained else {}))
     )
     assert read_config(tmp_path).max_positions == 1_010_000
-    assert ("beyond the 262144 positions that the model was trained with" in caplog.text) is (trained is not None)
+    assert (" 262144 " in caplog.text) is (trained is not None)

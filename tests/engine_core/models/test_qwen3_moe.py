@@ -127,5 +127,5 @@ def test_more_experts_of_a_token_than_there_are_is_refused(tmp_path: Path) -> No
     save_random(tmp_path, {})
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts_per_tok": 7}))
-    with pytest.raises(ConfigError, match="num_experts_per_tok 7 is more than num_experts 6"):
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok 7\b.*num_experts 6\b"):
         read_config(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     (
         "GptOssForCausalLM",
         {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
-        "quantized to MXFP4",
+        "MXFP4",
     ),
     ("Llama4ForConditionalGeneration", {"vision_config": {"a": 1}}, "multimodal"),
     ("LlavaForConditionalGeneration", {"vision_config": {"a": 1}}, "multimodal"),
@@ -30,12 +31,12 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("MllamaForConditionalGeneration", {"vision_config": {"a": 1}}, "multimodal"),
     ("Phi3VForCausalLM", {}, "multimodal"),
     ("InternVLChatModel", {"vision_config": {"a": 1}}, "multimodal"),
-    ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder and decoder"),
-    ("BertModel", {}, "an encoder or embedding model, which generates no text"),
-    ("XLMRobertaForSequenceClassification", {}, "a classifier or reward model, which generates no text"),
-    ("Qwen2ForSequenceClassification", {}, "a classifier or reward model, which generates no text"),
-    ("InternLM2ForRewardModel", {}, "a classifier or reward model, which generates no text"),
-    ("Qwen2Model", {}, "an encoder or embedding model, which generates no text"),
+    ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "encoder and decoder"),
+    ("BertModel", {}, "embedding model"),
+    ("XLMRobertaForSequenceClassification", {}, "reward model"),
+    ("Qwen2ForSequenceClassification", {}, "reward model"),
+    ("InternLM2ForRewardModel", {}, "reward model"),
+    ("Qwen2Model", {}, "embedding model"),
     ("GPT2LMHeadModel", {}, ""),
     ("MambaForCausalLM", {}, ""),
 ]
@@ -80,7 +81,7 @@ def test_numbers_beyond_those_of_any_model_are_refused_with_one_line(changes: di
 def test_a_file_that_is_nested_too_deeply_is_named(name: str, tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["LlamaForCausalLM"])
     (tmp_path / name).write_text('{"x": ' + "[" * 200_000 + "]" * 200_000 + "}")
-    with pytest.raises(ConfigError, match="nested too deeply") as refused:
+    with pytest.raises(ConfigError, match="nested") as refused:
         read_config(tmp_path)
     assert str(refused.value).startswith(str(tmp_path / name))
 
@@ -104,7 +105,8 @@ def test_an_unknown_architecture_is_refused_for_what_it_is_before_any_other_fiel
     with pytest.raises(ConfigError) as refused:
         read_config(tmp_path)
     text = str(refused.value)
-    assert f"the architecture {architecture} is not supported{nature and ': it is ' + nature}; supported are " in text
+    reason = text.partition(f" {architecture} ")[2].partition(";")[0]
+    assert nature in reason and (":" in reason) == bool(nature)
     assert all(family.models in text for family in FAMILIES.values())
     assert FAMILY_TABLE in text
     assert "hidden_size" not in text
@@ -120,7 +122,7 @@ def test_table_of_families_has_the_names_of_the_models() -> None:
 @pytest.mark.parametrize("found", [None, [], ["A", "B"], [7], "LlamaForCausalLM"])
 def test_a_config_names_one_architecture(found: Any, tmp_path: Path) -> None:
     write_config(tmp_path, architectures=found)
-    with pytest.raises(ConfigError, match="architectures must name one architecture, found"):
+    with pytest.raises(ConfigError, match=rf"architectures .*{re.escape(str(found))}$"):
         read_config(tmp_path)
 
 
@@ -221,7 +223,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     nest(tmp_path, PREFIXES[0])
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | {"model.language_model.norm.weight": torch.ones(64)}, path)
-    with pytest.raises(ConfigError, match="which are one tensor"):
+    with pytest.raises(ConfigError, match=r"\b(\S+\.)norm\.weight and (?!\1)\S+\.norm\.weight\b"):
         load(tmp_path)
 
 
@@ -236,13 +238,12 @@ def test_vision_tensors_of_a_text_model_remain_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ({"model_type": "pixtral"}, 'model_type "pixtral" is not supported, only "mistral" or "ministral3"'),
-        (None, 'its text_config of model_type "None" is not supported'),
+        ({"model_type": "pixtral"}, 'text_config .*"pixtral".* "mistral" or "ministral3"'),
+        (None, 'text_config .*"None"'),
         ({"model_type": "mistral", "hidden_size": 0}, "hidden_size"),
     ],
 )
 def test_a_text_half_that_is_not_supported_is_named(text: Any, words: str, tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config=text)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=words):
         read_config(tmp_path)
-    assert words in str(refused.value)

@@ -137,8 +137,8 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (QWEN3_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64] with dynamic"),
-        (QWEN3_FP8 | {"activation_scheme": "static"}, "with static activations"),
+        (QWEN3_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64], dynamic"),
+        (QWEN3_FP8 | {"activation_scheme": "static"}, "static activations"),
         (QWEN3_FP8 | {"activation_scheme": None}, 'activation_scheme is None, "dynamic" or "static"'),
         (QWEN3_FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2", "e4m3"'),
         (GPTQ | {"bits": 3}, "3 bits, 4 or 8"),
@@ -174,7 +174,7 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
         (packed(strategy="tensor"), 'strategy is "tensor"'),
         (
             compressed("pack-quantized", byte("int"), inputs("int", "token", True)),
-            "quantizes the inputs of packed weights",
+            "packed weights",
         ),
         (compressed("pack-quantized", byte("int", symmetric=False)), "symmetric is False"),
         (compressed("pack-quantized", byte("float")), 'format is "pack-quantized"'),
@@ -198,7 +198,7 @@ def test_a_config_is_read(config: dict[str, Any], scheme: EightBitScheme | Int4S
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match="serve another quantization of the model, or the unquantized") as caught:
+    with pytest.raises(ConfigError, match="unquantized") as caught:
         read_quantization(config)
     assert all(word in str(caught.value) for word in words.split(", "))
 

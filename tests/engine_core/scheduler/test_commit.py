@@ -115,7 +115,7 @@ class TestCompiling:
         scheduler = new(rows=1, waiting=2)
         for number in range(3):
             scheduler.add(sequence(number, "later"))
-        with pytest.raises(RequestError, match="3 requests are waiting already"):
+        with pytest.raises(RequestError, match=r"\b3 requests\b"):
             scheduler.add(sequence(4))
 
 

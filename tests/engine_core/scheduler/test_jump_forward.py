@@ -14,6 +14,7 @@ from tandem.protocol.params import SamplingParams
 from tests.fakes.constraint import FakeConstraint
 from tests.fakes.model import END
 from tests.support.effort import EFFORT
+from tests.support.refusals import numbers_in
 from tests.support.scheduling import submitted
 
 PROMPT = [10, 11, 12]
@@ -141,7 +142,7 @@ def test_nothing_is_appended_of_a_run_that_the_grammar_rejects(rejects: int) -> 
 def test_of_a_run_with_an_end_the_tokens_before_the_rejected_one_are_appended() -> None:
     seq, updates = sequence(ForcingConstraint([4, 5, END], rejects=1)), SchedulerUpdates()
     outcome = jump_forward(seq, updates, 1)
-    assert isinstance(outcome, Failure) and "after 1 tokens: too complex" in outcome.message
+    assert isinstance(outcome, Failure) and numbers_in(outcome.message) == [1]
     assert list(seq.tokens) == [*PROMPT, 4] and updates.deltas[b"c"].tokens == [4]
 
 

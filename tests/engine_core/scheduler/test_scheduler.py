@@ -79,13 +79,13 @@ def test_head_of_the_queue_is_not_overtaken() -> None:
 
 def test_add_rejects_what_cannot_fit_or_be_queued() -> None:
     scheduler = new(pages=5, waiting=1)
-    with pytest.raises(RequestError, match="need 5 KV pages of 4 tokens, the pool has 4") as caught:
+    with pytest.raises(RequestError, match=r"\b5 KV pages of 4\b.* 4\b") as caught:
         scheduler.add(sequence(1, 10, 8))
     assert caught.value.code is ErrorCode.KV_CAPACITY
     room = 1 + scheduler.rows.free
     for number in range(room):
         scheduler.add(sequence(2 + number))
-    with pytest.raises(RequestError, match=f"{room} requests are waiting already") as caught:
+    with pytest.raises(RequestError, match=rf"\b{room} requests\b") as caught:
         scheduler.add(sequence(2 + room))
     assert caught.value.code is ErrorCode.OVERLOADED
     assert scheduler.num_open == room

@@ -1,6 +1,7 @@
 """The choice of FlashInfer or Triton for the attention of prompts."""
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from tandem.engine_core.startup.attention import (
 )
 from tests.fakes.flashinfer_library import load_over_double
 from tests.fakes.gpus import H200
+from tests.support.refusals import numbers_in
 
 PLAIN, LOCAL = LayerAttention(0.125), LayerAttention(0.125, window=1024)
 CAPPED = LayerAttention(0.125, softcap=50.0)
@@ -56,7 +58,7 @@ def test_flashinfer_is_chosen_once_every_kind_of_layer_has_a_kernel() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("no nvcc"), FileNotFoundError("no ninja"), OSError()], ids=repr)
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(LOCAL, "window 1024, soft cap None"), (CAPPED, "window None, soft cap 50.0")],
+    [(LOCAL, "window 1024,"), (CAPPED, "soft cap 50.0")],
 )
 def test_a_kind_without_a_kernel_rules_flashinfer_out(kind: LayerAttention, text: str, error: Exception) -> None:
     obstacle = find_obstacle(128, BF16, layout(), [PLAIN, kind], Library(PLAIN, error=error).load)
@@ -69,17 +71,17 @@ def test_a_line_of_the_log_comes_before_each_kernel_that_may_be_compiled(caplog:
     find_obstacle(128, BF16, layout(), [PLAIN, LOCAL], lambda _: lines.append([*caplog.messages]))
     plain, local = lines[1]
     assert lines[0] == [plain]
-    assert "head_dim 128, window None, soft cap None and keys in bfloat16" in plain and "compiled now" in plain
-    assert "head_dim 128, window 1024, soft cap None" in local
+    assert numbers_in(plain) == [128] and "bfloat16" in plain and "compiled now" in plain
+    assert numbers_in(local) == [128, 1024]
 
 
 def test_an_obstacle_is_one_line() -> None:
     obstacle = find_obstacle(128, BF16, layout(), [LOCAL], Library().load)
-    assert "Could not find nvcc" in obstacle and "\n" not in obstacle
+    assert "nvcc" in obstacle and "\n" not in obstacle
 
 
 def test_a_library_that_is_not_installed_is_not_chosen() -> None:
-    assert find_obstacle(128, BF16, layout(), [PLAIN], None) == "flashinfer is not installed"
+    assert find_obstacle(128, BF16, layout(), [PLAIN], None).endswith("not installed")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_a_library_that_is_not_installed_is_not_chosen() -> None:
         (96, BF16, BF16, 16, "head_dim 96"),
         (128, torch.float32, torch.float32, 16, "float32"),
         (128, torch.float32, torch.float8_e4m3fn, 16, "queries in torch.float32"),
-        (128, BF16, BF16, 1 << 20, "pages of 4294967296 elements"),
+        (128, BF16, BF16, 1 << 20, " 4294967296 "),
     ],
 )
 def test_shapes_that_flashinfer_lacks_load_nothing(
@@ -105,21 +107,21 @@ def test_flashinfer_serves_8_bit_keys_with_16_bit_queries(caplog: pytest.LogCapt
     assert find_obstacle(128, BF16, stored, [PLAIN], library.load) == ""
     assert "keys in float8_e4m3fn" in caplog.messages[0]
     missing = find_obstacle(128, BF16, stored, [PLAIN], Library().load)
-    assert "keys in float8_e4m3fn is not prebuilt" in missing
+    assert "float8_e4m3fn" in missing and "prebuilt" in missing
 
 
 def test_triton_serves_8_bit_keys_where_it_is_faster() -> None:
     library = Library(PLAIN)
     obstacle = find_obstacle(128, BF16, layout(torch.float8_e4m3fn), [PLAIN], library.load, hopper=True)
-    assert "over keys in float8_e4m3fn Triton is faster than its fa2" in obstacle
+    assert re.search(r"float8_e4m3fn\b.* faster .*\bfa2\b", obstacle)
     assert library.asked == []
     assert find_obstacle(128, BF16, layout(), [PLAIN], library.load, hopper=True) == ""
 
 
 def test_the_log_names_the_kernel_of_prompts_and_why() -> None:
-    assert describe_kernel({"fa3"}, BF16, layout()) == "fa3 with queries in bfloat16, keys and values in bfloat16"
+    assert re.fullmatch(r"fa3 .*bfloat16\b.* bfloat16", describe_kernel({"fa3"}, BF16, layout()))
     narrow = describe_kernel({"fa2"}, BF16, layout(torch.float8_e4m3fn))
-    assert narrow.startswith("fa2 with queries in bfloat16, keys and values in float8_e4m3fn; fa3 would have to round")
+    assert re.match(r"fa2 .*bfloat16\b.* float8_e4m3fn; fa3 .*\bround\b", narrow)
 
 
 def test_too_little_memory_is_not_taken_for_a_missing_kernel() -> None:

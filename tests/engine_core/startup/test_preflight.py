@@ -31,6 +31,7 @@ from tests.support.quantized_checkpoint import (
     quantize_layers,
     set_quantization,
 )
+from tests.support.refusals import numbers_in
 
 
 @pytest.fixture
@@ -61,25 +62,29 @@ def test_choices_name_their_reasons(folder: Path) -> None:
     usual = preflight_of(folder)
     assert usual.gpus == []
     assert usual.model["architecture"] == "LlamaForCausalLM" and usual.model["supported"] == "yes"
-    assert usual.choices["device"] == "cpu (torch sees no CUDA device)"
-    assert usual.choices["rows"] == "32 (default on cpu)"
+    assert re.fullmatch(r"cpu \(.*\bCUDA\b.*\)", usual.choices["device"])
+    assert re.fullmatch(r"32 \(.*\bcpu\)", usual.choices["rows"])
     given = preflight_of(folder, device="cpu", dtype="float16", max_rows=5, kv_tokens=64)
-    assert given.choices["device"] == "cpu (given as --device)"
-    assert given.choices["dtype"] == "float16 (given as --dtype)"
-    assert given.choices["rows"] == "5 (given as --max-rows)"
-    assert given.choices["KV cache"].endswith("(given as --kv-tokens)")
+    for choice, value, flag in (
+        ("device", "cpu", "--device"),
+        ("dtype", "float16", "--dtype"),
+        ("rows", "5", "--max-rows"),
+    ):
+        assert re.fullmatch(rf"{value} \(.*{flag}\)", given.choices[choice])
+    assert given.choices["KV cache"].endswith("--kv-tokens)")
 
 
 def test_a_gpu_is_chosen_with_its_share_of_memory(folder: Path) -> None:
     write_config(folder, torch_dtype="bfloat16")
     found = preflight_of(folder, L4)
     assert found.problems == []
-    assert found.gpus == ["NVIDIA L4, compute capability 8.9, 58 multiprocessors, 24.0 GiB, 20.0 free"]
-    assert found.choices["device"] == "cuda (torch sees a CUDA device)"
-    assert found.choices["dtype"] == "bfloat16 (auto on cuda; the checkpoint is bfloat16)"
-    assert found.choices["rows"] == "512 (by the memory beside the weights)"
+    (gpu,) = found.gpus
+    assert gpu.startswith("NVIDIA L4, ") and numbers_in(gpu) == [8.9, 58, 24, 20]
+    assert found.choices["device"].startswith("cuda (")
+    assert re.fullmatch(r"bfloat16 \(auto on cuda; .*\bbfloat16\)", found.choices["dtype"])
+    assert found.choices["rows"].startswith("512 (")
     assert found.choices["KV cache"].startswith("at most ")
-    assert "20.00 GiB (--gpu-memory 0.9 less weights" in found.choices["KV cache"]
+    assert "20.00 GiB (--gpu-memory 0.9 " in found.choices["KV cache"]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +128,13 @@ def test_memory_that_others_use_is_a_shortage_and_no_problem(
 ) -> None:
     found = preflight_of(folder, traits, free=1000, total=GIB, **options)
     assert (found.problems, found.choices) == ([], {})
-    assert "but 0.00 GiB are free" in found.shortage
+    assert numbers_in(found.shortage)[-1] == 0
 
 
 def test_models_that_are_not_supported_are_reported(folder: Path) -> None:
     write_config(folder, architectures=["GPT2LMHeadModel"])
     found = preflight_of(folder)
-    assert "GPT2LMHeadModel is not supported" in found.problems[0]
+    assert "GPT2LMHeadModel" in found.problems[0]
     assert found.model == {"architecture": "GPT2LMHeadModel", "supported": "no"}
     assert "has no config.json" in preflight_of(folder / "nothing").problems[0]
 
@@ -140,9 +145,7 @@ def test_formats_of_weights_keys_and_values_are_named(folder: Path) -> None:
         preflight_of(folder, device="cpu", quantize="fp8", kv_dtype="fp8"),
     )
     assert plain.model["weights"].endswith("GiB in float32")
-    assert quantized.model["weights"].endswith(
-        "GiB, linear layers in fp8, the rest in float32; slow on a CPU: each matmul dequantizes them"
-    )
+    assert re.search(r" fp8,.* float32;.*\bslow\b", quantized.model["weights"])
     assert "GiB of float8_e4m3fn (" in quantized.choices["KV cache"]
     assert "float8" not in plain.choices["KV cache"]
 
@@ -247,11 +250,11 @@ def test_a_model_with_windows_has_pages_of_several_groups(tmp_path: Path) -> Non
     # A window of 1024 takes 67 pages of 16 positions: a sequence of 32768 tokens takes 2048 + 5 * 67.
     held = (32_768 // 16) * 6 // (2048 + 5 * 67) * 32_768
     assert held > 32_768
-    assert re.match(r"32768 tokens in sequences of any length, \d+ in sequences of 32768, ", cache())
+    assert re.match(r"32768 tokens\b[^,]*, \d+ [^,]*\b32768, ", cache())
     assert int(cache().split(", ")[1].split()[0]) >= held
-    assert "in pages of 2 layers, 6 KV groups: 1 over all positions, 5 with a window of 1024 (" in cache()
+    assert re.search(r"\b2 layers, 6 KV groups: 1 [^,]*, 5 with a window of 1024 \(", cache())
     assert "groups" not in cache(page_size="max")
-    assert "windows are not used (--page-size max)" in cache(page_size="max")
+    assert "(--page-size max)" in cache(page_size="max")
     assert "groups" not in cache(max_len=1024)
     assert "window" not in cache(max_len=1024, page_size="max")
 
@@ -259,7 +262,7 @@ def test_a_model_with_windows_has_pages_of_several_groups(tmp_path: Path) -> Non
 def test_the_window_of_all_layers_is_named(folder: Path) -> None:
     write_config(folder, architectures=["MistralForCausalLM"], sliding_window=8)
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    assert f", window of 8 in all {layers} layers (" in preflight_of(folder, device="cpu").choices["KV cache"]
+    assert re.search(rf"\bwindow of 8\b.* {layers} layers\b", preflight_of(folder, device="cpu").choices["KV cache"])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def test_a_pool_below_one_sequence_is_a_warning_with_the_size_to_ask_for(folder:
     warned = preflight_of(folder, device="cpu", kv_memory=2**16)
     assert warned.problems == []
     tokens = int(warned.choices["KV cache"].split()[0])
-    assert f"holds {tokens} tokens, less than one sequence of 4096;" in warned.choices["warning"]
+    assert numbers_in(warned.choices["warning"])[:2] == [tokens, 4096]
     needed = int(warned.choices["warning"].split("--kv-memory to ")[1].split()[0])
     assert "warning" not in preflight_of(folder, device="cpu", kv_memory=needed).choices
     assert "warning" in preflight_of(folder, device="cpu", kv_memory=needed - 1).choices
@@ -293,7 +296,7 @@ def test_dummy_weights_have_the_bytes_of_the_config_s_shapes(folder: Path) -> No
     enough = preflight_of(folder, device="cpu", load_format="dummy", free=size + (1 << 20), max_len=32)
     assert (enough.problems, enough.shortage) == ([], "")
     short = preflight_of(folder, device="cpu", load_format="dummy", free=size - 1, max_len=32)
-    assert "the weights take" in short.problems[0]
+    assert "weights" in short.problems[0]
     assert short.choices == {}
 
 
@@ -306,10 +309,10 @@ def test_the_layers_of_a_mixed_checkpoint_are_counted_by_format(tmp_path: Path) 
     num_layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
     total, plain = 7 * num_layers, 4 * num_layers
     model = preflight_of(tmp_path, device="cpu").model
-    assert f", {total - plain} of {total} linear layers in fp8" in model["weights"]
-    assert f", {plain} in 16 bits, the rest in float32; slow" in model["weights"]
+    assert numbers_in(model["weights"])[1:4] == [total - plain, total, plain]
+    assert all(word in model["weights"] for word in ("fp8", "16 bits", "float32", "slow"))
     # o_proj is excluded by the config.
-    assert model["16-bit layers"].startswith(f"{3 * num_layers} linear layers are not quantized although")
+    assert numbers_in(model["16-bit layers"])[0] == 3 * num_layers
     assert "model.layers.0.mlp.down_proj" in model["16-bit layers"] and "o_proj" not in model["16-bit layers"]
 
 
@@ -318,7 +321,7 @@ def test_a_checkpoint_without_quantized_layers_is_not_slow(tmp_path: Path) -> No
     set_quantization(tmp_path, gptq(True, False).config)
     model = preflight_of(tmp_path, device="cpu").model
     num_layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
-    assert model["weights"].endswith(f" in float32, none of {7 * num_layers} linear layers quantized")
+    assert re.search(rf" float32, none of {7 * num_layers}\b", model["weights"]) and "slow" not in model["weights"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -326,4 +329,4 @@ def test_all_layers_in_one_format_are_not_counted(name: str, tmp_path: Path) -> 
     save_random(tmp_path, {"hidden_size": 64, "intermediate_size": 96})
     quantize_checkpoint(tmp_path, LAYOUTS[name])
     model = preflight_of(tmp_path, device="cpu").model
-    assert ", linear layers in " in model["weights"] and "16-bit layers" not in model
+    assert ", linear layers" in model["weights"] and "16-bit layers" not in model

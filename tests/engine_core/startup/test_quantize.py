@@ -76,5 +76,5 @@ def test_the_log_counts_the_layers_of_a_mixed_checkpoint(
     DrivenEngine.build(EngineOptions(model=str(tmp_path), device="cpu", max_rows=2, max_len=32, kv_tokens=64))
     (line,) = [text for text in caplog.messages if " on cpu in float32, " in text]
     count, total = counts[0] * layers, counts[1] * layers
-    assert (f"{count} of {total} linear layers" if count else f"none of {total} linear layers quantized") in line
-    assert ("quantized weights are slow on a CPU" in caplog.text) == bool(count)
+    assert f"{count or 'none'} of {total} " in line
+    assert ("slow on" in caplog.text) == bool(count)

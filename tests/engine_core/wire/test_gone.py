@@ -1,5 +1,6 @@
 """Frontends that count as gone: silent, or not reading."""
 
+import re
 import socket
 import struct
 import time
@@ -20,6 +21,7 @@ from tandem.protocol.errors import FinishReason
 from tandem.protocol.events import Closed, Finished, StepOutput
 from tandem.protocol.sockets import bind_router
 from tests.fakes.clock import FakeClock
+from tests.support.refusals import numbers_in
 from tests.support.zmq_context import ipc_context
 
 WAIT_MS = 30_000
@@ -111,7 +113,8 @@ def test_a_frontend_that_dies_without_output_is_gone_before_its_lease_ends(wire:
             break
     assert wire.mailbox.flush(1) == {}
     assert list(wire.mailbox.drain()) == []
-    assert wire.mailbox.flush(1) == {client: "it has disconnected"}
+    gone = wire.mailbox.flush(1)
+    assert gone.keys() == {client} and "disconnected" in gone[client]
     wire.pass_time(LEASE_SECONDS - 1.0)
     assert wire.mailbox.flush(2) == {}
     wire.mailbox.add_tokens(other_client, TokenDelta([1], [5]))
@@ -145,7 +148,8 @@ def test_a_frontend_that_has_disconnected_is_gone_once_all_that_it_sent_was_read
     assert wire.mailbox.flush(2) == {}
     assert wire.mailbox.has_backlog, "the loop goes on"
     assert list(wire.mailbox.drain()) == [(client, Goodbye())]
-    assert wire.mailbox.flush(3) == {client: "it has disconnected"}
+    gone = wire.mailbox.flush(3)
+    assert gone.keys() == {client} and "disconnected" in gone[client]
     assert not wire.mailbox.has_backlog
     wire.pass_time(LEASE_SECONDS + CLOSED_SECONDS)
     assert wire.mailbox.flush(4) == {}
@@ -164,7 +168,8 @@ def test_a_frontend_that_leaves_a_full_queue_is_gone_once_all_that_it_sent_was_r
         assert time.monotonic() < until, "its output is kept"
         commands += wire.mailbox.drain()
         gone = wire.mailbox.flush(1)
-    assert (commands, gone) == ([(client, Goodbye())], {client: "it has disconnected"})
+    assert commands == [(client, Goodbye())]
+    assert gone.keys() == {client} and "disconnected" in gone[client]
     assert not wire.mailbox.has_backlog
 
 
@@ -241,7 +246,7 @@ def test_a_frontend_that_renews_but_does_not_read_is_gone_after_a_while(wire: Wi
         waited += 1.0
         wire.say(dealer, Renew())
         wire.say(other, Renew())
-    assert gone == {client: "it has read nothing for 31 s, at most 30"}
+    assert gone.keys() == {client} and numbers_in(gone[client]) == [31, 30]
     wire.mailbox.add_outcome(other_client, Finished(1, FinishReason.STOP))
     assert wire.mailbox.flush(2) == {}
     assert receive(other).finished == [Finished(1, FinishReason.STOP)]
@@ -272,5 +277,5 @@ def test_output_beyond_the_bound_makes_its_frontend_gone(wire: Wire, monkeypatch
         assert wire.mailbox._outboxes[client].num_bytes <= 2**20
         wire.mailbox.add_tokens(client, TokenDelta(list(range(3000)), [7] * 3000))
         gone = wire.mailbox.flush(1)
-    assert gone == {client: "it has not read 1 MiB of output, at most 1"}
+    assert gone.keys() == {client} and re.search(r"\b1 MiB\b", gone[client])
     assert wire.mailbox._outboxes == {}

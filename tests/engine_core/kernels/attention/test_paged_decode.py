@@ -308,8 +308,8 @@ def test_tiles_have_as_many_stages_as_fit(gpu: GpuTraits) -> None:
     [
         ({"splits": 0}, "splits"),
         ({"splits": 65}, "splits"),
-        ({"window": 0}, "a window of 0"),
-        ({"softcap": 0.0}, "soft cap of 0.0"),
+        ({"window": 0}, r"\bwindow\b.* 0\b"),
+        ({"softcap": 0.0}, r"\bsoft cap\b.* 0\.0\b"),
     ],
 )
 def test_arguments_out_of_range_are_refused(change: dict[str, int], message: str, device: str) -> None:
@@ -320,7 +320,7 @@ def test_arguments_out_of_range_are_refused(change: dict[str, int], message: str
 
 def test_a_page_size_that_is_no_power_of_two_is_refused(device: str) -> None:
     given = inputs([4], 2, 1, 32, 3, device)
-    with pytest.raises(ValueError, match="pages of 3 positions"):
+    with pytest.raises(ValueError, match=r" 3 positions\b.*\bpage size\b"):
         paged_decode(*given, 1.0, 1)
 
 

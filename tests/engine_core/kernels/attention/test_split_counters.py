@@ -40,7 +40,7 @@ def test_the_first_call_under_capture_is_refused_by_name_and_later_ones_are_not(
     """What is allocated under capture belongs to the graph, and is zeroed by each replay."""
     device = torch.device("cuda", 0)
     with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-        with pytest.raises(RuntimeError, match="decode has to run once before it is captured in a graph"):
+        with pytest.raises(RuntimeError, match=r"^decode\b.*\bgraph"):
             split_counters("decode", device)
         module._counters["decode", device] = torch.zeros(1)
         assert split_counters("decode", device) is module._counters["decode", device]

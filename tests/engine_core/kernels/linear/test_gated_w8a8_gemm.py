@@ -84,12 +84,12 @@ def test_nan_stays_in_its_row(to: str, device: str) -> None:
 def test_what_a_tile_cannot_hold_is_refused(device: str) -> None:
     x, values, scales, _ = case_of("fp8 outputs", 17, 2 * 128, 256, device)
     static, groups = (format_of(values.dtype, kind, device) for kind in ("static", "group"))
-    with pytest.raises(AssertionError, match="17 rows do not fit a tile of 16"):
+    with pytest.raises(AssertionError, match=r"^17 rows\b.*\b16$"):
         gated_w8a8_gemm(x, values, scales, None, PLAN, Activation.SILU, static)
-    with pytest.raises(AssertionError, match="tiles of 32 outputs hold no groups of 128"):
+    with pytest.raises(AssertionError, match=r"\b32 outputs\b.*\b128$"):
         gated_w8a8_gemm(x, values, scales, None, replace(PLAN, block_m=32), Activation.SILU, groups)
     blocks = torch.ones(16, 2, device=device)
-    with pytest.raises(AssertionError, match="share their scales"):
+    with pytest.raises(AssertionError, match=r"outputs.*\bscales$"):
         gated_w8a8_gemm(x, values, blocks, None, replace(PLAN, block_m=32, block_n=256), Activation.SILU, static)
 
 
@@ -100,7 +100,7 @@ def test_what_a_tile_cannot_hold_is_refused(device: str) -> None:
         ("fp8 outputs", 256, "fp8 blocks", 1, None),
         ("fp8 blocks", 256, "fp8 outputs", 1, None),
         ("int8 outputs", 256, "fp8 outputs", 1, None),
-        ("fp8 outputs", 256, "fp8 outputs", 2, "one program makes both halves"),
+        ("fp8 outputs", 256, "fp8 outputs", 2, "halves"),
     ],
     ids=["wide", "of rows for blocks", "of groups for outputs", "of another dtype", "split"],
 )

@@ -169,11 +169,11 @@ def test_splitk_equals_the_library(
 
 def test_steps_that_end_within_a_block_of_the_order_are_refused(device: str) -> None:
     stored, _ = weights(16, 256, 128, device)
-    with pytest.raises(AssertionError, match="steps of 64 end within a block of the order"):
+    with pytest.raises(AssertionError, match=r"\b64\b.*\border$"):
         quantized_gemv(vectors(1, 256, device), *stored, None, GemvPlan(8, 64))
 
 
 def test_a_block_across_groups_is_refused(device: str) -> None:
     stored, _ = weights(32, 128, 32, device)
-    with pytest.raises(AssertionError, match="groups of 32 inputs are not divisible into blocks of 64"):
+    with pytest.raises(AssertionError, match=r"\b32 inputs\b.*\bblocks of 64\b"):
         int4_splitk(vectors(2, 128, device), *stored, None, SplitKPlan(32, 64, 1), *(torch.zeros(0),) * 2)

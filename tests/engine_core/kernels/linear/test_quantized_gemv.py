@@ -73,11 +73,11 @@ def test_8_bit_weights_with_the_chosen_plan(
 def test_a_gate_that_ends_within_a_block_of_scales_is_refused(device: str) -> None:
     stored, scale, _ = test_scaled_weights.weights("fp8", "blocks", 48, 128, device)
     x = torch.zeros(1, 128, device=device)
-    with pytest.raises(AssertionError, match="the gate ends with a block"):
+    with pytest.raises(AssertionError, match=r"\bgate\b"):
         quantized_gemv(x, stored, scale, None, None, GemvPlan(8, 128), Activation.SILU)
-    with pytest.raises(AssertionError, match="the rows of a tile are in one block"):
+    with pytest.raises(AssertionError, match=r"\brows of a tile\b"):
         quantized_gemv(x, stored, scale, None, None, GemvPlan(32, 128))
-    with pytest.raises(AssertionError, match="block_k 64 must hold whole rows"):
+    with pytest.raises(AssertionError, match=r"\bblock_k 64\b.* 128\b"):
         quantized_gemv(x, stored, scale, None, None, GemvPlan(8, 64, 2))
 
 

@@ -59,7 +59,7 @@ def test_nothing_but_the_operands_is_read(kind: str, plan: W8A8GemmPlan) -> None
 
 def test_more_rows_than_a_tile_has_take_the_other_kernel(device: str) -> None:
     x, values, scales, _ = case_of("int8 outputs", 19, 64, 256, device)
-    with pytest.raises(AssertionError, match="19 rows do not fit a tile of 16"):
+    with pytest.raises(AssertionError, match=r"^19 rows\b.*\b16$"):
         w8a8_splitk(x, values, scales, None, PLAN, *space(device))
     found = w8a8_matmul(x, values, scales, None, PLAN, *space(device))
     assert torch.equal(found, w8a8_gemm(x, values, scales, None, PLAN, *space(device)))

@@ -181,7 +181,7 @@ def test_logits_that_ranks_cannot_hold_are_refused() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_logits(torch.empty(2, MAX_VOCAB, dtype=dtype, device="meta"))
     for vocab in (0, MAX_VOCAB + 1):
-        with pytest.raises(ValueError, match=rf"must have 1 to 1048575 tokens, not {vocab}$"):
+        with pytest.raises(ValueError, match=rf"\b1 to {MAX_VOCAB} .*\b{vocab}$"):
             check_logits(torch.empty(2, vocab, device="meta"))
-    with pytest.raises(ValueError, match=r"not \(5,\) of strides \(1,\) in torch.float32"):
+    with pytest.raises(ValueError, match=r"\(5,\) .*\(1,\) .*torch\.float32"):
         check_logits(torch.empty(5, device="meta"))

@@ -1,6 +1,7 @@
 """Tile tables round-trip through files, and errors name file and entry."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -153,47 +154,47 @@ def written(path: Path, *products: dict[str, object], decode: tuple[dict[str, ob
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (entry(rows=17), "rows 17 must be one of 1, 16, 32, 64, 128"),
-        (entry(bits=5), "weights of 5 bits have no kernel"),
-        (entry(operation="sum"), "Invalid enum value 'sum'"),
+        (entry(rows=17), r"rows 17\b.* 1, 16, 32, 64, 128\b"),
+        (entry(bits=5), r"\b5 bits\b.*\b4, 8 or 16\b"),
+        (entry(operation="sum"), "'sum'"),
         (entry(outputs="64"), "Expected `int`, got `str`"),
         (entry(outputs=0), "Expected `int` >= 1"),
-        (entry(colour="red"), "unknown field `colour`"),
-        (entry(plan={"kernel": "magic"}), "Invalid value 'magic'"),
-        (entry(plan=splitk(block_k=96)), "block_k 96 and warps must be powers of two"),
-        (entry(inputs=2112), "2112 inputs are not divisible into 2 parts of blocks of 128"),
-        (entry(plan=splitk(split=32)), "2048 inputs are not divisible into 32 parts"),
-        (entry(bits=8, plan=splitk(block_k=256)), "block_k 256 does not divide the 128 inputs of a block of scales"),
-        (entry(plan=gemv()), "a gemv plan serves one row, not 16"),
-        (entry(rows=1), "one row takes a gemv plan"),
-        (entry(rows=1, plan=gemv(rows=3)), "rows 3, block_k 1024 and warps 4 must be powers of two"),
-        (entry(rows=1, bits=4, plan=gemv(16, 64)), "block_k 64 must be at least 128 with weights of 4 bits"),
-        (entry(bits=4, plan=splitk(block_k=16)), "block_k 16 must be a multiple of the 32 inputs"),
-        (entry(rows=1, operation="gated", plan=gemv()), "block_k 1024 must hold all 2048 inputs"),
-        (entry(rows=1, plan=gemv(tiles=2)), "block_k 1024 must hold all 2048 inputs"),
-        (entry(rows=1, bits=8, plan=gemv(32, 2048)), "32 rows do not divide the 16 rows of a block of scales"),
-        (entry(rows=1, bits=4, plan=splitk()), "one row takes a gemv plan"),
-        (entry(rows=1, bits=4, operation="gated", plan=splitk()), "one row takes a gemv plan"),
+        (entry(colour="red"), "`colour`"),
+        (entry(plan={"kernel": "magic"}), "'magic'"),
+        (entry(plan=splitk(block_k=96)), r"block_k 96\b.*\bpowers of two\b"),
+        (entry(inputs=2112), r"\b2112 inputs\b.*\b2 parts\b.*\b128\b"),
+        (entry(plan=splitk(split=32)), r"\b2048 inputs\b.*\b32 parts\b"),
+        (entry(bits=8, plan=splitk(block_k=256)), r"block_k 256\b.*\b128 inputs\b.*\bscales\b"),
+        (entry(plan=gemv()), r"gemv plan\b.* 16\b"),
+        (entry(rows=1), r": one row\b.*\bgemv plan\b"),
+        (entry(rows=1, plan=gemv(rows=3)), r"rows 3, block_k 1024 and warps 4\b"),
+        (entry(rows=1, bits=4, plan=gemv(16, 64)), r"block_k 64\b.* 128\b.* 4 bits\b"),
+        (entry(bits=4, plan=splitk(block_k=16)), r"block_k 16\b.* 32 inputs\b"),
+        (entry(rows=1, operation="gated", plan=gemv()), r"block_k 1024\b.* 2048 inputs\b"),
+        (entry(rows=1, plan=gemv(tiles=2)), r"block_k 1024\b.* 2048 inputs\b"),
+        (entry(rows=1, bits=8, plan=gemv(32, 2048)), r"\b32 rows\b.* 16 rows\b.*\bscales\b"),
+        (entry(rows=1, bits=4, plan=splitk()), r": one row\b.*\bgemv plan\b"),
+        (entry(rows=1, bits=4, operation="gated", plan=splitk()), r": one row\b.*\bgemv plan\b"),
         (
             entry(rows=1, bits=8, inputs=72, plan=gemv(8, 128)),
-            "72 inputs with weights of 8 bits are not divisible by 16",
+            r"\b72 inputs\b.* 8 bits\b.* 16\b",
         ),
         (
             entry(rows=1, bits=4, inputs=48, plan=gemv(8, 64)),
-            "48 inputs with weights of 4 bits are not divisible by 32",
+            r"\b48 inputs\b.* 4 bits\b.* 32\b",
         ),
-        (entry(rows=1, bits=8, plan=gemv(16, 8)), "block_k 8 must be at least 16 with weights of 8 bits"),
-        (entry(rows=1, bits=4, operation="gated", plan=gemv(16, 1024)), "block_k 1024 must hold all 2048 inputs"),
-        (entry(operation="normed"), "a norm is fused with a matmul of one row only"),
-        (entry(rows=1, operation="normed_gated", plan=None), "a norm is fused with a matmul of one row only"),
-        (entry(), "the same key as an earlier entry"),
+        (entry(rows=1, bits=8, plan=gemv(16, 8)), r"block_k 8\b.* 16\b.* 8 bits\b"),
+        (entry(rows=1, bits=4, operation="gated", plan=gemv(16, 1024)), r"block_k 1024\b.* 2048 inputs\b"),
+        (entry(operation="normed"), r"\bnorm\b"),
+        (entry(rows=1, operation="normed_gated", plan=None), r"\bnorm\b"),
+        (entry(), "same key"),
     ],
 )
 def test_a_malformed_matmul_is_named_by_file_and_entry(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
     path = written(tmp_path / "nvidia-test.json", entry(), wrong)
     with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
         read_table(path)
-    assert message in str(raised.value)
+    assert re.search(message, str(raised.value))
     assert "$.products[1]" in str(raised.value)
 
 
@@ -205,10 +206,10 @@ def attention(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (attention(positions=8), "positions 8 and warps must be powers of two, positions at least 16"),
+        (attention(positions=8), r"positions 8\b.* 16\b"),
         (attention(positions=48), "positions 48"),
-        (attention(splits=65), "splits 65 must be at most 64"),
-        (attention() | {"pairs": 500}, "head_dim 64 and pairs 500 must be powers of two"),
+        (attention(splits=65), r"splits 65\b.* 64\b"),
+        (attention() | {"pairs": 500}, r"head_dim 64 and pairs 500\b"),
         (attention(stages=0), "Expected `int` >= 1"),
         (attention(stages=65), "Expected `int` <= 64"),
         (attention(positions=1 << 17), "Expected `int` <= 65536"),
@@ -219,7 +220,7 @@ def test_a_malformed_decode_plan_is_named_by_file_and_entry(
 ) -> None:
     with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
         read_table(written(tmp_path / "nvidia-test.json", decode=(wrong,)))
-    assert message in str(raised.value)
+    assert re.search(message, str(raised.value))
     assert "$.decode[0]" in str(raised.value)
 
 
@@ -231,20 +232,20 @@ def of_bytes(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (of_bytes() | {"rows": 100}, "rows 100 must be one of 16, 32, 64, 128, 256"),
-        (of_bytes() | {"kind": "fp4"}, "Invalid enum value 'fp4'"),
-        (of_bytes() | {"kind": "int8"}, "int8 weights have a scale for each output, not for each block"),
-        (of_bytes() | {"kind": "int8", "scaling": "output", "plan": None}, "int8 needs a plan"),
-        (of_bytes(block_m=96), "block_m 96, block_n 128 and warps must be powers of two"),
-        (of_bytes(block_n=8), "blocks from 16 on"),
-        (of_bytes(block_k=64), "block_k 64 must be the 128 inputs of a block of scales"),
-        (of_bytes(block_k=192) | {"scaling": "output"}, "block_k 192 must be a power of two from 128 on"),
-        (of_bytes(split=17), "2048 inputs are not divisible into 17 parts of blocks of 128"),
-        (of_bytes() | {"inputs": 2064}, "2064 inputs are not divisible into 2 parts"),
-        (of_bytes(block_m=128) | {"gated": True}, "one program gates all of 128 rows: split 2 must be 1"),
-        (of_bytes(split=1) | {"gated": True}, "block_m 64 as many"),
-        (of_bytes(split=1, block_m=128, block_n=256) | {"gated": True}, "block_n 256 must divide the 128 outputs"),
-        (of_bytes(), "the same key as an earlier entry"),
+        (of_bytes() | {"rows": 100}, r"rows 100\b.* 16, 32, 64, 128, 256\b"),
+        (of_bytes() | {"kind": "fp4"}, "'fp4'"),
+        (of_bytes() | {"kind": "int8"}, r"int8 weights\b.* output\b.* block\b"),
+        (of_bytes() | {"kind": "int8", "scaling": "output", "plan": None}, r"int8\b.* plan\b"),
+        (of_bytes(block_m=96), r"block_m 96, block_n 128\b"),
+        (of_bytes(block_n=8), r"block_n 8\b.* 16\b"),
+        (of_bytes(block_k=64), r"block_k 64\b.* 128 inputs\b.*\bscales\b"),
+        (of_bytes(block_k=192) | {"scaling": "output"}, r"block_k 192\b.*\bpower of two\b.* 128\b"),
+        (of_bytes(split=17), r"\b2048 inputs\b.* 17 parts\b.* 128\b"),
+        (of_bytes() | {"inputs": 2064}, r"\b2064 inputs\b.* 2 parts\b"),
+        (of_bytes(block_m=128) | {"gated": True}, r"\b128 rows: split 2\b"),
+        (of_bytes(split=1) | {"gated": True}, r"\b128 rows: split 1\b.*block_m 64\b"),
+        (of_bytes(split=1, block_m=128, block_n=256) | {"gated": True}, r"block_n 256\b.* 128 outputs\b"),
+        (of_bytes(), "same key"),
     ],
 )
 def test_a_malformed_w8a8_gemm_is_named_by_file_and_entry(
@@ -255,7 +256,7 @@ def test_a_malformed_w8a8_gemm_is_named_by_file_and_entry(
     path.write_text(json.dumps(head | {"products": [], "decode": [], "byte_products": [of_bytes(), wrong]}))
     with pytest.raises(ValueError, match=r"nvidia-test\.json is malformed") as raised:
         read_table(path)
-    assert message in str(raised.value)
+    assert re.search(message, str(raised.value))
     assert "$.byte_products[1]" in str(raised.value)
 
 
@@ -268,7 +269,7 @@ def test_a_file_without_w8a8_gemms_is_read(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match=r"the tile table .*a\.json is malformed"):
+    with pytest.raises(ValueError, match=r"tile table .*/a\.json "):
         read_table(tmp_path / "a.json")
 
 
@@ -293,7 +294,7 @@ def test_a_table_of_another_device_is_ignored_with_one_line(
     assert load_table("NVIDIA-Test") is NO_TABLE
     (record,) = caplog.records
     assert str(path) in record.getMessage()
-    assert "were measured on NVIDIA Test, this GPU is NVIDIA-Test" in record.getMessage()
+    assert re.search(r"\bNVIDIA Test,.* NVIDIA-Test;", record.getMessage())
 
 
 def test_a_device_without_a_table_has_the_rules_alone(caplog: pytest.LogCaptureFixture) -> None:

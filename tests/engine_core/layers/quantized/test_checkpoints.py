@@ -1,5 +1,6 @@
 """Quantized checkpoints equal their dequantized weights."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,16 @@ def test_zero_weights_and_the_largest_float8_are_unchanged(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("tensor", "change", "words"),
     [
-        ("qweight", lambda old: old[:-1], "misshaped model.layers.0.mlp.up_proj.qweight: expected [8, 96]"),
-        ("scales", lambda old: old.repeat(2, 1), "misshaped model.layers.0.mlp.up_proj.scales: expected [2, 96]"),
-        ("qzeros", lambda old: old.float(), "unreadable model.layers.0.mlp.up_proj.qzeros: it is F32, expected I32"),
+        ("qweight", lambda old: old[:-1], r"misshaped \S+\.0\.mlp\.up_proj\.qweight: .*\[8, 96\]"),
+        ("scales", lambda old: old.repeat(2, 1), r"misshaped \S+\.0\.mlp\.up_proj\.scales: .*\[2, 96\]"),
+        ("qzeros", lambda old: old.float(), r"unreadable \S+\.0\.mlp\.up_proj\.qzeros: .*F32\b.* I32\b"),
         (
             "g_idx",
             lambda old: old * 0,
-            "g_idx must put 32 inputs into each of 2 groups, but its values are from 0 to 0",
+            r"g_idx\b.* 32 inputs\b.* 2 groups\b.* 0 to 0\b",
         ),
-        ("g_idx", lambda old: old - 1, "g_idx must have values from 0 to 1, not from -1 to 0"),
-        ("g_idx", lambda old: old + 1, "g_idx must have values from 0 to 1, not from 1 to 2"),
+        ("g_idx", lambda old: old - 1, r"g_idx\b.* 0 to 1\b.* -1 to 0\b"),
+        ("g_idx", lambda old: old + 1, r"g_idx\b.* 0 to 1\b.* 1 to 2\b"),
     ],
 )
 def test_tensors_that_lie_about_their_groups_are_refused(tensor: str, change: Any, words: str, tmp_path: Path) -> None:
@@ -130,9 +131,8 @@ def test_tensors_that_lie_about_their_groups_are_refused(tensor: str, change: An
         name = f"model.layers.0.mlp.{part}.{tensor}"
         tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, path)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words):
         load(tmp_path)
-    assert words in str(caught.value)
 
 
 def repeat_words(directory: Path, suffix: str, dim: int) -> None:
@@ -186,7 +186,7 @@ def test_a_part_with_groups_that_do_not_exist_is_refused(tmp_path: Path, change:
     tensors = load_file(path)
     tensors[name][3] += change
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.qkv_proj: g_idx must have values from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.qkv_proj: g_idx\b.* 0 to 1\b"):
         load(tmp_path)
 
 
@@ -204,7 +204,7 @@ def test_non_finite_scales_are_refused(tmp_path: Path, layout: str, value: float
     ]
     tensors[name].view(-1)[-1] = value
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=f"{name}: it has scales that are NaN or infinite"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}: .*\bscales\b.*\bNaN\b"):
         load(tmp_path)
 
 
@@ -215,21 +215,21 @@ def test_parts_with_different_orders_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.qkv_proj: its parts have inputs in different"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.qkv_proj: .*\(g_idx\)"):
         load(tmp_path)
 
 
 def test_a_fused_part_that_ends_within_sixteen_outputs_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 160, "intermediate_size": 104})
     quantize_checkpoint(tmp_path, LAYOUTS["fp8_block"])
-    with pytest.raises(ConfigError, match=r"ends at output 104, which is not a multiple of 16"):
+    with pytest.raises(ConfigError, match=r"\b104\b.*\b16\b"):
         load(tmp_path)
 
 
 def test_a_width_that_is_not_whole_groups_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, {"hidden_size": 72})
     quantize_checkpoint(tmp_path, LAYOUTS["awq"])
-    with pytest.raises(ConfigError, match=r"72 inputs and \d+ outputs"):
+    with pytest.raises(ConfigError, match=r"\b72 inputs\b"):
         load(tmp_path)
 
 
@@ -282,7 +282,7 @@ def test_nan_weights_are_not_quantized(damage: float, tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = damage
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight: it has weights that are NaN or infinite"):
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight: .*\bweights\b.*\bNaN\b"):
         load(tmp_path, quantization=Quantization(ONLINE_FP8))
 
 

@@ -236,9 +236,7 @@ def test_weights_of_8_bits_with_other_zero_points_are_refused(tmp_path: Path) ->
     layout = gptq_bytes(False)
     write(tmp_path, layout, "-", {})
     change_tensors(tmp_path, lambda tensors: tensors | {f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"] + 1})
-    with pytest.raises(
-        ConfigError, match=rf"{re.escape(DOWN)}\.qzeros: weights of 8 bits must have the zero point 128"
-    ):
+    with pytest.raises(ConfigError, match=rf"{re.escape(DOWN)}\.qzeros: .*\b8 bits\b.*\b128\b"):
         load(tmp_path)
 
 
@@ -264,7 +262,7 @@ def test_plain_weights_that_the_config_quantizes_are_served_and_logged(
         (
             FP8_BLOCK,
             {"modules_to_not_convert": [DOWN]},
-            [DOWN, "weight in FP8 and weight_scale_inv", f'entry "{DOWN}"'],
+            [DOWN, "FP8", "weight_scale_inv", f'entry "{DOWN}"'],
         ),
         (PACKED, {"ignore": ["re:.*down_proj"]}, [DOWN, "weight_packed", 'entry "re:.*down_proj"']),
         (GPTQ, {"dynamic": {"-:.*down_proj": {}}}, [DOWN, "qweight", 'entry ".*down_proj"']),
@@ -272,12 +270,12 @@ def test_plain_weights_that_the_config_quantizes_are_served_and_logged(
         (
             LAYOUTS["modelopt"],
             {"exclude_modules": ["*down_proj"]},
-            [DOWN, "weight in FP8 and weight_scale", 'entry "*down_proj"'],
+            [DOWN, "FP8", "weight_scale", 'entry "*down_proj"'],
         ),
         (
             LAYOUTS["modelopt"],
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.layers.1": {"quant_algo": "FP8"}}},
-            ["model.layers.0.self_attn.q_proj", "weight_scale", "does not quantize it"],
+            ["model.layers.0.self_attn.q_proj", "weight_scale", "not quantize"],
         ),
     ],
 )
@@ -293,9 +291,9 @@ def test_quantized_tensors_that_the_config_excludes_are_refused(
 @pytest.mark.parametrize(
     ("stored", "config", "words"),
     [
-        (PACKED, FP8_BLOCK, ["fp8", "weight_packed and weight_scale instead of weight"]),
-        (FP8_CHANNEL, GPTQ, ["4 bits (gptq)", "weight in FP8 and weight_scale instead of qweight"]),
-        (GPTQ, PACKED, ["4 bits (compressed-tensors)", "qweight instead of weight_packed"]),
+        (PACKED, FP8_BLOCK, ["fp8", "weight_packed and weight_scale instead"]),
+        (FP8_CHANNEL, GPTQ, ["4 bits (gptq)", "FP8 and weight_scale", "of qweight"]),
+        (GPTQ, PACKED, ["4 bits (compressed-tensors)", "qweight instead", "of weight_packed"]),
     ],
 )
 def test_tensors_of_another_format_than_the_config_names_are_refused(
