@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.completions_server import CompletionsServer
 from tests.fakes.http_server import Answer, scripted_server
 from tests.support.engine_metrics import metrics_after
+from tests.support.refusals import numbers_in
 
 
 def requests(count: int) -> list[Request]:
@@ -115,11 +117,11 @@ class TestServer:
             assert len(metrics.requests) == len(steps)
         assert ["response_format" in body for body in served.bodies[::4]] == [False, True, False, True, True, False]
         *_, free, strings = capsys.readouterr().out.splitlines()
-        assert free.startswith("2 streams, no schema: 64.0 rows a step, us of it: drain 0, plan 1, launch 2")
-        assert strings.startswith("2 streams, strings, 100 %: 64.0 rows a step")
-        assert strings.endswith("masks: 64.0 a step, 5.00 us each; GPU idle 25.0 %")
+        assert numbers_in(free)[:5] == [2, 64, 0, 1, 2] and "no schema" in free
+        assert numbers_in(strings)[:3] == [2, 100, 64] and "strings" in strings
+        assert numbers_in(strings)[-3:] == [64, 5, 25]
 
     def test_counters_without_a_server_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             bench_constrained.main(["--metrics", "http://127.0.0.1:1/metrics"])
-        assert "--metrics is of a running server; give its --url too" in capsys.readouterr().err
+        assert re.search(r"--metrics\b.*--url\b", capsys.readouterr().err)

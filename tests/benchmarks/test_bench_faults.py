@@ -9,6 +9,7 @@ from benchmarks import bench_faults
 from benchmarks.bench_faults import rate_of, text
 from benchmarks.frontends.drill import Outcome
 from benchmarks.measuring import results
+from tests.support.refusals import numbers_in
 
 
 def test_many_streams_are_slower_each_unless_asked() -> None:
@@ -17,9 +18,10 @@ def test_many_streams_are_slower_each_unless_asked() -> None:
 
 def test_outcome_is_shown_with_its_goal_and_what_leaked() -> None:
     shown = text(Outcome("a fault", 100, "1 s", {"told": 0.1234}, {"cut": 3}, 2, 5))
-    assert shown.splitlines() == [
-        "a fault, 100 streams (goal: 1 s)", "  told 0.123 s", "  cut 3", "  leaked: 2 rows, 5 pages"
-    ]  # fmt: skip
+    head, *figures = shown.splitlines()
+    assert head.startswith("a fault, ") and numbers_in(head) == [100, 1]
+    assert figures[:2] == ["  told 0.123 s", "  cut 3"]
+    assert numbers_in(figures[2]) == [2, 5] and len(figures) == 3
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tandem.engine_core.stats import STAGES
 from tests.fakes.clock import FakeClock
 from tests.fakes.http_server import Answer, scripted_server
 from tests.support.engine_metrics import metrics_after
+from tests.support.refusals import numbers_in
 
 
 def test_figures_are_of_the_steps_between_two_readings() -> None:
@@ -29,10 +30,8 @@ def test_figures_are_of_the_steps_between_two_readings() -> None:
     assert (found["rows_a_step"], found["mask_rows_a_step"]) == (64, 64)
     assert found["mask_us_a_row"] == pytest.approx(5.0, rel=1e-3)
     assert found["gpu_idle_percent"] == pytest.approx(25.0)
-    assert line(found) == (
-        "64.0 rows a step, us of it: drain 0, plan 1, launch 2, sample 3, collect 4, commit 5, send 6; "
-        "masks: 64.0 a step, 5.00 us each; GPU idle 25.0 %"
-    )
+    assert "drain 0, plan 1, launch 2, sample 3, collect 4, commit 5, send 6;" in line(found)
+    assert numbers_in(line(found)) == [64, 0, 1, 2, 3, 4, 5, 6, 64, 5, 25]
 
 
 def test_counters_of_several_rounds_are_added() -> None:
@@ -44,11 +43,12 @@ def test_what_was_not_counted_has_no_figure() -> None:
     found = figures(counters(metrics_after(0)))
     assert set(found["stages_us"].values()) == {None}
     assert found["mask_us_a_row"] is None and found["gpu_idle_percent"] is None
-    assert line(found).endswith("masks: - a step, - us each; GPU idle - %")
+    masks = line(found).partition("; ")[2]
+    assert masks.split().count("-") == 3 and numbers_in(masks) == []
 
 
 def test_metrics_of_something_else_are_refused() -> None:
-    with pytest.raises(ValueError, match="no tandem_engine_stage_seconds_total; give --metrics the address"):
+    with pytest.raises(ValueError, match=r"tandem_engine_stage_seconds_total\b.*--metrics\b"):
         counters("# TYPE up gauge\nup 1\n")
 
 
@@ -69,9 +69,7 @@ class TestReader:
         clock = FakeClock()
         began = clock()
         reader = EngineReader(lambda: metrics_after(5, 3), clock, clock.advance)
-        with pytest.raises(
-            ConnectionError, match="5 s after a load of 8 requests, --metrics counts the end of 0; give"
-        ):
+        with pytest.raises(ConnectionError, match=r"^5 s\b.* 8 requests\b.*--metrics\b.* 0\b"):
             reader.since(reader.read(), requests=8)
         assert clock() - began == pytest.approx(MAX_WAIT_SECONDS, abs=0.1)
 
@@ -79,9 +77,9 @@ class TestReader:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{closed.getsockname()[1]}/metrics"
-            with pytest.raises(ConnectionError, match=f"--metrics {url}: .*refused.*; give the address of /metrics"):
+            with pytest.raises(ConnectionError, match=f"--metrics {url}: .*refused"):
                 fetch(url)
         with scripted_server(Answer(404)) as server, pytest.raises(ConnectionError, match="404"):
             fetch(server.url)
-        with pytest.raises(ConnectionError, match="--metrics localhost: unknown url type"):
+        with pytest.raises(ConnectionError, match="--metrics localhost: "):
             fetch("localhost")

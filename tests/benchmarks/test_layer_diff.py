@@ -1,6 +1,7 @@
 """Comparison of two implementations layer by layer, on a tiny checkpoint and on one with a changed weight."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_a_folder_agrees_with_transformers_at_every_point(tiny: Path, capsys: py
     points = [line[:22].strip() for line in lines[1:-1]]
     layers = [f"layer {index} {part}" for index in range(4) for part in ("attention", "mlp")]
     assert points == ["embedding", *layers, "final norm", "logits"]
-    assert lines[-1] == "all points agree within a relative error of 1e-04"
+    assert "agree" in lines[-1] and lines[-1].endswith(" 1e-04")
 
 
 def test_the_text_half_of_a_multimodal_folder_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +46,7 @@ def test_the_text_half_of_a_multimodal_folder_agrees(tmp_path: Path, capsys: pyt
     config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
     save_random(tmp_path, config, model_class=Mistral3ForConditionalGeneration)
     assert main([str(tmp_path), "transformers", *SHORT]) == 0
-    assert "all points agree" in capsys.readouterr().out
+    assert "points agree" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reference", ["transformers:{}", "{}"])
@@ -54,14 +55,14 @@ def test_the_first_difference_is_named(
 ) -> None:
     assert main([str(tiny), reference.format(changed), *SHORT]) == 1
     output = capsys.readouterr().out
-    assert "first difference: layer 1 mlp, relative error" in output
+    assert "difference: layer 1 mlp," in output
     marked = [line[:22].strip() for line in output.splitlines() if line.endswith("<--")]
     assert marked[0] == "layer 1 mlp" and marked[-1] == "logits"
 
 
 def test_what_cannot_be_compared_is_one_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["transformers", "transformers"]) == 2
-    assert capsys.readouterr().err == "layer_diff: give a model folder as A or B, or transformers:FOLDER\n"
+    assert re.fullmatch(r"layer_diff: .*\btransformers:FOLDER\n", capsys.readouterr().err)
     assert main([str(tmp_path), str(tiny), *SHORT]) == 2
     assert capsys.readouterr().err.startswith("layer_diff: ")
 
@@ -80,20 +81,20 @@ def test_nan_is_a_difference() -> None:
     found[1, 2] = torch.nan
     [one] = compare({"logits": found}, {"logits": expected})
     assert one.token == 1
-    assert "first difference: logits, relative error inf" in table([one], 1.0)
+    assert re.search(r"difference: logits, .*\binf\b", table([one], 1.0))
 
 
 def test_sides_with_other_points_or_shapes_are_refused() -> None:
     streams = {"embedding": torch.ones(3, 4)}
-    with pytest.raises(StructureError, match="different points: logits"):
+    with pytest.raises(StructureError, match="points: logits"):
         compare(streams, {**streams, "logits": torch.ones(3, 9)})
-    with pytest.raises(StructureError, match=r"embedding has the shapes \[3, 4\] and \[3, 5\]"):
+    with pytest.raises(StructureError, match=r"^embedding\b.*\[3, 4\] and \[3, 5\]"):
         compare(streams, {"embedding": torch.ones(3, 5)})
 
 
 def test_a_model_of_another_structure_is_refused() -> None:
     with (
-        pytest.raises(StructureError, match=r"object must have `layers`.*models/README\.md"),
+        pytest.raises(StructureError, match=r"^object\b.*`layers`.*models/README\.md"),
         tapped(object(), Recorder()),
     ):
         pass

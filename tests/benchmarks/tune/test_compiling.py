@@ -1,6 +1,7 @@
 """Plans are compiled in processes of their own, for as long as there is time."""
 
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -17,6 +18,7 @@ from tandem.engine_core.kernels.tiles.plan_types import GemvPlan, SplitKPlan
 from tandem.engine_core.kernels.tiles.table import MatmulKey
 from tests.fakes.gpus import H200, L4, RTX_5090
 from tests.support.layer_codes import codes_of_a_layer
+from tests.support.refusals import numbers_in
 
 LAYER = LayerKey("16 bits", 16, hidden=256, queries=128, kv=64, width=512, vocabulary=128)
 KEY = MatmulKey("product", 16, 256, 128, 16)
@@ -65,7 +67,7 @@ def test_a_plan_that_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch)
         raise ValueError("the tile is too large\nfor this GPU")
 
     monkeypatch.setattr(compiling, "_launch", lambda _job, _gpu: None)
-    assert compile_one(job, H200) == "nothing was launched"
+    assert compile_one(job, H200).startswith("nothing ")
     monkeypatch.setattr(compiling, "_launch", launch)
     assert compile_one(job, H200) == "ValueError: the tile is too large"
 
@@ -82,8 +84,7 @@ def test_a_plan_that_fails_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     found = compile_all(JOBS, H200, 60.0, said.append, ThreadPoolExecutor)
     assert found == {good: "", bad: "OSError('the disk is full')"}
-    assert said[0].startswith("compiled 1 of 2 kernels")
-    assert said[0].endswith("1 do not run on this GPU, such as OSError('the disk is full')")
+    assert numbers_in(said[0])[:2] == [1, 2] and re.search(r"; 1\b.*OSError\('the disk is full'\)$", said[0])
 
 
 def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +107,7 @@ def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiling, "compile_one", compile_one)
     said: list[str] = []
     assert compile_all(JOBS, H200, 0.0, said.append, Pool) == {next(iter(JOBS)): ""}
-    assert said[0].startswith("compiled 1 of 2 kernels")
+    assert numbers_in(said[0])[:2] == [1, 2]
 
 
 def test_products_share_code_whatever_their_number_of_outputs() -> None:

@@ -1,6 +1,7 @@
 """The command, with a GPU and times that are made up, writes a table which the engine reads."""
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tandem.engine_core.kernels.tiles.plan_types import DecodePlan, GemvPlan, Sp
 from tandem.engine_core.kernels.tiles.table import DecodeKey, MatmulKey, W8A8GemmKey
 from tandem.engine_core.kernels.tiles.table_file import read_table
 from tests.fakes.gpus import H200, L4
+from tests.support.refusals import numbers_in
 
 TARGET = MatmulKey("product", 4, 2048, 8192, 1)
 BEST = GemvPlan(4, 1024, 1, 1)
@@ -174,7 +176,7 @@ def test_lines_name_keys_times_and_plans(tmp_path: Path) -> None:
     (task,) = (one for one in list_tasks(arguments_parser().parse_args(["--model", "1b", "--only", "decode"]), H200)
                if one.key == DecodeKey(64, 16, 512))  # fmt: skip
     line = line_of(Choice(task, task.plans[1], 9.0, 10.0, None))
-    assert "decode head_dim 64 KV 16 bits pairs 512" in line
+    assert re.search(r"\bdecode head_dim 64\b.* 16 bits\b.* 512\b", line)
     assert "10.0%" in line
     assert repr(task.plans[1]) in line
     layer = layer_task(layer_key(read_models(["8b"])[0], "4 bits", 32), H200)
@@ -185,6 +187,6 @@ def test_lines_name_keys_times_and_plans(tmp_path: Path) -> None:
     timings.add(Round(layer.key, 0), tuple(layer.today.values()), 96.0)
     timings.add(Round(layer.key, 0), tuple(plans.values()), 72.0)
     first, second = lines_of(Found(layer, plans, True), timings)
-    assert first.startswith("4 bits, 4096 wide, 32 rows ")
-    assert first.endswith("today    96.00 us  rule    96.00  best    72.00  25.0%")
+    assert numbers_in(first)[:3] == [4, 4096, 32]
+    assert numbers_in(first.removesuffix("%"))[-4:] == [96, 96, 72, 25]
     assert second == "    product 4096x14336: SplitKPlan(block_n=128, block_k=128, split=8, stages=4, warps=4)"
