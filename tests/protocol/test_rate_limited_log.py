@@ -7,6 +7,7 @@ import pytest
 
 from tandem.protocol.rate_limited_log import RateLimitedLog
 from tests.fakes.clock import FakeClock
+from tests.support.refusals import numbers_in
 
 NAME = "rate-limited"
 
@@ -39,7 +40,9 @@ def test_flood_is_two_lines_with_its_number(caplog: pytest.LogCaptureFixture) ->
 
     with caplog.at_level(logging.WARNING, NAME):
         asyncio.run(run())
-    assert caplog.messages == ["message 0", "another kind", "message 999 (the last of 999 more in 0 s)"]
+    assert caplog.messages[:2] == ["message 0", "another kind"]
+    (rest,) = caplog.messages[2:]
+    assert rest.startswith("message 999 (") and numbers_in(rest) == [999, 999, 0]
 
 
 def test_message_after_a_quiet_interval_is_written_at_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ def test_the_default_model_needs_no_name() -> None:
 
 @pytest.mark.parametrize("flags", ["--port 8000", "--uds=/x", "--frontends 2 --ops-port 8100"])
 def test_flags_that_the_replica_chooses_are_refused_by_name(flags: str) -> None:
-    with pytest.raises(ValidationError, match=r"flags must not contain --(port|uds|ops-port)"):
+    with pytest.raises(ValidationError, match=r"^[\s\S]*\bflags\b.*--(port|uds|ops-port)\b"):
         Settings(gpus=0, flags=flags)
 
 
